@@ -1,0 +1,1 @@
+"""mod-export: turns a trained Mixture-of-Depths checkpoint into static, verified inference artefacts."""

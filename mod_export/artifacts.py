@@ -1,0 +1,104 @@
+"""Frozen values that pass between stages. Paths are relative to the build folder, so a folder can be moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+__all__ = [
+    "DTYPES",
+    "Availability",
+    "Bucket",
+    "Dialect",
+    "DType",
+    "Engine",
+    "Graph",
+    "ModelKind",
+    "Variant",
+    "engine_stem",
+]
+
+ModelKind = Literal["mod", "dense"]
+DType = Literal["float32", "float16", "bfloat16"]
+DTYPES: tuple[DType, ...] = get_args(DType)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """One static shape: `batch` rows of `seq` tokens. Every graph and engine belongs to exactly one."""
+
+    batch: int
+    seq: int
+
+    @property
+    def name(self) -> str:
+        """As it stands in file names: b1s512."""
+        return f"b{self.batch}s{self.seq}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """What the graph of a target may hold. Passes read it to decide what to rewrite, `check_dialect` what to refuse.
+
+    Attributes:
+        name: as it stands in messages.
+        max_opset: highest ai.onnx opset that the target's parser takes.
+        topk_limit: largest K of a TopK, or None.
+        scatter_reduction: whether ScatterND and ScatterElements may reduce.
+        attention_dtypes: dtypes in which the ONNX Attention operator is taken; others get primitive operators.
+        extra_domains: operator domains allowed beside the standard one.
+    """
+
+    name: str
+    max_opset: int
+    topk_limit: int | None = None
+    scatter_reduction: bool = True
+    attention_dtypes: frozenset[DType] = frozenset(DTYPES)
+    extra_domains: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """An ONNX file of one model and bucket. `target` is None for the portable graph."""
+
+    path: str
+    model: ModelKind
+    bucket: Bucket
+    dtype: DType
+    target: str | None
+    k_by_layer: dict[int, int] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One engine to build for a (model, bucket): a dtype and, ahead of time, a GPU architecture such as `sm89`."""
+
+    dtype: DType
+    arch: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A built engine file. `weights` is the build folder's file that it reads at run time, None if it holds its own."""
+
+    target: str
+    model: ModelKind
+    bucket: Bucket
+    dtype: DType
+    path: str
+    weights: str | None = None
+    arch: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Availability:
+    """What a target can do on this machine; `reason` says what is missing, or what was found."""
+
+    builds: bool
+    runs: bool
+    reason: str
+
+
+def engine_stem(model: ModelKind, bucket: Bucket, dtype: DType, arch: str | None = None) -> str:
+    """File name of an engine without its suffix: mod-b1s512-float16-sm89."""
+    return "-".join([model, bucket.name, dtype, *([arch] if arch else [])])

@@ -1,0 +1,236 @@
+"""The configuration: one TOML file, one tree of frozen values, every problem reported at once.
+
+Every tolerance and threshold lives here or in a file of export_configs/, none in code. The reasons for the numbers of
+default.toml stand in docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mod_export.artifacts import Bucket, DType
+from mod_export.errors import ConfigError
+
+__all__ = [
+    "BuildConfig",
+    "InductorOptions",
+    "LatencyOptions",
+    "OrtCpuOptions",
+    "OrtCudaOptions",
+    "ParityGate",
+    "ParityOptions",
+    "TargetOptions",
+    "TensorRTOptions",
+    "TensorRTRTXOptions",
+    "config_from_toml",
+    "toml_from_config",
+]
+
+Positive = Annotated[int, Field(ge=1)]
+Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    # Strict: a quoted number or a 1 for true is a mistake, and TOML has types to say what is meant.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class OrtCpuOptions(_Section):
+    """ONNX Runtime on the CPU."""
+
+    dtypes: tuple[Literal["float32"], ...] = ("float32",)
+    """float16 and bfloat16 bring no speed on a CPU: ONNX Runtime casts them to float32 and back."""
+
+
+class OrtCudaOptions(_Section):
+    """ONNX Runtime's CUDA execution provider."""
+
+    dtypes: tuple[Literal["float32", "float16"], ...] = ("float32", "float16")
+    device: Annotated[int, Field(ge=0)] = 0
+
+
+class InductorOptions(_Section):
+    """torch.compile, packaged ahead of time by AOTInductor for this machine's CPU."""
+
+    dtypes: tuple[Literal["float32"], ...] = ("float32",)
+
+
+class TensorRTOptions(_Section):
+    """TensorRT, built on the GPU that runs it."""
+
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16", "float32")
+    optimization_level: Annotated[int, Field(ge=0, le=5)] = 3
+    workspace_mib: Positive = 4096
+
+
+class TensorRTRTXOptions(_Section):
+    """TensorRT-RTX, built ahead of time for named GPU architectures; no GPU is needed to build."""
+
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16", "float32")
+    architectures: Annotated[tuple[str, ...], Field(min_length=1)] = ("sm89", "sm120")
+    """Names as NVIDIA writes compute capabilities, for example sm86. One plan each."""
+
+
+class TargetOptions(_Section):
+    """Options of every target, each under the target's name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=lambda n: n.replace("_", "-"))
+
+    ort_cpu: OrtCpuOptions = OrtCpuOptions()
+    ort_cuda: OrtCudaOptions = OrtCudaOptions()
+    inductor: InductorOptions = InductorOptions()
+    tensorrt: TensorRTOptions = TensorRTOptions()
+    tensorrt_rtx: TensorRTRTXOptions = TensorRTRTXOptions()
+
+
+class ParityGate(_Section):
+    """What a candidate must meet, against eager float32, for one dtype. Reasons: docs/numerics.md."""
+
+    max_abs: Tolerance
+    """Largest absolute error of any real token's logits, given the same routing."""
+    near_tie: Tolerance
+    """A token may be routed differently when its score lies within this distance of the k-th one, as a share of the
+    root mean square of the row's scores. Outside it a difference is a fault."""
+    next_token_agreement: Share
+    """Smallest share of positions whose most probable next token is the same."""
+
+
+class ParityOptions(_Section):
+    """Gates per dtype, and how many inputs of each kind. The numbers are in export_configs/default.toml."""
+
+    float32: ParityGate
+    float16: ParityGate
+    bfloat16: ParityGate
+    batches_per_kind: Positive = 1
+    """Batches of each kind of input (text, random, padded, ties) for every bucket."""
+
+    def gate(self, dtype: DType) -> ParityGate:
+        """The gate of one dtype."""
+        gate: ParityGate = getattr(self, dtype)
+        return gate
+
+
+class LatencyOptions(_Section):
+    """How latency is sampled and what speed-up the build must show."""
+
+    samples: Annotated[int, Field(ge=5)] = 30
+    """Interleaved samples of each of the two models."""
+    warmup: Positive = 5
+    threads: Annotated[int, Field(ge=0)] = 1
+    """Threads of every CPU engine, the same for both models; 0 leaves the library's own choice. One is the default
+    because it is what can be compared between machines and runs."""
+    bootstrap: Annotated[int, Field(ge=100)] = 2000
+    """Resamples behind the 95 % interval of the ratio."""
+    min_speedup: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Gate: the measured ratio dense / MoD of every runnable target at the largest bucket must reach this. 0 = no gate."""
+
+
+class BuildConfig(_Section):
+    """One named build."""
+
+    buckets: tuple[tuple[Positive, Positive], ...] = ()
+    """(batch, sequence) pairs; empty picks 1 x 128 and the longest power of two up to 512 that the model has positions for."""
+    targets: tuple[str, ...] = ()
+    """Names as in `mod-export targets`; empty picks every target that can build on this machine."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    target: TargetOptions = TargetOptions()
+    parity: ParityOptions
+    latency: LatencyOptions
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tuples(cls, data: Any) -> Any:
+        # TOML has arrays only; the tree is frozen and therefore holds tuples.
+        return _tuples_from_lists(data)
+
+    def bucket_list(self, max_positions: int) -> tuple[Bucket, ...]:
+        """The buckets to build, ascending.
+
+        Raises:
+            ConfigError: a bucket is longer than the model has positions for.
+        """
+        pairs = self.buckets or tuple((1, s) for s in _default_lengths(max_positions))
+        problems = [
+            f"buckets: {batch} x {seq} is longer than the model's {max_positions} positions; shorten it or drop it"
+            for batch, seq in pairs
+            if seq > max_positions
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return tuple(sorted({Bucket(batch, seq) for batch, seq in pairs}))
+
+
+def _default_lengths(max_positions: int) -> tuple[int, ...]:
+    longest = min(512, 2 ** (max_positions.bit_length() - 1))
+    return tuple(sorted({min(128, longest), longest}))
+
+
+def _tuples_from_lists(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_tuples_from_lists(item) for item in value)
+    return {key: _tuples_from_lists(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def config_from_toml(path: Path | None, overrides: Mapping[str, Any] | None = None) -> BuildConfig:
+    """Reads a configuration. What the file leaves out is as in default.toml, and None is default.toml itself.
+
+    `overrides` replaces top-level fields, as the command line's options do.
+
+    Raises:
+        ConfigError: no such file, not TOML, unknown keys (with the nearest known one), or values out of range.
+    """
+    defaults = tomllib.loads(files("mod_export_configs").joinpath("default.toml").read_text(encoding="utf-8"))
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError([f"{path}: no such configuration file"]) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError([f"{path}: cannot be read ({error})"]) from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError([f"{path}: not valid TOML: {error}"]) from error
+    prefix = f"{path}: " if path else ""
+    try:
+        return BuildConfig.model_validate(_merged(defaults, data) | dict(overrides or {}))
+    except ValidationError as error:
+        raise ConfigError([prefix + _problem(item) for item in error.errors()]) from error
+
+
+def toml_from_config(config: BuildConfig) -> str:
+    """The whole resolved configuration as TOML; `config_from_toml` reads it back to an equal value."""
+    return tomli_w.dumps(config.model_dump(mode="json", by_alias=True))
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _problem(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"]) or "config"
+    if error["type"] != "extra_forbidden":
+        return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
+    known = _known_keys(error["loc"][:-1])
+    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+    return f"{where}: unknown key" + (f", did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}")
+
+
+def _known_keys(path: tuple[str | int, ...]) -> list[str]:
+    section: type[BaseModel] = BuildConfig
+    for part in path:
+        fields = {field.alias or name: field for name, field in section.model_fields.items()}
+        section = fields[str(part)].annotation  # type: ignore[assignment]
+    return [field.alias or name for name, field in section.model_fields.items()]

@@ -1,0 +1,90 @@
+"""Every error mod-export raises on purpose, and the exit code the command line gives it.
+
+    ModExportError
+    |-- UsageError              2   the request cannot be met as it stands
+    |   |-- ConfigError             configuration: every problem at once
+    |   |-- CheckpointError         the model file
+    |   |-- BuildFolderError        the output folder: foreign, unwritable, locked, damaged
+    |   `-- TargetError             unknown target, or one that cannot work on this machine
+    `-- BuildError              3   a stage could not build; the message names what was whole before it
+        |-- CaptureError            torch.compile or torch.export refused the model
+        |-- GraphError              an ONNX graph is not what it must be
+        |-- LimitError              a target cannot take this graph, and no rewrite helps
+        `-- EngineError             a vendor's builder or runtime failed
+
+A gate that fails (parity, speed-up) is a result, not an error: exit code 4 comes from the verdict. Exit code 1 is
+left to bugs. Messages say what, where, got and expected, and the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+__all__ = [
+    "BuildError",
+    "BuildFolderError",
+    "CaptureError",
+    "CheckpointError",
+    "ConfigError",
+    "EngineError",
+    "GraphError",
+    "LimitError",
+    "ModExportError",
+    "TargetError",
+    "UsageError",
+]
+
+
+class ModExportError(Exception):
+    """Base of all errors that end in a message instead of a traceback."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class UsageError(ModExportError):
+    """The request cannot be met as it stands."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """Unusable configuration. `problems` holds one line for each problem found."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class CheckpointError(UsageError):
+    """The model file is not a usable checkpoint."""
+
+
+class BuildFolderError(UsageError):
+    """The build folder is foreign, unwritable, in use by another build, or damaged."""
+
+
+class TargetError(UsageError):
+    """The target is unknown, or cannot do on this machine what was asked of it."""
+
+
+class BuildError(ModExportError):
+    """A stage could not build."""
+
+    exit_code = 3
+
+
+class CaptureError(BuildError):
+    """torch.compile or torch.export refused the model."""
+
+
+class GraphError(BuildError):
+    """An ONNX graph is not what it must be."""
+
+
+class LimitError(BuildError):
+    """A target cannot take this graph and no rewrite helps; the message names layer, limit and way out."""
+
+
+class EngineError(BuildError):
+    """A vendor's builder or runtime failed."""

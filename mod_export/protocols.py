@@ -1,0 +1,186 @@
+"""Everything that can be plugged in, in one place, because whoever has read this file can extend any of it.
+
+An *architecture* turns a checkpoint into modules. A *pass* rewrites an ONNX graph. An *engine* builds and loads what a
+target runs. A *runner* is a loaded engine. A *check* judges one aspect of a runner. Plug-ins are listed in literal
+tables (`PASSES`, `ENGINES`, `CHECKS`); architectures, which live in other packages, in the entry-point group
+`mod_export.architectures`. The contract suites in tests/ run over the tables, so an entry is tested once it is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+
+from mod_export.artifacts import Availability, Bucket, Dialect, DType, Engine, Graph, ModelKind, Variant
+from mod_export.config import BuildConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx_ir
+    import torch
+
+__all__ = ["Architecture", "EngineBuilder", "EngineJob", "GraphPass", "LoadedModel", "ReferenceTrace", "Runner"]
+
+
+class ReferenceTrace(Protocol):
+    """What one routed layer of the reference decided: index (B, k) ascending, live (B, k), float32 score (B, S)."""
+
+    @property
+    def index_BK(self) -> torch.Tensor: ...
+    @property
+    def live_BK(self) -> torch.Tensor: ...
+    @property
+    def score_BS(self) -> torch.Tensor: ...
+
+
+class LoadedModel(Protocol):
+    """A checkpoint that an architecture has read and found sound."""
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        """The spec as plain data: what `Architecture.restore` needs beside the weights."""
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """state_dict name -> tensor, as stored."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def k_by_layer(self, seq: int) -> dict[int, int]:
+        """Tokens that each routed layer takes out of `seq`; empty for a dense model. Layers with k = 0 are included."""
+
+    def module(self) -> torch.nn.Module:
+        """Eager float32 module in eval mode: (input_ids int64 (B, S), lengths int64 (B,)) -> (logits (B, S, V),
+        then int64 (B, k) for each routed layer with k > 0, in the order of the layers)."""
+
+    def trace(
+        self,
+        module: torch.nn.Module,
+        ids_BS: torch.Tensor,
+        lengths_B: torch.Tensor,
+        forced: Mapping[int, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, Mapping[int, ReferenceTrace]]:
+        """Logits and every layer's decision; `forced` replaces the router's choice in the layers it names."""
+
+    def dense(self) -> LoadedModel:
+        """The dense twin: every token through every block, routers gone."""
+
+    def sample_ids(self, batch: int, seq: int, seed: int) -> np.ndarray | None:
+        """Real inputs of the kind the model was trained on, from text that no training step saw: int64 (batch, seq).
+        None when the model's vocabulary has no such text here."""
+
+
+@runtime_checkable
+class Architecture(Protocol):
+    """One entry of the entry-point group `mod_export.architectures`."""
+
+    name: str
+
+    def read(self, path: Path) -> LoadedModel:
+        """Reads a checkpoint.
+
+        Raises:
+            LookupError: a sound checkpoint that names another architecture (the error's text is that name).
+            ValueError: anything else that makes it unusable, with a message for the user.
+        """
+
+    def restore(self, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> LoadedModel:
+        """The inverse of `LoadedModel.spec` and `.weights`."""
+
+    def demo_checkpoint(self) -> Path | None:
+        """A small trained checkpoint that ships with the package, if there is one."""
+
+    def random(self, spec: Mapping[str, Any], seed: int, path: Path) -> None:
+        """Writes a checkpoint with initial weights, for measuring a size that nobody has trained yet."""
+
+
+class GraphPass(Protocol):
+    """One rewrite of an ONNX graph. `graph/passes/__init__.py` runs requires, run, ensures, and orders them."""
+
+    name: ClassVar[str]
+
+    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+        """Whether graphs of this dialect and dtype go through this pass."""
+
+    def run(self, model: onnx_ir.Model, dialect: Dialect, dtype: DType) -> int:
+        """Rewrites in place; returns how many places were rewritten.
+
+        Raises:
+            LimitError: the graph holds what the dialect cannot take and this pass cannot rewrite it.
+        """
+
+    def ensures(self, model: onnx_ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+        """Problems that must not be left after `run`; empty when all is well."""
+
+
+class EngineJob(Protocol):
+    """What an engine may draw on when it builds one variant. Values are computed when first asked for."""
+
+    root: Path
+    graph: Graph
+    weights: str
+
+    def exported_program(self) -> torch.export.ExportedProgram:
+        """The captured program that `graph` came from."""
+
+
+class Runner(Protocol):
+    """A loaded engine. A context manager; `run` checks its feeds against the engine's own inputs."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    providers: tuple[str, ...]
+    threads: int
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """Runs once. `outputs` names what is wanted, all by default. Returns after the device has finished."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class EngineBuilder(Protocol):
+    """One target, one vendor, one file."""
+
+    name: ClassVar[str]
+    dialect: ClassVar[Dialect]
+    from_onnx: ClassVar[bool]  # False: builds from the captured program instead of a graph of its dialect
+
+    def availability(self) -> Availability:
+        """What this machine can do, found by trying, without building anything."""
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        """The engines that the configuration asks for."""
+
+    def versions(self) -> Mapping[str, str]:
+        """The libraries whose version decides whether an engine must be built again."""
+
+    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
+        """Reasons why this bucket cannot be built, known without a graph; empty when there are none."""
+
+    def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
+        """Writes the engine to `destination`. The caller renames it into place once it is whole.
+
+        Raises:
+            EngineError: the vendor's builder failed.
+            LimitError: the target cannot take this graph.
+        """
+
+    suffix: ClassVar[str]
+
+    def load(self, root: Path, engine: Engine, config: BuildConfig) -> Runner:
+        """Loads an engine of the build folder `root`.
+
+        Raises:
+            TargetError: this machine cannot run it.
+            EngineError: the file is not a usable engine.
+        """

@@ -1,0 +1,95 @@
+"""The entry point `mod_export.architectures: mod_transformer`: what an exporter asks of this package.
+
+The exporter finds this object by its name in the entry-point group; neither package imports the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
+from mod_models.corpus import batch_at, read_split
+from mod_models.routing import Routing
+from mod_models.spec import ModelSpec
+from mod_models.transformer import Transformer
+
+__all__ = ["MOD_TRANSFORMER", "LoadedTransformer", "ModTransformer"]
+
+BYTE_VOCABULARY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTransformer:
+    """A checkpoint as the exporter sees it."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        return self.checkpoint.spec.to_dict()
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.checkpoint.weights
+
+    @property
+    def vocab_size(self) -> int:
+        return self.checkpoint.spec.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.checkpoint.spec.max_positions
+
+    def k_by_layer(self, seq: int) -> dict[int, int]:
+        return self.checkpoint.spec.k_by_layer(seq)
+
+    def module(self) -> Transformer:
+        return self.checkpoint.module()
+
+    def trace(
+        self, module: Transformer, ids_BS: Tensor, lengths_B: Tensor, forced: Mapping[int, Tensor] | None
+    ) -> tuple[Tensor, Mapping[int, Routing]]:
+        return module.trace(ids_BS, lengths_B, dict(forced) if forced else None)
+
+    def dense(self) -> LoadedTransformer:
+        return LoadedTransformer(self.checkpoint.dense())
+
+    def sample_ids(self, batch: int, seq: int, seed: int) -> np.ndarray | None:
+        """Held-out bytes of the training corpus; None for a vocabulary that is not bytes."""
+        if self.vocab_size != BYTE_VOCABULARY:
+            return None
+        text_N = read_split("held_out")
+        return None if len(text_N) <= seq else batch_at(text_N, batch, seq, seed).numpy()
+
+
+class ModTransformer:
+    """The architecture `mod_transformer`."""
+
+    name = ARCHITECTURE
+
+    def read(self, path: Path) -> LoadedTransformer:
+        """Reads model.pt or a folder; see `checkpoint.load_checkpoint` for what it raises."""
+        return LoadedTransformer(load_checkpoint(path))
+
+    def restore(self, spec: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LoadedTransformer:
+        """The inverse of `LoadedTransformer.spec` and `.weights`."""
+        return LoadedTransformer(Checkpoint(spec=ModelSpec.from_dict(spec), weights=weights))
+
+    def demo_checkpoint(self) -> Path | None:
+        """The trained checkpoint that ships with this package."""
+        path = Path(str(files("mod_models").joinpath("checkpoints", "stdlib-3m.pt")))
+        return path if path.exists() else None
+
+    def random(self, spec: Mapping[str, Any], seed: int, path: Path) -> None:
+        """Writes a checkpoint with initial weights."""
+        save_checkpoint(path, random_checkpoint(ModelSpec.from_dict(spec), seed))
+
+
+MOD_TRANSFORMER = ModTransformer()
