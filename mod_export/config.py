@@ -131,14 +131,14 @@ class LatencyOptions(_Section):
     bootstrap: Annotated[int, Field(ge=100)] = 2000
     """Resamples behind the 95 % interval of the ratio."""
     min_speedup: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Gate: the measured ratio dense / MoD of every runnable target at the largest bucket must reach this. 0 = no gate."""
+    """Gate: the measured ratio dense / MoD of every runnable target at the largest bucket. 0 means no gate."""
 
 
 class BuildConfig(_Section):
     """One named build."""
 
     buckets: tuple[tuple[Positive, Positive], ...] = ()
-    """(batch, sequence) pairs; empty picks 1 x 128 and the longest power of two up to 512 that the model has positions for."""
+    """(batch, sequence) pairs; empty picks 1 x 128, and 1 x 512 or the longest power of two that the model allows."""
     targets: tuple[str, ...] = ()
     """Names as in `mod-export targets`; empty picks every target that can build on this machine."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

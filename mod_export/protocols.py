@@ -57,7 +57,8 @@ class LoadedModel(Protocol):
 
     def module(self) -> torch.nn.Module:
         """Eager float32 module in eval mode: (input_ids int64 (B, S), lengths int64 (B,)) -> (logits (B, S, V),
-        then int64 (B, k) for each routed layer with k > 0, in the order of the layers)."""
+        then int64 (B, k) for each routed layer with k > 0, in the order of the layers).
+        """
 
     def trace(
         self,
@@ -72,8 +73,10 @@ class LoadedModel(Protocol):
         """The dense twin: every token through every block, routers gone."""
 
     def sample_ids(self, batch: int, seq: int, seed: int) -> np.ndarray | None:
-        """Real inputs of the kind the model was trained on, from text that no training step saw: int64 (batch, seq).
-        None when the model's vocabulary has no such text here."""
+        """Real inputs of the kind the model was trained on, from text that no training step saw.
+
+        int64 (batch, seq), or None when the model's vocabulary has no such text here.
+        """
 
 
 @runtime_checkable
@@ -95,6 +98,9 @@ class Architecture(Protocol):
 
     def demo_checkpoint(self) -> Path | None:
         """A small trained checkpoint that ships with the package, if there is one."""
+
+    def timed_spec(self) -> Mapping[str, Any] | None:
+        """A size that is large enough for a speed-up to be measured, for the demo, if there is one."""
 
     def random(self, spec: Mapping[str, Any], seed: int, path: Path) -> None:
         """Writes a checkpoint with initial weights, for measuring a size that nobody has trained yet."""
@@ -122,9 +128,17 @@ class GraphPass(Protocol):
 class EngineJob(Protocol):
     """What an engine may draw on when it builds one variant. Values are computed when first asked for."""
 
-    root: Path
-    graph: Graph
-    weights: str
+    @property
+    def root(self) -> Path:
+        """The build folder."""
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the target's dialect; the portable one where they are the same."""
+
+    @property
+    def weights(self) -> str:
+        """The weights file that `graph` points into, relative to the root."""
 
     def exported_program(self) -> torch.export.ExportedProgram:
         """The captured program that `graph` came from."""

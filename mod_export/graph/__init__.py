@@ -1,0 +1,1 @@
+"""Capture, ONNX export, and the rewrites that each target needs."""

@@ -1,0 +1,1 @@
+"""Parity of a runner with eager float32 PyTorch: measured by `compare.py`, judged by the table CHECKS."""

@@ -1,0 +1,292 @@
+"""The command line: arguments to configuration to exit code, and the only place where errors become text.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 all gates passed, 1 a bug, 2 usage, configuration or
+unusable input, 3 a stage could not build, 4 built but a gate failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mod_export import __version__
+from mod_export.errors import ModExportError
+
+if TYPE_CHECKING:
+    from mod_export.config import BuildConfig
+
+__all__ = ["main"]
+
+GATE_FAILED = 4
+INTERRUPTED = 130
+BUG = 1
+
+folder_argument = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+config_option = click.option(
+    "-c", "--config", "config_file", metavar="CONFIG.toml", type=click.Path(path_type=Path), help="Configuration file."
+)
+target_option = click.option(
+    "--target", "targets", metavar="T", multiple=True, help="Only this target; may be given several times."
+)
+verbose_option = click.option("-v", "--verbose", is_flag=True, help="Name every step; tracebacks for errors.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="mod-export")
+def cli() -> None:
+    """Puts Mixture-of-Depths models into production: export, engines, parity and speed-up against the dense twin."""
+
+
+def _command(function: Callable[..., int]) -> Callable[..., None]:
+    """Turns errors into messages and exit codes, and the function's result into the exit code."""
+
+    @wraps(function)
+    def wrapped(**arguments: Any) -> None:
+        verbose = bool(arguments.get("verbose"))
+        try:
+            code = function(**arguments)
+        except ModExportError as error:
+            if verbose:
+                traceback.print_exc()
+            lines = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
+            click.echo("\n".join(["error: " + lines[0], *(f"       {line}" for line in lines[1:])]), err=True)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            click.echo("interrupted; what was whole is kept, and the same command resumes there", err=True)
+            code = INTERRUPTED
+        except Exception as error:  # The one broad except: whatever else arrives here is our bug, and says so.
+            traceback.print_exc()
+            click.echo(
+                f"bug in mod-export {__version__}: {type(error).__name__}; please report the text above", err=True
+            )
+            code = BUG
+        sys.exit(code)
+
+    return wrapped
+
+
+@cli.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@config_option
+@click.option("-o", "--out", metavar="DIR", type=click.Path(path_type=Path), help="Build folder; default build/NAME.")
+@click.option(
+    "--baseline", metavar="MODEL", type=click.Path(path_type=Path), help="A dense checkpoint instead of the dense twin."
+)
+@target_option
+@click.option("--report", metavar="FILE", type=click.Path(path_type=Path), help="Write report.json here as well.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
+@verbose_option
+@_command
+def build(
+    model: Path,
+    config_file: Path | None,
+    out: Path | None,
+    baseline: Path | None,
+    targets: Sequence[str],
+    report: Path | None,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    """Build MODEL (model.pt, or a folder of config.json and model.safetensors) for every target."""
+    folder = out or Path("build") / (model.resolve().name.removesuffix(".pt") or "model")
+    return _build(model, _config(config_file, targets), folder, baseline, report, -1 if quiet else int(verbose))
+
+
+def _build(
+    model: Path, config: BuildConfig, folder: Path, baseline: Path | None, report_file: Path | None, verbosity: int
+) -> int:
+    from rich.console import Console
+
+    from mod_export.model import look_at_checkpoint
+    from mod_export.plan import check_names
+    from mod_export.workspace import check_root
+
+    # What can be refused without PyTorch is refused before it is loaded, which takes longer than all of this.
+    check_names(config.targets)
+    for checkpoint in filter(None, (model, baseline)):
+        look_at_checkpoint(checkpoint)
+    check_root(folder)
+
+    from mod_export.console import Progress
+    from mod_export.pipeline import build as run
+    from mod_export.report import render_text
+
+    progress = Progress(Console(stderr=True), verbosity)
+    try:
+        report = run(model, config, folder, baseline, progress, " ".join(["mod-export", *sys.argv[1:]]))
+    finally:
+        progress.stop()
+    if report_file is not None:
+        _write_text(report_file, report.to_json())
+    click.echo(render_text(report, folder), nl=False)
+    return 0 if report.verdict.status == "pass" else GATE_FAILED
+
+
+@cli.command()
+@folder_argument
+@target_option
+@config_option
+@verbose_option
+@_command
+def validate(folder: Path, targets: Sequence[str], config_file: Path | None, verbose: bool) -> int:
+    """Check parity of a build folder again, on this machine, without the checkpoint."""
+    from mod_export.folder import validate_folder
+    from mod_export.report.text import render_parity
+
+    rows, verdict = validate_folder(folder, _config(config_file, ()) if config_file else None, targets)
+    click.echo(render_parity(rows, verdict), nl=False)
+    return 0 if verdict.status == "pass" else GATE_FAILED
+
+
+@cli.command()
+@folder_argument
+@target_option
+@config_option
+@verbose_option
+@_command
+def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbose: bool) -> int:
+    """Measure latency of a build folder against its dense twin again, on this machine."""
+    from mod_export.folder import bench_folder
+    from mod_export.report.text import render_speedup
+
+    latency, speedup, verdict = bench_folder(folder, _config(config_file, ()) if config_file else None, targets)
+    click.echo(render_speedup(latency, speedup, verdict), nl=False)
+    return 0 if verdict.status == "pass" else GATE_FAILED
+
+
+@cli.command()
+@folder_argument
+@click.option("--format", "form", type=click.Choice(["text", "json", "html"]), default="text", show_default=True)
+@verbose_option
+@_command
+def report(folder: Path, form: str, verbose: bool) -> int:
+    """Render what a build measured."""
+    from mod_export.report import render_html, render_text, report_from_json
+    from mod_export.runtime import opened_folder
+
+    opened_folder(folder, verify=False)
+    text = _read_text(folder / "report.json")
+    found = report_from_json(text, str(folder / "report.json"))
+    rendered = {
+        "text": lambda: render_text(found, folder),
+        "json": lambda: text,
+        "html": lambda: render_html(found, command=None),
+    }
+    click.echo(rendered[form](), nl=False)
+    return 0
+
+
+@cli.command()
+@click.argument("path", metavar="MODEL|GRAPH|DIR", type=click.Path(path_type=Path))
+@verbose_option
+@_command
+def inspect(path: Path, verbose: bool) -> int:
+    """Show what a model, an ONNX graph or a build folder holds: spec, routing, FLOPs, sizes, operators."""
+    from mod_export.inspect import describe
+
+    click.echo(describe(path), nl=False)
+    return 0
+
+
+@cli.command()
+@verbose_option
+@_command
+def targets(verbose: bool) -> int:
+    """List every target, and what this machine can do with it."""
+    from mod_export.engine import ENGINES
+
+    width = max(map(len, ENGINES))
+    for name, engine in ENGINES.items():
+        found = engine.availability()
+        can = (
+            "builds, runs"
+            if found.builds and found.runs
+            else "builds"
+            if found.builds
+            else "runs"
+            if found.runs
+            else "-"
+        )
+        click.echo(f"{name:<{width}}  {can:<12}  {found.reason}")
+    return 0
+
+
+@cli.group()
+def config() -> None:
+    """Look at configurations."""
+
+
+@config.command("show")
+@click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path))
+@verbose_option
+@_command
+def show(config_file: Path | None, verbose: bool) -> int:
+    """Print the whole resolved configuration."""
+    from mod_export.config import toml_from_config
+
+    click.echo(toml_from_config(_config(config_file, ())), nl=False)
+    return 0
+
+
+@cli.command()
+@click.option(
+    "-o", "--out", metavar="DIR", type=click.Path(path_type=Path), default=Path("build/demo"), show_default=True
+)
+@click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
+@verbose_option
+@_command
+def demo(out: Path, quiet: bool, verbose: bool) -> int:
+    """Build the trained checkpoint that ships with mod-export, then measure a model large enough to be timed."""
+    from mod_export.demo import demo_checkpoint, timed_checkpoint
+
+    verbosity = -1 if quiet else int(verbose)
+    trained = _build(demo_checkpoint(), _named_config("demo"), out, None, None, verbosity)
+    with timed_checkpoint() as checkpoint:
+        timed = _build(checkpoint, _named_config("bench"), out.with_name(f"{out.name}-timed"), None, None, verbosity)
+    return trained or timed
+
+
+def _config(path: Path | None, targets: Sequence[str]) -> BuildConfig:
+    from mod_export.config import config_from_toml
+
+    return config_from_toml(path, {"targets": tuple(targets)} if targets else None)
+
+
+def _named_config(name: str) -> BuildConfig:
+    from importlib.resources import files
+
+    return _config(Path(str(files("mod_export_configs").joinpath(f"{name}.toml"))), ())
+
+
+def _read_text(path: Path) -> str:
+    from mod_export.errors import BuildFolderError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BuildFolderError(f"{path}: cannot be read ({error}); build again") from error
+
+
+def _write_text(path: Path, text: str) -> None:
+    from mod_export.errors import BuildFolderError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BuildFolderError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def main() -> None:
+    """Entry point of the command `mod-export`."""
+    cli(prog_name="mod-export")
+
+
+if __name__ == "__main__":
+    main()

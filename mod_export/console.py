@@ -1,0 +1,52 @@
+"""What a build looks like while it runs: a line for each stage on stderr, a live line where stderr is a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.status import Status
+
+from mod_export.report.schema import Stage
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Observes a build. `verbosity` -1 says nothing, 0 names stages, 1 names every step as well."""
+
+    def __init__(self, console: Console, verbosity: int) -> None:
+        self._console = console
+        self._verbosity = verbosity
+        self._status: Status | None = None
+        self._stage = ""
+        self._steps = 0
+
+    def stage_started(self, name: str) -> None:
+        self._stage, self._steps = name, 0
+        if self._verbosity >= 0 and self._console.is_terminal:
+            self._status = self._console.status(name)
+            self._status.start()
+
+    def step_started(self, name: str) -> None:
+        self._steps += 1
+        if self._status is not None:
+            self._status.update(f"{self._stage}  {name}")
+        if self._verbosity > 0:
+            self._console.print(f"    {name}", highlight=False, markup=False)
+
+    def stage_finished(self, stage: Stage) -> None:
+        self.stop()
+        if self._verbosity < 0:
+            return
+        steps = f"{self._steps} steps" if self._steps > 1 else ""
+        memory = f"{stage.peak_rss_bytes / 2**20:.0f} MiB" if stage.peak_rss_bytes else ""
+        self._console.print(
+            f"* {stage.name:<9}{stage.status:<7}{stage.seconds:>8.1f} s  {memory:>9}  {steps}".rstrip(),
+            highlight=False,
+            markup=False,
+        )
+
+    def stop(self) -> None:
+        """Takes the live line away; also after an error."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None

@@ -1,0 +1,184 @@
+"""ONNX Runtime on CPU and on CUDA. What it runs is a graph of its dialect; the weights stay in graphs/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Variant
+from mod_export.config import BuildConfig
+from mod_export.engine.feeds import check_feeds, check_outputs
+from mod_export.environment import package_version
+from mod_export.errors import EngineError, TargetError
+from mod_export.protocols import EngineJob
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+__all__ = ["OrtCpu", "OrtCuda", "OrtRunner"]
+
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
+"""Lets a graph in engines/ use weights in graphs/: ONNX itself only allows files beside the graph."""
+
+
+class OrtRunner:
+    """A session with inputs and outputs of static shape."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, where: str, threads: int) -> None:
+        self._session = session
+        self._where = where
+        self._shapes = {item.name: tuple(item.shape) for item in session.get_inputs()}
+        self.inputs = tuple(self._shapes)
+        self.outputs = tuple(item.name for item in session.get_outputs())
+        self.providers = tuple(session.get_providers())
+        self.threads = threads
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        check_feeds(self._where, self._shapes, feeds)
+        wanted = list(outputs or self.outputs)
+        check_outputs(self._where, self.outputs, wanted)
+        return dict(zip(wanted, self._session.run(wanted, dict(feeds)), strict=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._session
+
+
+def session_from_onnx(
+    path: Path, weights_folder: Path, providers: Sequence[Any], threads: int, entries: Mapping[str, str]
+) -> onnxruntime.InferenceSession:
+    """Opens a session on a graph whose weights lie in another folder.
+
+    Args:
+        path: the graph.
+        weights_folder: where its external data is.
+        providers: execution providers, each a name or (name, options).
+        threads: threads inside an operator; 0 leaves ONNX Runtime's choice.
+        entries: further session configuration.
+
+    Raises:
+        EngineError: ONNX Runtime refuses the graph.
+    """
+    import onnxruntime as ort
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights_folder.resolve()))
+    # Threads of an idle session must not spin on the cores of the session that is being timed.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    refusals = (
+        state.Fail, state.InvalidGraph, state.InvalidArgument, state.InvalidProtobuf, state.NotImplemented,
+        state.RuntimeException, state.EPFail, state.NoSuchFile, state.NoModel,
+    )  # fmt: skip
+    try:
+        return ort.InferenceSession(str(path), options, providers=list(providers))
+    except refusals as error:
+        raise EngineError(f"{path.name}: ONNX Runtime refuses this graph: {str(error).splitlines()[0]}") from error
+
+
+class _Ort:
+    """What the two targets share: an engine is the graph itself, proven to load."""
+
+    name: ClassVar[str]
+    dialect: ClassVar[Dialect]
+    from_onnx: ClassVar[bool] = True
+    suffix: ClassVar[str] = ".onnx"
+
+    def versions(self) -> Mapping[str, str]:
+        return {"onnxruntime": package_version("onnxruntime") or ""}
+
+    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
+        return []
+
+    def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
+        graph = job.root / job.graph.path
+        # A graph that does not load is found here, on a CPU if need be, and not by whoever deploys it.
+        session_from_onnx(graph, graph.parent, [CPU], 1, {"session.disable_prepacking": "1"})
+        destination.write_bytes(graph.read_bytes())
+
+    def load(self, root: Path, engine: Engine, config: BuildConfig) -> OrtRunner:
+        assert engine.weights is not None
+        session = self._session(root / engine.path, (root / engine.weights).parent, config)
+        return OrtRunner(session, f"{self.name} {engine.path}", config.latency.threads)
+
+    def _session(self, path: Path, weights_folder: Path, config: BuildConfig) -> onnxruntime.InferenceSession:
+        raise AssertionError("each target opens its own session")
+
+
+class OrtCpu(_Ort):
+    """ONNX Runtime's CPU execution provider."""
+
+    name: ClassVar[str] = "ort-cpu"
+    dialect: ClassVar[Dialect] = Dialect(name="ONNX Runtime (CPU)", max_opset=26)
+
+    def availability(self) -> Availability:
+        if package_version("onnxruntime") is None:
+            return Availability(
+                builds=False, runs=False, reason="onnxruntime is not installed; install mod-export[ort]"
+            )
+        return Availability(builds=True, runs=True, reason=f"onnxruntime {package_version('onnxruntime')}")
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.ort_cpu.dtypes]
+
+    def _session(self, path: Path, weights_folder: Path, config: BuildConfig) -> onnxruntime.InferenceSession:
+        return session_from_onnx(path, weights_folder, [CPU], config.latency.threads, {})
+
+
+class OrtCuda(_Ort):
+    """ONNX Runtime's CUDA execution provider. Refuses a session that would quietly run on the CPU."""
+
+    name: ClassVar[str] = "ort-cuda"
+    dialect: ClassVar[Dialect] = Dialect(name="ONNX Runtime (CUDA)", max_opset=26)
+
+    def availability(self) -> Availability:
+        if package_version("onnxruntime") is None:
+            reason = "onnxruntime-gpu is not installed; install mod-export[ort-gpu]"
+            return Availability(builds=False, runs=False, reason=reason)
+        import onnxruntime as ort
+
+        if CUDA not in ort.get_available_providers():
+            reason = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
+            return Availability(builds=False, runs=False, reason=reason)
+        # The provider is listed wherever the wheel is installed. Only a device makes it real.
+        devices = [device for device in ort.get_ep_devices() if device.ep_name == CUDA]
+        if not devices and not Path("/proc/driver/nvidia/version").exists():
+            return Availability(
+                builds=False, runs=False, reason="onnxruntime-gpu is installed, but there is no NVIDIA GPU"
+            )
+        return Availability(builds=True, runs=True, reason=f"onnxruntime-gpu {package_version('onnxruntime')} on CUDA")
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.ort_cuda.dtypes]
+
+    def _session(self, path: Path, weights_folder: Path, config: BuildConfig) -> onnxruntime.InferenceSession:
+        # TF32 rounds float32 products to 10 bits, which no float32 parity gate would pass.
+        options = {"device_id": str(config.target.ort_cuda.device), "use_tf32": "0"}
+        try:
+            session = session_from_onnx(
+                path,
+                weights_folder,
+                [(CUDA, options)],
+                config.latency.threads,
+                {"session.disable_cpu_ep_fallback": "1"},
+            )
+        except EngineError as error:
+            raise TargetError(f"ort-cuda: no CUDA session on this machine: {error}") from error
+        if CUDA not in session.get_providers():
+            raise TargetError(f"ort-cuda: the session runs on {', '.join(session.get_providers())}, not on CUDA")
+        return session

@@ -1,0 +1,75 @@
+"""Versions and devices, gathered once for a report. Nothing here loads a vendor's library."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["describe_machine", "package_version"]
+
+PACKAGES = {
+    "mod_export": ("mod-export",),
+    "torch": ("torch",),
+    "onnx": ("onnx",),
+    "onnx_ir": ("onnx-ir",),
+    "onnxscript": ("onnxscript",),
+    "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
+    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+    "tensorrt_rtx": ("tensorrt-rtx",),
+    "polygraphy": ("polygraphy",),
+}
+
+
+@cache
+def package_version(name: str) -> str | None:
+    """Installed version of one of PACKAGES, None when it is absent."""
+    for distribution in PACKAGES[name]:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def describe_machine() -> dict[str, Any]:
+    """The report's `environment`: versions, processor, cores, memory, GPU, and how busy the machine is."""
+    return {
+        "python": platform.python_version(),
+        **{name: package_version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "logical_cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": [round(load, 2) for load in psutil.getloadavg()],
+        "gpu": _gpu_name(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpu_name() -> str | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip().splitlines()[0] if found.returncode == 0 and found.stdout.strip() else None

@@ -1,0 +1,69 @@
+"""What engines are fed: seeded, and of four kinds, because each finds other faults.
+
+`text` is what the model was trained for; `random` reaches ids and scores that text does not; `padded` has rows that are
+shorter than the bucket, and one shorter than k where the batch allows; `ties` repeats one token, so that the scores of
+whole stretches are equal or nearly so and the rule for ties has to decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mod_export.artifacts import Bucket
+from mod_export.protocols import LoadedModel
+
+__all__ = ["KINDS", "Batch", "parity_batches", "timing_batch"]
+
+KINDS = ("text", "random", "padded", "ties")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One batch: ids int64 (B, S), and lengths int64 (B,) of real tokens; kind is one of KINDS."""
+
+    kind: str
+    ids_BS: np.ndarray
+    lengths_B: np.ndarray
+
+    @property
+    def feeds(self) -> dict[str, np.ndarray]:
+        """By the names of the graph's inputs."""
+        return {"input_ids": self.ids_BS, "lengths": self.lengths_B}
+
+    @property
+    def real_BS(self) -> np.ndarray:
+        """Bool (B, S): True for real tokens."""
+        return np.arange(self.ids_BS.shape[1]) < self.lengths_B[:, None]
+
+
+def parity_batches(loaded: LoadedModel, bucket: Bucket, seed: int, per_kind: int) -> list[Batch]:
+    """Batches of every kind; `text` is left out when the model's vocabulary has no text here."""
+    rng = np.random.default_rng(seed)
+    batches = []
+    for i in range(per_kind):
+        random_BS = rng.integers(0, loaded.vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
+        text_BS = loaded.sample_ids(bucket.batch, bucket.seq, seed + i)
+        full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
+        if text_BS is not None:
+            batches.append(Batch("text", text_BS, full_B))
+        batches.append(Batch("random", random_BS, full_B))
+        batches.append(Batch("padded", random_BS if text_BS is None else text_BS, _short_lengths(rng, bucket)))
+        token_B1 = rng.integers(0, loaded.vocab_size, (bucket.batch, 1), dtype=np.int64)
+        batches.append(Batch("ties", np.repeat(token_B1, bucket.seq, axis=1), full_B))
+    return batches
+
+
+def timing_batch(bucket: Bucket, vocab_size: int, seed: int) -> Batch:
+    """A full bucket of random ids. The graph is static, so its time does not depend on which ids they are."""
+    rng = np.random.default_rng(seed)
+    ids_BS = rng.integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
+    return Batch("random", ids_BS, np.full(bucket.batch, bucket.seq, dtype=np.int64))
+
+
+def _short_lengths(rng: np.random.Generator, bucket: Bucket) -> np.ndarray:
+    lengths_B = rng.integers(1, bucket.seq + 1, bucket.batch, dtype=np.int64)
+    # The last row is shorter than any k of interest, so that surplus slots exist.
+    lengths_B[-1] = max(1, bucket.seq // 16)
+    return lengths_B

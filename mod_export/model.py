@@ -1,0 +1,126 @@
+"""Checkpoint to model: finds the architecture, reads the weights, gives the eager reference and the dense twin.
+
+Architectures live in other packages and are found in the entry-point group `mod_export.architectures`. A checkpoint
+names an architecture, never a module or a file, so reading one runs none of its own code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mod_export.artifacts import ModelKind
+from mod_export.errors import CheckpointError
+from mod_export.protocols import Architecture, LoadedModel
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Model", "architectures", "look_at_checkpoint", "model_from_checkpoint", "model_from_weights", "sha256_of"]
+
+GROUP = "mod_export.architectures"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model to export and what it came from."""
+
+    name: str
+    architecture: str
+    loaded: LoadedModel
+    checkpoint_sha256: str
+
+    def of_kind(self, kind: ModelKind) -> LoadedModel:
+        """The model itself for `mod`, its dense twin for `dense`."""
+        return self.loaded if kind == "mod" else self.loaded.dense()
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, predictors included."""
+        return sum(tensor.numel() for tensor in self.loaded.weights.values())
+
+
+def architectures() -> dict[str, Architecture]:
+    """Every registered architecture by name.
+
+    Raises:
+        CheckpointError: no package registers any.
+    """
+    found = {entry.name: entry.load() for entry in entry_points(group=GROUP)}
+    if not found:
+        raise CheckpointError(f"no architecture is registered in the entry-point group {GROUP}; reinstall mod-export")
+    return found
+
+
+def look_at_checkpoint(path: Path) -> None:
+    """Refuses at once what cannot be a checkpoint, before PyTorch is loaded to read it.
+
+    Raises:
+        CheckpointError: nothing there, or neither a folder nor the kind of archive that torch.save writes.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path}: not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, which "
+            "could run code and is not read"
+        )
+
+
+def model_from_checkpoint(path: Path) -> Model:
+    """Reads `model.pt`, or a folder of config.json and model.safetensors.
+
+    Raises:
+        CheckpointError: no such file, or not a usable checkpoint.
+    """
+    look_at_checkpoint(path)
+    foreign = ""
+    for name, architecture in architectures().items():
+        try:
+            loaded = architecture.read(path)
+        except LookupError as error:
+            foreign = str(error.args[0]) if error.args else str(error)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        else:
+            model_name = path.resolve().name.removesuffix(".pt")
+            return Model(name=model_name, architecture=name, loaded=loaded, checkpoint_sha256=sha256_of(path))
+    known = ", ".join(architectures())
+    raise CheckpointError(
+        f"{path}: names the architecture {foreign!r}, which nothing here provides; known: {known}. "
+        f"Install the package that registers it in the entry-point group {GROUP}"
+    )
+
+
+def model_from_weights(
+    name: str, architecture: str, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor], sha256: str
+) -> Model:
+    """Restores the model of a build folder from its spec and weights.
+
+    Raises:
+        CheckpointError: the architecture is not installed here, or the spec is not one of its own.
+    """
+    known = architectures()
+    if architecture not in known:
+        raise CheckpointError(f"architecture {architecture!r} is not installed here; known: {', '.join(known)}")
+    try:
+        loaded = known[architecture].restore(spec, weights)
+    except ValueError as error:
+        raise CheckpointError(f"the build folder's spec cannot be restored: {error}") from error
+    return Model(name=name, architecture=architecture, loaded=loaded, checkpoint_sha256=sha256)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, or of a folder's files in the order of their names (names included)."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    for file_path in sorted(item for item in path.rglob("*") if item.is_file()):
+        digest.update(f"{file_path.relative_to(path).as_posix()}\0{sha256_of(file_path)}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,153 @@
+"""The plan of a build: which models, buckets, targets and variants, decided and checked before any work is done."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mod_export.artifacts import Availability, Bucket, ModelKind, Variant
+from mod_export.config import BuildConfig
+from mod_export.engine import ENGINES
+from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
+from mod_export.model import Model
+from mod_export.protocols import EngineBuilder, LoadedModel
+
+__all__ = ["KINDS", "Plan", "check_names", "make_plan"]
+
+KINDS: tuple[ModelKind, ...] = ("mod", "dense")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything a build will do.
+
+    Attributes:
+        model: the Mixture-of-Depths model.
+        baseline: the dense model given with --baseline, None for the dense twin.
+        config: the resolved configuration.
+        buckets: ascending.
+        targets: what is built, by name.
+        availability: of every known target, built or not.
+    """
+
+    model: Model
+    baseline: Model | None
+    config: BuildConfig
+    buckets: tuple[Bucket, ...]
+    targets: Mapping[str, EngineBuilder]
+    availability: Mapping[str, Availability]
+
+    def loaded(self, kind: ModelKind) -> LoadedModel:
+        """The model, or what it is compared with."""
+        if kind == "dense" and self.baseline is not None:
+            return self.baseline.loaded
+        return self.model.of_kind(kind)
+
+    def weights_of(self, kind: ModelKind) -> str:
+        """Prefix of the weights files of a kind; the dense twin uses the model's own."""
+        return "weights-baseline" if kind == "dense" and self.baseline is not None else "weights"
+
+    def cells(self) -> Iterator[tuple[ModelKind, Bucket]]:
+        """Every (model, bucket)."""
+        for bucket in self.buckets:
+            for kind in KINDS:
+                yield kind, bucket
+
+    def variants(self) -> Iterator[tuple[EngineBuilder, Variant, ModelKind, Bucket]]:
+        """Every engine to build."""
+        for builder in self.targets.values():
+            for kind, bucket in self.cells():
+                for variant in builder.variants(self.config):
+                    yield builder, variant, kind, bucket
+
+
+def make_plan(model: Model, baseline: Model | None, config: BuildConfig, root: Path) -> Plan:
+    """Resolves buckets and targets, and refuses what cannot work.
+
+    Raises:
+        ConfigError: buckets longer than the model, or that a target cannot take.
+        CheckpointError: a model without routed layers, or a baseline that does not match.
+        TargetError: an unknown target, or one that cannot build on this machine.
+        BuildFolderError: the disk has no room for the result.
+    """
+    if not model.loaded.k_by_layer(model.loaded.max_positions):
+        raise CheckpointError(f"{model.name}: no layer is routed, so there is nothing to compare with a dense twin")
+    if baseline is not None:
+        _check_baseline(model, baseline)
+    buckets = config.bucket_list(model.loaded.max_positions)
+    availability = {name: engine.availability() for name, engine in ENGINES.items()}
+    targets = _targets(config, availability)
+    problems = [
+        f"target {name}, bucket {bucket.name}: {problem}"
+        for name, engine in targets.items()
+        for bucket in buckets
+        for kind in KINDS
+        for problem in engine.check(config, kind, bucket)
+    ]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    plan = Plan(
+        model=model, baseline=baseline, config=config, buckets=buckets, targets=targets, availability=availability
+    )
+    _check_room(plan, root)
+    return plan
+
+
+def check_names(targets: Sequence[str]) -> None:
+    """Every target is one of ENGINES.
+
+    Raises:
+        TargetError: one is not.
+    """
+    for name in targets:
+        if name not in ENGINES:
+            near = difflib.get_close_matches(name, ENGINES, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            raise TargetError(f"unknown target {name!r}{hint}; known: {', '.join(ENGINES)}")
+
+
+def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> dict[str, EngineBuilder]:
+    check_names(config.targets)
+    refused = [f"{name}: {availability[name].reason}" for name in config.targets if not availability[name].builds]
+    if refused:
+        raise TargetError("cannot build here for " + "; ".join(refused))
+    wanted = config.targets or tuple(name for name, found in availability.items() if found.builds)
+    if not wanted:
+        reasons = "; ".join(f"{name}: {found.reason}" for name, found in availability.items())
+        raise TargetError(f"no target can build on this machine: {reasons}")
+    return {name: ENGINES[name] for name in ENGINES if name in wanted}
+
+
+def _check_baseline(model: Model, baseline: Model) -> None:
+    if any(baseline.loaded.k_by_layer(baseline.loaded.max_positions)):
+        raise CheckpointError(f"baseline {baseline.name}: has routed layers; a baseline is a dense model")
+    problems = [
+        f"{what} {theirs} instead of {ours}"
+        for what, ours, theirs in (
+            ("a vocabulary of", model.loaded.vocab_size, baseline.loaded.vocab_size),
+            ("positions up to", model.loaded.max_positions, baseline.loaded.max_positions),
+        )
+        if ours != theirs
+    ]
+    if problems:
+        raise CheckpointError(f"baseline {baseline.name}: has {' and '.join(problems)}, so it does not do the same job")
+
+
+def _check_room(plan: Plan, root: Path) -> None:
+    """A full disk is found now and not after minutes: weights per dtype, and plans that embed a copy of them."""
+    parameters = plan.model.parameters + (plan.baseline.parameters if plan.baseline else 0)
+    sizes = {"float32": 4, "float16": 2, "bfloat16": 2}
+    dtypes = {"float32", *(variant.dtype for _, variant, _, _ in plan.variants())}
+    needed = sum(sizes[dtype] for dtype in dtypes) * parameters
+    for builder, variant, _, _ in plan.variants():
+        needed += sizes[variant.dtype] * plan.model.parameters if builder.suffix == ".engine" else 2**20
+    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise BuildFolderError(
+            f"{root}: needs about {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free; "
+            "free some space, name another folder with -o, or build for fewer targets"
+        )

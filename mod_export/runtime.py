@@ -1,0 +1,158 @@
+"""Loads a build folder and runs it. A server needs this module, numpy, and one engine library; never PyTorch for
+an ONNX or TensorRT engine, and never the checkpoint.
+
+    import mod_export
+    with mod_export.load("build/demo") as deployment:
+        logits = deployment.run(ids)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from mod_export.artifacts import Bucket, Engine, ModelKind
+from mod_export.config import BuildConfig
+from mod_export.engine import ENGINES
+from mod_export.errors import BuildFolderError, TargetError, UsageError
+from mod_export.protocols import Runner
+from mod_export.workspace import read_manifest, verify_files
+
+__all__ = ["Deployment", "engines_of", "load", "opened_folder"]
+
+
+def opened_folder(root: Path, *, verify: bool = True) -> dict[str, Any]:
+    """The manifest of a finished build folder, its files compared with their hashes.
+
+    Raises:
+        BuildFolderError: not a build folder, unfinished, or damaged.
+    """
+    manifest = read_manifest(root)
+    if "files" not in manifest:
+        raise BuildFolderError(f"{root}: the build was not finished; run the same build again, it resumes")
+    if verify:
+        verify_files(root, manifest["files"])
+    return manifest
+
+
+def engines_of(manifest: dict[str, Any]) -> list[Engine]:
+    """The engines that a manifest lists."""
+    return [
+        Engine(**{**item, "bucket": Bucket(item["bucket"]["batch"], item["bucket"]["seq"])})
+        for item in manifest["engines"]
+    ]
+
+
+def load(root: str | Path, target: str | None = None, dtype: str | None = None, model: ModelKind = "mod") -> Deployment:
+    """Opens a build folder for inference.
+
+    Args:
+        root: the build folder.
+        target: an engine family; None takes the first in the folder that runs on this machine.
+        dtype: of the engine; None takes the first built.
+        model: `mod`, or `dense` for the baseline.
+
+    Raises:
+        BuildFolderError: not a whole build folder.
+        TargetError: nothing in it runs here, or the target is not in it.
+    """
+    folder = Path(root)
+    manifest = opened_folder(folder)
+    engines = [engine for engine in engines_of(manifest) if engine.model == model]
+    names = list(dict.fromkeys(engine.target for engine in engines))
+    if target is not None and target not in names:
+        raise TargetError(f"{folder}: holds no engine for {target!r}; built for {', '.join(names)}")
+    found = {name: ENGINES[name].availability() for name in ([target] if target else names)}
+    runnable = [name for name, availability in found.items() if availability.runs]
+    if not runnable:
+        reasons = "; ".join(f"{name}: {availability.reason}" for name, availability in found.items())
+        raise TargetError(f"{folder}: no engine runs on this machine ({reasons})")
+    usable = [engine for engine in engines if engine.target == runnable[0] and dtype in (None, engine.dtype)]
+    if not usable:
+        raise TargetError(f"{folder}: holds no {dtype} engine for {runnable[0]}")
+    chosen = [engine for engine in usable if engine.dtype == usable[0].dtype]
+    return Deployment(folder, chosen, BuildConfig.model_validate(manifest["config"]))
+
+
+class Deployment:
+    """The buckets of one model, target and dtype. Engines are opened when first needed."""
+
+    def __init__(self, root: Path, engines: Sequence[Engine], config: BuildConfig) -> None:
+        self._root = root
+        self._config = config
+        self._engines = {engine.bucket: engine for engine in engines}
+        self._runners: dict[Bucket, Runner] = {}
+        self.target = engines[0].target
+        self.dtype = engines[0].dtype
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What this deployment can run, smallest first."""
+        return tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
+
+    def bucket_for(self, batch: int, seq: int) -> Bucket:
+        """The smallest bucket that holds a request.
+
+        Raises:
+            UsageError: none does.
+        """
+        for bucket in self.buckets:
+            if bucket.batch >= batch and bucket.seq >= seq:
+                return bucket
+        known = ", ".join(bucket.name for bucket in self.buckets)
+        raise UsageError(f"no bucket holds a batch of {batch} x {seq} tokens; built: {known}. Build a larger one")
+
+    def run(self, ids_BS: np.ndarray, lengths_B: np.ndarray | None = None) -> np.ndarray:
+        """Logits of a batch.
+
+        The request is padded to its bucket. Padding never takes one of the k places, but k is that of the bucket:
+        a routed layer takes k of the bucket's positions, so a short request in a long bucket is routed more generously.
+
+        Args:
+            ids_BS: int64 (B, S).
+            lengths_B: int64 (B,), real tokens of each row; all of them by default.
+
+        Returns:
+            float32 (B, S, V); positions at or after a row's length are meaningless.
+
+        Raises:
+            UsageError: not a batch of token ids, or larger than every bucket.
+        """
+        ids_BS = np.asarray(ids_BS)
+        if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iu" or 0 in ids_BS.shape:
+            raise UsageError(
+                f"expected token ids as whole numbers (batch, sequence), got {ids_BS.dtype} {ids_BS.shape}"
+            )
+        B, S = ids_BS.shape
+        lengths_B = np.full(B, S) if lengths_B is None else np.asarray(lengths_B)
+        if lengths_B.shape != (B,) or lengths_B.min() < 1 or lengths_B.max() > S:
+            raise UsageError(f"expected {B} lengths from 1 to {S}, got {lengths_B.tolist()}")
+        bucket = self.bucket_for(B, S)
+        padded_BS = np.zeros((bucket.batch, bucket.seq), dtype=np.int64)
+        padded_BS[:B, :S] = ids_BS
+        padded_B = np.ones(bucket.batch, dtype=np.int64)
+        padded_B[:B] = lengths_B
+        runner = self._runner(bucket)
+        feeds = {"input_ids": padded_BS, "lengths": padded_B}
+        used = {name: array for name, array in feeds.items() if name in runner.inputs}
+        return runner.run(used, ["logits"])["logits"][:B, :S]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for runner in self._runners.values():
+            runner.__exit__(kind, error, trace)
+        self._runners.clear()
+
+    def _runner(self, bucket: Bucket) -> Runner:
+        if bucket not in self._runners:
+            engine = self._engines[bucket]
+            self._runners[bucket] = ENGINES[engine.target].load(self._root, engine, self._config)
+        return self._runners[bucket]

@@ -1,0 +1,102 @@
+"""What the stages of one build share: the plan, the workspace, what was captured, and what has been made so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mod_export.artifacts import Bucket, DType, Engine, Graph, ModelKind
+from mod_export.environment import describe_machine, package_version
+from mod_export.graph.capture import exported_from_module
+from mod_export.measure.cost import CostRow
+from mod_export.measure.latency import LatencyRow
+from mod_export.plan import Plan
+from mod_export.validate.parity import ParityRow
+from mod_export.validate.reference import Reference
+from mod_export.workspace import Step, Workspace
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Captures", "Context", "versions"]
+
+
+class Captures:
+    """Modules and captured programs, each made when it is first asked for: a build that reuses everything needs none."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._modules: dict[ModelKind, torch.nn.Module] = {}
+        self._programs: dict[tuple[ModelKind, Bucket], torch.export.ExportedProgram] = {}
+
+    def module(self, kind: ModelKind) -> torch.nn.Module:
+        """The eager float32 module."""
+        if kind not in self._modules:
+            self._modules[kind] = self._plan.loaded(kind).module()
+        return self._modules[kind]
+
+    def program(self, kind: ModelKind, bucket: Bucket) -> torch.export.ExportedProgram:
+        """The module, captured for one bucket."""
+        if (kind, bucket) not in self._programs:
+            self._programs[kind, bucket] = exported_from_module(self.module(kind), bucket, kind)
+        return self._programs[kind, bucket]
+
+
+class Context:
+    """One run of the stages over one plan. A stage reads what earlier stages left here and adds its own."""
+
+    def __init__(self, plan: Plan, workspace: Workspace, each_step: Callable[[str], None]) -> None:
+        self.plan = plan
+        self.workspace = workspace
+        self.captures = Captures(plan)
+        self.graphs: dict[tuple[ModelKind, Bucket], Graph] = {}
+        self.target_graphs: dict[tuple[str, DType, ModelKind, Bucket], Graph] = {}
+        self.engines: list[Engine] = []
+        self.cost: list[CostRow] = []
+        self.parity: list[ParityRow] = []
+        self.latency: list[LatencyRow] = []
+        self._references: dict[ModelKind, Reference] = {}
+        self._each_step = each_step
+
+    @property
+    def root(self) -> Path:
+        """The build folder."""
+        return self.workspace.root
+
+    @cached_property
+    def machine(self) -> dict[str, Any]:
+        """Environment of this run."""
+        return {**describe_machine(), "threads": self.plan.config.latency.threads}
+
+    def step(
+        self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Callable[[Sequence[Path]], Any]
+    ) -> Step:
+        """A step of the workspace, announced before it starts."""
+        self._each_step(name)
+        return self.workspace.step(name, inputs, outputs, make)
+
+    def identity(self, kind: ModelKind) -> dict[str, Any]:
+        """Which weights and which architecture a kind is made of."""
+        model = (self.plan.baseline if kind == "dense" else None) or self.plan.model
+        return {"checkpoint": model.checkpoint_sha256, "architecture": model.architecture, "kind": kind}
+
+    def weights_path(self, kind: ModelKind, dtype: DType) -> str:
+        """The weights file of a kind and dtype, relative to the root."""
+        return f"graphs/{self.plan.weights_of(kind)}-{dtype}.data"
+
+    def reference(self, kind: ModelKind) -> Reference:
+        """The eager model of a kind."""
+        if kind not in self._references:
+            self._references[kind] = Reference(self.plan.loaded(kind))
+        return self._references[kind]
+
+    def runnable(self) -> list[Engine]:
+        """Engines whose target runs here."""
+        return [engine for engine in self.engines if self.plan.availability[engine.target].runs]
+
+
+def versions(*names: str) -> dict[str, str | None]:
+    """Installed versions, as an input of a step."""
+    return {name: package_version(name) for name in names}

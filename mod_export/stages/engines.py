@@ -1,0 +1,180 @@
+"""Stages passes and engines: each target's own graph, proven to mean the same, and what the target runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+import psutil
+
+from mod_export.artifacts import Bucket, Engine, Graph, ModelKind, Variant, engine_stem
+from mod_export.engine.ort import CPU, OrtRunner, session_from_onnx
+from mod_export.environment import package_version
+from mod_export.errors import GraphError
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.onnx_export import assert_capacity
+from mod_export.graph.passes import needs_rewrite, run_passes
+from mod_export.inputs import parity_batches
+from mod_export.protocols import EngineBuilder
+from mod_export.stages.context import Context, versions
+from mod_export.stages.graphs import save_graph
+from mod_export.validate.parity import compare_runner, judge
+from mod_export.workspace import Step
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["build_engines", "passes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What an engine's builder may draw on."""
+
+    root: Path
+    graph: Graph
+    weights: str
+    program: Callable[[], torch.export.ExportedProgram]
+
+    def exported_program(self) -> torch.export.ExportedProgram:
+        return self.program()
+
+
+def passes(context: Context) -> list[Step]:
+    """The graph of each target's dialect, where the portable one is not already it."""
+    steps = []
+    for builder, variant, kind, bucket in context.plan.variants():
+        key = (builder.name, variant.dtype, kind, bucket)
+        if not builder.from_onnx or key in context.target_graphs:
+            continue
+        portable = context.graphs[kind, bucket]
+        if not needs_rewrite(builder.dialect, variant.dtype):
+            model = ir.load(context.root / portable.path)
+            check_dialect(model, builder.dialect, variant.dtype)
+            context.target_graphs[key] = portable
+            continue
+        path = f"graphs/{kind}-{bucket.name}.{builder.name}.{variant.dtype}.onnx"
+        graph = Graph(
+            path=path,
+            model=kind,
+            bucket=bucket,
+            dtype=variant.dtype,
+            target=builder.name,
+            k_by_layer=portable.k_by_layer,
+        )
+        steps.append(_rewrite_step(context, builder, graph, portable))
+        context.target_graphs[key] = graph
+    return steps
+
+
+def _rewrite_step(context: Context, builder: EngineBuilder, graph: Graph, portable: Graph) -> Step:
+    dialect = {**asdict(builder.dialect)}
+    dialect = {key: sorted(value) if isinstance(value, frozenset) else value for key, value in dialect.items()}
+    inputs = {
+        "portable": context.workspace.hash_of(portable.path),
+        "weights": context.workspace.hash_of(context.weights_path(graph.model, graph.dtype)),
+        "dialect": dialect,
+        "dtype": graph.dtype,
+        "gate": context.plan.config.parity.gate(graph.dtype).model_dump(),
+        "versions": versions("mod_export", "onnx_ir", "onnxruntime"),
+    }
+    name = f"rewrite/{builder.name}-{engine_stem(graph.model, graph.bucket, graph.dtype)}"
+    return context.step(name, inputs, [graph.path], lambda paths: _rewrite(context, builder, graph, portable, paths[0]))
+
+
+def _rewrite(
+    context: Context, builder: EngineBuilder, graph: Graph, portable: Graph, destination: Path
+) -> dict[str, Any]:
+    model = ir.load(context.root / portable.path)
+    needed = _attention_bytes(model)
+    applied = run_passes(model, builder.dialect, graph.dtype)
+    check_dialect(model, builder.dialect, graph.dtype)
+    assert_capacity(model, graph.bucket, graph.k_by_layer)
+    save_graph(context, model, graph, destination)
+    proof = _prove_rewrite(context, graph, destination, needed)
+    return {"passes": {item.name: item.rewrites for item in applied}, "proof": proof}
+
+
+def _prove_rewrite(context: Context, graph: Graph, path: Path, needed: int) -> str:
+    """Runs the rewritten graph on ONNX Runtime's CPU kernels against the reference, where they exist for it.
+
+    Raises:
+        GraphError: the rewrite changed what the graph means.
+    """
+    if graph.dtype == "bfloat16":
+        return "not run: ONNX Runtime has no bfloat16 kernels on CPU; the float16 graph is rewritten by the same passes"
+    if package_version("onnxruntime") is None:
+        return "not run: onnxruntime is not installed"
+    if needed > psutil.virtual_memory().available // 2:
+        return f"not run: attention over {graph.bucket.seq} tokens needs about {needed / 2**30:.0f} GiB on the CPU"
+    session = session_from_onnx(path, context.root / "graphs", [CPU], 1, {})
+    batches = parity_batches(context.plan.loaded(graph.model), graph.bucket, context.plan.config.seed, 1)[:1]
+    gate = context.plan.config.parity.gate(graph.dtype)
+    with OrtRunner(session, graph.path, 1) as runner:
+        found = compare_runner(runner, context.reference(graph.model), batches)
+    row = judge(found, gate, target=str(graph.target), bucket=graph.bucket, dtype=graph.dtype, model=graph.model)
+    if not row.passed:
+        raise GraphError(f"{graph.path}: the rewrite changed the meaning of the graph: {'; '.join(row.reasons)}")
+    return f"max abs error {row.error['max_abs']:.2g} on ONNX Runtime CPU"
+
+
+def build_engines(context: Context) -> list[Step]:
+    """Every engine of every target."""
+    return [_engine_step(context, *cell) for cell in context.plan.variants()]
+
+
+def _engine_step(context: Context, builder: EngineBuilder, variant: Variant, kind: ModelKind, bucket: Bucket) -> Step:
+    graph = context.target_graphs.get((builder.name, variant.dtype, kind, bucket), context.graphs[kind, bucket])
+    stem = engine_stem(kind, bucket, variant.dtype, variant.arch)
+    weights = context.weights_path(kind, variant.dtype)
+    engine = Engine(
+        target=builder.name,
+        model=kind,
+        bucket=bucket,
+        dtype=variant.dtype,
+        path=f"engines/{builder.name}/{stem}{builder.suffix}",
+        weights=None if builder.suffix == ".engine" else weights,
+        arch=variant.arch,
+    )
+    inputs = {
+        "graph": context.workspace.hash_of(graph.path),
+        "weights": context.workspace.hash_of(weights),
+        "variant": asdict(variant),
+        "options": _options(context, builder),
+        "versions": {**versions("mod_export"), **builder.versions()},
+        # An engine that is built where it runs is native code for this machine.
+        "machine": None if variant.arch else [context.machine["cpu"], context.machine["gpu"]],
+    }
+    job = Job(
+        root=context.root,
+        graph=graph,
+        weights=weights,
+        program=lambda: context.captures.program(kind, bucket),
+    )
+    step = context.step(
+        f"engine/{builder.name}/{stem}",
+        inputs,
+        [engine.path],
+        lambda paths: builder.build(job, variant, paths[0], context.plan.config),
+    )
+    context.engines.append(engine)
+    return step
+
+
+def _options(context: Context, builder: EngineBuilder) -> dict[str, Any]:
+    """The target's options that touch every engine; which engines there are is said by the variants."""
+    options: dict[str, Any] = context.plan.config.target.model_dump(mode="json", by_alias=True)[builder.name]
+    return {key: value for key, value in options.items() if key not in ("dtypes", "architectures")}
+
+
+def _attention_bytes(model: ir.Model) -> int:
+    """Most memory that one attention of a graph needs where scores and probabilities are held in full, as float32."""
+    sizes = [0]
+    for node in model.graph:
+        if node.op_type == "Attention" and node.inputs[0] is not None and node.inputs[0].shape is not None:
+            B, H, T, _ = (int(size) for size in node.inputs[0].shape)  # type: ignore[arg-type]
+            sizes.append(2 * 4 * B * H * T * T)
+    return max(sizes)

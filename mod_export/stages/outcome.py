@@ -1,0 +1,137 @@
+"""Stage report: the verdict over everything that was found, and the files that tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mod_export.measure.latency import Setting
+from mod_export.measure.statistics import SpeedupRow, speedup_rows
+from mod_export.measure.verdict import judge
+from mod_export.plan import KINDS
+from mod_export.report import BuildReport, render_html
+from mod_export.report.schema import SCHEMA_VERSION, Stage
+from mod_export.stages.context import Context
+
+__all__ = ["write_report"]
+
+
+def write_report(context: Context, stages: Sequence[Stage], command: str) -> BuildReport:
+    """Judges, writes report.json and report.html, and closes the build folder."""
+    reused = all(stage.status == "reused" for stage in stages)
+    own = Stage(name="report", status="reused" if reused else "built", seconds=0.0, peak_rss_bytes=None)
+    report = _report(context, [*stages, own])
+
+    def write(paths: Sequence[Path]) -> None:
+        paths[0].write_text(report.to_json(), encoding="utf-8")
+        paths[1].write_text(render_html(report, command=command), encoding="utf-8")
+
+    # Written every time: it tells of this run, also when every stage before it was reused.
+    context.step("report", {"report": report.to_json()}, ["report.json", "report.html"], write)
+    context.workspace.close(_header(context))
+    return report
+
+
+def _report(context: Context, stages: Sequence[Stage]) -> BuildReport:
+    plan = context.plan
+    settings = list(
+        dict.fromkeys(
+            Setting(target=engine.target, bucket=engine.bucket, dtype=engine.dtype) for engine in context.runnable()
+        )
+    )
+    speedup = _speedup(context)
+    verdict = judge(
+        settings,
+        plan.buckets,
+        parity=context.parity,
+        speedup=speedup,
+        min_speedup=plan.config.latency.min_speedup,
+    )
+    return BuildReport.model_validate(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "verdict": verdict,
+            "model": {
+                "name": plan.model.name,
+                "architecture": plan.model.architecture,
+                "parameters": plan.model.parameters,
+                "checkpoint_sha256": plan.model.checkpoint_sha256,
+                "spec": plan.model.loaded.spec,
+            },
+            "environment": context.machine,
+            "config": plan.config.model_dump(mode="json", by_alias=True),
+            "stages": list(stages),
+            "artifacts": _artifacts(context),
+            "targets": _targets(context),
+            "parity": [{k: v for k, v in asdict(row).items() if k != "model"} for row in context.parity],
+            "latency": context.latency,
+            "speedup": speedup,
+            "cost": context.cost,
+        }
+    )
+
+
+def _speedup(context: Context) -> Sequence[SpeedupRow]:
+    options = context.plan.config.latency
+    return speedup_rows(
+        context.latency,
+        context.cost,
+        context.plan.buckets,
+        min_speedup=options.min_speedup,
+        resamples=options.bootstrap,
+        seed=context.plan.config.seed,
+    )
+
+
+def _artifacts(context: Context) -> list[dict[str, Any]]:
+    files = context.workspace.files()
+    rows: list[tuple[str, str, str | None, str | None, str | None, str]] = []
+    for graph in {graph.path: graph for graph in (*context.graphs.values(), *context.target_graphs.values())}.values():
+        rows.append(("graph", graph.path, graph.target, graph.model, graph.bucket.name, graph.dtype))
+    for engine in context.engines:
+        rows.append(("engine", engine.path, engine.target, engine.model, engine.bucket.name, engine.dtype))
+    for path in files:
+        if path.endswith(".data"):
+            dtype = path.rpartition("-")[2].removesuffix(".data")
+            rows.append(("weights", path, None, None, None, dtype))
+    return [
+        {"path": path, "kind": kind, "target": target, "model": model, "bucket": bucket, "dtype": dtype, **files[path]}
+        for kind, path, target, model, bucket, dtype in rows
+    ]
+
+
+def _targets(context: Context) -> list[dict[str, Any]]:
+    ran = {row.target for row in context.parity}
+    built = {engine.target for engine in context.engines}
+    rows = []
+    for name, found in context.plan.availability.items():
+        reason = found.reason if name in built or not found.builds else f"not asked for ({found.reason})"
+        rows.append({"target": name, "available": found.builds, "reason": reason, "ran": name in ran})
+    return rows
+
+
+def _header(context: Context) -> dict[str, Any]:
+    """What `validate`, `bench` and `load` need to know of a folder without the checkpoint."""
+    plan = context.plan
+    models = {}
+    for kind in KINDS:
+        source = (plan.baseline if kind == "dense" else None) or plan.model
+        models[kind] = {
+            "name": source.name,
+            "architecture": source.architecture,
+            "checkpoint_sha256": source.checkpoint_sha256,
+            "spec": plan.loaded(kind).spec,
+            "vocab_size": plan.loaded(kind).vocab_size,
+            "weights": context.weights_path(kind, "float32"),
+            "tensors": sorted(plan.loaded(kind).weights),
+        }
+    return {
+        "models": models,
+        "engines": [asdict(engine) for engine in context.engines],
+        "cost": [asdict(row) for row in context.cost],
+        "buckets": [asdict(bucket) for bucket in plan.buckets],
+        "config": plan.config.model_dump(mode="json", by_alias=True),
+        "versions": {name: context.machine[name] for name in ("mod_export", "torch", "onnx", "onnxruntime")},
+    }

@@ -1,0 +1,298 @@
+"""The build folder: what was made, from what, and whether it is still whole.
+
+Work is cut into *steps*. A step has a name, inputs (plain data: settings, versions, hashes of what it reads), output
+files and a small result. The manifest keeps the hash of the inputs beside the hash of every output, so the next build
+reuses a step exactly when nothing it depends on has changed. Files are made in a folder of their own and renamed into
+place, the manifest last: a killed build leaves whole steps and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from mod_export.errors import BuildFolderError
+
+__all__ = [
+    "MANIFEST",
+    "Step",
+    "Workspace",
+    "check_root",
+    "peak_rss_bytes",
+    "read_manifest",
+    "reset_peak_rss",
+    "verify_files",
+]
+
+MANIFEST = "manifest.json"
+FORMAT = "mod-export build folder"
+FORMAT_VERSION = 1
+LOCK = ".lock"
+PARTIAL = ".partial-"
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A finished step: its outputs relative to the root, its result, and whether this run had to do it."""
+
+    name: str
+    outputs: tuple[str, ...]
+    result: Any
+    reused: bool
+    seconds: float
+
+
+class Workspace:
+    """A build folder that is being written. A context manager that holds the folder's lock."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._manifest: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "steps": {}}
+        self._seen: set[str] = set()
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        with _explained(self.root):
+            self._open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def step(
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str],
+        make: Callable[[Sequence[Path]], Any],
+    ) -> Step:
+        """Does a step, or reuses it.
+
+        Args:
+            name: unique in a build, for example `engine/ort-cpu/mod-b1s512-float32`.
+            inputs: everything that the outputs depend on, as plain data.
+            outputs: the files it makes, relative to the root.
+            make: writes each output to the path it is given, and returns the result (plain data).
+
+        Raises:
+            BuildFolderError: the folder cannot be written, or is full.
+        """
+        self._seen.add(name)
+        fingerprint = _fingerprint(name, inputs)
+        known = self._manifest["steps"].get(name)
+        unchanged = known and known["fingerprint"] == fingerprint and list(known["outputs"]) == list(outputs)
+        if unchanged and not _damaged(self.root, known["outputs"]):
+            return _step(name, known, reused=True)
+        begin = time.perf_counter()
+        with _explained(self.root), tempfile.TemporaryDirectory(dir=self.root, prefix=PARTIAL) as partial:
+            paths = [Path(partial) / output for output in outputs]
+            for path in paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            result = make(paths)
+            for path, output in zip(paths, outputs, strict=True):
+                _place(path, self.root / output)
+            record = {
+                "fingerprint": fingerprint,
+                "outputs": {output: _describe(self.root / output) for output in outputs},
+                "result": json.loads(json.dumps(result)),
+                "seconds": round(time.perf_counter() - begin, 3),
+            }
+            self._manifest["steps"][name] = record
+            self._write_manifest()
+        return _step(name, record, reused=False)
+
+    def hash_of(self, output: str) -> str:
+        """SHA-256 of an output of a finished step."""
+        for record in self._manifest["steps"].values():
+            if output in record["outputs"]:
+                sha256: str = record["outputs"][output]["sha256"]
+                return sha256
+        raise KeyError(output)
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Every output of this build: path -> {bytes, sha256}."""
+        steps = self._manifest["steps"]
+        return {path: entry for name in sorted(self._seen) for path, entry in steps[name]["outputs"].items()}
+
+    def close(self, header: Mapping[str, Any]) -> None:
+        """Ends a successful build: forgets steps that this build did not ask for, and removes their files.
+
+        Args:
+            header: what a reader of the folder needs to know (model, spec, engines), merged into the manifest.
+        """
+        kept = set(self.files())
+        for name in set(self._manifest["steps"]) - self._seen:
+            record = self._manifest["steps"].pop(name)
+            for output in set(record["outputs"]) - kept:
+                (self.root / output).unlink(missing_ok=True)
+        for key in set(self._manifest) - {"format", "format_version", "steps"}:
+            del self._manifest[key]
+        self._manifest |= {**header, "files": self.files()}
+        with _explained(self.root):
+            self._write_manifest()
+
+    def _open(self) -> None:
+        check_root(self.root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            self._lock = None
+            raise BuildFolderError(
+                f"{self.root}: another build is writing here; wait for it, or name another -o"
+            ) from error
+        if (self.root / MANIFEST).exists():
+            self._manifest = read_manifest(self.root)
+        for left in self.root.glob(f"{PARTIAL}*"):
+            shutil.rmtree(left)
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        handle, temporary = tempfile.mkstemp(dir=self.root, prefix=PARTIAL)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(self._manifest, file, indent=1)
+            _place(Path(temporary), self.root / MANIFEST)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def check_root(root: Path) -> None:
+    """Whether a build may write here, found without writing anything.
+
+    Raises:
+        BuildFolderError: a file, a folder of somebody else's, a damaged build folder, or no right to write.
+    """
+    if root.exists() and not root.is_dir():
+        raise BuildFolderError(f"{root}: is a file; name a folder with -o")
+    if (root / MANIFEST).exists():
+        read_manifest(root)
+    elif root.is_dir():
+        foreign = sorted(p.name for p in root.iterdir() if p.name != LOCK and not p.name.startswith(PARTIAL))
+        if foreign:
+            raise BuildFolderError(
+                f"{root}: holds files that mod-export did not write ({', '.join(foreign[:3])}); "
+                "name an empty or new folder with -o"
+            )
+    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise BuildFolderError(f"{root}: cannot write in {existing}; name another folder with -o")
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """The manifest of a build folder.
+
+    Raises:
+        BuildFolderError: no build folder, or a damaged manifest, or one of another format version.
+    """
+    try:
+        data = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BuildFolderError(f"{root}: no {MANIFEST} here, so this is not a build folder of mod-export") from None
+    except (OSError, ValueError) as error:
+        raise BuildFolderError(f"{root / MANIFEST}: damaged ({error}); delete the folder and build again") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("steps"), dict):
+        raise BuildFolderError(f"{root / MANIFEST}: not a manifest of mod-export; name another folder")
+    if data.get("format_version") != FORMAT_VERSION:
+        raise BuildFolderError(
+            f"{root / MANIFEST}: format version {data.get('format_version')!r}, this release reads {FORMAT_VERSION}"
+        )
+    return data
+
+
+def verify_files(root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compares files with what the manifest says of them.
+
+    Raises:
+        BuildFolderError: a file is missing, or is not what was built.
+    """
+    damaged = _damaged(root, files)
+    if damaged:
+        raise BuildFolderError(f"{root}: {'; '.join(damaged)}. Build again to repair it")
+
+
+def _damaged(root: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    problems = []
+    for name, entry in files.items():
+        path = root / name
+        if path.is_symlink() or not path.is_file():
+            problems.append(f"{name} is missing or not a regular file")
+        elif path.stat().st_size != entry["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes, {entry['bytes']} were written")
+        elif _sha256(path) != entry["sha256"]:
+            problems.append(f"{name} has been changed since it was built (SHA-256 differs)")
+    return problems
+
+
+def reset_peak_rss() -> None:
+    """Starts a new peak, where the kernel offers that (Linux: 5 in /proc/self/clear_refs)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident set since `reset_peak_rss`, from VmHWM; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+    return 0
+
+
+def _fingerprint(name: str, inputs: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([name, inputs], sort_keys=True).encode()).hexdigest()
+
+
+def _step(name: str, record: Mapping[str, Any], *, reused: bool) -> Step:
+    outputs = tuple(record["outputs"])
+    return Step(name=name, outputs=outputs, result=record["result"], reused=reused, seconds=record["seconds"])
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _place(path: Path, final: Path) -> None:
+    # Temporary files are private by default; what is built is for others to read.
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    path.replace(final)
+
+
+@contextlib.contextmanager
+def _explained(root: Path) -> Iterator[None]:
+    """Turns the operating system's refusals to write here into a message for the user."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or root
+        if error.errno in NO_ROOM:
+            raise BuildFolderError(
+                f"{root}: no room left to write {where} ({error.strerror}); free some space"
+            ) from error
+        if error.errno in REFUSED:
+            raise BuildFolderError(f"{root}: cannot write {where} ({error.strerror})") from error
+        raise
