@@ -1,0 +1,189 @@
+"""The report on a console: what a person reads at a glance, and what a log keeps.
+
+Colour and width follow the terminal, NO_COLOR is honoured, and what is not a terminal gets lines that never wrap.
+The text is ASCII but for names that came in from outside.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from typing import IO
+
+from rich import box
+from rich.console import Console, Group
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from mod_export.report.schema import BuildReport
+from mod_export.report.summary import Setting, Untried, settings_of, untried_targets
+from mod_export.report.wording import agreement_text, count_text, error_text, interval_text, ms_text, ratio_text
+
+__all__ = ["print_report", "render_text"]
+
+UNBOUNDED = 10_000
+HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+COLUMNS = (
+    "target", "bucket", "dtype", "parity", "routed alike", "max error", "dense ms", "MoD ms",
+    "speed-up [95 %]", "FLOPs say", "efficiency",
+)  # fmt: skip
+FIRST_NUMBER = 4
+STACKS = ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9, 10))
+"""Which columns stand on top of each other where the terminal is too narrow for all of them."""
+GOOD, BAD, QUIET = "green", "bold red", "dim"
+
+
+def print_report(report: BuildReport, folder: str, file: IO[str] | None = None) -> None:
+    """Prints the report of a build folder to `file`, by default to stdout."""
+    file = sys.stdout if file is None else file
+    console = Console(file=file)
+    if console.is_terminal:
+        _print(report, folder, console, console.encoding)
+    else:
+        file.write(render_text(report, folder, encoding=console.encoding))
+
+
+def render_text(
+    report: BuildReport, folder: str, *, width: int = UNBOUNDED, color: bool = False, encoding: str = "utf-8"
+) -> str:
+    """The report as text, without colour and without wrapping unless asked for, for a file of this encoding."""
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+    )
+    _print(report, folder, console, encoding)
+    return "".join(line.rstrip() + "\n" for line in file.getvalue().splitlines())
+
+
+def _print(report: BuildReport, folder: str, console: Console, encoding: str) -> None:
+    # Names may hold what would steer a terminal, or what its encoding cannot show.
+    clean = _Cleaner(encoding)
+    parts: list[Table | Text] = [_headline(report, clean), Text()]
+    settings = settings_of(report)
+    if settings:
+        parts += [_table(settings, clean, console), Text(), *_conditions(report, clean), Text()]
+    parts += _not_run(untried_targets(report), clean)
+    parts += _verdict(report, folder, clean)
+    console.print(Group(*parts), highlight=False, markup=False, emoji=False)
+
+
+class _Cleaner:
+    """Makes text from outside printable: no control characters, nothing that the encoding does not have."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+
+    def __call__(self, text: str) -> str:
+        printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+        return printable.encode(self._encoding, "backslashreplace").decode(self._encoding)
+
+
+def _headline(report: BuildReport, clean: _Cleaner) -> Text:
+    model = report.model
+    about = f"  {clean(model.architecture)}, {count_text(model.parameters)} parameters"
+    return Text.assemble(
+        (clean(model.name), "bold"), about, (f", checkpoint {clean(model.checkpoint_sha256[:12])}", QUIET)
+    )
+
+
+def _table(settings: Sequence[Setting], clean: _Cleaner, console: Console) -> Table:
+    rows = [[Text(head) for head in COLUMNS], *(_cells(setting, clean) for setting in settings)]
+    table = _filled(rows, numbers_from=FIRST_NUMBER)
+    if Measurement.get(console, console.options.update(width=UNBOUNDED), table).maximum <= console.width:
+        return table
+    head, *body, last = [_stacked(row) for row in rows]
+    for row in body:
+        row[0].append("\n")
+    return _filled([head, *body, last], numbers_from=len(STACKS))
+
+
+def _stacked(row: Sequence[Text]) -> list[Text]:
+    # All of one height, because a table aligns heads at the bottom and cells at the top.
+    height = max(len(stack) for stack in STACKS)
+    cells = [[*(row[index] for index in stack), *[Text()] * (height - len(stack))] for stack in STACKS]
+    return [Text("\n").join(lines) for lines in cells]
+
+
+def _filled(rows: Sequence[Sequence[Text]], numbers_from: int) -> Table:
+    table = Table(box=HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for index, head in enumerate(rows[0]):
+        table.add_column(head, no_wrap=True, justify="right" if index >= numbers_from else "left")
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
+
+
+def _cells(setting: Setting, clean: _Cleaner) -> list[Text]:
+    dense, mod, speedup = setting.of_model("dense"), setting.of_model("mod"), setting.speedup
+    return [
+        Text(clean(setting.target)),
+        Text(clean(setting.bucket)),
+        Text(setting.dtype),
+        _judged({None: "-", True: "pass", False: "FAIL"}[setting.parity_passed], setting.parity_passed),
+        Text(agreement_text(setting.routing) if setting.routing else "-"),
+        Text(error_text(setting.error.max_abs) if setting.error else "-"),
+        Text(ms_text(dense.p50_ms) if dense else "-"),
+        Text(ms_text(mod.p50_ms) if mod else "-"),
+        _judged(interval_text(speedup), speedup.passed) if speedup else Text("-"),
+        Text(ratio_text(speedup.predicted_flops) if speedup else "-"),
+        Text(f"{speedup.efficiency:.2f}" if speedup else "-"),
+    ]
+
+
+def _judged(text: str, passed: bool | None) -> Text:
+    return Text(text, style={None: "", True: GOOD, False: BAD}[passed])
+
+
+def _conditions(report: BuildReport, clean: _Cleaner) -> list[Text]:
+    """What the numbers hold for: without it they say nothing."""
+    lines = []
+    if report.parity:
+        kinds = ", ".join(dict.fromkeys(kind for row in report.parity for kind in row.inputs))
+        references = ", ".join(dict.fromkeys(row.reference for row in report.parity))
+        lines.append(
+            f"parity: against {references}, on inputs {kinds}; max error of a logit given the same routing, "
+            "the worse of MoD and dense"
+        )
+    if report.latency:
+        ran = dict.fromkeys((row.target, row.providers, row.threads, len(row.samples_ms)) for row in report.latency)
+        lines += [
+            f"latency: {target} on {', '.join(providers)}, {_threads(threads)}, {samples} samples in turn"
+            for target, providers, threads, samples in ran
+        ]
+    gated = [row for row in report.speedup if row.gate is not None]
+    if report.speedup:
+        gate = f"; gate {gated[0].gate:.2f}x at {gated[0].bucket}" if gated else "; no gate on speed-up"
+        lines.append(f"speed-up: median dense / median MoD, with a 95 % bootstrap interval{gate}")
+    return [Text(clean(line), style=QUIET) for line in lines]
+
+
+def _threads(threads: int) -> str:
+    return {0: "as many threads as it likes", 1: "1 thread"}.get(threads, f"{threads} threads")
+
+
+def _not_run(untried: Sequence[Untried], clean: _Cleaner) -> list[Text]:
+    lines = []
+    for built, title in ((True, "built, not run here: nothing is claimed about these"), (False, "not built")):
+        chosen = [target for target in untried if target.built is built]
+        if chosen:
+            width = max(len(target.target) for target in chosen)
+            lines += [
+                Text(title, style="bold"),
+                *(Text(f"  {clean(target.target):<{width}}  {clean(target.reason)}") for target in chosen),
+                Text(),
+            ]
+    return lines
+
+
+def _verdict(report: BuildReport, folder: str, clean: _Cleaner) -> list[Text]:
+    reasons = [Text(f"  - {clean(reason)}") for reason in report.verdict.reasons]
+    if report.verdict.status == "pass":
+        return [Text.assemble(("PASS", GOOD), f"  every gate met: {clean(folder)}")]
+    count = f"{len(reasons)} reason{'s' if len(reasons) != 1 else ''}"
+    return [*reasons, Text.assemble(("FAIL", BAD), f"  {count}, listed above: {clean(folder)}")]

@@ -1,0 +1,71 @@
+"""How numbers are written for people. Nothing here rounds a result up to perfection: only 8,192 of 8,192 is `all`."""
+
+from __future__ import annotations
+
+import math
+
+from mod_export.report.schema import RoutingAgreement, SpeedupEntry
+
+__all__ = [
+    "agreement_text",
+    "bytes_text",
+    "count_text",
+    "error_text",
+    "interval_text",
+    "ms_text",
+    "ratio_text",
+    "share_text",
+]
+
+
+def ms_text(ms: float) -> str:
+    """Three significant digits, and whole milliseconds above a hundred: 0.123, 20.1, 4,563."""
+    return f"{ms:,.0f}" if abs(ms) >= 100 else f"{ms:#.3g}".rstrip(".")
+
+
+def ratio_text(ratio: float) -> str:
+    """A factor: 1.68x."""
+    return f"{ratio:.2f}x"
+
+
+def interval_text(row: SpeedupEntry) -> str:
+    """A speed-up with its interval: 1.68x [1.66, 1.69]."""
+    low, high = row.ci95
+    return f"{ratio_text(row.measured)} [{low:.2f}, {high:.2f}]"
+
+
+def error_text(error: float) -> str:
+    """An error in two significant digits: 2.1e-06."""
+    return "0" if error == 0 else f"{error:.1e}"
+
+
+def agreement_text(routing: RoutingAgreement) -> str:
+    """Routed tokens that are those of the reference: all 8,192, or 8,189 of 8,192."""
+    if routing.routed == 0:
+        return "-"
+    if routing.agreed == routing.routed:
+        return f"all {routing.routed:,}"
+    return f"{routing.agreed:,} of {routing.routed:,}"
+
+
+def share_text(share: float) -> str:
+    """A share as a percentage, cut instead of rounded, so that 100 % means all."""
+    if math.isnan(share):
+        return "nan"
+    return "100 %" if share >= 1 else f"{math.floor(share * 10_000) / 100:.2f} %"
+
+
+def count_text(count: float) -> str:
+    """A large number with a decimal prefix: 3.08 M, 1.27 G."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:,.0f}"
+
+
+def bytes_text(count: int) -> str:
+    """Bytes with a binary prefix: 12.3 MiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
