@@ -1,0 +1,141 @@
+"""What passes and checks ask of a graph, and how passes put nodes into it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from mod_export.errors import GraphError
+
+__all__ = ["NodeWriter", "constant_array", "is_standard", "place_of", "require_static_shape", "static_shape"]
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
+
+
+def is_standard(node: ir.Node, *op_types: str) -> bool:
+    """Whether the node is one of these standard ONNX operators."""
+    return node.domain in ("", "ai.onnx") and node.op_type in op_types
+
+
+def constant_array(value: ir.Value | None) -> np.ndarray | None:
+    """The value of a constant or initializer; None for anything computed, absent or without data."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def static_shape(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The shape, or None where it or one of its dimensions is unknown."""
+    if value is None or value.shape is None or not value.shape.is_static():
+        return None
+    return value.shape.numpy()
+
+
+def require_static_shape(value: ir.Value | None, node: ir.Node) -> tuple[int, ...]:
+    """The shape of an input or output of `node`.
+
+    Raises:
+        GraphError: it is unknown or dynamic.
+    """
+    shape = static_shape(value)
+    if shape is None:
+        what = "an absent input" if value is None else f"{value.name} of shape {value.shape}"
+        raise GraphError(
+            f"{place_of(node)}: {node.op_type} has {what}, expected a static shape; export with fixed sizes and run "
+            "shape inference"
+        )
+    return shape
+
+
+def place_of(node: ir.Node) -> str:
+    """Where a node stands, for messages: `layers.3 (node_TopK_12)`, or its name alone.
+
+    The exporter notes the modules that a node came from, but not for what a module's other methods do; such a node is
+    placed by the latest layer among the nearest ones that it draws on.
+    """
+    name = node.name or node.op_type
+    seen: set[ir.Node] = {node}
+    frontier, found = [node], []
+    while frontier:
+        current = frontier.pop()
+        layer = _own_layer(current)
+        if layer is not None:
+            found.append(layer)
+            continue
+        for producer in current.predecessors():
+            if producer not in seen:
+                seen.add(producer)
+                frontier.append(producer)
+    return f"{max(found)[1]} ({name})" if found else name
+
+
+def _own_layer(node: ir.Node) -> tuple[int, str] | None:
+    """(number, name) of the layer in the node's module path or in the names of its weights."""
+    texts = [node.metadata_props.get(SCOPES, "")]
+    texts += [value.name for value in node.inputs if value is not None and value.is_initializer() and value.name]
+    for text in texts:
+        match = NUMBERED.search(text)
+        if match:
+            return int(match[2]), match[1]
+    return None
+
+
+class NodeWriter:
+    """Puts typed nodes before `anchor`, carrying its metadata, so that messages about them still name the layer."""
+
+    def __init__(self, graph: ir.Graph, anchor: ir.Node, purpose: str) -> None:
+        self._graph = graph
+        self._anchor = anchor
+        self._prefix = f"{anchor.name or anchor.op_type}/{purpose}"
+        self._count = 0
+
+    def op(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        dtype: ir.DataType,
+        shape: Sequence[int] | ir.Shape | None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> ir.Value:
+        """One node with one output of this dtype and shape."""
+        return self.ops(op_type, inputs, [(dtype, shape)], attributes)[0]
+
+    def ops(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[tuple[ir.DataType, Sequence[int] | ir.Shape | None]],
+        attributes: Mapping[str, Any] | None = None,
+    ) -> Sequence[ir.Value]:
+        """One node with several outputs, each (dtype, shape)."""
+        name = f"{self._prefix}_{op_type}_{self._count}"
+        self._count += 1
+        values = [
+            ir.Value(name=f"{name}_{i}", type=ir.TensorType(dtype), shape=None if shape is None else ir.Shape(shape))
+            for i, (dtype, shape) in enumerate(outputs)
+        ]
+        node = ir.Node(
+            "", op_type, inputs, ir.convenience.convert_attributes(attributes or {}), outputs=values, name=name
+        )
+        node.metadata_props.update(self._anchor.metadata_props)
+        self._graph.insert_before(self._anchor, node)
+        return values
+
+    def constant(self, name: str, array: np.ndarray) -> ir.Value:
+        """An initializer, shared by all places that ask for this name; `name` must say all of its content."""
+        name = f"constant/{name}"  # A slash, because no exporter's names have one.
+        known = self._graph.initializers.get(name)
+        if known is not None:
+            held = constant_array(known)
+            assert held is not None, name
+            assert held.dtype == array.dtype, name
+            assert np.array_equal(held, array), name
+            return known
+        tensor = ir.tensor(array, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+        self._graph.register_initializer(value)
+        return value
