@@ -1,0 +1,233 @@
+"""A float32 graph in 16 bit, with routing kept in float32.
+
+A selection compares scores. Rounded to 16 bit, different scores become equal and other tokens are chosen, so what
+leads to a selection, and what is computed from the chosen scores alone (the gate), stays float32. The same holds for
+numbers that come from integers: a position above 2,048 has no exact float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from mod_export.artifacts import Dialect, DType
+from mod_export.errors import GraphError, LimitError
+from mod_export.graph.nodes import NodeWriter, constant_array, is_standard, place_of
+
+__all__ = ["CastFloats", "narrowed_initializers"]
+
+FLOAT = ir.DataType.FLOAT
+NARROW: dict[str, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+GATHERS = ("GatherElements", "Gather", "GatherND")
+FOLLOWING = (
+    "Abs", "Add", "Cast", "Clip", "Concat", "Cos", "Div", "Exp", "Expand", "Gather", "GatherElements", "GatherND",
+    "Identity", "Log", "MatMul", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "Reshape", "Sigmoid", "Sin",
+    "Slice", "Softmax", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where",
+)  # fmt: skip
+"""Operators through which a float32 value stays float32, as long as nothing but constants joins it."""
+INTEGERS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8})
+NARROWED = "mod_export.narrowed"
+MASK = 1e9
+"""A constant this large is the floor of a mask and no weight: any other number as far away serves as well."""
+
+
+class CastFloats:
+    """Turns float32 values, weights and constants into `dtype`, except where routing needs float32.
+
+    Graph inputs and outputs keep their dtype, so that a caller gets float32 logits whatever happens inside. Weights
+    that only float32 nodes use stay float32. An initializer keeps its name, and one without data (a weight that is
+    bound to a file later) only changes its dtype; `narrowed_initializers` lists them. Infinite constants stay infinite.
+
+    Operators keep their own precision attributes: RMSNormalization has `stash_type` 1 (float32) from the exporter, and
+    Attention gets no `softmax_precision`, which TensorRT's parser refuses and whose kernels sum in float32 anyway.
+    """
+
+    name: ClassVar[str] = "cast_floats"
+
+    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+        return dtype in NARROW
+
+    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+        """Returns how many nodes now compute in 16 bit.
+
+        Raises:
+            GraphError: control flow, or a value without a type.
+            LimitError: a weight beyond the range of `dtype`.
+        """
+        graph, narrow = model.graph, NARROW[dtype]
+        _require_typed(graph)
+        outputs = [i for i, value in enumerate(graph.outputs) if value.dtype == FLOAT]
+        island = _island(graph)
+        _narrow_initializers(graph, island, narrow)
+        casts: dict[ir.Value, ir.Value] = {}
+        count = 0
+        for node in list(graph):
+            computes = _has_float32(node.outputs)
+            _match_inputs(graph, node, FLOAT if node in island else narrow, casts)
+            if node not in island and computes:
+                _narrow_node(node, narrow)
+                count += 1
+        for i in outputs:
+            _widen_output(graph, i)
+        return count
+
+    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+        narrow = NARROW[dtype]
+        problems = [f"output {value.name} is {narrow}" for value in model.graph.outputs if value.dtype == narrow]
+        for node in model.graph:
+            if is_standard(node, "TopK") and node.inputs[0] is not None and node.inputs[0].dtype == narrow:
+                problems.append(f"{place_of(node)} compares scores in {narrow}")
+            kinds = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None and _is_float(value)}
+            if len(kinds) > 1 and not is_standard(node, "Cast"):
+                problems.append(f"{place_of(node)} mixes float32 and {narrow}")
+        return problems
+
+
+def narrowed_initializers(model: ir.Model) -> tuple[str, ...]:
+    """Names of the initializers that this pass turned from float32 into 16 bit."""
+    return tuple(name for name, value in model.graph.initializers.items() if NARROWED in value.meta)
+
+
+def _is_float(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype in (FLOAT, *NARROW.values())
+
+
+def _require_typed(graph: ir.Graph) -> None:
+    for node in graph:
+        if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
+            raise GraphError(
+                f"{place_of(node)}: {node.op_type} holds a graph of its own, which cannot be cast to 16 bit; export "
+                "the model without data-dependent control flow"
+            )
+        for value in node.outputs:
+            if value.dtype is None and value.uses():
+                raise GraphError(
+                    f"{place_of(node)}: the type of {value.name} is unknown, so it cannot be told whether to cast it; "
+                    "run shape inference before this pass"
+                )
+
+
+def _island(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes that stay float32.
+
+    From each selection's scores upwards to the last value that something else uses too (the residual stream); from
+    what is gathered out of them, and from integers, downwards to where another float joins.
+    """
+    selecting = {node for node in graph if is_standard(node, "TopK") and _has_float32(node.inputs)}
+    for node in reversed(list(graph)):  # Users come before what they use, so once is enough.
+        users = {use.node for value in node.outputs if value.dtype == FLOAT for use in value.uses()}
+        readers = {user for user in users if _only_reads(user, node)}
+        if node not in selecting and users & selecting and users <= selecting | readers:
+            selecting |= {node} | readers
+    island = selecting | {node for node in graph if _is_from_integers(node)}
+    for node in graph:  # And here the other way round.
+        sources = {value.producer() for value in node.inputs if value is not None and _is_computed(value)}
+        if is_standard(node, *FOLLOWING) and sources and sources <= island:
+            island.add(node)
+    return island
+
+
+def _has_float32(values: Iterable[ir.Value | None]) -> bool:
+    return any(value is not None and value.dtype == FLOAT for value in values)
+
+
+def _only_reads(user: ir.Node, node: ir.Node) -> bool:
+    """Whether `user` compares the node's values, or picks some of them out by position."""
+    return not any(map(_is_float, user.outputs)) or (is_standard(user, *GATHERS) and user.inputs[0] in node.outputs)
+
+
+def _is_from_integers(node: ir.Node) -> bool:
+    source = node.inputs[0] if is_standard(node, "Cast") else None
+    return source is not None and source.dtype in INTEGERS and node.outputs[0].dtype == FLOAT
+
+
+def _is_computed(value: ir.Value) -> bool:
+    producer = value.producer()
+    is_constant = value.is_initializer() or (producer is not None and is_standard(producer, "Constant"))
+    return _is_float(value) and not is_constant
+
+
+def _narrow_initializers(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType) -> None:
+    for name, value in list(graph.initializers.items()):
+        outside = [use for use in value.uses() if use.node not in island]
+        if value.dtype != FLOAT or not outside:
+            continue
+        array = constant_array(value)
+        if array is not None and array.size == 1 and len(outside) < len(value.uses()):
+            # Both sides use it: the float32 side keeps its exact number.
+            value = _copy_of(graph, value, f"{name}/{narrow.name.lower()}")
+            for use in outside:
+                use.node.replace_input_with(use.idx, value)
+        value.dtype = narrow
+        value.meta[NARROWED] = True
+        if array is not None:
+            value.const_value = ir.tensor(_narrowed(name, array, narrow), dtype=narrow, name=value.name)
+
+
+def _copy_of(graph: ir.Graph, value: ir.Value, name: str) -> ir.Value:
+    copy = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+    graph.register_initializer(copy)
+    return copy
+
+
+def _narrowed(name: str, array: np.ndarray, narrow: ir.DataType) -> np.ndarray:
+    kind = narrow.numpy()
+    largest = float(ml_dtypes.finfo(kind).max)  # type: ignore[no-untyped-call]
+    with np.errstate(over="ignore"):
+        result = np.asarray(array.astype(kind))
+    lost = np.isfinite(array) & ~np.isfinite(result.astype(np.float32))
+    if (np.abs(array, where=lost, out=np.full(array.shape, MASK, array.dtype)) < MASK).any():
+        worst = array[lost & (np.abs(array) < MASK)].flat[0]
+        raise LimitError(
+            f"{name}: holds {worst:g}, beyond the largest {narrow.name.lower()} number {largest:g}; build this model "
+            "in bfloat16 or float32"
+        )
+    result[lost] = np.copysign(largest, array[lost]).astype(kind)
+    return result
+
+
+def _match_inputs(graph: ir.Graph, node: ir.Node, wanted: ir.DataType, casts: dict[ir.Value, ir.Value]) -> None:
+    """Casts the float inputs that have another type than the node computes in; each value is cast once."""
+    if is_standard(node, "Cast", "CastLike"):
+        return
+    for i, value in enumerate(node.inputs):
+        if value is None or not _is_float(value) or value.dtype == wanted:
+            continue
+        if value not in casts:
+            writer = NodeWriter(graph, node, f"input{i}")
+            casts[value] = writer.op("Cast", [value], wanted, value.shape, {"to": wanted})
+        node.replace_input_with(i, casts[value])
+
+
+def _narrow_node(node: ir.Node, narrow: ir.DataType) -> None:
+    for value in node.outputs:
+        if value.dtype == FLOAT:
+            value.dtype = narrow
+    for name, attribute in list(node.attributes.items()):
+        if name in ("to", "dtype", "output_dtype") and attribute.value == FLOAT:
+            node.attributes[name] = ir.AttrInt64(name, narrow)
+    if is_standard(node, "Constant", "ConstantOfShape"):
+        array = constant_array(node.outputs[0])
+        held = node.attributes.get("value")
+        if array is None:
+            array = np.zeros(1, np.float32) if held is None else held.as_tensor().numpy()
+        node.attributes.clear()
+        tensor = ir.tensor(_narrowed(str(node.outputs[0].name), array, narrow), dtype=narrow)
+        node.attributes["value"] = ir.AttrTensor("value", tensor)
+
+
+def _widen_output(graph: ir.Graph, index: int) -> None:
+    inner = graph.outputs[index]
+    if inner.dtype == FLOAT:
+        return
+    name = inner.name
+    inner.name = f"{name}/narrow"
+    cast = ir.node("Cast", [inner], {"to": FLOAT}, name=f"{name}/widen")
+    outer = cast.outputs[0]
+    outer.name, outer.dtype, outer.shape = name, FLOAT, inner.shape
+    graph.append(cast)
+    graph.outputs[index] = outer
