@@ -115,7 +115,7 @@ def _build(
 
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
-    from mod_export.report import render_text
+    from mod_export.report import print_report
 
     progress = Progress(Console(stderr=True), verbosity)
     try:
@@ -124,7 +124,7 @@ def _build(
         progress.stop()
     if report_file is not None:
         _write_text(report_file, report.to_json())
-    click.echo(render_text(report, folder), nl=False)
+    print_report(report, str(folder))
     return 0 if report.verdict.status == "pass" else GATE_FAILED
 
 
@@ -137,7 +137,7 @@ def _build(
 def validate(folder: Path, targets: Sequence[str], config_file: Path | None, verbose: bool) -> int:
     """Check parity of a build folder again, on this machine, without the checkpoint."""
     from mod_export.folder import validate_folder
-    from mod_export.report.text import render_parity
+    from mod_export.report.rows import render_parity
 
     rows, verdict = validate_folder(folder, _config(config_file, ()) if config_file else None, targets)
     click.echo(render_parity(rows, verdict), nl=False)
@@ -153,7 +153,7 @@ def validate(folder: Path, targets: Sequence[str], config_file: Path | None, ver
 def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbose: bool) -> int:
     """Measure latency of a build folder against its dense twin again, on this machine."""
     from mod_export.folder import bench_folder
-    from mod_export.report.text import render_speedup
+    from mod_export.report.rows import render_speedup
 
     latency, speedup, verdict = bench_folder(folder, _config(config_file, ()) if config_file else None, targets)
     click.echo(render_speedup(latency, speedup, verdict), nl=False)
@@ -174,7 +174,7 @@ def report(folder: Path, form: str, verbose: bool) -> int:
     text = _read_text(folder / "report.json")
     found = report_from_json(text, str(folder / "report.json"))
     rendered = {
-        "text": lambda: render_text(found, folder),
+        "text": lambda: render_text(found, str(folder)),
         "json": lambda: text,
         "html": lambda: render_html(found, command=None),
     }

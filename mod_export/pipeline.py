@@ -1,19 +1,20 @@
 """The order of the stages, and nothing else.
 
-load > capture > onnx > passes > engines > validate > measure > report
+    load > capture > onnx > passes > engines > validate > measure > report
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from mod_export.config import BuildConfig
 from mod_export.errors import ModExportError
 from mod_export.model import model_from_checkpoint
-from mod_export.plan import KINDS, Plan, make_plan
+from mod_export.plan import KINDS, make_plan
 from mod_export.report.schema import BuildReport, Stage
 from mod_export.stages.context import Context
 from mod_export.stages.engines import build_engines, passes
@@ -22,11 +23,17 @@ from mod_export.stages.graphs import capture, onnx
 from mod_export.stages.outcome import write_report
 from mod_export.workspace import Step, Workspace, peak_rss_bytes, reset_peak_rss
 
-__all__ = ["STAGES", "Observer", "build"]
+__all__ = ["AFTER_LOAD", "Observer", "build"]
 
-T = TypeVar("T")
-
-STAGES = ("load", "capture", "onnx", "passes", "engines", "validate", "measure", "report")
+AFTER_LOAD: tuple[tuple[str, Callable[[Context], Sequence[Step]]], ...] = (
+    ("capture", capture),
+    ("onnx", onnx),
+    ("passes", passes),
+    ("engines", build_engines),
+    ("validate", validate),
+    ("measure", measure),
+)
+"""Between reading the checkpoint and writing the report."""
 
 
 class Observer(Protocol):
@@ -53,62 +60,41 @@ def build(
     Raises:
         ModExportError: a stage failed; its notes name the stages that were done.
     """
-    record = _Record(observer)
-    plan = record.run("load", lambda: _plan(checkpoint, baseline, config, root))
-    with Workspace(root) as workspace:
-        context = Context(plan, workspace, observer.step_started)
-        # The checkpoint is read every time; whether it is the same one decides if the stage counts as reused.
-        same = context.step("load", {kind: context.identity(kind) for kind in KINDS}, [], lambda paths: None)
-        record.amend("load", [same])
-        record.run_steps("capture", lambda: capture(context))
-        record.run_steps("onnx", lambda: onnx(context))
-        record.run_steps("passes", lambda: passes(context))
-        record.run_steps("engines", lambda: build_engines(context))
-        record.run_steps("validate", lambda: validate(context))
-        record.run_steps("measure", lambda: measure(context))
-        return record.run("report", lambda: write_report(context, record.stages, command))
+    stages: list[Stage] = []
+    with contextlib.ExitStack() as opened:
+        with _stage("load", stages, observer) as steps:
+            model = model_from_checkpoint(checkpoint)
+            plan = make_plan(model, model_from_checkpoint(baseline) if baseline else None, config, root)
+            # Not before the request is known to be sound: a refused one leaves nothing behind.
+            context = Context(plan, opened.enter_context(Workspace(root)), observer.step_started)
+            steps.append(context.step("load", {kind: context.identity(kind) for kind in KINDS}, [], lambda paths: None))
+        for name, work in AFTER_LOAD:
+            with _stage(name, stages, observer) as steps:
+                steps += work(context)
+        with _stage("report", stages, observer):
+            return write_report(context, stages, command)
 
 
-def _plan(checkpoint: Path, baseline: Path | None, config: BuildConfig, root: Path) -> Plan:
-    model = model_from_checkpoint(checkpoint)
-    return make_plan(model, model_from_checkpoint(baseline) if baseline else None, config, root)
-
-
-class _Record:
-    """Times each stage, watches its memory, and says which were done when one fails."""
-
-    def __init__(self, observer: Observer) -> None:
-        self.stages: list[Stage] = []
-        self._observer = observer
-
-    def run_steps(self, name: str, work: Callable[[], Sequence[Step]]) -> None:
-        """Runs a stage whose steps say whether it was reused."""
-        self.run(name, work, lambda steps: all(step.reused for step in steps))
-
-    def run(self, name: str, work: Callable[[], T], reused: Callable[[T], bool] = lambda result: False) -> T:
-        """Runs a stage."""
-        self._observer.stage_started(name)
-        reset_peak_rss()
-        begin = time.perf_counter()
-        try:
-            result = work()
-        except ModExportError as error:
-            done = ", ".join(stage.name for stage in self.stages) or "none"
-            error.add_note(f"stage {name} failed; done before it: {done}")
-            raise
-        stage = Stage(
-            name=name,
-            status="reused" if reused(result) else "built",
-            seconds=round(time.perf_counter() - begin, 3),
-            peak_rss_bytes=peak_rss_bytes() or None,
-        )
-        self.stages.append(stage)
-        self._observer.stage_finished(stage)
-        return result
-
-    def amend(self, name: str, steps: Sequence[Step]) -> None:
-        """Marks a finished stage as reused when its steps were."""
-        if all(step.reused for step in steps):
-            self.stages = [
-                stage.model_copy(update={"status": "reused"}) if stage.name == name else stage for stage in self.stages
-            ]
+@contextlib.contextmanager
+def _stage(name: str, stages: list[Stage], observer: Observer) -> Iterator[list[Step]]:
+    """Times a stage, watches its memory, and says which stages were done when it fails."""
+    observer.stage_started(name)
+    reset_peak_rss()
+    begin = time.perf_counter()
+    steps: list[Step] = []
+    try:
+        yield steps
+    except ModExportError as error:
+        done = ", ".join(stage.name for stage in stages) or "none"
+        error.add_note(f"stage {name} failed; done before it: {done}")
+        raise
+    # A stage that had nothing to do is as new or as old as the one before it.
+    reused = all(step.reused for step in steps) if steps else all(stage.status == "reused" for stage in stages)
+    stage = Stage(
+        name=name,
+        status="reused" if reused else "built",
+        seconds=round(time.perf_counter() - begin, 3),
+        peak_rss_bytes=peak_rss_bytes() or None,
+    )
+    stages.append(stage)
+    observer.stage_finished(stage)

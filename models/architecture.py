@@ -17,12 +17,23 @@ from torch import Tensor
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.corpus import batch_at, read_split
 from mod_models.routing import Routing
-from mod_models.spec import ModelSpec
+from mod_models.spec import ModelSpec, RoutingSpec
 from mod_models.transformer import Transformer
 
 __all__ = ["MOD_TRANSFORMER", "LoadedTransformer", "ModTransformer"]
 
 BYTE_VOCABULARY = 256
+TIMED_SPEC = ModelSpec(
+    vocab_size=8192,
+    d_model=512,
+    n_layers=12,
+    n_heads=8,
+    n_kv_heads=4,
+    d_head=64,
+    d_ff=1408,
+    max_positions=2048,
+    routing=RoutingSpec(),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,10 @@ class ModTransformer:
         """The trained checkpoint that ships with this package."""
         path = Path(str(files("mod_models").joinpath("checkpoints", "stdlib-3m.pt")))
         return path if path.exists() else None
+
+    def timed_spec(self) -> Mapping[str, Any]:
+        """38 M parameters: width 512, 12 layers, every other one routed at 12.5 %."""
+        return TIMED_SPEC.to_dict()
 
     def random(self, spec: Mapping[str, Any], seed: int, path: Path) -> None:
         """Writes a checkpoint with initial weights."""

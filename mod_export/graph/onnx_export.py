@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -28,12 +28,12 @@ IR_VERSION = 10
 
 
 def _stable_sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """aten::sort.stable has no ONNX function. ONNX TopK over the whole axis breaks ties to the lower index: the same."""
-    size = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+    """aten::sort.stable has no ONNX function; TopK over the whole axis, with its ties to the lower index, is the same."""
+    size: Any = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))  # type: ignore[type-var]
     return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
 
 
-TRANSLATIONS = {torch.ops.aten.sort.stable: _stable_sort}
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten.sort.stable: _stable_sort}
 
 
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
@@ -42,7 +42,7 @@ CLEAN_UP = (
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
     common.DeduplicateHashedInitializersPass(),
     common.RemoveUnusedNodesPass(),
-    common.RemoveUnusedFunctionsPass(),
+    common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
     common.RemoveUnusedOpsetsPass(),
 )
 

@@ -24,7 +24,7 @@ __all__ = ["Captures", "Context", "versions"]
 
 
 class Captures:
-    """Modules and captured programs, each made when it is first asked for: a build that reuses everything needs none."""
+    """Modules and captured programs, each made when first asked for: a build that reuses everything needs none."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

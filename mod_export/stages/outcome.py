@@ -65,7 +65,7 @@ def _report(context: Context, stages: Sequence[Stage]) -> BuildReport:
             "stages": list(stages),
             "artifacts": _artifacts(context),
             "targets": _targets(context),
-            "parity": [{k: v for k, v in asdict(row).items() if k != "model"} for row in context.parity],
+            "parity": context.parity,
             "latency": context.latency,
             "speedup": speedup,
             "cost": context.cost,

@@ -123,7 +123,7 @@ def _candidate_routing(
                 distances=(),
                 min_margin=None,
                 malformed=f"the engine gives {found}, expected [{B}, {k}]",
-            )  # fmt: skip
+            )
         )
     return usable, unusable
 
@@ -174,6 +174,14 @@ def _routing(comparisons: Sequence[Comparison], gate: ParityGate) -> dict[str, A
         "agreed": sum(layer["agreed"] for layer in layers),
         "near_ties": sum(layer["near_ties"] for layer in layers),
         "min_margin": min(margins, default=None),
+        "by_input": [
+            {
+                "input": found.kind,
+                "routed": sum(layer.routed for layer in found.layers),
+                "agreed": sum(layer.agreed for layer in found.layers),
+            }
+            for found in comparisons
+        ],
     }
 
 
