@@ -5,7 +5,8 @@ Everything here returns or prints text. Files are written by the caller, beside 
 
 from __future__ import annotations
 
+from mod_export.report.html import render_html
 from mod_export.report.schema import SCHEMA_VERSION, BuildReport, report_from_json
 from mod_export.report.text import print_report, render_text
 
-__all__ = ["SCHEMA_VERSION", "BuildReport", "print_report", "render_text", "report_from_json"]
+__all__ = ["SCHEMA_VERSION", "BuildReport", "print_report", "render_html", "render_text", "report_from_json"]

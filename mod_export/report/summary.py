@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mod_export.artifacts import ModelKind
 from mod_export.report.schema import (
+    Artifact,
     BuildReport,
     ErrorNumbers,
     LatencyEntry,
@@ -17,7 +19,10 @@ from mod_export.report.schema import (
     Target,
 )
 
-__all__ = ["Setting", "Untried", "settings_of", "untried_targets"]
+__all__ = ["Deployment", "Gains", "Setting", "Untried", "deployments", "gains", "settings_of", "untried_targets"]
+
+
+State = Literal["passed", "failed", "not run here", "portable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,69 @@ class Untried:
     target: str
     reason: str
     built: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A file that serves the MoD model: the engines of a target, or, with `target` None, the portable graphs."""
+
+    target: str | None
+    artifact: Artifact
+    state: State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gains:
+    """The whole build in four numbers, none of them chosen to please: ranges, sums and the worst.
+
+    Attributes:
+        speedups: how many settings have one.
+        slowest: lowest of the speed-ups, None when nothing was measured.
+        fastest: highest of them.
+        routed: routed tokens compared, over all settings.
+        agreed: those that the reference routed too.
+        max_abs: largest error of a logit; NaN is the worst; None when nothing was compared.
+    """
+
+    speedups: int
+    slowest: float | None
+    fastest: float | None
+    routed: int
+    agreed: int
+    max_abs: float | None
+
+
+def gains(report: BuildReport) -> Gains:
+    """Sums up what was found on this machine."""
+    measured = [row.measured for row in report.speedup]
+    errors = [row.error.max_abs for row in report.parity]
+    return Gains(
+        speedups=len(measured),
+        slowest=min(measured, key=lambda ratio: (not math.isnan(ratio), ratio), default=None),
+        fastest=max(measured, default=None),
+        routed=sum(row.routing.routed for row in report.parity),
+        agreed=sum(row.routing.agreed for row in report.parity),
+        max_abs=max(errors, key=lambda error: (math.isnan(error), error), default=None),
+    )
+
+
+def deployments(report: BuildReport) -> tuple[Deployment, ...]:
+    """What to deploy: engines that ran here, then those built for elsewhere, then portable graphs."""
+    passed: dict[tuple[str | None, str | None, str], bool] = {
+        (row.target, row.bucket, row.dtype): row.passed for row in report.parity if row.model == "mod"
+    }
+    states: dict[bool | None, State] = {True: "passed", False: "failed", None: "not run here"}
+    found = []
+    for artifact in report.artifacts:
+        if artifact.model != "mod" or artifact.kind == "weights":
+            continue
+        if artifact.kind == "engine":
+            state = states[passed.get((artifact.target, artifact.bucket, artifact.dtype))]
+            found.append(Deployment(target=artifact.target, artifact=artifact, state=state))
+        elif artifact.target is None:
+            found.append(Deployment(target=None, artifact=artifact, state="portable"))
+    order = {"passed": 0, "failed": 0, "not run here": 1, "portable": 2}
+    return tuple(sorted(found, key=lambda deployment: (order[deployment.state], deployment.target or "")))
 
 
 def settings_of(report: BuildReport) -> tuple[Setting, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import IO
 
 from rich import box
@@ -19,7 +20,16 @@ from rich.text import Text
 
 from mod_export.report.schema import BuildReport
 from mod_export.report.summary import Setting, Untried, settings_of, untried_targets
-from mod_export.report.wording import agreement_text, count_text, error_text, interval_text, ms_text, ratio_text
+from mod_export.report.wording import (
+    agreement_text,
+    count_text,
+    error_text,
+    interval_text,
+    ms_text,
+    printable,
+    ratio_text,
+    threads_text,
+)
 
 __all__ = ["print_report", "render_text"]
 
@@ -32,6 +42,7 @@ COLUMNS = (
 FIRST_NUMBER = 4
 STACKS = ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9, 10))
 """Which columns stand on top of each other where the terminal is too narrow for all of them."""
+Cleaner = Callable[[str], str]
 GOOD, BAD, QUIET = "green", "bold red", "dim"
 
 
@@ -62,8 +73,7 @@ def render_text(
 
 
 def _print(report: BuildReport, folder: str, console: Console, encoding: str) -> None:
-    # Names may hold what would steer a terminal, or what its encoding cannot show.
-    clean = _Cleaner(encoding)
+    clean = partial(printable, encoding=encoding)
     parts: list[Table | Text] = [_headline(report, clean), Text()]
     settings = settings_of(report)
     if settings:
@@ -73,18 +83,7 @@ def _print(report: BuildReport, folder: str, console: Console, encoding: str) ->
     console.print(Group(*parts), highlight=False, markup=False, emoji=False)
 
 
-class _Cleaner:
-    """Makes text from outside printable: no control characters, nothing that the encoding does not have."""
-
-    def __init__(self, encoding: str) -> None:
-        self._encoding = encoding
-
-    def __call__(self, text: str) -> str:
-        printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-        return printable.encode(self._encoding, "backslashreplace").decode(self._encoding)
-
-
-def _headline(report: BuildReport, clean: _Cleaner) -> Text:
+def _headline(report: BuildReport, clean: Cleaner) -> Text:
     model = report.model
     about = f"  {clean(model.architecture)}, {count_text(model.parameters)} parameters"
     return Text.assemble(
@@ -92,7 +91,7 @@ def _headline(report: BuildReport, clean: _Cleaner) -> Text:
     )
 
 
-def _table(settings: Sequence[Setting], clean: _Cleaner, console: Console) -> Table:
+def _table(settings: Sequence[Setting], clean: Cleaner, console: Console) -> Table:
     rows = [[Text(head) for head in COLUMNS], *(_cells(setting, clean) for setting in settings)]
     table = _filled(rows, numbers_from=FIRST_NUMBER)
     if Measurement.get(console, console.options.update(width=UNBOUNDED), table).maximum <= console.width:
@@ -119,7 +118,7 @@ def _filled(rows: Sequence[Sequence[Text]], numbers_from: int) -> Table:
     return table
 
 
-def _cells(setting: Setting, clean: _Cleaner) -> list[Text]:
+def _cells(setting: Setting, clean: Cleaner) -> list[Text]:
     dense, mod, speedup = setting.of_model("dense"), setting.of_model("mod"), setting.speedup
     return [
         Text(clean(setting.target)),
@@ -140,7 +139,7 @@ def _judged(text: str, passed: bool | None) -> Text:
     return Text(text, style={None: "", True: GOOD, False: BAD}[passed])
 
 
-def _conditions(report: BuildReport, clean: _Cleaner) -> list[Text]:
+def _conditions(report: BuildReport, clean: Cleaner) -> list[Text]:
     """What the numbers hold for: without it they say nothing."""
     lines = []
     if report.parity:
@@ -153,7 +152,7 @@ def _conditions(report: BuildReport, clean: _Cleaner) -> list[Text]:
     if report.latency:
         ran = dict.fromkeys((row.target, row.providers, row.threads, len(row.samples_ms)) for row in report.latency)
         lines += [
-            f"latency: {target} on {', '.join(providers)}, {_threads(threads)}, {samples} samples in turn"
+            f"latency: {target} on {', '.join(providers)}, {threads_text(threads)}, {samples} samples in turn"
             for target, providers, threads, samples in ran
         ]
     gated = [row for row in report.speedup if row.gate is not None]
@@ -163,11 +162,7 @@ def _conditions(report: BuildReport, clean: _Cleaner) -> list[Text]:
     return [Text(clean(line), style=QUIET) for line in lines]
 
 
-def _threads(threads: int) -> str:
-    return {0: "as many threads as it likes", 1: "1 thread"}.get(threads, f"{threads} threads")
-
-
-def _not_run(untried: Sequence[Untried], clean: _Cleaner) -> list[Text]:
+def _not_run(untried: Sequence[Untried], clean: Cleaner) -> list[Text]:
     lines = []
     for built, title in ((True, "built, not run here: nothing is claimed about these"), (False, "not built")):
         chosen = [target for target in untried if target.built is built]
@@ -181,7 +176,7 @@ def _not_run(untried: Sequence[Untried], clean: _Cleaner) -> list[Text]:
     return lines
 
 
-def _verdict(report: BuildReport, folder: str, clean: _Cleaner) -> list[Text]:
+def _verdict(report: BuildReport, folder: str, clean: Cleaner) -> list[Text]:
     reasons = [Text(f"  - {clean(reason)}") for reason in report.verdict.reasons]
     if report.verdict.status == "pass":
         return [Text.assemble(("PASS", GOOD), f"  every gate met: {clean(folder)}")]

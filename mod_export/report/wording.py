@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from mod_export.report.schema import RoutingAgreement, SpeedupEntry
+from pydantic import JsonValue
+
+from mod_export.report.schema import LayerAgreement, RoutingAgreement, SpeedupEntry
 
 __all__ = [
     "agreement_text",
@@ -13,8 +15,11 @@ __all__ = [
     "error_text",
     "interval_text",
     "ms_text",
+    "printable",
     "ratio_text",
     "share_text",
+    "threads_text",
+    "value_text",
 ]
 
 
@@ -39,7 +44,7 @@ def error_text(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
 
 
-def agreement_text(routing: RoutingAgreement) -> str:
+def agreement_text(routing: RoutingAgreement | LayerAgreement) -> str:
     """Routed tokens that are those of the reference: all 8,192, or 8,189 of 8,192."""
     if routing.routed == 0:
         return "-"
@@ -69,3 +74,25 @@ def bytes_text(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+def threads_text(threads: int) -> str:
+    """How many threads an engine was allowed."""
+    return {0: "as many threads as it likes", 1: "1 thread"}.get(threads, f"{threads} threads")
+
+
+def value_text(value: JsonValue) -> str:
+    """Plain data of the environment: nothing becomes `none`, lists stand in one line."""
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(value_text(item) for item in value)
+    return str(value)
+
+
+def printable(text: str, *, keep: str = "", encoding: str = "utf-8") -> str:
+    """Names come from outside: whatever is no printable character (terminal controls, text direction overrides, lone
+    surrogates), or is not in the encoding, is written as its escape.
+    """
+    shown = "".join(char if char.isprintable() or char in keep else ascii(char)[1:-1] for char in text)
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
