@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,16 @@ CAPACITY_RULES: dict[str, Callable[[float, int], int]] = {
     "ceil": lambda capacity, seq: math.ceil(capacity * seq),
     "absolute": lambda capacity, seq: min(int(capacity), seq),
 }
-"""How many tokens k a routed layer takes out of S: name -> (capacity, S) -> k."""
+"""How many tokens k a routed layer takes out of S: name -> (capacity, S) -> k, at most S."""
+
+LIMITS = {
+    "vocab_size": 2**24, "d_model": 2**20, "n_layers": 2**10, "n_heads": 2**12, "n_kv_heads": 2**12, "d_head": 2**12,
+    "d_ff": 2**20, "max_positions": 2**24, "router_hidden": 2**20, "predictor_hidden": 2**20,
+}  # fmt: skip
+"""The largest value of each size, far above any model: a damaged or hostile file must not cost hours or all memory."""
+
+LARGEST_NUMBER = 3e38
+"""Every number of a spec ends up in float32 arithmetic."""
 
 
 class SpecError(ValueError):
@@ -122,8 +132,9 @@ class ModelSpec:
         """Tokens taken by each routed layer from a row of `seq` positions: the constants of that bucket's graph."""
         if self.routing is None:
             return {}
-        rule = CAPACITY_RULES[self.routing.capacity_rule]
-        return {layer: min(seq, rule(self._capacity(i), seq)) for i, layer in enumerate(self.routed_layers)}
+        rule, capacity, layers = CAPACITY_RULES[self.routing.capacity_rule], self.routing.capacity, self.routed_layers
+        schedule = capacity if isinstance(capacity, tuple) else (capacity,) * len(layers)
+        return {layer: rule(share, seq) for layer, share in zip(layers, schedule, strict=True)}
 
     def dense(self) -> ModelSpec:
         """The dense twin: the same sizes, every token through every block."""
@@ -138,8 +149,11 @@ class ModelSpec:
         """Builds a spec from plain data.
 
         Raises:
-            SpecError: unknown or missing fields (with the nearest name), or values that cannot be built.
+            SpecError: no table at all, unknown or missing fields (with the nearest name), or values that cannot be
+                built. Nothing else, whatever the types of the values.
         """
+        if not isinstance(data, Mapping):
+            raise SpecError([f"spec: expected a table, got {type(data).__name__}"])
         problems = _unknown(cls, data, "spec") + _missing(cls, data, "spec")
         routing = data.get("routing")
         if routing is not None and not isinstance(routing, Mapping):
@@ -152,10 +166,6 @@ class ModelSpec:
         if problems:
             raise SpecError(problems)
         return cls(**{**data, "routing": None if routing is None else _routing_from_dict(routing)})
-
-    def _capacity(self, routed_index: int) -> float:
-        capacity = self.routing.capacity if self.routing else 1.0
-        return capacity[routed_index] if isinstance(capacity, tuple) else capacity
 
 
 def _routing_from_dict(data: Mapping[str, Any]) -> RoutingSpec:
@@ -175,9 +185,10 @@ def _unknown(cls: type, data: Mapping[str, Any], where: str) -> list[str]:
     problems = []
     for name in data:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
+            near = difflib.get_close_matches(name[:80], known, n=1) if isinstance(name, str) else []
             hint = f", did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-            problems.append(f"{where}.{name}: unknown field{hint}")
+            path = name if isinstance(name, str) and name.isidentifier() and len(name) <= 60 else shown(name)
+            problems.append(f"{where}.{path}: unknown field{hint}")
     return problems
 
 
@@ -187,17 +198,16 @@ def _missing(cls: type, data: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _problems(spec: ModelSpec) -> list[str]:
-    problems = []
     sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "max_positions")
-    for name in sizes:
-        value = getattr(spec, name)
-        if type(value) is not int or value < 1:
-            problems.append(f"spec.{name}: expected a whole number of at least 1, got {value!r}")
+    problems = [problem for name in sizes for problem in _size_problems("spec", name, getattr(spec, name), least=1)]
     for name in ("rope_theta", "norm_eps"):
-        if not _is_number(getattr(spec, name)) or getattr(spec, name) <= 0:
-            problems.append(f"spec.{name}: expected a number above 0, got {getattr(spec, name)!r}")
+        value = getattr(spec, name)
+        if not _is_number(value) or value <= 0:
+            problems.append(f"spec.{name}: expected a number above 0, got {shown(value)}")
     if type(spec.tie_embeddings) is not bool:
-        problems.append(f"spec.tie_embeddings: expected true or false, got {spec.tie_embeddings!r}")
+        problems.append(f"spec.tie_embeddings: expected true or false, got {shown(spec.tie_embeddings)}")
+    if spec.routing is not None and not isinstance(spec.routing, RoutingSpec):
+        problems.append(f"spec.routing: expected a RoutingSpec or None, got {type(spec.routing).__name__}")
     if problems:
         return problems
     if spec.n_heads % spec.n_kv_heads:
@@ -215,32 +225,39 @@ def _routing_problems(routing: RoutingSpec, spec: ModelSpec) -> list[str]:
     }  # fmt: skip
     for name, table in tables.items():
         value = getattr(routing, name)
-        if value not in table:
-            problems.append(f"spec.routing.{name}: unknown variant {value!r}; known: {', '.join(table)}")
+        if not isinstance(value, str) or value not in table:
+            problems.append(f"spec.routing.{name}: unknown variant {shown(value)}; known: {', '.join(table)}")
     for name in ("router_hidden", "predictor_hidden"):
-        if type(getattr(routing, name)) is not int or getattr(routing, name) < 0:
-            problems.append(f"spec.routing.{name}: expected a whole number of at least 0, got {getattr(routing, name)!r}")
+        problems += _size_problems("spec.routing", name, getattr(routing, name), least=0)
     for name in ("gate_scale", "gate_shift"):
         if not _is_number(getattr(routing, name)):
-            problems.append(f"spec.routing.{name}: expected a number, got {getattr(routing, name)!r}")
+            problems.append(f"spec.routing.{name}: expected a number, got {shown(getattr(routing, name))}")
     if routing.router == "mlp" and routing.router_hidden == 0:
         problems.append("spec.routing.router_hidden: the mlp router needs a width of at least 1, got 0")
     problems += _layer_problems(routing.layers, spec.n_layers)
     return problems if problems else _capacity_problems(routing, len(spec.routed_layers))
 
 
+def _size_problems(where: str, name: str, value: object, least: int) -> list[str]:
+    if type(value) is not int or not least <= value <= LIMITS[name]:
+        return [f"{where}.{name}: expected a whole number from {least} to {LIMITS[name]}, got {shown(value)}"]
+    return []
+
+
 def _layer_problems(layers: object, n_layers: int) -> list[str]:
     where = "spec.routing.layers"
     if isinstance(layers, EveryNth):
-        if type(layers.every) is not int or type(layers.offset) is not int or layers.every < 1 or layers.offset < 0:
-            return [f"{where}: every must be at least 1 and offset at least 0, got {layers}"]
-        if layers.offset >= n_layers:
-            return [f"{where}: offset {layers.offset} leaves none of the {n_layers} layers routed; use routing=null"]
+        every, offset = layers.every, layers.offset
+        if type(every) is not int or type(offset) is not int or every < 1 or offset < 0:
+            got = f"every={shown(every)}, offset={shown(offset)}"
+            return [f"{where}: every must be a whole number of at least 1 and offset of at least 0, got {got}"]
+        if offset >= n_layers:
+            return [f"{where}: offset {shown(offset)} leaves none of the {n_layers} layers routed; use routing=null"]
         return []
     if not isinstance(layers, tuple) or not layers or any(type(layer) is not int for layer in layers):
-        return [f"{where}: expected {{every, offset}} or a list of layer numbers, got {layers!r}"]
+        return [f"{where}: expected {{every, offset}} or a list of layer numbers, got {shown(layers)}"]
     if any(not 0 <= layer < n_layers for layer in layers) or list(layers) != sorted(set(layers)):
-        return [f"{where}: expected ascending numbers from 0 to {n_layers - 1}, each once, got {list(layers)}"]
+        return [f"{where}: expected ascending numbers from 0 to {n_layers - 1}, each once, got {shown(layers)}"]
     return []
 
 
@@ -252,7 +269,7 @@ def _capacity_problems(routing: RoutingSpec, n_routed: int) -> list[str]:
     absolute = routing.capacity_rule == "absolute"
     for value in values:
         if not _is_number(value):
-            return [f"{where}: expected a number or a list of numbers, got {capacity!r}"]
+            return [f"{where}: expected a number or a list of numbers, got {shown(capacity)}"]
         if absolute and (value != int(value) or value < 1):
             return [f"{where}: the absolute rule takes a whole number of tokens of at least 1, got {value!r}"]
         if not absolute and not 0 < value <= 1:
@@ -261,5 +278,17 @@ def _capacity_problems(routing: RoutingSpec, n_routed: int) -> list[str]:
 
 
 def _is_number(value: object) -> bool:
-    # NaN and the infinities compare false here, and bool is an int that nobody means as a number.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    # NaN compares false here, and bool is an int that nobody means as a number.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
+
+
+class _Shown(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 64 else "a whole number beyond 64 bits"
+
+
+def shown(value: object) -> str:
+    """A value for an error message. Cut short, because it comes from a file that anybody may have written."""
+    short = _Shown()
+    short.maxlevel, short.maxstring, short.maxother = 2, 60, 60
+    return short.repr(value)
