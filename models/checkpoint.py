@@ -8,12 +8,14 @@ refused, because routing semantics cannot be guessed from tensor names. Nothing 
 from __future__ import annotations
 
 import json
-import os
 import pickle
+import re
+import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mod_models.spec import ModelSpec, SpecError
+from mod_models.spec import ModelSpec, SpecError, shown
 from mod_models.transformer import Transformer
 
-__all__ = ["ARCHITECTURE", "Checkpoint", "CheckpointError", "load_checkpoint", "random_checkpoint", "save_checkpoint"]
+__all__ = [
+    "ARCHITECTURE",
+    "Checkpoint",
+    "CheckpointError",
+    "ForeignArchitectureError",
+    "load_checkpoint",
+    "random_checkpoint",
+    "read_plain",
+    "save_checkpoint",
+    "written_beside",
+]
 
 ARCHITECTURE = "mod_transformer"
 FORMAT_VERSION = 1
@@ -33,14 +45,15 @@ DECLARE = (
     "Save it with mod_models.checkpoint.save_checkpoint(path, Checkpoint(spec=ModelSpec(...), weights=state_dict)), "
     "which declares the architecture and how it routes"
 )
+MOST_PROBLEMS = 8  # in one message about weights that do not fit
 
 
 class CheckpointError(ValueError):
     """A file that is not a usable checkpoint; the message says what is wrong with it and what to do."""
 
 
-class ForeignArchitecture(LookupError):
-    """A sound checkpoint of an architecture that is not this package's."""
+class ForeignArchitectureError(LookupError):
+    """A sound checkpoint of an architecture that is not this package's; the message is that architecture's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +78,10 @@ class Checkpoint:
 
 def random_checkpoint(spec: ModelSpec, seed: int) -> Checkpoint:
     """Initial weights, for measuring models that nobody has trained yet. Same spec and seed, same weights."""
-    model = Transformer(spec)
+    with torch.device("meta"):
+        model = Transformer(spec)
+    empty = {name: torch.empty_like(tensor, device="cpu") for name, tensor in model.state_dict().items()}
+    model.load_state_dict(empty, assign=True)
     model.init_weights(torch.Generator().manual_seed(seed))
     return Checkpoint(spec=spec, weights=dict(model.state_dict()))
 
@@ -73,22 +89,39 @@ def random_checkpoint(spec: ModelSpec, seed: int) -> Checkpoint:
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Writes `model.pt` (a path ending in .pt) or a folder of config.json and model.safetensors.
 
-    Every file is written beside its place and renamed, so a killed run leaves the old checkpoint or none.
+    Every file is written beside its place and renamed, so a write that fails leaves the old checkpoint as it was, and
+    a killed one leaves the old checkpoint or none, never weights of one and the spec of another.
     """
     header = {
         "format_version": FORMAT_VERSION,
         "architecture": ARCHITECTURE,
         "spec": checkpoint.spec.to_dict(),
     }
-    weights = {name: tensor.detach().contiguous() for name, tensor in checkpoint.weights.items()}
+    weights = _separate(checkpoint.weights)
     if path.suffix == ".pt":
         # Plain lists instead of tuples: weights_only=True admits both, JSON only lists, and one form is enough.
         plain = json.loads(json.dumps(header))
-        _replace(path, lambda file: torch.save({**plain, "weights": weights}, file))
+        with written_beside(path) as file:
+            torch.save({**plain, "weights": weights}, file)
         return
     path.mkdir(parents=True, exist_ok=True)
-    _replace(path / "model.safetensors", lambda file: save_file(weights, file))
-    _replace(path / "config.json", lambda file: Path(file).write_text(json.dumps(header, indent=2) + "\n"))
+    with written_beside(path / "config.json") as config:
+        config.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+        with written_beside(path / "model.safetensors") as tensors:
+            save_file(weights, tensors)
+            # Without its config a folder is no checkpoint: a run killed between the two renames leaves none.
+            (path / "config.json").unlink(missing_ok=True)
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Gives a place beside `path` to write to, and renames what was written there once the block has succeeded."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        # A file in a private folder, not a temporary file: it keeps the permissions that the user's umask gives.
+        temporary = Path(folder) / path.name
+        yield temporary
+        temporary.replace(path)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -97,21 +130,22 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: not a checkpoint, damaged, wants to run code, no spec, weights that do not fit the spec, or
             weights that are not finite.
-        ForeignArchitecture: a checkpoint that names another architecture.
+        ForeignArchitectureError: a checkpoint that names another architecture.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
-    header, weights = _read_folder(path) if path.is_dir() else _read_file(path)
+    try:
+        header, weights = _read_folder(path) if path.is_dir() else _read_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or _first_line(error)})") from error
     for key in ("format_version", "architecture", "spec"):
         if key not in header:
             raise CheckpointError(f"{path}: holds no {key!r}, so its routing is unknown. {DECLARE}")
-    if header["format_version"] != FORMAT_VERSION:
-        found = header["format_version"]
-        raise CheckpointError(f"{path}: format version {found!r}, this release reads version {FORMAT_VERSION}")
-    if header["architecture"] != ARCHITECTURE:
-        raise ForeignArchitecture(str(header["architecture"]))
-    if not isinstance(header["spec"], Mapping):
-        raise CheckpointError(f"{path}: the spec is {type(header['spec']).__name__}, expected a table. {DECLARE}")
+    version, architecture = header["format_version"], header["architecture"]
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format version {shown(version)}, this release reads version {FORMAT_VERSION}")
+    if not isinstance(architecture, str):
+        raise CheckpointError(f"{path}: the architecture is {shown(architecture)}, expected a name. {DECLARE}")
+    if architecture != ARCHITECTURE:
+        raise ForeignArchitectureError(architecture)
     try:
         spec = ModelSpec.from_dict(header["spec"])
     except SpecError as error:
@@ -120,66 +154,115 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(spec=spec, weights=weights)
 
 
-def _read_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def read_plain(path: Path) -> Mapping[Any, Any]:
+    """Reads a table of plain data and tensors that `torch.save` wrote. Runs no code of it.
+
+    Raises:
+        CheckpointError: anything else.
+        OSError: the file cannot be opened.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file or folder" if not path.exists() else f"{path}: not a plain file")
+    not_one = f"{path}: not a model.pt as torch.save writes it; it may be truncated"
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with zipfile.ZipFile(path) as archive:
+            compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+        # Weights are mapped, not read, and torch would map compressed ones as if they were the numbers themselves.
+        data = None if compressed else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except zipfile.BadZipFile as error:
+        # Before torch 1.6 a bare pickle was enough. It is refused unread: none of those can hold a spec.
+        raise CheckpointError(f"{not_one}, or a bare pickle, which could run code. {DECLARE}") from error
     except pickle.UnpicklingError as error:
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"asks for {asked[1]}, which is" if asked else "is damaged or asks for"
         raise CheckpointError(
-            f"{path}: refused, its pickle is damaged or asks for more than plain data and tensors, which could run code. {DECLARE}"
+            f"{path}: refused, its pickle {what} more than plain data and tensors and could run code. {DECLARE}"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a readable model.pt, it may be truncated ({_first_line(error)})") from error
-    if not isinstance(data, Mapping) or not isinstance(data.get("weights"), Mapping):
-        raise CheckpointError(f"{path}: holds {type(data).__name__} without a spec. {DECLARE}")
-    return data, data["weights"]
+    except (
+        RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError, EOFError, OverflowError,
+        struct.error,
+    ) as error:  # fmt: skip
+        raise CheckpointError(f"{not_one} ({_first_line(error)})") from error
+    if compressed:
+        raise CheckpointError(f"{path}: {compressed[0]} in it is compressed, and torch.save compresses nothing")
+    if not isinstance(data, Mapping):
+        raise CheckpointError(f"{path}: holds {type(data).__name__}, expected a table with a spec. {DECLARE}")
+    return data
 
 
-def _read_folder(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _read_file(path: Path) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:
+    if path.suffix == ".safetensors" and path.is_file():
+        raise CheckpointError(f"{path}: weights without a spec; give the folder that holds it beside its config.json")
+    data = read_plain(path)
+    weights = data.get("weights")
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{path}: holds no table 'weights', so it is not a checkpoint with a spec. {DECLARE}")
+    return data, weights
+
+
+def _read_folder(path: Path) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:
     config, tensors = path / "config.json", path / "model.safetensors"
     for file in (config, tensors):
         if not file.is_file():
             raise CheckpointError(f"{path}: no {file.name} in this folder, expected config.json and model.safetensors")
     try:
         header = json.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{config}: not readable JSON ({_first_line(error)})") from error
     if not isinstance(header, Mapping):
         raise CheckpointError(f"{config}: holds {type(header).__name__}, expected an object. {DECLARE}")
     try:
         return header, load_file(tensors)
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise CheckpointError(f"{tensors}: not readable, it may be truncated ({_first_line(error)})") from error
 
 
-def _check_weights(path: Path, spec: ModelSpec, weights: Mapping[str, Any]) -> None:
+def _check_weights(path: Path, spec: ModelSpec, weights: Mapping[Any, Any]) -> None:
+    # One position: shapes do not depend on their number, and the RoPE tables are real even on the meta device.
     with torch.device("meta"):
-        expected = Transformer(spec).state_dict()
+        expected = Transformer(replace(spec, max_positions=1)).state_dict()
     problems = [f"missing {name} {list(t.shape)}" for name, t in expected.items() if name not in weights]
     for name, tensor in weights.items():
         if name not in expected:
-            problems.append(f"{name} belongs to no layer of the spec")
-        elif not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            problems.append(f"{name} is not a floating-point tensor")
+            problems.append(f"{shown(name)} belongs to no layer of the spec")
+        elif not _is_plain(tensor):
+            problems.append(f"{name} is not a dense tensor of 16, 32 or 64-bit floating-point numbers")
         elif tensor.shape != expected[name].shape:
             problems.append(f"{name} has shape {list(tensor.shape)}, the spec says {list(expected[name].shape)}")
     if problems:
-        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
-        raise CheckpointError(f"{path}: weights do not fit the spec: " + "; ".join(problems[:8]) + more)
+        more = f" (and {len(problems) - MOST_PROBLEMS} more)" if len(problems) > MOST_PROBLEMS else ""
+        raise CheckpointError(f"{path}: weights do not fit the spec: " + "; ".join(problems[:MOST_PROBLEMS]) + more)
     for name, tensor in weights.items():
-        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        bad = tensor.numel() - int(torch.isfinite(tensor.float()).sum())
         if bad:
-            raise CheckpointError(f"{path}: {name} holds {bad} values that are NaN or infinite, of {tensor.numel()}")
+            where = f"{path}: {name} holds {bad} values that are NaN or infinite in float32"
+            raise CheckpointError(f"{where}, of {tensor.numel()}")
 
 
-def _replace(path: Path, write: Callable[[str], object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+def _is_plain(tensor: object) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.device.type == "cpu"
+        and tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        # An expanded view: a few stored numbers that claim any size.
+        and tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    )
+
+
+def _separate(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor alone in its storage: views are stored whole by one format and refused by the other."""
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in weights.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != plain.numel() * plain.element_size():
+            plain = plain.clone()
+        seen.add(storage.data_ptr())
+        separate[name] = plain
+    return separate
 
 
 def _first_line(error: BaseException) -> str:
