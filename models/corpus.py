@@ -1,7 +1,7 @@
-"""Text that is on every machine: the source of the running Python's standard library, as bytes.
+"""Text that is on nearly every machine: the source of the running Python's standard library, as bytes.
 
-Nothing is downloaded. Files are assigned to the held-out split by a hash of their path, so the split is the same on
-every machine and for every Python version, whatever files that version has.
+Nothing is downloaded. Files are assigned to the held-out split by a hash of their path, so a file is on the same side
+on every machine and for every Python version, whatever other files that version has.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import sysconfig
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 __all__ = ["HELD_OUT_SHARE", "batch_at", "read_split"]
 
 HELD_OUT_SHARE = 0.05
+SKIPPED = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
 def _is_held_out(relative: str) -> bool:
@@ -24,24 +26,23 @@ def _is_held_out(relative: str) -> bool:
     return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
 
 
+def split_files(split: Literal["train", "held_out"]) -> list[Path]:
+    """The files of one split, in the order of their paths. Packages of the user and tests are in neither."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources = [path for path in sorted(root.rglob("*.py")) if SKIPPED.isdisjoint(path.relative_to(root).parts)]
+    return [path for path in sources if _is_held_out(path.relative_to(root).as_posix()) == (split == "held_out")]
+
+
 @cache
-def read_split(split: str) -> Tensor:
+def read_split(split: Literal["train", "held_out"]) -> Tensor:
     """All bytes of one split.
 
-    Args:
-        split: `train` or `held_out`.
-
     Returns:
-        uint8 (N,): files in the order of their paths, a zero byte between two files.
+        uint8 (N,): the files with a zero byte between two. The same tensor at every call, not to be written to. Empty
+        on a Python that ships without its sources.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
-    pieces = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if skipped.isdisjoint(relative.parts) and _is_held_out(relative.as_posix()) == (split == "held_out"):
-            pieces.append(path.read_bytes())
-    return torch.frombuffer(bytearray(b"\0".join(pieces)), dtype=torch.uint8)
+    text = bytearray(b"\0".join(path.read_bytes() for path in split_files(split)))
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
 def batch_at(text_N: Tensor, batch: int, seq: int, seed: int) -> Tensor:

@@ -10,21 +10,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
-from mod_models.checkpoint import Checkpoint, save_checkpoint
+from mod_models.checkpoint import Checkpoint, CheckpointError, read_plain, save_checkpoint, written_beside
 from mod_models.corpus import batch_at, read_split
-from mod_models.spec import ModelSpec, RoutingSpec
+from mod_models.spec import ModelSpec, RoutingSpec, shown
 from mod_models.transformer import RoutedBlock, Transformer
 
-__all__ = ["DEFAULT_SPEC", "TrainConfig", "evaluate", "train"]
+__all__ = ["DEFAULT_SPEC", "TrainConfig", "TrainError", "evaluate", "losses", "main", "train"]
 
 DEFAULT_SPEC = ModelSpec(
     vocab_size=256,
@@ -37,79 +40,97 @@ DEFAULT_SPEC = ModelSpec(
     max_positions=2048,
     routing=RoutingSpec(predictor_hidden=48),
 )
+BYTES = 256
+EVAL_SEED = 10_000_000
+LARGEST_OPTION = 10**9
+NATS_PER_BIT = math.log(2)
+
+
+class TrainError(ValueError):
+    """A run that cannot start; the message says why."""
+
+
+def _option(default: float, least: float, text: str) -> Any:
+    return field(default=default, metadata={"least": least, "help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """One training run; `batch` rows of `seq` + 1 bytes a step, warm-up and cosine to a tenth of the peak rate."""
 
-    steps: int = 3000
-    batch: int = 8
-    seq: int = 512
-    learning_rate: float = 2e-3
-    warmup: int = 100
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    eval_every: int = 250
-    eval_batches: int = 16
+    steps: int = _option(3000, 1, "optimizer steps")
+    batch: int = _option(8, 1, "rows a step")
+    seq: int = _option(512, 1, "bytes in a row that the model reads; it predicts the byte after each")
+    learning_rate: float = _option(2e-3, 0, "peak rate of AdamW")
+    warmup: int = _option(100, 0, "steps of linear warm-up, before a cosine down to a tenth of the peak")
+    weight_decay: float = _option(0.1, 0, "of matrices; norms and biases are not decayed")
+    clip: float = _option(1.0, 0, "largest norm of the gradient")
+    seed: int = _option(0, 0, "of the initial weights and of the batches")
+    eval_every: int = _option(250, 1, "steps between evaluations; the state to resume from is saved with each")
+    eval_batches: int = _option(16, 1, "held-out batches of an evaluation")
+
+    def __post_init__(self) -> None:
+        problems = []
+        for option in fields(self):
+            value, least = getattr(self, option.name), option.metadata["least"]
+            if not least <= value <= LARGEST_OPTION:
+                problems.append(f"{option.name}: expected {least} to {LARGEST_OPTION}, got {shown(value)}")
+        if problems:
+            raise TrainError("; ".join(problems))
 
 
-def losses(model: Transformer, bytes_BS1: Tensor) -> tuple[Tensor, Tensor, list[float]]:
-    """Next-byte cross entropy (nats), the predictors' binary cross entropy, and each predictor's accuracy."""
+def losses(model: Transformer, bytes_BS1: Tensor) -> tuple[Tensor, Tensor, dict[int, float]]:
+    """Next-byte cross entropy (nats), the predictors' binary cross entropy, and layer -> its predictor's accuracy."""
     ids_BS, target_BS = bytes_BS1[:, :-1], bytes_BS1[:, 1:]
     lengths_B = torch.full((len(ids_BS),), ids_BS.shape[1])
-    inputs = _record_routed_inputs(model)
-    with inputs:
+    with _router_inputs(model) as inputs:
         logits_BSV, decided = model.trace(ids_BS, lengths_B)
-    next_byte = F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
+    next_byte = functional.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
     predictor_loss = torch.zeros(())
-    accuracy = []
+    accuracy = {}
     for layer, routing in decided.items():
         block = model.layers[layer]
         if not isinstance(block, RoutedBlock) or block.predictor is None:
             continue
         chosen_BS = torch.zeros_like(routing.score_BS).scatter(1, routing.index_BK, 1.0)
-        logit_BS = block.predictor(inputs.seen[layer].detach())
-        predictor_loss = predictor_loss + F.binary_cross_entropy_with_logits(logit_BS, chosen_BS)
-        accuracy.append(((logit_BS > 0) == (chosen_BS > 0)).float().mean().item())
+        logit_BS = block.predictor(inputs[layer].detach())
+        predictor_loss = predictor_loss + functional.binary_cross_entropy_with_logits(logit_BS, chosen_BS)
+        accuracy[layer] = ((logit_BS > 0) == (chosen_BS > 0)).float().mean().item()
     return next_byte, predictor_loss, accuracy
 
 
-class _record_routed_inputs:
-    """Keeps what each routed block was given, for the predictors, without a second path through the model."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.seen: dict[int, Tensor] = {}
-        self._blocks = {i: block for i, block in enumerate(model.layers) if isinstance(block, RoutedBlock)}
-
-    def __enter__(self) -> _record_routed_inputs:
-        self._handles = [
-            block.router.register_forward_pre_hook(lambda module, args, i=i: self.seen.__setitem__(i, args[0]))
-            for i, block in self._blocks.items()
-        ]
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
+@contextmanager
+def _router_inputs(model: Transformer) -> Iterator[dict[int, Tensor]]:
+    """Layer -> what its router was given during the block, so that the predictors need no second forward pass."""
+    seen: dict[int, Tensor] = {}
+    handles = [
+        block.router.register_forward_pre_hook(lambda module, args, layer=layer: seen.__setitem__(layer, args[0]))
+        for layer, block in enumerate(model.layers)
+        if isinstance(block, RoutedBlock)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
             handle.remove()
 
 
 @torch.no_grad()
 def evaluate(model: Transformer, config: TrainConfig) -> dict[str, object]:
     """Held-out bits per byte and predictor accuracy for each routed layer, on windows that no training step saw."""
+    training = model.training
     model.eval()
     text_N = read_split("held_out")
     nats, accuracies = [], []
     for i in range(config.eval_batches):
-        next_byte, _, accuracy = losses(model, batch_at(text_N, config.batch, config.seq + 1, seed=10_000_000 + i))
+        next_byte, _, accuracy = losses(model, batch_at(text_N, config.batch, config.seq + 1, seed=EVAL_SEED + i))
         nats.append(next_byte.item())
         accuracies.append(accuracy)
-    model.train()
-    per_layer = [round(sum(column) / len(column), 4) for column in zip(*accuracies, strict=True)]
+    model.train(training)
+    n = config.eval_batches
     return {
-        "bits_per_byte": round(sum(nats) / len(nats) / math.log(2), 4),
-        "predictor_accuracy": dict(zip(map(str, model.spec.routed_layers), per_layer, strict=False)),
+        "bits_per_byte": round(sum(nats) / n / NATS_PER_BIT, 4),
+        "predictor_accuracy": {str(i): round(sum(row[i] for row in accuracies) / n, 4) for i in accuracies[0]},
     }
 
 
@@ -127,50 +148,95 @@ def train(spec: ModelSpec, config: TrainConfig, folder: Path, *, stop_after: int
     Args:
         spec: the model.
         config: the run.
-        folder: gets state.pt (to resume), model.pt (float16 weights) and log.jsonl.
-        stop_after: leave after this many steps, as an interruption would.
+        folder: gets state.pt (to resume), model.pt (float16 weights) and log.jsonl (a row for each evaluation).
+        stop_after: leave after this many steps of the run, with its state saved. A later call goes on from there.
 
     Raises:
-        ValueError: `folder` holds the state of a different run.
+        TrainError: a model that cannot read these rows, or `folder` holds the state of a different run.
     """
+    _check(spec, config)
     model = Transformer(spec)
     model.init_weights(torch.Generator().manual_seed(config.seed))
     optimizer = torch.optim.AdamW(_parameter_groups(model, config), lr=config.learning_rate, betas=(0.9, 0.95))
     identity = json.loads(json.dumps({"spec": spec.to_dict(), "config": asdict(config)}))
     folder.mkdir(parents=True, exist_ok=True)
-    state, step = folder / "state.pt", 0
-    if state.exists():
-        saved = torch.load(state, weights_only=True)
-        if saved["identity"] != identity:
-            raise ValueError(f"{state}: belongs to a run with other settings; name another folder with --out")
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        step = saved["step"]
+    step = _resume(folder, model, optimizer, identity)
+    if step:
         yield f"resumed at step {step}"
+    log = _log_until(folder / "log.jsonl", step)
 
     text_N = read_split("train")
     begin, first = time.perf_counter(), step
     while step < config.steps and (stop_after is None or step < stop_after):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, config)
-        next_byte, predictor, _ = losses(model, batch_at(text_N, config.batch, config.seq + 1, _batch_seed(config, step)))
-        (next_byte + predictor).backward()
+        bytes_BS1 = batch_at(text_N, config.batch, config.seq + 1, _batch_seed(config, step))
+        next_byte, predictor, _ = losses(model, bytes_BS1)
+        torch.autograd.backward(next_byte + predictor)
         nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad()
         step += 1
+        train_bits = next_byte.item() / NATS_PER_BIT
         if step % 25 == 0 or step == config.steps:
             rate = (step - first) / (time.perf_counter() - begin)
             yield (
-                f"step {step}/{config.steps}  loss {next_byte.item() / math.log(2):.3f} bits/byte  "
+                f"step {step}/{config.steps}  loss {train_bits:.3f} bits/byte  "
                 f"{rate * config.batch * config.seq:,.0f} bytes/s  {(config.steps - step) / rate / 60:.0f} min left"
             )
-        if step % config.eval_every == 0 or step == config.steps or step == stop_after:
+        if step % config.eval_every == 0 or step == config.steps:
             held_out = evaluate(model, config)
-            with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
-                log.write(json.dumps({"step": step, "train_bits": next_byte.item() / math.log(2), **held_out}) + "\n")
+            log.append(json.dumps({"step": step, "train_bits": train_bits, **held_out}))
+            _write_log(folder / "log.jsonl", log)
             _save(folder, model, optimizer, step, identity)
             yield f"step {step}/{config.steps}  held out: {held_out}"
+        elif step == stop_after:
+            _save(folder, model, optimizer, step, identity)
+
+
+def _check(spec: ModelSpec, config: TrainConfig) -> None:
+    if spec.vocab_size < BYTES:
+        raise TrainError(f"spec.vocab_size: the corpus is bytes, so at least {BYTES} is needed, got {spec.vocab_size}")
+    if config.seq > spec.max_positions:
+        raise TrainError(f"seq: {config.seq} is more than spec.max_positions {spec.max_positions}")
+    shortest = min(len(read_split("train")), len(read_split("held_out")))
+    if shortest <= config.seq + 1:
+        raise TrainError(f"seq: {config.seq} bytes and the next are too long for this Python's sources ({shortest})")
+
+
+def _resume(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, identity: object) -> int:
+    """Restores what `_save` wrote; returns the step that it was written after, 0 when there is nothing to restore."""
+    state = folder / "state.pt"
+    if not state.exists():
+        return 0
+    saved = read_plain(state)
+    if saved.get("identity") != identity:
+        raise TrainError(f"{state}: belongs to a run with other settings; name another folder with --out")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["step"])
+
+
+def _save(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int, identity: object) -> None:
+    weights = {name: tensor.detach().half() for name, tensor in model.state_dict().items()}
+    save_checkpoint(folder / "model.pt", Checkpoint(spec=model.spec, weights=weights))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "identity": identity}
+    with written_beside(folder / "state.pt") as file:
+        torch.save(state, file)
+
+
+def _log_until(path: Path, step: int) -> list[str]:
+    """The rows up to `step`. A run that was killed between its log and its state left a row that will come again."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        return [line for line in lines if json.loads(line)["step"] <= step]
+    except (ValueError, LookupError, TypeError) as error:
+        raise TrainError(f"{path}: not the log of a training run; name another folder with --out") from error
+
+
+def _write_log(path: Path, lines: list[str]) -> None:
+    with written_beside(path) as file:
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _batch_seed(config: TrainConfig, step: int) -> int:
@@ -184,31 +250,64 @@ def _parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, o
     return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def _save(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, step: int, identity: object) -> None:
-    weights = {name: tensor.detach().half() for name, tensor in model.state_dict().items()}
-    save_checkpoint(folder / "model.pt", Checkpoint(spec=model.spec, weights=weights))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "identity": identity}
-    temporary = folder / ".state.pt"
-    torch.save(state, temporary)
-    temporary.replace(folder / "state.pt")
+def _read_spec(path: str) -> ModelSpec:
+    try:
+        return ModelSpec.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from error
 
 
-def main() -> None:
-    """Command line: every field of TrainConfig is an option."""
-    parser = argparse.ArgumentParser(prog="python -m mod_models.train", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=Path("build/train"), help="folder for model.pt and the state")
-    parser.add_argument("--spec", type=Path, help="JSON file with the model's spec; default: the shipped model's")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves PyTorch's choice")
-    for name, value in asdict(TrainConfig()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}")
-    options = vars(parser.parse_args())
-    folder, spec_file, threads = options.pop("out"), options.pop("spec"), options.pop("threads")
-    if threads:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mod_models.train",
+        description="Trains a byte-level Mixture-of-Depths model on this Python's standard library source. "
+        "Stop it at any time: the same command goes on from the last evaluation.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/train"),
+        metavar="DIR",
+        help="folder of model.pt, state.pt and log.jsonl (%(default)s)",
+    )
+    parser.add_argument(
+        "--spec",
+        type=_read_spec,
+        default=DEFAULT_SPEC,
+        metavar="FILE",
+        help="the model, as JSON; without it the model that ships with this package",
+    )
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 leaves PyTorch's choice")
+    run = parser.add_argument_group("the run; a resumed one needs the same values")
+    for option in fields(TrainConfig):
+        name = f"--{option.name.replace('_', '-')}"
+        run.add_argument(
+            name,
+            type=type(option.default),
+            default=option.default,
+            metavar="N",
+            help=f"{option.metadata['help']} (%(default)s)",
+        )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: every field of TrainConfig is an option."""
+    parser = _parser()
+    options = vars(parser.parse_args(arguments))
+    folder, spec, threads = options.pop("out"), options.pop("spec"), options.pop("threads")
+    if threads > 0:
         torch.set_num_threads(threads)
-    spec = ModelSpec.from_dict(json.loads(spec_file.read_text())) if spec_file else DEFAULT_SPEC
-    for line in train(spec, TrainConfig(**options), folder):
-        print(line, flush=True)
+    try:
+        for line in train(spec, TrainConfig(**options), folder):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last evaluation", file=sys.stderr)
+        return 130
+    except (TrainError, CheckpointError, OSError) as error:
+        parser.error(str(error))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
