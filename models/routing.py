@@ -73,7 +73,7 @@ def select_topk(score_BS: Tensor, real_BS: Tensor, k: int) -> tuple[Tensor, Tens
     """The k largest scores of each row's real tokens, ties to the earlier token, positions ascending.
 
     `torch.topk` promises nothing about ties and its CPU and CUDA kernels differ, so the order comes from a stable
-    sort. Exporters turn "stable descending sort, first k" into one TopK, whose ONNX definition breaks ties the same way.
+    sort. Exporters turn "stable descending sort, first k" into one TopK, whose ONNX definition breaks ties likewise.
 
     Args:
         score_BS: float32 scores.

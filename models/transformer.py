@@ -5,6 +5,7 @@ Shape legend
     D model width    H query heads     G key/value heads (H is a multiple of G)     E head width (E / 2 in RoPE tables)
     R = B * S rows of the flattened stream      N = B * K selected rows
     T tokens inside a block: S in a dense block, K in a routed one                   V vocabulary
+    P positions that have RoPE tables                F = H * E or G * E, a projection of all heads
 
 A block sees T tokens and does not know whether they are the whole sequence. A routed block chooses K of S tokens,
 runs the same code on them with causal attention among themselves, and writes the result back; the others pass by on
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from mod_models.routing import COMBINES, GATES, ROUTERS, MlpRouter, Routing, select_topk
 from mod_models.spec import ModelSpec, RoutingSpec
@@ -33,12 +34,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # F.rms_norm stays one node in ONNX (opset 23); a norm written out by hand is never fused again.
-        return F.rms_norm(x_BTD, self.weight.shape, self.weight, self.eps)
+        # rms_norm stays one node in ONNX (opset 23); a norm written out by hand is never fused again.
+        return functional.rms_norm(x_BTD, self.weight.shape, self.weight, self.eps)
 
 
 def rope_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles (Su et al., arXiv 2104.09864), each float32 (max_positions, E / 2)."""
+    """The cosine and sine of the rotary angles (Su et al., arXiv 2104.09864), each float32 (max_positions, E / 2)."""
     # The device is named so that a model built under `torch.device("meta")` still has real tables.
     pair_E = torch.arange(0, spec.d_head, 2, dtype=torch.float64, device="cpu")
     position_P = torch.arange(spec.max_positions, dtype=torch.float64, device="cpu")
@@ -67,11 +68,13 @@ class Attention(nn.Module):
         q_BHTE = rotate(self._heads(self.q_proj(x_BTD)), cos, sin)
         k_BGTE = rotate(self._heads(self.k_proj(x_BTD)), cos, sin)
         v_BGTE = self._heads(self.v_proj(x_BTD))
-        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=True)
-        return self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
+        y_BHTE = functional.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=True)
+        y_BTD: Tensor = self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
+        return y_BTD
 
     def _heads(self, x_BTF: Tensor) -> Tensor:
-        return x_BTF.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+        B, T, _ = x_BTF.shape
+        return x_BTF.view(B, T, -1, self.d_head).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -84,7 +87,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(spec.d_ff, spec.d_model, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        y_BTD: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return y_BTD
 
 
 class Block(nn.Module):
@@ -164,7 +168,8 @@ class Transformer(nn.Module):
         routed = set(spec.routed_layers)
         self.embedding = nn.Embedding(spec.vocab_size, spec.d_model)
         self.layers = nn.ModuleList(
-            RoutedBlock(spec, spec.routing) if spec.routing and i in routed else Block(spec) for i in range(spec.n_layers)
+            RoutedBlock(spec, spec.routing) if spec.routing and i in routed else Block(spec)
+            for i in range(spec.n_layers)
         )
         self.norm = RMSNorm(spec.d_model, spec.norm_eps)
         self.head = None if spec.tie_embeddings else nn.Linear(spec.d_model, spec.vocab_size, bias=False)
@@ -180,7 +185,8 @@ class Transformer(nn.Module):
             if parameter.dim() == 1:
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
                 continue
-            std = 0.02 / (2 * self.spec.n_layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            output = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / (2 * self.spec.n_layers) ** 0.5 if output else 0.02
             nn.init.normal_(parameter, std=std, generator=generator)
 
     def trace(
@@ -198,7 +204,7 @@ class Transformer(nn.Module):
             whose k is 0 passes everything by and is absent.
         """
         hidden_BSD, decided = self.hidden(ids_BS, lengths_B, forced)
-        return F.linear(hidden_BSD, self.embedding.weight if self.head is None else self.head.weight), decided
+        return functional.linear(hidden_BSD, self.embedding.weight if self.head is None else self.head.weight), decided
 
     def hidden(
         self, ids_BS: Tensor, lengths_B: Tensor, forced: dict[int, Tensor] | None = None
