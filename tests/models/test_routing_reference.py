@@ -1,0 +1,199 @@
+"""Every point of the routing space against `loop_reference`, which shares no code with the model.
+
+The models run in float64, so that what is left of the difference is what the design fixes in float32: the rotary
+tables, the router's scores and the gates made from them. That is a few 1e-7 of each value; `TOLERANCE` allows for the
+layers above it to enlarge that, and `test_variants_differ` shows that two declarations never come as close.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from loop_reference import reference
+
+from mod_models.checkpoint import Checkpoint, random_checkpoint
+from mod_models.spec import (
+    CAPACITY_RULES,
+    COMBINES,
+    GATES,
+    POSITIONS,
+    ROUTER_INPUTS,
+    ROUTERS,
+    EveryNth,
+    ModelSpec,
+    RoutingSpec,
+)
+
+TOLERANCE = 2e-5
+SEQ = 8
+LENGTHS = (8, 5, 2, 1)  # k is 3: two rows have fewer real tokens than that
+
+
+def make_spec(**changes: object) -> ModelSpec:
+    routing_names = {field.name for field in dataclasses.fields(RoutingSpec)}
+    routing = RoutingSpec(
+        **{
+            "layers": (0, 2), "router_hidden": 3, "gate_scale": 0.7, "gate_shift": 0.4, "capacity": 0.375,
+            "capacity_rule": "floor", **{name: value for name, value in changes.items() if name in routing_names},
+        }
+    )  # fmt: skip
+    sizes = {
+        "vocab_size": 16, "d_model": 8, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_head": 4, "d_ff": 12,
+        "max_positions": 16, "routing": routing,
+    }  # fmt: skip
+    return ModelSpec(**{**sizes, **{name: value for name, value in changes.items() if name not in routing_names}})
+
+
+def lively_checkpoint(spec: ModelSpec, seed: int = 0) -> Checkpoint:
+    """Weights large enough that every declaration shows in the logits; initial weights would hide most of them."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, tensor in random_checkpoint(spec, seed).weights.items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            weights[name] = 1 + 0.3 * noise
+        elif name == "embedding.weight" or name.endswith("bias"):
+            weights[name] = noise
+        else:
+            weights[name] = noise / tensor.shape[-1] ** 0.5
+    return Checkpoint(spec=spec, weights=weights)
+
+
+def distinct_ids(spec: ModelSpec, batch: int, seq: int) -> torch.Tensor:
+    """No id twice in a row: equal tokens have equal scores, and ties are the subject of other tests."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack([torch.randperm(spec.vocab_size, generator=generator)[:seq] for _ in range(batch)])
+
+
+def assert_equals_reference(
+    spec: ModelSpec, seq: int = SEQ, lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = torch.float64,
+    tolerance: float = TOLERANCE,
+) -> None:  # fmt: skip
+    checkpoint = lively_checkpoint(spec)
+    ids_BS = distinct_ids(spec, len(lengths), seq)
+    with torch.no_grad():
+        logits_BSV, decided = checkpoint.module().to(dtype).trace(ids_BS, torch.tensor(lengths))
+    weights = {name: tensor.numpy() for name, tensor in checkpoint.weights.items()}
+    rows = reference(spec.to_dict(), weights, ids_BS.tolist(), list(lengths))
+    for b, row in enumerate(rows):
+        assert row.margin > 1e-4, "scores too close for float32 and float64 to agree on the choice; use another seed"
+        assert decided.keys() == row.chosen.keys()
+        for layer, routing in decided.items():
+            assert routing.index_BK[b][routing.live_BK[b]].tolist() == row.chosen[layer]
+        found = logits_BSV[b, : lengths[b]].double().numpy()
+        np.testing.assert_allclose(found, np.array(row.logits), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("combine", COMBINES)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("router_input", ROUTER_INPUTS)
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_combination(router: str, router_input: str, gate: str, combine: str, positions: str) -> None:
+    assert_equals_reference(
+        make_spec(router=router, router_input=router_input, gate=gate, combine=combine, positions=positions)
+    )
+
+
+def run(spec: ModelSpec) -> torch.Tensor:
+    with torch.no_grad():
+        logits_BSV, *_ = lively_checkpoint(spec).module().double()(distinct_ids(spec, 1, SEQ), torch.tensor([SEQ]))
+    return logits_BSV
+
+
+def test_variants_differ() -> None:
+    """What the tests above tell apart: two combinations with another meaning are a thousand tolerances apart."""
+    logits: dict[tuple[str, ...], torch.Tensor] = {}
+    for gate, combine, positions in itertools.product(GATES, COMBINES, POSITIONS):
+        # A weight of one is no weight, and an ungated block has none, whatever its gate.
+        ungated = combine == "replace_ungated" or (gate == "ones" and combine != "double_residual")
+        meaning = (positions, *(("ungated",) if ungated else (gate, combine)))
+        found = run(make_spec(gate=gate, combine=combine, positions=positions))
+        torch.testing.assert_close(found, logits.setdefault(meaning, found), rtol=0, atol=TOLERANCE)
+    assert len(logits) == 2 * (5 * 4 + 1 + 1)
+    for router, router_input in itertools.product(ROUTERS, ROUTER_INPUTS):
+        logits[router, router_input] = run(make_spec(router=router, router_input=router_input))
+    del logits["linear", "raw"]  # the default, which is among the combinations above
+    for one, other in itertools.combinations(logits.values(), 2):
+        assert (one - other).abs().max() > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("rule", CAPACITY_RULES)
+@pytest.mark.parametrize("seq", [1, 2, 7, 11])
+def test_capacity_rules(rule: str, seq: int) -> None:
+    capacity = 3 if rule == "absolute" else 0.3
+    assert_equals_reference(make_spec(capacity_rule=rule, capacity=capacity), seq=seq, lengths=(seq, max(1, seq // 2)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "capacity"),
+    [
+        ("floor", (0.5, 0.25, 1.0)),
+        ("floor_min1", (0.01, 0.6, 1)),
+        ("ceil", (0.01, 0.3, 0.99)),
+        ("absolute", (1, 99, 4)),
+    ],
+)
+def test_schedules(rule: str, capacity: tuple[float, ...]) -> None:
+    assert_equals_reference(make_spec(n_layers=5, layers=(0, 1, 4), capacity_rule=rule, capacity=capacity))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        EveryNth(),
+        EveryNth(every=1, offset=0),
+        EveryNth(every=3, offset=2),
+        EveryNth(every=9, offset=3),
+        (0,),
+        (1, 2, 3),
+    ],
+    ids=str,
+)
+def test_layer_patterns(layers: EveryNth | tuple[int, ...]) -> None:
+    assert_equals_reference(make_spec(n_layers=4, layers=layers))
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)], ids=lambda heads: f"{heads[0]}q{heads[1]}kv"
+)
+def test_heads_and_head(heads: tuple[int, int], tie_embeddings: bool) -> None:
+    n_heads, n_kv_heads = heads
+    assert_equals_reference(make_spec(n_heads=n_heads, n_kv_heads=n_kv_heads, tie_embeddings=tie_embeddings))
+
+
+@pytest.mark.parametrize("lengths", [(1,), (8,), (1, 1, 1), (2, 3, 4), (3,), (8, 1, 7, 2, 6)], ids=str)
+@pytest.mark.parametrize("gate", ["identity", "softmax_selected"])
+def test_lengths(lengths: tuple[int, ...], gate: str) -> None:
+    assert_equals_reference(make_spec(gate=gate), lengths=lengths)
+
+
+def test_other_sizes() -> None:
+    """Nothing above depends on the other numbers of a spec having their defaults."""
+    assert_equals_reference(
+        make_spec(rope_theta=50.0, norm_eps=0.3, d_head=6, d_model=10, router="mlp", router_hidden=7)
+    )
+
+
+def test_dense() -> None:
+    assert_equals_reference(make_spec(routing=None))
+
+
+def test_dense_twin() -> None:
+    """The twin is what the reference computes from the same weights with the routing struck out."""
+    checkpoint = lively_checkpoint(make_spec(predictor_hidden=2))
+    ids_BS = distinct_ids(checkpoint.spec, 1, SEQ)
+    with torch.no_grad():
+        logits_BSV, decided = checkpoint.dense().module().double().trace(ids_BS, torch.tensor([SEQ]))
+    weights = {name: tensor.numpy() for name, tensor in checkpoint.weights.items()}
+    (row,) = reference({**checkpoint.spec.to_dict(), "routing": None}, weights, ids_BS.tolist(), [SEQ])
+    assert decided == {}
+    np.testing.assert_allclose(logits_BSV[0].numpy(), np.array(row.logits), rtol=0, atol=TOLERANCE)
+
+
+def test_float32() -> None:
+    """The model as it is used, in float32 throughout."""
+    assert_equals_reference(make_spec(router="mlp"), dtype=torch.float32, tolerance=1e-4)
