@@ -1,7 +1,7 @@
 """What engines are fed: seeded, and of four kinds, because each finds other faults.
 
 `text` is what the model was trained for; `random` reaches ids and scores that text does not; `padded` has rows that are
-shorter than the bucket, and one shorter than k where the batch allows; `ties` repeats one token, so that the scores of
+shorter than the bucket, then rows that are shorter than k; `ties` repeats one token, so that the scores of
 whole stretches are equal or nearly so and the rule for ties has to decide.
 """
 
@@ -49,7 +49,8 @@ def parity_batches(loaded: LoadedModel, bucket: Bucket, seed: int, per_kind: int
         if text_BS is not None:
             batches.append(Batch("text", text_BS, full_B))
         batches.append(Batch("random", random_BS, full_B))
-        batches.append(Batch("padded", random_BS if text_BS is None else text_BS, _short_lengths(rng, bucket)))
+        for lengths_B in (_long_lengths(rng, bucket), _short_lengths(bucket)):
+            batches.append(Batch("padded", random_BS if text_BS is None else text_BS, lengths_B))
         token_B1 = rng.integers(0, loaded.vocab_size, (bucket.batch, 1), dtype=np.int64)
         batches.append(Batch("ties", np.repeat(token_B1, bucket.seq, axis=1), full_B))
     return batches
@@ -62,8 +63,14 @@ def timing_batch(bucket: Bucket, vocab_size: int, seed: int) -> Batch:
     return Batch("random", ids_BS, np.full(bucket.batch, bucket.seq, dtype=np.int64))
 
 
-def _short_lengths(rng: np.random.Generator, bucket: Bucket) -> np.ndarray:
-    lengths_B = rng.integers(1, bucket.seq + 1, bucket.batch, dtype=np.int64)
-    # The last row is shorter than any k of interest, so that surplus slots exist.
-    lengths_B[-1] = max(1, bucket.seq // 16)
+def _long_lengths(rng: np.random.Generator, bucket: Bucket) -> np.ndarray:
+    """Rows that are padded and still have more real tokens than places, for any usual capacity."""
+    return rng.integers(max(1, bucket.seq // 2), bucket.seq + 1, bucket.batch, dtype=np.int64)
+
+
+def _short_lengths(bucket: Bucket) -> np.ndarray:
+    """Rows with fewer real tokens than places at a capacity of an eighth, the last of them with a single one."""
+    lengths_B = np.full(bucket.batch, max(1, bucket.seq // 16), dtype=np.int64)
+    if bucket.batch > 1:
+        lengths_B[-1] = 1
     return lengths_B

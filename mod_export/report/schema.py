@@ -21,6 +21,7 @@ __all__ = [
     "CostEntry",
     "ErrorNumbers",
     "Gate",
+    "InputAgreement",
     "LatencyEntry",
     "LayerAgreement",
     "ModelEntry",
@@ -108,14 +109,23 @@ class LayerAgreement(_Entry):
     min_margin: float | None
 
 
+class InputAgreement(_Entry):
+    """Routed tokens over all layers on one batch of inputs of one kind."""
+
+    input: str
+    routed: int
+    agreed: int
+
+
 class RoutingAgreement(_Entry):
-    """The sums over the layers, and each layer."""
+    """The sums over the layers, each layer, and each batch of inputs."""
 
     layers: tuple[LayerAgreement, ...]
     routed: int
     agreed: int
     near_ties: int
     min_margin: float | None
+    by_input: tuple[InputAgreement, ...] = ()
 
 
 class ErrorNumbers(_Entry):
