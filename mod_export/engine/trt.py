@@ -1,0 +1,281 @@
+"""TensorRT, built on the GPU that runs it, and TensorRT-RTX, built ahead of time for named GPU architectures.
+
+Both build in a process of their own (`trt_worker.py`) and run in this one. The two libraries can be loaded together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Variant
+from mod_export.config import BuildConfig
+from mod_export.engine.feeds import check_feeds, check_outputs
+from mod_export.environment import package_version
+from mod_export.errors import EngineError, TargetError
+from mod_export.protocols import EngineJob
+
+__all__ = ["API", "TensorRT", "TensorRTRTX", "TensorRTRunner"]
+
+API: Mapping[str, Mapping[str, int]] = {
+    "": {"ILogger": 0, "Logger": 0, "Runtime": 1, "TensorIOMode": 0, "nptype": 1},
+    "ICudaEngine": {
+        "create_execution_context": 0,
+        "get_tensor_dtype": 1,
+        "get_tensor_mode": 1,
+        "get_tensor_name": 1,
+        "get_tensor_shape": 1,
+        "num_io_tensors": 0,
+    },
+    "IExecutionContext": {"execute_async_v3": 1, "set_tensor_address": 2},
+    "Logger": {"ERROR": 0, "INTERNAL_ERROR": 0},
+    "Runtime": {"deserialize_cuda_engine": 1},
+    "TensorIOMode": {"INPUT": 0},
+}
+"""What this module uses of the vendor's bindings, as in `trt_worker.API`."""
+
+PROBE_SECONDS = 120
+
+
+def _work(job: Mapping[str, Any], timeout: float | None = None) -> tuple[dict[str, Any], str]:
+    """Runs one job in a worker process.
+
+    Returns:
+        Its result, and the errors that the vendor printed, as one line.
+
+    Raises:
+        EngineError: the worker died.
+    """
+    command = [sys.executable, "-P", "-m", "mod_export.engine.trt_worker"]
+    done = subprocess.run(  # noqa: S603
+        command, input=json.dumps(job), capture_output=True, text=True, errors="replace", timeout=timeout, check=False
+    )
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode:
+        died = f"signal {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"exit {done.returncode}"
+        raise EngineError(f"{job['library']}: the {job['action']} process died ({died}): {' | '.join(lines[-3:])}")
+    errors = list(dict.fromkeys(line.removeprefix("[E]").strip() for line in lines if line.startswith("[E]")))
+    # The parser's log walks around the error line by line before it names the node and the reason in one.
+    return json.loads(done.stdout), " | ".join([line for line in errors if "ModelImporter.cpp" not in line] or errors)
+
+
+@cache
+def _probe(library: str) -> dict[str, Any]:
+    """The worker's `probe`, once per process."""
+    try:
+        return _work({"action": "probe", "library": library}, PROBE_SECONDS)[0]
+    except (EngineError, subprocess.TimeoutExpired) as error:
+        return {"version": "", "devices": [], "architectures": [], "problem": str(error)}
+
+
+class TensorRTRunner:
+    """An engine of static shape on the first CUDA device, with buffers that live as long as the runner.
+
+    `run` copies its inputs to the device and the wanted outputs back, into new arrays.
+    """
+
+    def __init__(self, trt: Any, engine: Any, where: str, provider: str, keep: Sequence[object] = ()) -> None:
+        from polygraphy import cuda
+
+        # The engine calls its logger and its runtime as long as it lives, and Python does not know that.
+        self._keep = tuple(keep)
+        self._where = where
+        self._engine = engine
+        self._context = engine.create_execution_context()
+        if self._context is None:
+            raise EngineError(f"{where}: no execution context; the GPU may be short of memory")
+        self._stream = cuda.Stream()
+        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {"in": {}, "out": {}}
+        self._dtypes: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
+        for i in range(engine.num_io_tensors):
+            name = engine.get_tensor_name(i)
+            shape = tuple(engine.get_tensor_shape(name))
+            direction = "in" if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT else "out"
+            self._shapes[direction][name] = shape
+            self._dtypes[name] = np.dtype(trt.nptype(engine.get_tensor_dtype(name)))
+            self._buffers[name] = cuda.DeviceArray(shape, self._dtypes[name])
+            self._context.set_tensor_address(name, self._buffers[name].ptr)
+        self.inputs = tuple(self._shapes["in"])
+        self.outputs = tuple(self._shapes["out"])
+        self.providers: tuple[str, ...] = (provider,)
+        self.threads = 0
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        check_feeds(self._where, self._shapes["in"], feeds)
+        wanted = list(outputs or self.outputs)
+        check_outputs(self._where, self.outputs, wanted)
+        # Held until the stream has finished, since the copies read them asynchronously.
+        held = [np.ascontiguousarray(feeds[name]) for name in self.inputs]
+        for name, array in zip(self.inputs, held, strict=True):
+            self._buffers[name].copy_from(array, self._stream)
+        if not self._context.execute_async_v3(self._stream.ptr):
+            raise EngineError(f"{self._where}: the engine did not start; TensorRT's log on stderr says why")
+        results = {name: np.empty(self._shapes["out"][name], self._dtypes[name]) for name in wanted}
+        for name, array in results.items():
+            self._buffers[name].copy_to(array, self._stream)
+        self._stream.synchronize()
+        return results
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for buffer in self._buffers.values():
+            buffer.free()
+        self._buffers.clear()
+        self._stream.free()
+        del self._context, self._engine
+
+
+class _Base:
+    """What the two targets share."""
+
+    name: ClassVar[str]
+    library: ClassVar[str]
+    title: ClassVar[str]
+    dialect: ClassVar[Dialect]
+    from_onnx: ClassVar[bool] = True
+    suffix: ClassVar[str] = ".engine"
+
+    def availability(self) -> Availability:
+        for package in (self.library, "polygraphy"):
+            if package_version(package) is None:
+                reason = f"{package} is not installed; install mod-export[{self.name}]"
+                return Availability(builds=False, runs=False, reason=reason)
+        found = _probe(self.library)
+        runs = bool(self._runnable(found)) and not found["problem"]
+        return Availability(builds=not found["problem"], runs=runs, reason=self._reason(found))
+
+    def versions(self) -> Mapping[str, str]:
+        return {name: package_version(name) or "" for name in (self.library, "polygraphy")}
+
+    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
+        return []
+
+    def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
+        order = {
+            "action": "build",
+            "library": self.library,
+            "onnx": str(job.root / job.graph.path),
+            "engine": str(destination),
+            "arch": variant.arch,
+            **self._options(config),
+        }
+        result, errors = _work(order)
+        if result["error"]:
+            raise EngineError(f"{job.graph.path}: {self.title} cannot build it: {errors or result['error']}")
+
+    def load(self, root: Path, engine: Engine, config: BuildConfig) -> TensorRTRunner:
+        found = _probe(self.library)
+        runnable = self._runnable(found)
+        if not runnable or found["problem"]:
+            raise TargetError(f"{self.name}: cannot run here: {self._reason(found)}")
+        if engine.arch is not None and engine.arch != runnable[0]:
+            raise TargetError(
+                f"{engine.path} is built for {engine.arch}, this GPU is {runnable[0]}; build it for that too"
+            )
+        provider = f"{self.title} {found['version']} on {runnable[0]}"
+        return runner_from_engine(self.library, root / engine.path, f"{self.name} {engine.path}", provider)
+
+    def _options(self, config: BuildConfig) -> dict[str, int]:
+        return {}
+
+    def _runnable(self, found: Mapping[str, Any]) -> list[str]:
+        """The CUDA devices that the library can drive, as sm numbers."""
+        return list(found["devices"])
+
+    def _reason(self, found: Mapping[str, Any]) -> str:
+        if found["problem"]:
+            return str(found["problem"])
+        devices = ", ".join(self._runnable(found))
+        return f"{self.title} {found['version']}" + (f" on {devices}" if devices else ", no CUDA device to run on")
+
+
+def runner_from_engine(library: str, path: Path, where: str, provider: str) -> TensorRTRunner:
+    """Loads an engine file.
+
+    Raises:
+        EngineError: the library refuses it.
+    """
+    trt = importlib.import_module(library)
+    errors: list[str] = []
+
+    class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.Logger.ERROR, trt.Logger.INTERNAL_ERROR):
+                errors.append(message)
+
+    logger = Log()
+    runtime = trt.Runtime(logger)
+    # `runtime.engine_host_code_allowed` keeps its default False, so that a plan cannot bring host code along. That is
+    # why no loader of Polygraphy is used here: all of them set it to True.
+    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if engine is None:
+        raise EngineError(f"{where}: not a usable engine for {library} here: {' | '.join(errors) or 'no reason given'}")
+    return TensorRTRunner(trt, engine, where, provider, keep=(logger, runtime))
+
+
+class TensorRT(_Base):
+    """TensorRT 10 and 11."""
+
+    name: ClassVar[str] = "tensorrt"
+    library: ClassVar[str] = "tensorrt"
+    title: ClassVar[str] = "TensorRT"
+    dialect: ClassVar[Dialect] = Dialect(
+        name="TensorRT",
+        max_opset=23,
+        topk_limit=3840,
+        scatter_reduction=False,
+        attention_dtypes=frozenset({"float16", "bfloat16"}),
+    )
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.tensorrt.dtypes]
+
+    def _options(self, config: BuildConfig) -> dict[str, int]:
+        options = config.target.tensorrt
+        return {"workspace_mib": options.workspace_mib, "optimization_level": options.optimization_level}
+
+
+class TensorRTRTX(_Base):
+    """TensorRT for RTX: plans for consumer and workstation GPUs, finished by a compiler on the GPU that runs them."""
+
+    name: ClassVar[str] = "tensorrt-rtx"
+    library: ClassVar[str] = "tensorrt_rtx"
+    title: ClassVar[str] = "TensorRT-RTX"
+    dialect: ClassVar[Dialect] = Dialect(
+        name="TensorRT-RTX",
+        max_opset=23,
+        topk_limit=3840,
+        scatter_reduction=False,
+        attention_dtypes=frozenset({"float16", "bfloat16"}),
+    )
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        options = config.target.tensorrt_rtx
+        return [Variant(dtype=dtype, arch=arch) for dtype in options.dtypes for arch in options.architectures]
+
+    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
+        known = _probe(self.library)["architectures"]
+        unknown = [arch for arch in config.target.tensorrt_rtx.architectures if known and arch not in known]
+        return [
+            f"target.tensorrt-rtx.architectures: TensorRT-RTX builds for {', '.join(known)}, not for {arch}; "
+            "use the target tensorrt on a GPU that TensorRT-RTX has no plans for"
+            for arch in unknown
+        ]
+
+    def _runnable(self, found: Mapping[str, Any]) -> list[str]:
+        return [device for device in found["devices"] if device in found["architectures"]]

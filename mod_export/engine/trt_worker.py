@@ -1,0 +1,141 @@
+"""Builds one TensorRT or TensorRT-RTX engine in a process of its own, through Polygraphy.
+
+    python -m mod_export.engine.trt_worker < job.json > result.json
+
+A process of its own, because a vendor's builder may abort instead of raising, prints what it likes, and because
+Polygraphy decides once per process whether it drives TensorRT or TensorRT-RTX. Jobs and results are flat JSON objects;
+everything the vendor writes goes to stderr, where lines that begin with [E] are errors in the vendor's own words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["API", "main"]
+
+API: Mapping[str, Mapping[str, int]] = {
+    "": {"Builder": 1, "Logger": 1},
+    "BuilderFlag": {"TF32": 0},
+    "IBuilderConfig": {"clear_flag": 1},
+    "Logger": {"ERROR": 0},
+    "MemoryPoolType": {"WORKSPACE": 0},
+}
+"""What this module uses of the vendor's bindings: class (or the module itself) -> name -> arguments that we pass.
+ComputeCapability, which only TensorRT-RTX has, is listed by its own members."""
+
+
+def main() -> int:
+    """Reads the job from stdin, writes the result to stdout, returns the exit code."""
+    results = os.dup(1)
+    # From here on whatever C++ or Polygraphy print to stdout joins stderr.
+    os.dup2(2, 1)
+    job = json.load(sys.stdin)
+    if job["library"] == "tensorrt_rtx":
+        os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1"
+    result = ACTIONS[job["action"]](job)
+    sys.stdout.flush()
+    with os.fdopen(results, "w", encoding="utf-8") as file:
+        json.dump(result, file)
+    return 0
+
+
+def probe(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What this machine can do.
+
+    Returns:
+        `version`, `devices` (compute capabilities of the GPUs here, such as sm89), `architectures` that can be built
+        ahead of time, and `problem`, which is empty where a builder can be created.
+    """
+    devices = _devices()
+    try:
+        trt = importlib.import_module(job["library"])
+    except (ImportError, OSError) as error:
+        return {"version": "", "devices": devices, "architectures": [], "problem": f"{job['library']}: {error}"}
+    known = getattr(trt, "ComputeCapability", None)
+    names = [] if known is None else [name for name in known.__members__ if name.startswith("SM")]
+    try:
+        trt.Builder(trt.Logger(trt.Logger.ERROR))
+    except (RuntimeError, TypeError) as error:
+        # pybind11 says "factory function returned nullptr" where createInferBuilder finds no GPU.
+        problem = f"no builder: {error}" if devices else f"no builder without a CUDA device ({error})"
+    else:
+        problem = ""
+    return {
+        "version": trt.__version__,
+        "devices": devices,
+        "architectures": [n.lower() for n in names],
+        "problem": problem,
+    }
+
+
+def build(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Builds `onnx` into the file `engine`. Returns {"error": ""} and the seconds, or the reason."""
+    from polygraphy.backend.trt import PostprocessConfig, engine_bytes_from_network, network_from_onnx_path
+    from polygraphy.exception import PolygraphyException
+    from polygraphy.logger import G_LOGGER
+
+    G_LOGGER.module_severity = G_LOGGER.ERROR
+    trt = importlib.import_module(job["library"])
+    started = time.perf_counter()
+    try:
+        # Strongly typed: what is float32 in the graph, such as router scores, is float32 in the engine.
+        network = network_from_onnx_path(job["onnx"], strongly_typed=True)
+        config = PostprocessConfig(_config(trt, job), lambda builder, network, config: _without_tf32(trt, config))
+        data = engine_bytes_from_network(network, config=config)
+    except (PolygraphyException, RuntimeError, TypeError) as error:
+        return {"error": str(error)}
+    Path(job["engine"]).write_bytes(data)
+    return {"error": "", "seconds": time.perf_counter() - started}
+
+
+def _config(trt: Any, job: Mapping[str, Any]) -> Any:
+    if job["library"] == "tensorrt_rtx":
+        from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
+
+        number = int(job["arch"].removeprefix("sm"))
+        return CreateConfigRTX(compute_capabilities=[divmod(number, 10)])
+    from polygraphy.backend.trt import CreateConfig
+
+    return CreateConfig(
+        memory_pool_limits={trt.MemoryPoolType.WORKSPACE: job["workspace_mib"] << 20},
+        builder_optimization_level=job["optimization_level"],
+    )
+
+
+def _without_tf32(trt: Any, config: Any) -> None:
+    # On by default, TF32 rounds the factors of float32 products to 10 bits. Router scores are float32 in every dtype.
+    config.clear_flag(trt.BuilderFlag.TF32)
+
+
+def _devices() -> list[str]:
+    """Compute capabilities of the CUDA devices here, by the driver alone: it needs no further library."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1" if os.name == "posix" else "nvcuda.dll")
+    except OSError:
+        return []
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found = []
+    for ordinal in range(count.value):
+        numbers = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+            number = ctypes.c_int(0)
+            driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, ordinal)
+            numbers.append(number.value)
+        found.append(f"sm{numbers[0]}{numbers[1]}")
+    return found
+
+
+ACTIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"probe": probe, "build": build}
+
+if __name__ == "__main__":
+    sys.exit(main())
