@@ -22,7 +22,9 @@ __all__ = [
 ]
 
 STEPS = (0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
-MOST_TICKS = 8
+MOST_STEPS = 5
+CLOCK_MS = 1e-6
+"""Resolution of the clock that samples are taken with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +117,9 @@ def latency_charts(settings: Sequence[Setting]) -> tuple[LatencyChart, ...]:
 
 
 def _latency_chart(setting: Setting) -> LatencyChart:
-    longest = max(sample for row in setting.latency for sample in row.samples_ms)
+    longest = max(CLOCK_MS, *(sample for row in setting.latency for sample in row.samples_ms))
     step = 10 ** math.floor(math.log10(longest))
-    step = next(s for s in (step / 5, step / 2, step, 2 * step) if longest / s <= MOST_TICKS)
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if longest / s <= MOST_STEPS)
     end = math.ceil(longest / step) * step
     bars = tuple(
         LatencyBar(
@@ -156,4 +158,4 @@ def _segments(row: CostEntry, most: int) -> tuple[tuple[str, float, float], ...]
 
 
 def _step(span: float) -> float:
-    return next((step for step in STEPS if span / step <= MOST_TICKS), 10 ** math.ceil(math.log10(max(span, 1) / 5)))
+    return next((step for step in STEPS if span / step <= MOST_STEPS), 10 ** math.ceil(math.log10(max(span, 1) / 5)))

@@ -25,6 +25,7 @@ from mod_export.report.wording import (
     bytes_text,
     count_text,
     error_text,
+    flops_text,
     interval_text,
     ms_text,
     printable,
@@ -54,6 +55,7 @@ def render_html(report: BuildReport, *, command: str | None = None) -> str:
         latency=latency_charts(settings),
         flops=flops_charts(report.cost),
         parts=list(PARTS),
+        total_bytes=sum(artifact.bytes for artifact in report.artifacts),
         near_ties=" or ".join(dict.fromkeys(f"{row.gate.near_tie:g}" for row in report.parity)),
     )
     return page.lstrip() + "\n"
@@ -68,6 +70,7 @@ def _environment() -> Environment:
         "bytes": bytes_text,
         "count": count_text,
         "error": error_text,
+        "flops": flops_text,
         "interval": interval_text,
         "ms": ms_text,
         "ratio": ratio_text,

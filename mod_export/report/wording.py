@@ -6,13 +6,14 @@ import math
 
 from pydantic import JsonValue
 
-from mod_export.report.schema import LayerAgreement, RoutingAgreement, SpeedupEntry
+from mod_export.report.schema import InputAgreement, LayerAgreement, RoutingAgreement, SpeedupEntry
 
 __all__ = [
     "agreement_text",
     "bytes_text",
     "count_text",
     "error_text",
+    "flops_text",
     "interval_text",
     "ms_text",
     "printable",
@@ -44,7 +45,7 @@ def error_text(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
 
 
-def agreement_text(routing: RoutingAgreement | LayerAgreement) -> str:
+def agreement_text(routing: RoutingAgreement | LayerAgreement | InputAgreement) -> str:
     """Routed tokens that are those of the reference: all 8,192, or 8,189 of 8,192."""
     if routing.routed == 0:
         return "-"
@@ -66,6 +67,12 @@ def count_text(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:,.0f}"
+
+
+def flops_text(count: float) -> str:
+    """FLOPs: 29.77 GFLOP."""
+    text = count_text(count)
+    return f"{text}FLOP" if " " in text else f"{text} FLOP"
 
 
 def bytes_text(count: int) -> str:
