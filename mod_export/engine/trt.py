@@ -166,6 +166,9 @@ class _Base:
         return []
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
+        from mod_export.graph.dialect import check_external_data
+
+        check_external_data(job.root / job.graph.path)
         order = {
             "action": "build",
             "library": self.library,
