@@ -7,14 +7,16 @@ default.toml stand in docs/numerics.md.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from mod_export.artifacts import Bucket, DType
 from mod_export.errors import ConfigError
@@ -34,7 +36,27 @@ __all__ = [
     "toml_from_config",
 ]
 
+SHOWN_CHARACTERS = 60
+EXPECTED = {
+    "model_type": "expected a table",
+    "tuple_type": "expected an array",
+    "too_long": "expected fewer items",
+}
+"""What pydantic calls by the names of Python's types."""
+
+T = TypeVar("T")
+
+
+def _each_once(items: tuple[T, ...]) -> tuple[T, ...]:
+    # An empty list would build nothing, and what is named twice would count twice.
+    if not items or len(set(items)) < len(items):
+        raise PydanticCustomError("each_once", "expected one item or more, each once")
+    return items
+
+
+Names = Annotated[tuple[T, ...], AfterValidator(_each_once)]
 Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=100_000)]
 Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -47,36 +69,36 @@ class _Section(BaseModel):
 class OrtCpuOptions(_Section):
     """ONNX Runtime on the CPU."""
 
-    dtypes: tuple[Literal["float32"], ...] = ("float32",)
+    dtypes: Names[Literal["float32"]] = ("float32",)
     """float16 and bfloat16 bring no speed on a CPU: ONNX Runtime casts them to float32 and back."""
 
 
 class OrtCudaOptions(_Section):
     """ONNX Runtime's CUDA execution provider."""
 
-    dtypes: tuple[Literal["float32", "float16"], ...] = ("float32", "float16")
+    dtypes: Names[Literal["float32", "float16"]] = ("float32", "float16")
     device: Annotated[int, Field(ge=0)] = 0
 
 
 class InductorOptions(_Section):
     """torch.compile, packaged ahead of time by AOTInductor for this machine's CPU."""
 
-    dtypes: tuple[Literal["float32"], ...] = ("float32",)
+    dtypes: Names[Literal["float32"]] = ("float32",)
 
 
 class TensorRTOptions(_Section):
     """TensorRT, built on the GPU that runs it."""
 
-    dtypes: tuple[DType, ...] = ("float16", "bfloat16", "float32")
+    dtypes: Names[DType] = ("float16", "bfloat16", "float32")
     optimization_level: Annotated[int, Field(ge=0, le=5)] = 3
-    workspace_mib: Positive = 4096
+    workspace_mib: Annotated[int, Field(ge=1, le=2**24)] = 4096
 
 
 class TensorRTRTXOptions(_Section):
     """TensorRT-RTX, built ahead of time for named GPU architectures; no GPU is needed to build."""
 
-    dtypes: tuple[DType, ...] = ("float16", "bfloat16", "float32")
-    architectures: Annotated[tuple[str, ...], Field(min_length=1)] = ("sm89", "sm120")
+    dtypes: Names[DType] = ("float16", "bfloat16", "float32")
+    architectures: Names[str] = ("sm89", "sm120")
     """Names as NVIDIA writes compute capabilities, for example sm86. One plan each."""
 
 
@@ -110,7 +132,7 @@ class ParityOptions(_Section):
     float32: ParityGate
     float16: ParityGate
     bfloat16: ParityGate
-    batches_per_kind: Positive = 1
+    batches_per_kind: Count = 1
     """Batches of each kind of input (text, random, padded, ties) for every bucket."""
 
     def gate(self, dtype: DType) -> ParityGate:
@@ -122,13 +144,13 @@ class ParityOptions(_Section):
 class LatencyOptions(_Section):
     """How latency is sampled and what speed-up the build must show."""
 
-    samples: Annotated[int, Field(ge=5)] = 30
+    samples: Annotated[int, Field(ge=5, le=100_000)] = 30
     """Interleaved samples of each of the two models."""
-    warmup: Positive = 5
-    threads: Annotated[int, Field(ge=0)] = 1
+    warmup: Count = 5
+    threads: Annotated[int, Field(ge=0, le=1024)] = 1
     """Threads of every CPU engine, the same for both models; 0 leaves the library's own choice. One is the default
     because it is what can be compared between machines and runs."""
-    bootstrap: Annotated[int, Field(ge=100)] = 2000
+    bootstrap: Annotated[int, Field(ge=100, le=100_000)] = 2000
     """Resamples behind the 95 % interval of the ratio."""
     min_speedup: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Gate: the measured ratio dense / MoD of every runnable target at the largest bucket. 0 means no gate."""
@@ -220,12 +242,20 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _problem(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"]) or "config"
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"{where}: missing"
     if error["type"] != "extra_forbidden":
-        return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}"
+        said = EXPECTED.get(error["type"]) or error["msg"][0].lower() + error["msg"][1:]
+        return f"{where}: {said}, got {_shown(error['input'])}"
     known = _known_keys(error["loc"][:-1])
     near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
     return f"{where}: unknown key" + (f", did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
 def _known_keys(path: tuple[str | int, ...]) -> list[str]:
