@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import ast
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from mod_export import config as config_module
+from mod_export.artifacts import DTYPES, Bucket
+from mod_export.config import BuildConfig, config_from_toml, toml_from_config
+from mod_export.errors import ConfigError
+
+CONFIGS = sorted(path.name for path in files("mod_export_configs").iterdir() if path.name.endswith(".toml"))
+PACKAGE = Path(__file__).parents[2] / "mod_export"
+
+
+def problems_of(tmp_path: Path, text: str) -> list[str]:
+    """Problems of a configuration, without the path that every one of them starts with."""
+    path = tmp_path / "wrong.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        config_from_toml(path)
+    assert all(problem.startswith(f"{path}: ") for problem in caught.value.problems)
+    return [problem.removeprefix(f"{path}: ") for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shipped_configuration_loads(name: str) -> None:
+    path = Path(str(files("mod_export_configs").joinpath(name)))
+    config = config_from_toml(path)
+    written = tomllib.loads(path.read_text(encoding="utf-8"))
+    assert written.get("targets", []) == list(config.targets)
+    assert config.parity.gate("float32").max_abs > 0
+
+
+def test_default_configuration_is_default_toml() -> None:
+    text = files("mod_export_configs").joinpath("default.toml").read_text(encoding="utf-8")
+    written = tomllib.loads(text)
+    config = config_from_toml(None)
+    assert config.model_dump(include={"parity": {*DTYPES}})["parity"] == written["parity"]
+    assert config.latency.min_speedup == written["latency"]["min_speedup"]
+
+
+def test_what_a_file_leaves_out_is_as_in_default_toml(tmp_path: Path) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text("[parity.float16]\nmax_abs = 0.5\n", encoding="utf-8")
+    default = config_from_toml(None)
+    gate = default.parity.float16.model_copy(update={"max_abs": 0.5})
+    parity = default.parity.model_copy(update={"float16": gate})
+    assert config_from_toml(path) == default.model_copy(update={"parity": parity})
+
+
+def test_overrides_replace_fields() -> None:
+    assert config_from_toml(None, {"targets": ("ort-cpu",)}).targets == ("ort-cpu",)
+
+
+def test_every_problem_is_reported_at_once_with_the_nearest_name(tmp_path: Path) -> None:
+    found = problems_of(
+        tmp_path,
+        """
+        bucket = [[1, 64]]
+        seed = true
+        zzzz = 1
+        [latency]
+        sample = 3
+        threads = "2"
+        [target.ort_cuda]
+        device = 0
+        [target.ort-cpu]
+        dtype = ["float32"]
+        [parity.float64]
+        max_abs = 1.0
+        """,
+    )
+    assert sorted(found) == [
+        "bucket: unknown key, did you mean 'buckets'?",
+        "latency.sample: unknown key, did you mean 'samples'?",
+        'latency.threads: input should be a valid integer, got "2"',
+        "parity.float64: unknown key, did you mean 'float16'?",
+        "seed: input should be a valid integer, got true",
+        "target.ort-cpu.dtype: unknown key, did you mean 'dtypes'?",
+        "target.ort_cuda: unknown key, did you mean 'ort-cuda'?",
+        "zzzz: unknown key; known: buckets, targets, seed, target, parity, latency",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("latency = 5", "latency: expected a table, got 5"),
+        ("buckets = 3", "buckets: expected an array, got 3"),
+        ("buckets = [[1]]", "buckets.0.1: missing"),
+        ("buckets = [[1, 2, 3]]", "buckets.0: expected fewer items, got [1, 2, 3]"),
+        ("buckets = [[0, 64]]", "buckets.0.0: input should be greater than or equal to 1, got 0"),
+        ("seed = 2147483648", "seed: input should be less than 2147483648, got 2147483648"),
+        ("[latency]\nsamples = 4", "latency.samples: input should be greater than or equal to 5, got 4"),
+        (
+            "[target.ort-cpu]\ndtypes = ['float16']",
+            "target.ort-cpu.dtypes.0: input should be 'float32', got \"float16\"",
+        ),
+        ("[target.ort-cpu]\ndtypes = []", "target.ort-cpu.dtypes: expected one item or more, each once, got []"),
+        (
+            "[target.tensorrt-rtx]\narchitectures = ['sm89', 'sm89']",
+            'target.tensorrt-rtx.architectures: expected one item or more, each once, got ["sm89", "sm89"]',
+        ),
+        (f"latency = '{'x' * 99}'", f'latency: expected a table, got "{"x" * 59}...'),
+    ],
+)
+def test_values_out_of_range(tmp_path: Path, text: str, problem: str) -> None:
+    assert problems_of(tmp_path, text) == [problem]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("key", ["max_abs", "near_tie", "next_token_agreement"])
+def test_a_gate_is_a_finite_number(tmp_path: Path, key: str, value: str) -> None:
+    (problem,) = problems_of(tmp_path, f"[parity.float32]\n{key} = {value}\n")
+    assert problem.startswith(f"parity.float32.{key}: input should be a finite number")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_the_speedup_gate_is_a_finite_number(tmp_path: Path, value: str) -> None:
+    (problem,) = problems_of(tmp_path, f"[latency]\nmin_speedup = {value}\n")
+    assert problem.startswith("latency.min_speedup: input should be a finite number")
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: no such configuration file"):
+        config_from_toml(tmp_path / "absent.toml")
+
+
+def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read \(.*Is a directory"):
+        config_from_toml(tmp_path)
+
+
+def test_a_binary_file_is_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.toml: cannot be read \('utf-8' codec"):
+        config_from_toml(path)
+
+
+def test_not_toml(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, "buckets = [[1,\n")
+    assert problem.startswith("not valid TOML: ")
+
+
+def test_problems_without_a_file_have_no_path() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_toml(None, {"seed": -1})
+    assert caught.value.problems == ("seed: input should be greater than or equal to 0, got -1",)
+
+
+pairs = st.tuples(st.integers(1, 64), st.integers(1, 4096))
+numbers = st.floats(0, 1e6, allow_nan=False)
+shares = st.floats(0, 1, allow_nan=False)
+gates = st.fixed_dictionaries({"max_abs": numbers, "near_tie": numbers, "next_token_agreement": shares})
+configs = st.fixed_dictionaries(
+    {
+        "buckets": st.lists(pairs, max_size=4).map(tuple),
+        "targets": st.lists(st.text(max_size=20), max_size=3).map(tuple),
+        "seed": st.integers(0, 2**31 - 1),
+        "parity": st.fixed_dictionaries(dict.fromkeys(DTYPES, gates)),
+        "latency": st.fixed_dictionaries({"min_speedup": numbers, "threads": st.integers(0, 8)}),
+        "target": st.fixed_dictionaries(
+            {"tensorrt": st.fixed_dictionaries({"dtypes": st.permutations(DTYPES).map(lambda d: tuple(d[:2]))})}
+        ),
+    }
+)
+
+
+@given(configs)
+def test_toml_reads_back_to_an_equal_value(tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]) -> None:
+    config = BuildConfig.model_validate(data)
+    path = tmp_path_factory.getbasetemp() / "round-trip.toml"
+    path.write_text(toml_from_config(config), encoding="utf-8")
+    assert config_from_toml(path) == config
+
+
+def test_the_resolved_configuration_names_everything() -> None:
+    shown = tomllib.loads(toml_from_config(config_from_toml(None)))
+    assert shown.keys() == {"buckets", "targets", "seed", "target", "parity", "latency"}
+    assert shown["target"].keys() == {"ort-cpu", "ort-cuda", "inductor", "tensorrt", "tensorrt-rtx"}
+    assert shown["latency"]["samples"] == 30
+
+
+def test_configurations_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        config_from_toml(None).seed = 1
+
+
+def test_buckets_are_ascending_and_each_once() -> None:
+    config = config_from_toml(None, {"buckets": ((2, 64), (1, 128), (2, 64))})
+    assert config.bucket_list(128) == (Bucket(1, 128), Bucket(2, 64))
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths"), [(2048, [128, 512]), (512, [128, 512]), (300, [128, 256]), (128, [128]), (100, [64])]
+)
+def test_buckets_are_picked_where_none_are_named(positions: int, lengths: list[int]) -> None:
+    assert config_from_toml(None).bucket_list(positions) == tuple(Bucket(1, seq) for seq in lengths)
+
+
+def test_every_bucket_that_is_too_long_is_named() -> None:
+    config = config_from_toml(None, {"buckets": ((1, 64), (1, 257), (2, 512))})
+    with pytest.raises(ConfigError) as caught:
+        config.bucket_list(256)
+    assert caught.value.problems == (
+        "buckets: 1 x 257 is longer than the model's 256 positions; shorten it or drop it",
+        "buckets: 2 x 512 is longer than the model's 256 positions; shorten it or drop it",
+    )
+
+
+def test_no_gate_has_a_default_in_code() -> None:
+    sections = [section for section in vars(config_module).values() if _is_section(section)]
+    required = {
+        (section.__name__, name)
+        for section in sections
+        for name, field in section.model_fields.items()
+        if field.is_required()
+    }
+    assert required == {
+        ("ParityGate", "max_abs"),
+        ("ParityGate", "near_tie"),
+        ("ParityGate", "next_token_agreement"),
+        ("ParityOptions", "float32"),
+        ("ParityOptions", "float16"),
+        ("ParityOptions", "bfloat16"),
+        ("LatencyOptions", "min_speedup"),
+        ("BuildConfig", "parity"),
+        ("BuildConfig", "latency"),
+    }
+
+
+def _is_section(item: object) -> bool:
+    return isinstance(item, type) and issubclass(item, BaseModel) and item.__module__ == "mod_export.config"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "validate").glob("*.py")), ids=lambda path: path.name)
+def test_no_tolerance_stands_in_code(path: Path) -> None:
+    numbers = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    assert {number for number in numbers if isinstance(number, float)} <= {0.0, 1.0}
+
+
+def test_config_error_keeps_its_problems() -> None:
+    error = ConfigError(["one", "two"])
+    assert error.problems == ("one", "two")
+    assert str(error) == "one\ntwo"
