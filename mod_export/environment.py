@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
 import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-__all__ = ["describe_machine", "package_version"]
+__all__ = ["describe_machine", "package_version", "source_digest"]
 
 PACKAGES = {
     "mod_export": ("mod-export",),
@@ -37,6 +39,21 @@ def package_version(name: str) -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+@cache
+def source_digest(package: str) -> str:
+    """SHA-256 over the Python files of an installed package: its version as far as results depend on it.
+
+    A version number alone would let an edited or half-upgraded installation reuse what other code has made.
+    """
+    spec = find_spec(package)
+    roots = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    digest = hashlib.sha256()
+    for root in map(Path, roots):
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def describe_machine() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mod_export.artifacts import ModelKind
+from mod_export.environment import source_digest
 from mod_export.errors import CheckpointError
 from mod_export.protocols import Architecture, LoadedModel
 
@@ -34,6 +35,12 @@ class Model:
     architecture: str
     loaded: LoadedModel
     checkpoint_sha256: str
+
+    @property
+    def code_sha256(self) -> str:
+        """Of the package that provides the architecture: other code, other graphs."""
+        module = entry_points(group=GROUP)[self.architecture].module
+        return source_digest(module.partition(".")[0])
 
     def of_kind(self, kind: ModelKind) -> LoadedModel:
         """The model itself for `mod`, its dense twin for `dense`."""

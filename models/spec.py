@@ -142,7 +142,12 @@ class ModelSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the inverse of `from_dict`."""
-        return dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
+        routing = data["routing"]
+        if routing is not None:
+            for name in ("layers", "capacity"):
+                routing[name] = list(routing[name]) if isinstance(routing[name], tuple) else routing[name]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:

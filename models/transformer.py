@@ -59,6 +59,8 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.d_head = spec.d_head
+        # ONNX export refuses grouped attention whose groups hold one head each.
+        self.grouped = spec.n_heads > spec.n_kv_heads
         self.q_proj = nn.Linear(spec.d_model, spec.n_heads * spec.d_head, bias=False)
         self.k_proj = nn.Linear(spec.d_model, spec.n_kv_heads * spec.d_head, bias=False)
         self.v_proj = nn.Linear(spec.d_model, spec.n_kv_heads * spec.d_head, bias=False)
@@ -68,7 +70,7 @@ class Attention(nn.Module):
         q_BHTE = rotate(self._heads(self.q_proj(x_BTD)), cos, sin)
         k_BGTE = rotate(self._heads(self.k_proj(x_BTD)), cos, sin)
         v_BGTE = self._heads(self.v_proj(x_BTD))
-        y_BHTE = functional.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=True)
+        y_BHTE = functional.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped)
         y_BTD: Tensor = self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD
 

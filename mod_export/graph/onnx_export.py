@@ -80,8 +80,7 @@ def onnx_from_exported(
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise GraphError(f"torch.onnx.export failed: {reason}") from error
+            raise GraphError(f"torch.onnx.export failed: {_root_cause(error)}") from error
     assert exported is not None
     model = exported.model
     model.ir_version = IR_VERSION
@@ -97,6 +96,14 @@ def onnx_from_exported(
     if foreign:
         raise GraphError(f"the portable graph holds operators of {', '.join(foreign)}; only standard ONNX is allowed")
     return model
+
+
+def _root_cause(error: BaseException) -> str:
+    """The exporter wraps what went wrong in several layers of advice; the innermost error is the one that helps."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def _strip_metadata(model: ir.Model) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mod_export.artifacts import Bucket, DType, Engine, Graph, ModelKind
-from mod_export.environment import describe_machine, package_version
+from mod_export.environment import describe_machine, package_version, source_digest
 from mod_export.graph.capture import exported_from_module
 from mod_export.measure.cost import CostRow
 from mod_export.measure.latency import LatencyRow
@@ -80,7 +80,12 @@ class Context:
     def identity(self, kind: ModelKind) -> dict[str, Any]:
         """Which weights and which architecture a kind is made of."""
         model = (self.plan.baseline if kind == "dense" else None) or self.plan.model
-        return {"checkpoint": model.checkpoint_sha256, "architecture": model.architecture, "kind": kind}
+        return {
+            "checkpoint": model.checkpoint_sha256,
+            "architecture": model.architecture,
+            "code": model.code_sha256,
+            "kind": kind,
+        }
 
     def weights_path(self, kind: ModelKind, dtype: DType) -> str:
         """The weights file of a kind and dtype, relative to the root."""
@@ -98,5 +103,5 @@ class Context:
 
 
 def versions(*names: str) -> dict[str, str | None]:
-    """Installed versions, as an input of a step."""
-    return {name: package_version(name) for name in names}
+    """Installed versions, as an input of a step; of this package the source itself."""
+    return {name: source_digest(name) if name == "mod_export" else package_version(name) for name in names}
