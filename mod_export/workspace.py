@@ -3,7 +3,8 @@
 Work is cut into *steps*. A step has a name, inputs (plain data: settings, versions, hashes of what it reads), output
 files and a small result. The manifest keeps the hash of the inputs beside the hash of every output, so the next build
 reuses a step exactly when nothing it depends on has changed. Files are made in a folder of their own and renamed into
-place, the manifest last: a killed build leaves whole steps and nothing else.
+place, the manifest last: a killed build leaves whole steps and nothing else. A finished build has a header, which goes
+before any of its files changes, and the manifest has a checksum of its own, so whoever reads it can rely on it.
 """
 
 from __future__ import annotations
@@ -38,10 +39,18 @@ __all__ = [
 MANIFEST = "manifest.json"
 FORMAT = "mod-export build folder"
 FORMAT_VERSION = 1
+CHECKSUM = "checksum"
 LOCK = ".lock"
 PARTIAL = ".partial-"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT}
+REFUSED = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.ENOENT,
+}  # fmt: skip
+
+
+EMPTY: Mapping[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "steps": {}}
+"""The manifest of a folder in which nothing has been built. A finished one has a header beside these keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +69,7 @@ class Workspace:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._manifest: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "steps": {}}
+        self._manifest: dict[str, Any] = dict(EMPTY, steps={})
         self._seen: set[str] = set()
         self._lock: int | None = None
 
@@ -70,9 +79,9 @@ class Workspace:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        assert self._lock is not None
+        os.close(self._lock)
+        self._lock = None
 
     def step(
         self,
@@ -104,6 +113,7 @@ class Workspace:
             for path in paths:
                 path.parent.mkdir(parents=True, exist_ok=True)
             result = make(paths)
+            self._reopen()
             for path, output in zip(paths, outputs, strict=True):
                 _place(path, self.root / output)
             record = {
@@ -136,42 +146,67 @@ class Workspace:
             header: what a reader of the folder needs to know (model, spec, engines), merged into the manifest.
         """
         kept = set(self.files())
-        for name in set(self._manifest["steps"]) - self._seen:
-            record = self._manifest["steps"].pop(name)
-            for output in set(record["outputs"]) - kept:
-                (self.root / output).unlink(missing_ok=True)
-        for key in set(self._manifest) - {"format", "format_version", "steps"}:
-            del self._manifest[key]
-        self._manifest |= {**header, "files": self.files()}
         with _explained(self.root):
+            self._reopen()
+            for name in set(self._manifest["steps"]) - self._seen:
+                record = self._manifest["steps"].pop(name)
+                for output in set(record["outputs"]) - kept:
+                    self._remove(output)
+            self._manifest |= {**header, "files": self.files()}
             self._write_manifest()
 
     def _open(self) -> None:
         check_root(self.root)
+        is_new = not self.root.exists()
         self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self._lock = _locked(self.root)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            if (self.root / MANIFEST).exists():
+                self._manifest = read_manifest(self.root)
+            # A run that was killed left these: folders of unfinished outputs, and single files.
+            for left in [*self.root.glob(f"{PARTIAL}*"), *self.root.glob(f"*/{PARTIAL}*")]:
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            self._write_manifest()
+        except BaseException:
             os.close(self._lock)
-            self._lock = None
-            raise BuildFolderError(
-                f"{self.root}: another build is writing here; wait for it, or name another -o"
-            ) from error
-        if (self.root / MANIFEST).exists():
-            self._manifest = read_manifest(self.root)
-        for left in self.root.glob(f"{PARTIAL}*"):
-            shutil.rmtree(left)
-        self._write_manifest()
+            if is_new:
+                shutil.rmtree(self.root)
+            raise
+
+    def _reopen(self) -> None:
+        """Before files of a finished build change: without its header the folder counts as unfinished."""
+        header = set(self._manifest) - set(EMPTY)
+        for key in header:
+            del self._manifest[key]
+        if header:
+            self._write_manifest()
+
+    def _remove(self, output: str) -> None:
+        path = self.root / output
+        path.unlink(missing_ok=True)
+        for folder in path.relative_to(self.root).parents[:-1]:
+            with contextlib.suppress(OSError):  # Until one that still holds something.
+                (self.root / folder).rmdir()
 
     def _write_manifest(self) -> None:
         handle, temporary = tempfile.mkstemp(dir=self.root, prefix=PARTIAL)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self._manifest, file, indent=1)
+                json.dump({**self._manifest, CHECKSUM: _checksum(self._manifest)}, file, indent=1)
             _place(Path(temporary), self.root / MANIFEST)
         finally:
             Path(temporary).unlink(missing_ok=True)
+
+
+def _locked(root: Path) -> int:
+    """The lock of a build folder, as an open file; closing it gives the lock back, and so does the process's end."""
+    lock = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise BuildFolderError(f"{root}: another build is writing here; wait for it, or name another -o") from error
+    return lock
 
 
 def check_root(root: Path) -> None:
@@ -180,6 +215,11 @@ def check_root(root: Path) -> None:
     Raises:
         BuildFolderError: a file, a folder of somebody else's, a damaged build folder, or no right to write.
     """
+    with _explained(root):
+        _check_root(root)
+
+
+def _check_root(root: Path) -> None:
     if root.exists() and not root.is_dir():
         raise BuildFolderError(f"{root}: is a file; name a folder with -o")
     if (root / MANIFEST).exists():
@@ -204,15 +244,22 @@ def read_manifest(root: Path) -> dict[str, Any]:
     """
     try:
         data = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise BuildFolderError(f"{root}: no {MANIFEST} here, so this is not a build folder of mod-export") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise BuildFolderError(f"{root / MANIFEST}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise BuildFolderError(f"{root / MANIFEST}: damaged ({error}); delete the folder and build again") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("steps"), dict):
         raise BuildFolderError(f"{root / MANIFEST}: not a manifest of mod-export; name another folder")
     if data.get("format_version") != FORMAT_VERSION:
         raise BuildFolderError(
             f"{root / MANIFEST}: format version {data.get('format_version')!r}, this release reads {FORMAT_VERSION}"
+        )
+    if data.pop(CHECKSUM, None) != _checksum(data):
+        # Whoever reads the rest may then rely on what was written there.
+        raise BuildFolderError(
+            f"{root / MANIFEST}: has been changed since it was written; delete the folder and build again"
         )
     return data
 
@@ -256,7 +303,11 @@ def peak_rss_bytes() -> int:
 
 
 def _fingerprint(name: str, inputs: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps([name, inputs], sort_keys=True).encode()).hexdigest()
+    return _checksum([name, inputs])
+
+
+def _checksum(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _step(name: str, record: Mapping[str, Any], *, reused: bool) -> Step:
