@@ -27,7 +27,8 @@ test: install
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy mod_export models
+	mkdir -p build/types && ln -sfn ../../models build/types/mod_models
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 clean:

@@ -45,7 +45,7 @@ class InductorRunner:
         self.inputs = tuple(self._shapes)
         self.outputs = tuple(metadata["outputs"].split(","))
         self.threads = threads or torch.get_num_threads()
-        self.providers = ("AOTInductor CPU",)
+        self.providers: tuple[str, ...] = ("AOTInductor CPU",)
         names = package.get_constant_fqns()
         missing = [name for name in names if name not in weights]
         if missing:
