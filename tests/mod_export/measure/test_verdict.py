@@ -1,0 +1,103 @@
+"""The verdict: every failed gate is a reason, and so is every gate that nobody could evaluate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mod_export.artifacts import Bucket
+from mod_export.measure.latency import Setting
+from mod_export.measure.statistics import SpeedupRow
+from mod_export.measure.verdict import Verdict, judge
+
+SMALL, LARGE = Bucket(1, 128), Bucket(1, 512)
+SETTINGS = [Setting(target="ort-cpu", bucket=bucket, dtype="float32") for bucket in (SMALL, LARGE)]
+
+
+@dataclass(frozen=True)
+class Parity:
+    bucket: str
+    model: str
+    passed: bool = True
+    reasons: tuple[str, ...] = ()
+    target: str = "ort-cpu"
+    dtype: str = "float32"
+
+
+PARITY = [Parity(bucket.name, model) for bucket in (SMALL, LARGE) for model in ("mod", "dense")]
+
+
+def speedup(measured: float = 1.6, gate: float | None = 1.0, passed: bool | None = True) -> SpeedupRow:
+    return SpeedupRow(
+        target="ort-cpu", bucket="b1s512", dtype="float32", measured=measured, ci95=(measured - 0.01, measured + 0.01),
+        predicted_flops=1.69, efficiency=measured / 1.69, gate=gate, passed=passed,
+    )  # fmt: skip
+
+
+def verdict(
+    parity: list[Parity] | None = PARITY,
+    rows: list[SpeedupRow] | None = None,
+    settings: list[Setting] = SETTINGS,
+    min_speedup: float = 1.0,
+) -> Verdict:
+    rows = [speedup()] if rows is None else rows
+    return judge(settings, [SMALL, LARGE], parity=parity, speedup=rows, min_speedup=min_speedup)
+
+
+def test_every_gate_met_passes() -> None:
+    assert verdict() == Verdict(status="pass", reasons=())
+
+
+def test_a_parity_row_that_failed_gives_all_its_reasons() -> None:
+    failed = Parity("b1s512", "mod", passed=False, reasons=("text: max abs error 0.1", "ties: next token"))
+    found = verdict([*PARITY[:2], failed, PARITY[3]])
+    assert found.status == "fail"
+    assert found.reasons == (
+        "ort-cpu b1s512 float32 mod: parity: text: max abs error 0.1",
+        "ort-cpu b1s512 float32 mod: parity: ties: next token",
+    )
+
+
+def test_a_failed_row_without_reasons_still_fails() -> None:
+    found = verdict([*PARITY[:3], Parity("b1s512", "dense", passed=False)])
+    assert found.reasons == ("ort-cpu b1s512 float32 dense: parity: failed, and the check gave no reason",)
+
+
+def test_a_speedup_below_its_gate_is_a_reason_with_its_interval() -> None:
+    found = verdict(rows=[speedup(0.97, 1.0, False)])
+    assert found.status == "fail"
+    assert found.reasons == (
+        "ort-cpu b1s512 float32: speed-up 0.970x (95 % interval 0.960 to 0.980, FLOPs predict 1.69x) "
+        "does not reach the gate of 1.00x",
+    )
+
+
+def test_a_speedup_that_is_not_a_number_fails_even_without_a_gate() -> None:
+    (reason,) = verdict(rows=[speedup(math.nan, None, False)], min_speedup=0).reasons
+    assert reason.endswith("(95 % interval nan to nan, FLOPs predict 1.69x) is not a number")
+
+
+def test_nothing_that_runs_here_fails() -> None:
+    found = verdict(settings=[])
+    assert found == Verdict(
+        status="fail",
+        reasons=("nothing that was built can run on this machine, so no gate was evaluated",),
+    )
+
+
+def test_what_was_expected_and_is_missing_is_a_reason() -> None:
+    assert verdict(PARITY[:3], []).reasons == (
+        "ort-cpu b1s512 float32: parity of the dense engine was not checked",
+        "ort-cpu b1s512 float32: the speed-up was not measured, and the gate is 1.00x",
+    )
+    assert verdict(PARITY, [], min_speedup=0).status == "pass"
+
+
+def test_a_largest_bucket_that_nothing_runs_is_a_gate_not_evaluated() -> None:
+    found = verdict(PARITY[:2], [], SETTINGS[:1])
+    assert found.reasons == ("b1s512: no target can run the largest bucket here, and the speed-up gate applies to it",)
+
+
+def test_what_was_not_asked_for_is_not_missed() -> None:
+    assert judge(SETTINGS, [SMALL, LARGE], parity=None, speedup=None, min_speedup=1.0).status == "pass"
+    assert judge(SETTINGS, [SMALL, LARGE], parity=PARITY, speedup=None, min_speedup=1.0).status == "pass"
