@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
 from mod_export.artifacts import Dialect, DType
 from mod_export.errors import GraphError, LimitError
@@ -86,7 +87,8 @@ def _data_dependent(node: ir.Node, dialect: Dialect) -> str | None:
 
 
 def _dynamic(node: ir.Node, dialect: Dialect) -> str | None:
-    dynamic = [value for value in node.outputs if value.shape is not None and not value.shape.is_static()]
+    used = [value for value in node.outputs if value.uses() or value.is_graph_output()]
+    dynamic = [value for value in used if value.shape is None or not value.shape.is_static()]
     if not dynamic or is_standard(node, *DATA_DEPENDENT):
         return None
     return (
@@ -148,9 +150,13 @@ def check_external_data(path: Path) -> None:
     all of them take is a regular file beside the graph that holds the bytes it is said to hold.
 
     Raises:
-        GraphError: a weight lies elsewhere, in a link, or beyond the end of its file.
+        GraphError: not an ONNX file, or a weight lies elsewhere, in a link, or beyond the end of its file.
     """
-    for tensor in _external_tensors(ir.load(path)):
+    try:
+        model = ir.load(path)
+    except (OSError, DecodeError) as error:
+        raise GraphError(f"{path}: cannot be read as ONNX ({error}); build again") from error
+    for tensor in _external_tensors(model):
         problem = _location_problem(path.parent, tensor)
         if problem is not None:
             raise GraphError(

@@ -1,0 +1,114 @@
+"""The proof of unique targets is sound: whatever it proves holds for every choice that TopK could make."""
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_graphs import parsed, run
+
+from mod_export.graph.positions import has_unique_targets
+
+
+def scatter(model: ir.Model) -> ir.Node:
+    return next(node for node in model.graph if node.op_type.startswith("Scatter"))
+
+
+@given(
+    st.integers(1, 3), st.integers(2, 6), st.integers(1, 3), st.lists(st.integers(-3, 12), min_size=3, max_size=3),
+    st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_what_is_proven_holds(B: int, S: int, k: int, offsets: list[int], seed: int) -> None:
+    """Random row offsets: proven ones never give two equal rows, and non-overlapping ones are always proven."""
+    k = min(k, S)
+    offset = ", ".join(map(str, offsets[:B]))
+    model = parsed(
+        f"""g (float[{B},{S}] scores, float[40,1] x, float[{B * k},1] u) => (float[40,1] y, int64[{B},{k}] row)
+        <int64[1] k = {{{k}}}, int64[{B},1] offset = {{{offset}}}, int64[2] shape = {{-1, 1}}> {{
+            values, positions = TopK (scores, k)
+            row = Add (positions, offset)
+            target = Reshape (row, shape)
+            y = ScatterND <reduction = "add"> (x, target, u)
+        }}"""
+    )
+    starts = sorted(offsets[:B])
+    apart = all(b - a >= S for a, b in itertools.pairwise(starts)) and starts[0] >= 0
+    proven = has_unique_targets(scatter(model))
+    assert proven or not apart
+    if proven:
+        rng = np.random.default_rng(seed)
+        feeds = {
+            "scores": rng.normal(size=(B, S)).astype(np.float32),
+            "x": np.zeros((40, 1), np.float32),
+            "u": np.zeros((B * k, 1), np.float32),
+        }
+        row = run(model, feeds)[1]
+        assert len(np.unique(row)) == B * k
+
+
+def graph(body: str, target: str = "int64[6]") -> ir.Model:
+    return parsed(
+        f"""g (float[2,9] scores, float[40,6] x, float[6,6] u, int64[2,3] free) => (float[40,6] y)
+        <int64[1] k = {{3}}, int64[1] all = {{-1}}, int64[2] rows = {{6, 1}}, int64[2,1] offset = {{0, 9}},
+         int64[2,3] fixed = {{1, 2, 3, 4, 5, 6}}, float[2,3] real = {{1.0, 2.0, 3.0, 4.0, 5.0, 6.0}}> {{
+            values, positions = TopK (scores, k)
+            {body}
+            target = Reshape (row, rows)
+            y = ScatterND <reduction = "add"> (x, target, u)
+        }}"""
+    )
+
+
+PROVEN = {
+    "constants": "row = Identity (fixed)",
+    "cast and back": "a = Cast <to = 6> (positions) b = Cast <to = 7> (a) row = Add (b, offset)",
+    "transposed": "a = Add (positions, offset) row = Transpose (a)",
+    "a part, sorted": "a, order = TopK <largest = 0> (positions, k) row = Add (a, offset)",
+    "sorted after the offset": "a = Add (positions, offset) row, order = TopK <largest = 0> (a, k)",
+    "offset first": "row = Add (offset, positions)",
+}
+UNPROVEN = {
+    "no offset": "row = Identity (positions)",
+    "an input": "row = Identity (free)",
+    "an input added": "row = Add (positions, free)",
+    "two unknown positions added": "row = Add (positions, positions)",
+    "multiplied": "row = Mul (positions, fixed)",
+    "values of another TopK": "row = Cast <to = 7> (values)",
+    "sorted over both rows": "a = Reshape (positions, all) b, j = TopK <axis=0> (a, k) row = Concat <axis = 0> (b, b)",
+    "cast from a float constant": "row = Cast <to = 7> (real)",
+}
+
+
+@pytest.mark.parametrize("body", PROVEN.values(), ids=PROVEN.keys())
+def test_proves(body: str) -> None:
+    assert has_unique_targets(scatter(graph(body)))
+
+
+@pytest.mark.parametrize("body", UNPROVEN.values(), ids=UNPROVEN.keys())
+def test_does_not_prove(body: str) -> None:
+    assert not has_unique_targets(scatter(graph(body)))
+
+
+@pytest.mark.parametrize(("axis", "proven"), [(1, True), (-1, True), (0, False)])
+def test_elements_must_be_unique_along_their_own_axis(axis: int, proven: bool) -> None:
+    model = parsed(
+        f"""g (float[2,5] scores, float[5,5] x, float[2,3] u) => (float[5,5] y) <int64[1] k = {{3}}> {{
+            values, positions = TopK (scores, k)
+            y = ScatterElements <axis = {axis}, reduction = "add"> (x, positions, u)
+        }}"""
+    )
+    assert has_unique_targets(scatter(model)) is proven
+
+
+def test_an_axis_of_unknown_length_is_not_proven() -> None:
+    model = parsed(
+        """g (float[2,S] scores, float[40,6] x, float[6,6] u) => (float[40,6] y)
+        <int64[1] k = {3}, int64[2] rows = {6, 1}> {
+            values, positions = TopK (scores, k)
+            target = Reshape (positions, rows)
+            y = ScatterND <reduction = "add"> (x, target, u)
+        }"""
+    )
+    assert not has_unique_targets(scatter(model))
