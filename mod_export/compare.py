@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["ErrorNumbers", "LayerRouting", "error_between", "next_token_agreement", "routing_of_layer"]
+__all__ = ["ErrorNumbers", "LayerRouting", "error_between", "next_token_agreement", "routing_of_layer", "smallest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,8 @@ class LayerRouting:
 def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNumbers:
     """Elementwise error of the logits of N real tokens, in float64."""
     reference = reference_NV.astype(np.float64)
-    difference = np.abs(candidate_NV.astype(np.float64) - reference)
+    with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
+        difference = np.abs(candidate_NV.astype(np.float64) - reference)
     largest = float(difference.max())
     rms = float(np.sqrt(np.mean(reference**2)))
     return ErrorNumbers(max_abs=largest, mean_abs=float(difference.mean()), max_rel=largest / rms if rms else largest)
@@ -91,9 +92,14 @@ def routing_of_layer(layer: int, candidate_BK: np.ndarray, score_BS: np.ndarray,
         routed=routed,
         agreed=agreed,
         distances=tuple(distances),
-        min_margin=min(margins) if margins else None,
+        min_margin=smallest(margins),
         malformed=malformed,
     )
+
+
+def smallest(values: Sequence[float]) -> float | None:
+    """The smallest value, None of none. NaN as soon as one is NaN, which min() alone would let slip."""
+    return float(np.min(values)) if values else None
 
 
 def _distances(score_L: np.ndarray, flipped: set[int], threshold: float, rms: float) -> list[float]:

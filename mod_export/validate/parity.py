@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mod_export.artifacts import Bucket, DType, Engine, ModelKind
-from mod_export.compare import ErrorNumbers, LayerRouting, error_between, next_token_agreement, routing_of_layer
+from mod_export.compare import ErrorNumbers, LayerRouting, error_between, next_token_agreement, routing_of_layer, smallest
 from mod_export.config import BuildConfig, ParityGate
 from mod_export.engine import ENGINES
 from mod_export.inputs import Batch, parity_batches
@@ -173,7 +173,7 @@ def _routing(comparisons: Sequence[Comparison], gate: ParityGate) -> dict[str, A
         "routed": sum(layer["routed"] for layer in layers),
         "agreed": sum(layer["agreed"] for layer in layers),
         "near_ties": sum(layer["near_ties"] for layer in layers),
-        "min_margin": min(margins, default=None),
+        "min_margin": smallest(margins),
         "by_input": [
             {
                 "input": found.kind,
@@ -196,7 +196,7 @@ def _layer(many: Sequence[LayerRouting], gate: ParityGate) -> dict[str, Any]:
         "agreed": sum(layer.agreed for layer in many),
         "near_ties": near,
         "faults": len(distances) - near,
-        "min_margin": min(margins, default=None),
+        "min_margin": smallest(margins),
     }
 
 

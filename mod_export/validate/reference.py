@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from mod_export.inputs import Batch
 from mod_export.protocols import LoadedModel
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Reference", "Traced"]
+
+KEPT_BYTES = 2**30
+"""Logits of free runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,24 +31,30 @@ class Traced:
 
 
 class Reference:
-    """Runs the eager model. A free run depends on nothing but the batch, so it is computed once for all targets."""
+    """Runs the eager model. A free run depends on nothing but the batch, so it is kept for the next target."""
 
     name = "eager float32"
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self._module = loaded.module()
-        self._free: dict[int, tuple[Batch, Traced]] = {}
+        self._module: torch.nn.Module = loaded.module()
+        self._free: dict[str, Traced] = {}
 
     def free(self, batch: Batch) -> Traced:
         """The model's own routing."""
-        # The batch is kept beside its result: an id is only unique while its object lives.
-        if id(batch) not in self._free:
-            self._free[id(batch)] = (batch, self.forced(batch, {}))
-        return self._free[id(batch)][1]
+        key = _digest(batch)
+        if key not in self._free:
+            traced = self.forced(batch, {})
+            kept = sum(known.logits_BSV.nbytes for known in self._free.values())
+            if kept + traced.logits_BSV.nbytes > KEPT_BYTES:
+                return traced
+            self._free[key] = traced
+        return self._free[key]
 
     def forced(self, batch: Batch, routing: Mapping[int, np.ndarray]) -> Traced:
         """The given positions in the layers that `routing` names, whatever their scores."""
+        import torch
+
         with torch.no_grad():
             logits_BSV, decided = self._loaded.trace(
                 self._module,
@@ -54,3 +67,10 @@ class Reference:
             {layer: one.score_BS.numpy() for layer, one in decided.items()},
             {layer: one.index_BK.numpy() for layer, one in decided.items()},
         )
+
+
+def _digest(batch: Batch) -> str:
+    digest = hashlib.sha256(repr(batch.ids_BS.shape).encode())
+    digest.update(batch.ids_BS.tobytes())
+    digest.update(batch.lengths_B.tobytes())
+    return digest.hexdigest()
