@@ -1,0 +1,123 @@
+"""A tiny routed model, and one finished build folder of it that every worker shares."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from pathlib import Path
+
+import pytest
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec, RoutingSpec
+
+from mod_export.config import BuildConfig, config_from_toml
+from mod_export.model import Model, model_from_checkpoint
+from mod_export.pipeline import build
+from mod_export.report.schema import Stage
+
+TINY = ModelSpec(
+    vocab_size=256,
+    d_model=32,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=2,
+    d_head=8,
+    d_ff=64,
+    max_positions=256,
+    routing=RoutingSpec(),
+)
+CONFIG_TOML = """
+buckets = [[1, 64], [2, 32]]
+targets = ["ort-cpu"]
+
+[latency]
+samples = 5
+warmup = 1
+bootstrap = 100
+min_speedup = 0.0
+"""
+
+
+class Recorder:
+    """Observes a build: the names of stages and steps that were announced, and the finished stages."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.steps: list[str] = []
+        self.finished: list[Stage] = []
+
+    def stage_started(self, name: str) -> None:
+        self.started.append(name)
+
+    def step_started(self, name: str) -> None:
+        self.steps.append(name)
+
+    def stage_finished(self, stage: Stage) -> None:
+        self.finished.append(stage)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture(scope="session")
+def tiny_spec() -> ModelSpec:
+    """Four layers, the second and the fourth routed."""
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all workers of this run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if base.name.startswith("popen-") else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def config_file(shared_folder: Path) -> Path:
+    """Two buckets, ONNX Runtime on the CPU only, a few samples, no gate on speed."""
+    path = shared_folder / "tiny.toml"
+    path.write_text(CONFIG_TOML, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def config(config_file: Path) -> BuildConfig:
+    return config_from_toml(config_file)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(shared_folder: Path) -> Path:
+    """TINY with initial weights."""
+    with (shared_folder / "checkpoint.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = shared_folder / "tiny.pt"
+        if not path.exists():
+            save_checkpoint(path, random_checkpoint(TINY, 0))
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Path) -> Model:
+    return model_from_checkpoint(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def built(shared_folder: Path, checkpoint: Path, config: BuildConfig) -> Path:
+    """A finished build folder, to be read only; `built_copy` is for tests that change it."""
+    root = shared_folder / "built"
+    with (shared_folder / "built.lock").open("w") as lock:
+        # The first worker builds, the others wait for it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "report.json").exists():
+            build(checkpoint, config, root, None, Recorder(), "mod-export build tiny.pt")
+    return root
+
+
+@pytest.fixture
+def built_copy(built: Path, tmp_path: Path) -> Path:
+    """A finished build folder that was moved."""
+    return Path(shutil.copytree(built, tmp_path / "moved"))

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from mod_export.compare import error_between, next_token_agreement, routing_of_layer, smallest
+
+LIMIT = 1e6
+
+
+def selected(score_BS: np.ndarray, lengths_B: np.ndarray, k: int) -> np.ndarray:
+    """The definition, one token at a time: largest score first, of equal ones the earlier; padding fills the rest."""
+    rows = []
+    for score_S, length in zip(score_BS.tolist(), lengths_B.tolist(), strict=True):
+        left, chosen = list(range(length)), []
+        while left and len(chosen) < k:
+            best = left[0]
+            for i in left[1:]:
+                if score_S[i] > score_S[best]:
+                    best = i
+            left.remove(best)
+            chosen.append(best)
+        rows.append(sorted(chosen) + list(range(length, length + k - len(chosen))))
+    return np.array(rows, dtype=np.int64)
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
+    """Scores (B, S) with many ties, lengths and k."""
+    B, S = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    values = st.one_of(st.sampled_from([-1.0, 0.0, 0.5]), st.floats(-LIMIT, LIMIT, width=32))
+    score_BS = draw(arrays.arrays(np.float32, (B, S), elements=values))
+    lengths_B = np.array(draw(st.lists(st.integers(1, S), min_size=B, max_size=B)), dtype=np.int64)
+    return score_BS, lengths_B, draw(st.integers(1, S))
+
+
+@given(routings())
+def test_what_follows_the_definition_agrees(case: tuple[np.ndarray, np.ndarray, int]) -> None:
+    score_BS, lengths_B, k = case
+    found = routing_of_layer(3, selected(score_BS, lengths_B, k), score_BS, lengths_B)
+    assert (found.layer, found.k, found.malformed) == (3, k, "")
+    assert found.agreed == found.routed == sum(min(k, int(length)) for length in lengths_B)
+    assert found.distances == ()
+    assert found.min_margin is None or found.min_margin >= 0
+    assert (found.min_margin is None) == all(k >= length for length in lengths_B)
+
+
+@given(routings(), st.data())
+def test_any_other_choice_is_counted(case: tuple[np.ndarray, np.ndarray, int], data: st.DataObject) -> None:
+    score_BS, lengths_B, k = case
+    index_BK = selected(score_BS, lengths_B, k)
+    row = data.draw(st.integers(0, len(index_BK) - 1))
+    free = sorted(set(range(score_BS.shape[1])) - set(index_BK[row].tolist()))
+    if not free:
+        return
+    slot, other = data.draw(st.integers(0, k - 1)), data.draw(st.sampled_from(free))
+    length = int(lengths_B[row])
+    moved_real = index_BK[row, slot] < length
+    index_BK[row, slot] = other
+    index_BK[row].sort()
+    found = routing_of_layer(0, index_BK, score_BS, lengths_B)
+    assert found.agreed == found.routed - int(moved_real)
+    assert len(found.distances) == int(moved_real) + int(other < length)
+    assert all(distance >= 0 for distance in found.distances)
+    assert ("places to padding" in found.malformed) == (moved_real and other >= length)
+
+
+def test_distances_are_from_the_kth_score_in_units_of_the_row() -> None:
+    score_BS = np.array([[4.0, 3.0, 2.0, 1.0]], dtype=np.float32)
+    found = routing_of_layer(0, np.array([[0, 3]]), score_BS, np.array([4]))
+    rms = math.sqrt((16 + 9 + 4 + 1) / 4)
+    assert found.distances == pytest.approx((0.0, 2.0 / rms))
+    assert found.min_margin == pytest.approx(1.0 / rms)
+    assert (found.routed, found.agreed) == (2, 1)
+
+
+def test_ties_go_to_the_earlier_token() -> None:
+    score_BS, lengths_B = np.zeros((1, 4), dtype=np.float32), np.array([4])
+    assert routing_of_layer(0, np.array([[0, 1]]), score_BS, lengths_B).distances == ()
+    later = routing_of_layer(0, np.array([[0, 2]]), score_BS, lengths_B)
+    assert later.agreed == 1
+    assert later.distances == (0.0, 0.0)
+    assert later.min_margin == 0.0
+
+
+def test_padding_has_no_score() -> None:
+    score_BS = np.array([[1.0, 2.0, 9.0, 9.0]], dtype=np.float32)
+    found = routing_of_layer(0, np.array([[0, 1, 2]]), score_BS, np.array([2]))
+    assert (found.routed, found.agreed, found.malformed, found.min_margin) == (2, 2, "", None)
+
+
+@pytest.mark.parametrize(
+    ("index", "malformed"),
+    [
+        ([1, 0], "positions are not ascending, or not unique"),
+        ([1, 1], "positions are not ascending, or not unique"),
+        ([-1, 0], "positions from -1 to 0 in a row of 4"),
+        ([0, 4], "positions from 0 to 4 in a row of 4"),
+        ([0, 3], "row 0 gives 1 of 2 places to padding while real tokens are left"),
+    ],
+)
+def test_what_is_no_selection_is_named(index: list[int], malformed: str) -> None:
+    score_BS = np.array([[3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
+    assert routing_of_layer(0, np.array([index]), score_BS, np.array([3])).malformed == malformed
+
+
+def test_a_position_outside_the_row_is_infinitely_far() -> None:
+    score_BS = np.array([[3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
+    assert routing_of_layer(0, np.array([[-1, 0]]), score_BS, np.array([4])).distances == (math.inf, 0.0)
+
+
+def test_scores_that_are_not_numbers_stay_visible() -> None:
+    score_BS = np.array([[3.0, np.nan, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
+    found = routing_of_layer(0, np.array([[1, 2], [0, 1]]), score_BS, np.array([4, 4]))
+    assert all(math.isnan(distance) for distance in found.distances)
+    assert found.min_margin is not None
+    assert math.isnan(found.min_margin)
+
+
+def test_all_scores_zero() -> None:
+    found = routing_of_layer(0, np.array([[0]]), np.zeros((1, 2), dtype=np.float32), np.array([2]))
+    assert found.min_margin == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "least"), [([], None), ([2.0, 1.0], 1.0), ([1.0, math.nan], math.nan), ([math.nan, 1.0], math.nan)]
+)
+def test_smallest(values: list[float], least: float | None) -> None:
+    assert smallest(values) == (least if least is None or not math.isnan(least) else pytest.approx(least, nan_ok=True))
+
+
+def test_error_in_numbers() -> None:
+    reference_NV = np.array([[3.0, -4.0], [0.0, 0.0]], dtype=np.float32)
+    candidate_NV = np.array([[3.0, -4.5], [0.25, 0.0]], dtype=np.float32)
+    found = error_between(candidate_NV, reference_NV)
+    assert (found.max_abs, found.mean_abs, found.max_rel) == (0.5, 0.1875, 0.5 / 2.5)
+
+
+def test_error_against_zeros_is_absolute() -> None:
+    found = error_between(np.ones((1, 2), dtype=np.float32), np.zeros((1, 2), dtype=np.float32))
+    assert (found.max_abs, found.max_rel) == (1.0, 1.0)
+
+
+def test_error_of_low_precision_is_taken_in_float64() -> None:
+    found = error_between(np.array([[60_000.0]], dtype=np.float16), np.array([[-60_000.0]], dtype=np.float32))
+    assert found.max_abs == 120_000.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_error_is_not_a_number_where_the_logits_are_not(bad: float) -> None:
+    logits_NV = np.array([[bad, 1.0]], dtype=np.float32)
+    found = error_between(logits_NV, logits_NV)
+    assert math.isnan(found.max_abs)
+    assert math.isnan(found.mean_abs)
+    assert math.isnan(found.max_rel)
+
+
+def test_next_token() -> None:
+    reference_NV = np.array([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=np.float32)
+    candidate_NV = np.array([[0.0, 9.0], [0.0, 1.0], [np.nan, 1.0], [0.0, np.inf]], dtype=np.float32)
+    assert next_token_agreement(candidate_NV, reference_NV) == 0.25
+    assert next_token_agreement(reference_NV, reference_NV) == 1.0
