@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mod_export.report.schema import InputAgreement, SpeedupEntry
+from mod_export.report.wording import (
+    agreement_text,
+    bytes_text,
+    count_text,
+    error_text,
+    flops_text,
+    interval_text,
+    ms_text,
+    printable,
+    ratio_text,
+    share_text,
+    threads_text,
+    value_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [(0.1234, "0.123"), (2.0, "2.00"), (20.14, "20.1"), (99.96, "100"), (671.6, "672"), (4563.2, "4,563"), (0, "0.00")],
+)
+def test_milliseconds_have_three_digits(ms: float, text: str) -> None:
+    assert ms_text(ms) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(1.0, "100 %"), (0.999999, "99.99 %"), (0.5, "50.00 %"), (0.0, "0.00 %"), (math.nan, "nan")],
+)
+def test_only_all_is_a_hundred_percent(share: float, text: str) -> None:
+    assert share_text(share) == text
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_only_all_is_called_all(agreed: int, missing: int) -> None:
+    text = agreement_text(InputAgreement(input="text", routed=agreed + missing, agreed=agreed))
+    assert text.startswith("all ") is (missing == 0 and agreed > 0)
+
+
+def test_nothing_routed_is_a_dash() -> None:
+    assert agreement_text(InputAgreement(input="text", routed=0, agreed=0)) == "-"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1_500, "1.50 k"), (40_906_240, "40.91 M"), (2.98e10, "29.80 G"), (5e12, "5.00 T")],
+)
+def test_counts_have_decimal_prefixes(count: float, text: str) -> None:
+    assert count_text(count) == text
+
+
+def test_flops_have_their_unit() -> None:
+    assert (flops_text(512), flops_text(29_770_000_000)) == ("512 FLOP", "29.77 GFLOP")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (2048, "2.0 KiB"), (163_624_960, "156.0 MiB"), (3 * 2**30, "3.0 GiB")],
+)
+def test_bytes_have_binary_prefixes(count: int, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+def test_ratios_and_errors() -> None:
+    row = SpeedupEntry(
+        target="t", bucket="b", dtype="float32", measured=1.678, ci95=(1.655, 1.694), predicted_flops=1.69,
+        efficiency=0.99, gate=None, passed=None,
+    )  # fmt: skip
+    assert interval_text(row) == "1.68x [1.66, 1.69]"
+    assert ratio_text(math.nan) == "nanx"
+    assert [error_text(error) for error in (0.0, 2.14e-6, math.nan, math.inf)] == ["0", "2.1e-06", "nan", "inf"]
+
+
+def test_threads_and_values() -> None:
+    assert [threads_text(count) for count in (0, 1, 4)] == ["as many threads as it likes", "1 thread", "4 threads"]
+    assert [value_text(value) for value in (None, [1, None], "x", True)] == ["none", "1, none", "x", "True"]
+
+
+@given(st.text(), st.sampled_from(["ascii", "latin-1", "utf-8", "cp1252"]))
+def test_printable_text_can_be_written_anywhere(text: str, encoding: str) -> None:
+    shown = printable(text, encoding=encoding)
+    assert shown.encode(encoding).decode(encoding) == shown
+    assert shown.isprintable()
+
+
+def test_printable_keeps_what_it_is_told_to() -> None:
+    assert printable("a\nb\x00", keep="\n") == "a\nb\\x00"
+    assert printable("\ud800") == "\\ud800"
