@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from mod_export.artifacts import ModelKind
 from mod_export.environment import source_digest
-from mod_export.errors import CheckpointError
+from mod_export.errors import BuildFolderError, CheckpointError
 from mod_export.protocols import Architecture, LoadedModel
+from mod_export.workspace import MANIFEST, read_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +57,17 @@ def architectures() -> dict[str, Architecture]:
     """Every registered architecture by name.
 
     Raises:
-        CheckpointError: no package registers any.
+        CheckpointError: no package registers any, or one that does is broken.
     """
-    found = {entry.name: entry.load() for entry in entry_points(group=GROUP)}
+    found: dict[str, Architecture] = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            found[entry.name] = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise CheckpointError(
+                f"architecture {entry.name!r} cannot be loaded from {entry.value} ({error}); repair or remove the "
+                "package that registers it"
+            ) from error
     if not found:
         raise CheckpointError(f"no architecture is registered in the entry-point group {GROUP}; reinstall mod-export")
     return found
@@ -68,11 +77,19 @@ def look_at_checkpoint(path: Path) -> None:
     """Refuses at once what cannot be a checkpoint, before PyTorch is loaded to read it.
 
     Raises:
-        CheckpointError: nothing there, or neither a folder nor the kind of archive that torch.save writes.
+        CheckpointError: nothing there, or neither a folder with a config.json nor the kind of archive that torch.save
+            writes.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
-    if path.is_file() and not zipfile.is_zipfile(path):
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{path}: no config.json in this folder; expected config.json and model.safetensors, or a model.pt"
+            )
+    elif path.suffix == ".safetensors":
+        raise CheckpointError(f"{path}: weights without a spec; give the folder that holds it beside its config.json")
+    elif path.is_file() and not zipfile.is_zipfile(path):
         raise CheckpointError(
             f"{path}: not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, which "
             "could run code and is not read"
@@ -123,11 +140,23 @@ def model_from_weights(
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, or of a folder's files in the order of their names (names included)."""
+    """SHA-256 of a file, or of a folder's files in the order of their names (names included).
+
+    Build folders inside are left out: the default one of `mod-export build .` lies in the checkpoint's own folder.
+    """
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     digest = hashlib.sha256()
-    for file_path in sorted(item for item in path.rglob("*") if item.is_file()):
+    builds = {manifest.parent for manifest in path.rglob(f"*/{MANIFEST}") if _is_build_folder(manifest.parent)}
+    for file_path in sorted(item for item in path.rglob("*") if item.is_file() and builds.isdisjoint(item.parents)):
         digest.update(f"{file_path.relative_to(path).as_posix()}\0{sha256_of(file_path)}\n".encode())
     return digest.hexdigest()
+
+
+def _is_build_folder(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except BuildFolderError:
+        return False
+    return True

@@ -122,7 +122,7 @@ def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> d
 
 
 def _check_baseline(model: Model, baseline: Model) -> None:
-    if any(baseline.loaded.k_by_layer(baseline.loaded.max_positions)):
+    if baseline.loaded.k_by_layer(baseline.loaded.max_positions):
         raise CheckpointError(f"baseline {baseline.name}: has routed layers; a baseline is a dense model")
     problems = [
         f"{what} {theirs} instead of {ours}"
