@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mod_export
+from mod_export.environment import PACKAGES, describe_machine, package_version, source_digest
+
+
+@pytest.fixture
+def gpu_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts an nvidia-smi that runs this shell script on the path, before all others."""
+
+    def place(script: str) -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return place
+
+
+def test_versions() -> None:
+    assert package_version("mod_export") == mod_export.__version__
+    assert package_version("torch") == sys.modules["torch"].__version__
+    assert package_version("onnxruntime") is not None
+    with pytest.raises(KeyError, match="numpy"):
+        package_version("numpy")
+
+
+def test_the_machine_is_described_as_plain_data() -> None:
+    machine = describe_machine()
+    assert json.loads(json.dumps(machine)) == machine
+    assert machine.keys() >= {*PACKAGES, "python", "platform", "cpu", "cores", "memory_bytes", "load_average", "gpu"}
+    assert machine["cpu"]
+    assert 1 <= machine["cores"] <= machine["logical_cores"]
+    assert machine["memory_bytes"] > 2**28
+    assert machine["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_no_gpu_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_machine()["gpu"] is None
+
+
+def test_a_gpu_is_named_with_its_driver(gpu_tool: Callable[[str], None]) -> None:
+    gpu_tool('echo "NVIDIA RTX 6000 Ada, 570.86"; echo "another"')
+    assert describe_machine()["gpu"] == "NVIDIA RTX 6000 Ada, 570.86"
+
+
+@pytest.mark.parametrize("script", ["exit 9", "exit 0", "echo broken >&2; exit 1"])
+def test_a_gpu_tool_that_finds_nothing(gpu_tool: Callable[[str], None], script: str) -> None:
+    gpu_tool(script)
+    assert describe_machine()["gpu"] is None
+
+
+def test_a_gpu_tool_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_bytes(b"\x7fELF not really")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_machine()["gpu"] is None
+
+
+def test_the_digest_of_a_package_follows_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package_with_digest"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "deep/code.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = []
+    for change in (lambda: None, lambda: (package / "deep/code.py").write_text("x = 2"), lambda: None):
+        change()
+        source_digest.cache_clear()
+        digests.append(source_digest("package_with_digest"))
+    assert digests[0] != digests[1] == digests[2]
+    (package / "notes.txt").write_text("not code")
+    source_digest.cache_clear()
+    assert source_digest("package_with_digest") == digests[2]
+
+
+def test_the_digest_is_of_this_package() -> None:
+    assert source_digest("mod_export") != source_digest("mod_models")
+    assert len(source_digest("mod_export")) == 64

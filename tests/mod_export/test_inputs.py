@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import random_checkpoint
+from mod_models.spec import ModelSpec
+
+from mod_export.artifacts import Bucket
+from mod_export.inputs import KINDS, Batch, parity_batches, timing_batch
+from mod_export.model import Model
+
+buckets = st.builds(Bucket, st.integers(1, 4), st.integers(1, 200))
+
+
+@given(bucket=buckets, seed=st.integers(0, 2**31 - 1), per_kind=st.integers(1, 3))
+def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: int) -> None:
+    batches = parity_batches(model.loaded, bucket, seed, per_kind)
+    assert {batch.kind for batch in batches} == set(KINDS)
+    assert len(batches) == 5 * per_kind
+    for batch in batches:
+        assert batch.ids_BS.shape == (bucket.batch, bucket.seq)
+        assert batch.lengths_B.shape == (bucket.batch,)
+        assert batch.ids_BS.dtype == batch.lengths_B.dtype == np.int64
+        assert batch.ids_BS.min() >= 0
+        assert batch.ids_BS.max() < model.loaded.vocab_size
+        assert batch.lengths_B.min() >= 1
+        assert batch.lengths_B.max() <= bucket.seq
+
+
+def test_the_same_seed_gives_the_same_batches_and_another_gives_others(model: Model) -> None:
+    def ids(seed: int) -> np.ndarray:
+        return np.stack([batch.ids_BS for batch in parity_batches(model.loaded, Bucket(2, 64), seed, 2)])
+
+    assert np.array_equal(ids(1), ids(1))
+    assert not np.array_equal(ids(1), ids(2))
+
+
+def test_each_kind_is_what_it_says(model: Model) -> None:
+    text, random, long, short, ties = parity_batches(model.loaded, Bucket(3, 64), 0, 1)
+    assert [batch.kind for batch in (text, random, long, short, ties)] == ["text", "random", "padded", "padded", "ties"]
+    assert np.isin(text.ids_BS, list(range(9, 127))).mean() > 0.9  # Python source is nearly all ASCII.
+    assert (random.ids_BS >= 127).mean() > 0.3
+    for full in (text, random, ties):
+        assert full.lengths_B.tolist() == [64, 64, 64]
+    assert long.lengths_B.min() >= 32
+    assert short.lengths_B.tolist() == [4, 4, 1]
+    assert (ties.ids_BS == ties.ids_BS[:, :1]).all()
+
+
+def test_a_vocabulary_without_text_gets_random_ids_only(tiny_spec: ModelSpec) -> None:
+    spec = ModelSpec.from_dict({**tiny_spec.to_dict(), "vocab_size": 100})
+    loaded = LoadedTransformer(random_checkpoint(spec, 0))
+    batches = parity_batches(loaded, Bucket(1, 32), 0, 1)
+    assert [batch.kind for batch in batches] == ["random", "padded", "padded", "ties"]
+    assert max(batch.ids_BS.max() for batch in batches) < 100
+
+
+def test_feeds_have_the_names_of_the_graph() -> None:
+    batch = Batch("random", np.zeros((2, 4), dtype=np.int64), np.array([1, 3]))
+    assert list(batch.feeds) == ["input_ids", "lengths"]
+    assert batch.feeds["input_ids"] is batch.ids_BS
+    assert batch.real_BS.tolist() == [[True, False, False, False], [True, True, True, False]]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_timing_batch_fills_its_bucket(seed: int) -> None:
+    batch = timing_batch(Bucket(2, 16), 256, seed)
+    assert batch.real_BS.all()
+    assert batch.ids_BS.max() < 256
+    assert np.array_equal(batch.ids_BS, timing_batch(Bucket(2, 16), 256, seed).ids_BS)
