@@ -42,8 +42,8 @@ PARTS: dict[str, frozenset[str]] = {
 
 NO_RULE = frozenset(
     {
-        "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "Einsum", "GRU", "If", "LSTM", "LinearAttention", "Loop",
-        "MatMulInteger", "QLinearConv", "QLinearMatMul", "RNN", "Scan",
+        "CausalConvWithState", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "Einsum", "GRU", "If", "LSTM",
+        "LinearAttention", "Loop", "MatMulInteger", "QLinearConv", "QLinearMatMul", "RNN", "Scan", "SequenceMap",
     }
 )  # fmt: skip
 """Standard operators that multiply matrices, or hold graphs, and have no rule here. Skipping one would be a lie."""

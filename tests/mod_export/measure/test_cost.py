@@ -20,7 +20,7 @@ from mod_export.graph.capture import exported_from_module
 from mod_export.graph.onnx_export import onnx_from_exported
 from mod_export.graph.passes import PORTABLE, run_passes
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
-from mod_export.measure.cost import PARTS, CostRow, cost_row
+from mod_export.measure.cost import NO_RULE, PARTS, CostRow, cost_row
 
 BUCKET = Bucket(2, 24)
 SPEC = ModelSpec(
@@ -237,6 +237,17 @@ def test_a_tensor_stored_once_is_counted_once(tmp_path: Path) -> None:
 def test_a_product_without_a_rule_is_refused(body: str, name: str) -> None:
     with pytest.raises(GraphError, match=rf"mod b1s4: node .*: FLOPs of {name} cannot be counted; only MatMul"):
         cost(f"g (float[5,7] x) => (float[5,3] y) {{ {body} }}", w=(7, 3))
+
+
+def test_what_is_refused_exists() -> None:
+    assert {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == ""} >= NO_RULE
+
+
+def test_a_weight_is_found_behind_anything_that_is_folded() -> None:
+    text = "g (float[2,8] x) => (float[2,3] y) { c = Clip(stored, , high) w = Transpose(c) y = MatMul(x, w) }"
+    model = parsed(text, stored=(3, 8), high=())
+    model.graph.initializers["stored"].name = "layers.0.mlp.up_proj.weight"
+    assert nonzero(cost_row(model, "mod", Bucket(1, 4))) == {"mlp": 2 * 2 * 8 * 3}
 
 
 def test_an_unknown_shape_is_refused_by_name() -> None:

@@ -11,13 +11,18 @@ import numpy as np
 import onnx
 import onnxruntime as ort  # noqa: TID253 - a test may load what it tests on.
 import pytest
+from numpy.typing import NDArray
 
-from mod_export.artifacts import Bucket
+from mod_export.artifacts import Bucket, ModelKind
 from mod_export.errors import EngineError
 from mod_export.measure.latency import Setting, latency_rows, sample_latency
+from mod_export.protocols import Runner
 
 SETTING = Setting(target="ort-cpu", bucket=Bucket(1, 4), dtype="float32")
-FEEDS = {"x": np.arange(8, dtype=np.float32).reshape(2, 4), "lengths": np.array([4], dtype=np.int64)}
+FEEDS: dict[str, NDArray[np.generic]] = {
+    "x": np.arange(8, dtype=np.float32).reshape(2, 4),
+    "lengths": np.array([4], dtype=np.int64),
+}
 
 
 class Session:
@@ -30,7 +35,7 @@ class Session:
         model = onnx.parser.parse_model(graph)
         self._session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         self.inputs = tuple(item.name for item in self._session.get_inputs())
-        self.outputs = ("y", "z")
+        self.outputs: tuple[str, ...] = ("y", "z")
         self.providers = tuple(self._session.get_providers())
         self.threads = threads
         self.fed: set[tuple[str, ...]] = set()
@@ -137,16 +142,16 @@ def test_the_garbage_collector_comes_back_after_a_failing_run() -> None:
 def test_progress_is_told_after_every_round() -> None:
     told: list[int] = []
     log: list[str] = []
-    runners = [Session(log, "a"), Session(log, "b")]
+    runners: list[Runner] = [Session(log, "a"), Session(log, "b")]
     sample_latency(runners, FEEDS, warmup=2, samples=3, seed=0, after_round=lambda: told.append(len(log)))
     assert told == [2, 4, 6, 8, 10]
 
 
 def test_different_conditions_are_not_compared() -> None:
-    runners = {"dense": Session([], "dense", threads=4), "mod": Session([], "mod", threads=1)}
+    runners: dict[ModelKind, Runner] = {"dense": Session([], "dense", threads=4), "mod": Session([], "mod", threads=1)}
     message = (
         r"ort-cpu b1s4 float32: latency can only be compared under the same conditions, but the engines run "
         r"dense on CPUExecutionProvider with 4 threads; mod on CPUExecutionProvider with 1 threads\. Load all"
     )
     with pytest.raises(EngineError, match=message):
-        latency_rows(runners, FEEDS, SETTING, warmup=1, samples=2, seed=0)  # type: ignore[arg-type]
+        latency_rows(runners, FEEDS, SETTING, warmup=1, samples=2, seed=0)

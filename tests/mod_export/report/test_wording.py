@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import JsonValue
 
 from mod_export.report.schema import InputAgreement, SpeedupEntry
 from mod_export.report.wording import (
@@ -81,7 +82,8 @@ def test_ratios_and_errors() -> None:
 
 def test_threads_and_values() -> None:
     assert [threads_text(count) for count in (0, 1, 4)] == ["as many threads as it likes", "1 thread", "4 threads"]
-    assert [value_text(value) for value in (None, [1, None], "x", True)] == ["none", "1, none", "x", "True"]
+    values: list[JsonValue] = [None, [1, None], "x", True]
+    assert [value_text(value) for value in values] == ["none", "1, none", "x", "True"]
 
 
 @given(st.text(), st.sampled_from(["ascii", "latin-1", "utf-8", "cp1252"]))
