@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.experimental import symbolic_shapes
 
 from mod_export.artifacts import Bucket
 from mod_export.errors import CaptureError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["CaptureProof", "exported_from_module", "prove_static"]
+
+ADVICE = "Routing must use a fixed k and gather/scatter, without boolean indexing or .item()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,26 +28,26 @@ class CaptureProof:
     recompiles: int
 
 
-def _example(bucket: Bucket, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids_BS = torch.full((bucket.batch, bucket.seq), fill, dtype=torch.int64)
+def _example(bucket: Bucket, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     # A row may be full, short, or down to one token; none of it may change the graph.
-    lengths_B = torch.full((bucket.batch,), bucket.seq if fill == 0 else 1, dtype=torch.int64)
-    return ids_BS, lengths_B
+    return torch.zeros((bucket.batch, bucket.seq), dtype=torch.int64), torch.full((bucket.batch,), length)
 
 
 def prove_static(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureProof:
-    """Compiles with `fullgraph=True` and runs two different inputs: one graph, no break, no recompile.
+    """Compiles with `fullgraph=True` and runs two different inputs: one graph, no break, no recompile, no dynamic size.
 
-    The backend is `eager`, because breaks and recompiles happen before any backend is asked.
+    The backend is the eager interpreter, because breaks and recompiles happen before any backend is asked.
 
     Raises:
         CaptureError: the model does not compile as one static graph.
     """
     compiled_graphs = 0
+    dynamic: list[str] = []
 
     def count(graph_module: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
         nonlocal compiled_graphs
         compiled_graphs += 1
+        dynamic.extend(_dynamic_operations(graph_module))
         return graph_module.forward
 
     torch._dynamo.reset()
@@ -52,22 +55,39 @@ def prove_static(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureP
     # rest on one flag.
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=count)
+    where = f"{name} at {bucket.name}"
     try:
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-            compiled(*_example(bucket, 0))
+            compiled(*_example(bucket, bucket.seq))
             compiled(*_example(bucket, 1))
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except RuntimeError as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CaptureError(
-            f"{name} at {bucket.name}: torch.compile(fullgraph=True) could not capture one static graph: {reason}. "
-            "Routing must use a fixed k and gather/scatter, without boolean indexing or .item()"
+            f"{where}: torch.compile(fullgraph=True) could not capture one static graph: {reason}. {ADVICE}"
         ) from error
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     proof = CaptureProof(graphs=compiled_graphs, graph_breaks=breaks, recompiles=compiled_graphs - 1)
     torch._dynamo.reset()
     if proof != CaptureProof(graphs=1, graph_breaks=0, recompiles=0):
-        raise CaptureError(f"{name} at {bucket.name}: expected 1 graph, no breaks and no recompiles, got {proof}")
+        raise CaptureError(f"{where}: expected 1 graph, no breaks and no recompiles, got {proof}")
+    if dynamic:
+        # torch.compile keeps these inside one graph; no graph of fixed sizes can hold them.
+        raise CaptureError(f"{where}: a size or number that depends on the data comes from `{dynamic[0]}`. {ADVICE}")
     return proof
+
+
+def _dynamic_operations(graph_module: torch.fx.GraphModule) -> list[str]:
+    """The lines of the model whose results have a size, or are a number, that is only known when the graph runs."""
+    return [
+        _line_of(node)
+        for node in graph_module.graph.nodes
+        if symbolic_shapes.free_unbacked_symbols(node.meta.get("example_value"))
+    ]
+
+
+def _line_of(node: torch.fx.Node) -> str:
+    lines = [line.strip() for line in (node.stack_trace or node.name).splitlines()]
+    return next(line for line in reversed(lines) if line.strip("^~ "))
 
 
 def exported_from_module(module: torch.nn.Module, bucket: Bucket, name: str) -> torch.export.ExportedProgram:
@@ -78,7 +98,7 @@ def exported_from_module(module: torch.nn.Module, bucket: Bucket, name: str) -> 
     """
     try:
         with torch.no_grad():
-            return torch.export.export(module, _example(bucket, 0))
-    except (torch._dynamo.exc.TorchDynamoException, torch._export.verifier.SpecViolationError, RuntimeError) as error:
+            return torch.export.export(module, _example(bucket, bucket.seq))
+    except (torch._export.verifier.SpecViolationError, RuntimeError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CaptureError(f"{name} at {bucket.name}: torch.export refused the model: {reason}") from error
