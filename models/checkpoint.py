@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mod_models.spec import ModelSpec, SpecError, shown
+from mod_models.transformer import Transformer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from mod_models.spec import ModelSpec, SpecError, shown
-from mod_models.transformer import Transformer
 
 __all__ = [
     "ARCHITECTURE",
@@ -36,6 +35,7 @@ __all__ = [
     "random_checkpoint",
     "read_plain",
     "save_checkpoint",
+    "write_plain",
     "written_beside",
 ]
 
@@ -91,6 +91,9 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
     Every file is written beside its place and renamed, so a write that fails leaves the old checkpoint as it was, and
     a killed one leaves the old checkpoint or none, never weights of one and the spec of another.
+
+    Raises:
+        OSError: the place cannot be written to, or is full.
     """
     header = {
         "format_version": FORMAT_VERSION,
@@ -99,16 +102,16 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     }
     weights = _separate(checkpoint.weights)
     if path.suffix == ".pt":
-        # Plain lists instead of tuples: weights_only=True admits both, JSON only lists, and one form is enough.
-        plain = json.loads(json.dumps(header))
-        with written_beside(path) as file:
-            torch.save({**plain, "weights": weights}, file)
+        write_plain(path, {**header, "weights": weights})
         return
     path.mkdir(parents=True, exist_ok=True)
     with written_beside(path / "config.json") as config:
         config.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
         with written_beside(path / "model.safetensors") as tensors:
-            save_file(weights, tensors)
+            try:
+                save_file(weights, tensors)
+            except SafetensorError as error:
+                raise OSError(f"{path / 'model.safetensors'}: could not be written ({error})") from error
             # Without its config a folder is no checkpoint: a run killed between the two renames leaves none.
             (path / "config.json").unlink(missing_ok=True)
 
@@ -118,10 +121,28 @@ def written_beside(path: Path) -> Iterator[Path]:
     """Gives a place beside `path` to write to, and renames what was written there once the block has succeeded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        # A file in a private folder, not a temporary file: it keeps the permissions that the user's umask gives.
         temporary = Path(folder) / path.name
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # what the user's umask gives; safetensors makes its files private
         temporary.replace(path)
+
+
+def write_plain(path: Path, data: Mapping[str, object]) -> None:
+    """Writes what `read_plain` reads, beside its place and then renamed.
+
+    Raises:
+        OSError: the place cannot be written to, or is full.
+    """
+    with written_beside(path) as place:
+        try:
+            with place.open("wb") as file:
+                torch.save(data, file)
+        except (OSError, RuntimeError) as error:
+            # torch reports how its writer was confused by what the file system had said.
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            raise OSError(f"{path}: could not be written ({_first_line(reason)})") from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

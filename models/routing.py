@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-
 from mod_models.spec import RoutingSpec
+from torch import Tensor, nn
 
 __all__ = ["COMBINES", "GATES", "ROUTERS", "Routing", "select_topk"]
 

@@ -141,12 +141,11 @@ class ModelSpec:
         return dataclasses.replace(self, routing=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the inverse of `from_dict`."""
+        """Plain data as JSON has it, lists where a spec has tuples; the inverse of `from_dict`."""
         data = dataclasses.asdict(self)
-        routing = data["routing"]
-        if routing is not None:
-            for name in ("layers", "capacity"):
-                routing[name] = list(routing[name]) if isinstance(routing[name], tuple) else routing[name]
+        if data["routing"] is not None:
+            listed = {name: list(value) for name, value in data["routing"].items() if isinstance(value, tuple)}
+            data["routing"] = {**data["routing"], **listed}
         return data
 
     @classmethod

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from mod_models.checkpoint import Checkpoint, CheckpointError, read_plain, save_checkpoint, written_beside
+from mod_models.checkpoint import Checkpoint, CheckpointError, read_plain, save_checkpoint, write_plain, written_beside
 from mod_models.corpus import batch_at, read_split
 from mod_models.spec import ModelSpec, RoutingSpec, shown
 from mod_models.transformer import RoutedBlock, Transformer
+from torch import Tensor, nn
+from torch.nn import functional
 
 __all__ = ["DEFAULT_SPEC", "TrainConfig", "TrainError", "evaluate", "losses", "main", "train"]
 
@@ -158,7 +157,7 @@ def train(spec: ModelSpec, config: TrainConfig, folder: Path, *, stop_after: int
     model = Transformer(spec)
     model.init_weights(torch.Generator().manual_seed(config.seed))
     optimizer = torch.optim.AdamW(_parameter_groups(model, config), lr=config.learning_rate, betas=(0.9, 0.95))
-    identity = json.loads(json.dumps({"spec": spec.to_dict(), "config": asdict(config)}))
+    identity = {"spec": spec.to_dict(), "config": asdict(config)}
     folder.mkdir(parents=True, exist_ok=True)
     step = _resume(folder, model, optimizer, identity)
     if step:
@@ -221,8 +220,7 @@ def _save(folder: Path, model: Transformer, optimizer: torch.optim.Optimizer, st
     weights = {name: tensor.detach().half() for name, tensor in model.state_dict().items()}
     save_checkpoint(folder / "model.pt", Checkpoint(spec=model.spec, weights=weights))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "identity": identity}
-    with written_beside(folder / "state.pt") as file:
-        torch.save(state, file)
+    write_plain(folder / "state.pt", state)
 
 
 def _log_until(path: Path, step: int) -> list[str]:

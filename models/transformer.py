@@ -16,11 +16,10 @@ padding that fills surplus slots sits behind every real token of its row.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
 from mod_models.routing import COMBINES, GATES, ROUTERS, MlpRouter, Routing, select_topk
 from mod_models.spec import ModelSpec, RoutingSpec
+from torch import Tensor, nn
+from torch.nn import functional
 
 __all__ = ["Transformer"]
 
@@ -70,7 +69,9 @@ class Attention(nn.Module):
         q_BHTE = rotate(self._heads(self.q_proj(x_BTD)), cos, sin)
         k_BGTE = rotate(self._heads(self.k_proj(x_BTD)), cos, sin)
         v_BGTE = self._heads(self.v_proj(x_BTD))
-        y_BHTE = functional.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped)
+        y_BHTE = functional.scaled_dot_product_attention(
+            q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped
+        )
         y_BTD: Tensor = self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD
 
