@@ -5,66 +5,18 @@ tables, the router's scores and the gates made from them. That is a few 1e-7 of 
 layers above it to enlarge that, and `test_variants_differ` shows that two declarations never come as close.
 """
 
-import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
 from loop_reference import reference
-
-from mod_models.checkpoint import Checkpoint, random_checkpoint
-from mod_models.spec import (
-    CAPACITY_RULES,
-    COMBINES,
-    GATES,
-    POSITIONS,
-    ROUTER_INPUTS,
-    ROUTERS,
-    EveryNth,
-    ModelSpec,
-    RoutingSpec,
-)
+from mod_models.spec import CAPACITY_RULES, COMBINES, GATES, POSITIONS, ROUTER_INPUTS, ROUTERS, EveryNth, ModelSpec
+from tiny_models import distinct_ids, lively_checkpoint, make_spec
 
 TOLERANCE = 2e-5
 SEQ = 8
 LENGTHS = (8, 5, 2, 1)  # k is 3: two rows have fewer real tokens than that
-
-
-def make_spec(**changes: object) -> ModelSpec:
-    routing_names = {field.name for field in dataclasses.fields(RoutingSpec)}
-    routing = RoutingSpec(
-        **{
-            "layers": (0, 2), "router_hidden": 3, "gate_scale": 0.7, "gate_shift": 0.4, "capacity": 0.375,
-            "capacity_rule": "floor", **{name: value for name, value in changes.items() if name in routing_names},
-        }
-    )  # fmt: skip
-    sizes = {
-        "vocab_size": 16, "d_model": 8, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_head": 4, "d_ff": 12,
-        "max_positions": 16, "routing": routing,
-    }  # fmt: skip
-    return ModelSpec(**{**sizes, **{name: value for name, value in changes.items() if name not in routing_names}})
-
-
-def lively_checkpoint(spec: ModelSpec, seed: int = 0) -> Checkpoint:
-    """Weights large enough that every declaration shows in the logits; initial weights would hide most of them."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, tensor in random_checkpoint(spec, seed).weights.items():
-        noise = torch.randn(tensor.shape, generator=generator)
-        if name.endswith("norm.weight"):
-            weights[name] = 1 + 0.3 * noise
-        elif name == "embedding.weight" or name.endswith("bias"):
-            weights[name] = noise
-        else:
-            weights[name] = noise / tensor.shape[-1] ** 0.5
-    return Checkpoint(spec=spec, weights=weights)
-
-
-def distinct_ids(spec: ModelSpec, batch: int, seq: int) -> torch.Tensor:
-    """No id twice in a row: equal tokens have equal scores, and ties are the subject of other tests."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.stack([torch.randperm(spec.vocab_size, generator=generator)[:seq] for _ in range(batch)])
 
 
 def assert_equals_reference(
