@@ -59,7 +59,7 @@ class LatencyBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyChart:
-    """The models of one setting on one axis that starts at 0."""
+    """The models of one setting, the dense one first, on one axis that starts at 0."""
 
     setting: Setting
     bars: tuple[LatencyBar, ...]
@@ -127,7 +127,7 @@ def _latency_chart(setting: Setting) -> LatencyChart:
             median=100 * row.p50_ms / end,
             samples=tuple(100 * sample / end for sample in row.samples_ms),
         )
-        for row in setting.latency
+        for row in sorted(setting.latency, key=lambda row: row.model)
     )
     count = round(end / step)
     return LatencyChart(

@@ -24,6 +24,7 @@ from mod_export.report.wording import (
     agreement_text,
     bytes_text,
     count_text,
+    difference_text,
     error_text,
     flops_text,
     interval_text,
@@ -41,14 +42,15 @@ __all__ = ["render_html"]
 def render_html(report: BuildReport, *, command: str | None = None) -> str:
     """The report as one page. `command` is what was typed to build, by default what the report itself says."""
     template = _environment().from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
-    settings = settings_of(report)
+    settings, found = settings_of(report), gains(report)
     page = template.render(
         report=report,
         command=command or report.command,
         config_toml=tomli_w.dumps(_without_null(report.config)),
         spec_json=json.dumps(report.model.spec, indent=2),
         settings=settings,
-        gains=gains(report),
+        gains=found,
+        difference=difference_text(found.routed - found.agreed, found.faults),
         deployments=deployments(report),
         untried=untried_targets(report),
         speedup=speedup_chart(report.speedup),

@@ -12,6 +12,7 @@ from mod_export.report.schema import (
     Artifact,
     BuildReport,
     ErrorNumbers,
+    InputAgreement,
     LatencyEntry,
     ParityEntry,
     RoutingAgreement,
@@ -77,7 +78,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gains:
-    """The whole build in four numbers, none of them chosen to please: ranges, sums and the worst.
+    """The whole build in a few numbers, none of them chosen to please: ranges, sums and the worst.
 
     Attributes:
         speedups: how many settings have one.
@@ -85,6 +86,8 @@ class Gains:
         fastest: highest of them.
         routed: routed tokens compared, over all settings.
         agreed: those that the reference routed too.
+        faults: differences that are no near-ties.
+        by_input: the same by kind of input: ties made on purpose differ where text does not.
         max_abs: largest error of a logit; NaN is the worst; None when nothing was compared.
     """
 
@@ -93,6 +96,8 @@ class Gains:
     fastest: float | None
     routed: int
     agreed: int
+    faults: int
+    by_input: tuple[InputAgreement, ...]
     max_abs: float | None
 
 
@@ -106,7 +111,21 @@ def gains(report: BuildReport) -> Gains:
         fastest=max(measured, default=None),
         routed=sum(row.routing.routed for row in report.parity),
         agreed=sum(row.routing.agreed for row in report.parity),
+        faults=sum(layer.faults for row in report.parity for layer in row.routing.layers),
+        by_input=_by_input(report.parity),
         max_abs=max(errors, key=lambda error: (math.isnan(error), error), default=None),
+    )
+
+
+def _by_input(rows: Sequence[ParityEntry]) -> tuple[InputAgreement, ...]:
+    batches = [batch for row in rows for batch in row.routing.by_input if batch.routed]
+    return tuple(
+        InputAgreement(
+            input=name,
+            routed=sum(batch.routed for batch in batches if batch.input == name),
+            agreed=sum(batch.agreed for batch in batches if batch.input == name),
+        )
+        for name in dict.fromkeys(batch.input for batch in batches)
     )
 
 

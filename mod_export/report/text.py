@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mod_export.report.schema import BuildReport
-from mod_export.report.summary import Setting, Untried, settings_of, untried_targets
+from mod_export.report.summary import Setting, Untried, gains, settings_of, untried_targets
 from mod_export.report.wording import (
     agreement_text,
     count_text,
+    difference_text,
     error_text,
     interval_text,
     ms_text,
@@ -148,6 +149,11 @@ def _conditions(report: BuildReport, clean: Cleaner) -> list[Text]:
         lines.append(
             f"parity: against {references}, on inputs {kinds}; max error of a logit given the same routing, "
             "the worse of MoD and dense"
+        )
+        found = gains(report)
+        inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in found.by_input)
+        lines += (
+            [f"routed alike: {inputs}; {difference_text(found.routed - found.agreed, found.faults)}"] if inputs else []
         )
     if report.latency:
         ran = dict.fromkeys((row.target, row.providers, row.threads, len(row.samples_ms)) for row in report.latency)

@@ -12,6 +12,7 @@ __all__ = [
     "agreement_text",
     "bytes_text",
     "count_text",
+    "difference_text",
     "error_text",
     "flops_text",
     "interval_text",
@@ -52,6 +53,13 @@ def agreement_text(routing: RoutingAgreement | LayerAgreement | InputAgreement) 
     if routing.agreed == routing.routed:
         return f"all {routing.routed:,}"
     return f"{routing.agreed:,} of {routing.routed:,}"
+
+
+def difference_text(differing: int, faults: int) -> str:
+    """What the tokens that were routed differently are."""
+    if faults:
+        return "1 difference is no near-tie" if faults == 1 else f"{faults:,} differences are no near-ties"
+    return "every other token is a near-tie" if differing else "no token is routed differently"
 
 
 def share_text(share: float) -> str:

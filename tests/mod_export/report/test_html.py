@@ -217,3 +217,4 @@ def test_agreement_by_input_is_shown(report: BuildReport) -> None:
     routing = row.routing.model_copy(update={"by_input": by_input})
     html = render_html(report.model_copy(update={"parity": (row.model_copy(update={"routing": routing}),)}))
     assert "Routed alike by input: text 95 of 96, ties all 96." in html
+    assert "Routed alike by input, over all settings: text 95 of 96, ties all 96; " in html

@@ -34,8 +34,19 @@ def test_gains_are_ranges_sums_and_the_worst(report: BuildReport) -> None:
     found = gains(report)
     ratios = sorted(row.measured for row in report.speedup)
     assert (found.speedups, found.slowest, found.fastest) == (4, ratios[0], ratios[-1])
-    assert (found.routed, found.agreed) == (3840, 3840)
+    assert (found.routed, found.agreed, found.faults) == (3840, 3840, 0)
     assert found.max_abs == 6.1e-06
+
+
+def test_agreement_is_summed_by_kind_of_input(failed_report: BuildReport) -> None:
+    found = gains(failed_report)
+    assert found.faults == 2
+    assert {batch.input: (batch.routed, batch.agreed) for batch in found.by_input} == {
+        "padded": (960, 960),
+        "random": (960, 960),
+        "text": (960, 957),
+        "ties": (960, 960),
+    }
 
 
 def test_gains_do_not_hide_what_is_not_a_number(report: BuildReport) -> None:

@@ -12,6 +12,7 @@ from mod_export.report.wording import (
     agreement_text,
     bytes_text,
     count_text,
+    difference_text,
     error_text,
     flops_text,
     interval_text,
@@ -44,6 +45,19 @@ def test_only_all_is_a_hundred_percent(share: float, text: str) -> None:
 def test_only_all_is_called_all(agreed: int, missing: int) -> None:
     text = agreement_text(InputAgreement(input="text", routed=agreed + missing, agreed=agreed))
     assert text.startswith("all ") is (missing == 0 and agreed > 0)
+
+
+@pytest.mark.parametrize(
+    ("differing", "faults", "text"),
+    [
+        (0, 0, "no token is routed differently"),
+        (8, 0, "every other token is a near-tie"),
+        (8, 2, "2 differences are no near-ties"),
+        (0, 1, "1 difference is no near-tie"),
+    ],
+)
+def test_differences_are_near_ties_or_counted(differing: int, faults: int, text: str) -> None:
+    assert difference_text(differing, faults) == text
 
 
 def test_nothing_routed_is_a_dash() -> None:
