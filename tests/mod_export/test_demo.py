@@ -1,0 +1,80 @@
+"""The demo's two models: the trained one that ships, and the one that is large enough to be timed."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mod_export import demo, model
+from mod_export.demo import demo_checkpoint, timed_checkpoint
+from mod_export.errors import CheckpointError
+from mod_export.model import model_from_checkpoint
+
+
+def test_the_shipped_checkpoint_is_trained() -> None:
+    path = demo_checkpoint()
+    assert path.stat().st_size < 8 * 2**20
+    loaded = model_from_checkpoint(path).loaded
+    ids = loaded.sample_ids(2, 257, seed=5)
+    assert ids is not None
+    inputs, targets = torch.from_numpy(ids[:, :-1]), torch.from_numpy(ids[:, 1:])
+    with torch.no_grad():
+        logits, _ = loaded.trace(loaded.module(), inputs, torch.tensor([256, 256]), None)
+    bits = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() / np.log(2)
+    # The card says 1.6 bits per byte at 512 bytes of context; an untrained model has 8.
+    assert bits < 2.6
+
+
+def test_the_card_states_the_size_of_the_checkpoint() -> None:
+    card = demo_checkpoint().with_suffix(".md").read_text(encoding="utf-8")
+    assert f"{model_from_checkpoint(demo_checkpoint()).parameters:,} parameters" in card
+
+
+def test_the_timed_checkpoint_is_large_and_temporary() -> None:
+    with timed_checkpoint() as path:
+        found = model_from_checkpoint(path)
+        assert found.parameters > 30e6
+        assert len(found.loaded.k_by_layer(512)) == 6
+    assert not path.exists()
+
+
+class Silent:
+    """An architecture that ships nothing."""
+
+    name = "silent"
+
+    def demo_checkpoint(self) -> Path | None:
+        return None
+
+    def timed_spec(self) -> None:
+        return None
+
+
+SILENT = Silent()
+
+
+@pytest.fixture
+def only_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is installed is the environment of these functions, not the thing under test.
+    entry = EntryPoint(name="silent", value=f"{__name__}:SILENT", group=model.GROUP)
+    monkeypatch.setattr(model, "entry_points", lambda group: EntryPoints([entry]))
+    monkeypatch.setattr(demo, "architectures", lambda: {"silent": SILENT})
+
+
+@pytest.mark.usefixtures("only_silent")
+def test_no_checkpoint_to_show() -> None:
+    with pytest.raises(CheckpointError, match="no installed architecture ships a trained checkpoint; build your own"):
+        demo_checkpoint()
+
+
+@pytest.mark.usefixtures("only_silent")
+def test_no_size_to_time() -> None:
+    with (
+        pytest.raises(CheckpointError, match="no installed architecture declares a size to be timed"),
+        timed_checkpoint(),
+    ):
+        pass
