@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from mod_export.report import BuildReport, render_html
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for found in map(shutil.which, NAMES) if found), None)
 PHONE, DESK = 390, 1200
+PATIENCE_S = 60
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: none of {', '.join(NAMES)} is installed")
 
@@ -28,10 +30,11 @@ class Chromium:
 
     def __init__(self, profile: Path) -> None:
         assert BROWSER is not None
-        to_read, self._write = os.pipe()
-        self._read, to_write = os.pipe()
-        # 3 and 4 are where Chromium looks; the pipes' own ends may lie there, so they are moved out of the way first.
-        to_read, to_write = (fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (to_read, to_write))
+        pipes = (*os.pipe(), *os.pipe())
+        # 3 and 4 are where Chromium looks, and the pipes may lie there, so they are moved out of the way first.
+        to_read, self._write, self._read, to_write = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 20) for fd in pipes)
+        for fd in pipes:
+            os.close(fd)
         script = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
         flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run")
         self._process = subprocess.Popen(
@@ -46,6 +49,8 @@ class Chromium:
         self._number = 0
         self.events: list[dict[str, Any]] = []
         self._session: str | None = None
+
+    def attach(self) -> None:
         target = next(t for t in self("Target.getTargets")["targetInfos"] if t["type"] == "page")
         attached = self("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
@@ -68,6 +73,8 @@ class Chromium:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._read], [], [], PATIENCE_S)
+            assert ready, f"the browser has been silent for {PATIENCE_S} s"
             chunk = os.read(self._read, 1 << 20)
             assert chunk, "the browser has gone"
             self._buffer += chunk
@@ -98,14 +105,18 @@ class Chromium:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=PATIENCE_S)
         os.close(self._write)
         os.close(self._read)
 
 
-@pytest.fixture
-def chromium(tmp_path: Path) -> Iterator[Chromium]:
-    with Chromium(tmp_path / "profile") as browser:
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(tmp_path_factory.mktemp("profile")) as browser:
+        try:
+            browser.attach()
+        except (AssertionError, BrokenPipeError) as error:
+            pytest.skip(f"{BROWSER} cannot be driven here: {str(error).splitlines()[:1]}")
         yield browser
 
 
