@@ -6,12 +6,15 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mod_export.artifacts import Bucket
 from mod_export.config import config_from_toml
 from mod_export.errors import GraphError
 from mod_export.workspace import MANIFEST
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["describe"]
 
@@ -53,27 +56,37 @@ def _graph(path: Path) -> str:
     import onnx_ir as ir
     from google.protobuf.message import DecodeError
 
-    from mod_export.measure.cost import cost_row
-
     try:
         model = ir.load(path)
     except (DecodeError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise GraphError(f"{path}: not a readable ONNX graph ({reason})") from error
     operators = Counter(node.op_type for node in model.graph)
-    ids = next(iter(model.graph.inputs)).shape
-    assert ids is not None
-    bucket = Bucket(*(int(size) for size in ids))  # type: ignore[arg-type]
-    cost = cost_row(model, "mod", bucket)
+    if not operators:
+        raise GraphError(f"{path}: not a readable ONNX graph (no operator in it)")
     lines = [
         f"{path.name}  opset {model.opset_imports.get('')}  IR {model.ir_version}  {sum(operators.values())} nodes",
         *(f"in   {value.name} {value.dtype} {value.shape}" for value in model.graph.inputs),
         *(f"out  {value.name} {value.dtype} {value.shape}" for value in model.graph.outputs),
-        f"{cost.flops:,} FLOPs, {cost.weight_bytes:,} bytes of weights",
+        _cost_line(model),
         "",
         *_table([["operator", "count"], *([name, str(count)] for name, count in operators.most_common())]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _cost_line(model: ir.Model) -> str:
+    """FLOPs and bytes of weights, or why they cannot be counted: somebody else's graph may hold anything."""
+    from mod_export.measure.cost import cost_row
+
+    ids = model.graph.inputs[0].shape if model.graph.inputs else None
+    if ids is None or len(ids) != 2 or not all(isinstance(size, int) for size in ids):
+        return "FLOPs not counted: the first input is not (batch, sequence) of fixed size"
+    try:
+        cost = cost_row(model, "mod", Bucket(*(int(size) for size in ids)))  # type: ignore[arg-type]
+    except GraphError as error:
+        return f"FLOPs not counted: {error}"
+    return f"{cost.flops:,} FLOPs, {cost.weight_bytes:,} bytes of weights"
 
 
 def _folder(path: Path) -> str:

@@ -20,8 +20,8 @@ def run(code: str, folder: Path) -> str:
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def test_inference_example(tmp_path: Path, tiny_build: Path) -> None:
-    shutil.copytree(tiny_build, tmp_path / "build" / "demo")
+def test_inference_example(tmp_path: Path, built: Path) -> None:
+    shutil.copytree(built, tmp_path / "build" / "demo")
     (example,) = [block for block in BLOCKS if "mod_export.load" in block]
     assert run(example, tmp_path) == "(1, 11, 256)\n"
 
