@@ -167,18 +167,16 @@ def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbos
 @_command
 def report(folder: Path, form: str, verbose: bool) -> int:
     """Render what a build measured."""
-    from mod_export.report import render_html, render_text, report_from_json
+    from mod_export.report import print_report, render_html, report_from_json
     from mod_export.runtime import opened_folder
 
     opened_folder(folder, verify=False)
     text = _read_text(folder / "report.json")
     found = report_from_json(text, str(folder / "report.json"))
-    rendered = {
-        "text": lambda: render_text(found, str(folder)),
-        "json": lambda: text,
-        "html": lambda: render_html(found, command=None),
-    }
-    click.echo(rendered[form](), nl=False)
+    if form == "text":
+        print_report(found, str(folder))
+    else:
+        click.echo(text if form == "json" else render_html(found), nl=False)
     return 0
 
 

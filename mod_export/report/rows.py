@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,7 +12,16 @@ from mod_export.measure.latency import LatencyRow
 from mod_export.measure.statistics import SpeedupRow
 from mod_export.measure.verdict import Verdict
 from mod_export.report.schema import ParityEntry, SpeedupEntry
-from mod_export.report.wording import agreement_text, error_text, interval_text, ms_text, ratio_text, share_text
+from mod_export.report.text import HEAD
+from mod_export.report.wording import (
+    agreement_text,
+    error_text,
+    interval_text,
+    ms_text,
+    printable,
+    ratio_text,
+    share_text,
+)
 from mod_export.validate.parity import ParityRow
 
 __all__ = ["render_parity", "render_speedup"]
@@ -63,7 +71,7 @@ def render_speedup(latency: Sequence[LatencyRow], speedup: Sequence[SpeedupRow],
 
 
 def _table(*heads: str) -> Table:
-    table = Table(*heads, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(*heads, box=HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for column in table.columns:
         column.no_wrap = True
     return table
@@ -73,5 +81,5 @@ def _text(table: Table, verdict: Verdict) -> str:
     file = io.StringIO()
     console = Console(file=file, width=UNBOUNDED, color_system=None)
     console.print(table)
-    lines = [*(f"  - {reason}" for reason in verdict.reasons), verdict.status.upper()]
+    lines = [*(f"  - {printable(reason)}" for reason in verdict.reasons), verdict.status.upper()]
     return file.getvalue() + "\n" + "\n".join(lines) + "\n"

@@ -22,11 +22,11 @@ def write_report(context: Context, stages: Sequence[Stage], command: str) -> Bui
     """Judges, writes report.json and report.html, and closes the build folder."""
     reused = all(stage.status == "reused" for stage in stages)
     own = Stage(name="report", status="reused" if reused else "built", seconds=0.0, peak_rss_bytes=None)
-    report = _report(context, [*stages, own])
+    report = _report(context, [*stages, own], command)
 
     def write(paths: Sequence[Path]) -> None:
         paths[0].write_text(report.to_json(), encoding="utf-8")
-        paths[1].write_text(render_html(report, command=command), encoding="utf-8")
+        paths[1].write_text(render_html(report), encoding="utf-8")
 
     # Written every time: it tells of this run, also when every stage before it was reused.
     context.step("report", {"report": report.to_json()}, ["report.json", "report.html"], write)
@@ -34,7 +34,7 @@ def write_report(context: Context, stages: Sequence[Stage], command: str) -> Bui
     return report
 
 
-def _report(context: Context, stages: Sequence[Stage]) -> BuildReport:
+def _report(context: Context, stages: Sequence[Stage], command: str) -> BuildReport:
     plan = context.plan
     settings = list(
         dict.fromkeys(
@@ -52,6 +52,7 @@ def _report(context: Context, stages: Sequence[Stage]) -> BuildReport:
     return BuildReport.model_validate(
         {
             "schema_version": SCHEMA_VERSION,
+            "command": command,
             "verdict": verdict,
             "model": {
                 "name": plan.model.name,
