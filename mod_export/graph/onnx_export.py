@@ -28,7 +28,7 @@ IR_VERSION = 10
 
 
 def _stable_sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """aten::sort.stable has no ONNX function; TopK over the whole axis, with its ties to the lower index, is the same."""
+    """aten::sort.stable has no ONNX function; TopK over the whole axis, ties to the lower index, is the same."""
     size: Any = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))  # type: ignore[type-var]
     return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
 

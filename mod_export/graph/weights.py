@@ -21,18 +21,13 @@ from mod_export.errors import BuildFolderError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WeightsFile", "bind_weights", "state_of", "weights_file_name", "write_weights"]
+__all__ = ["WeightsFile", "bind_weights", "state_of", "write_weights"]
 
 ONNX_DTYPES: dict[str, ir.DataType] = {
     "F32": ir.DataType.FLOAT,
     "F16": ir.DataType.FLOAT16,
     "BF16": ir.DataType.BFLOAT16,
 }
-
-
-def weights_file_name(dtype: DType) -> str:
-    """File name, relative to graphs/."""
-    return f"weights-{dtype}.data"
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

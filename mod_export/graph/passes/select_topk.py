@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import onnx_ir as ir
 
 from mod_export.artifacts import Dialect, DType
+from mod_export.graph.nodes import NodeWriter, constant_array, is_standard, place_of
 
 __all__ = ["SelectTopk"]
 
@@ -30,7 +32,7 @@ class SelectTopk:
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         return [
-            f"{node.name} still sorts a whole axis of which {kept[1]} are kept"
+            f"{place_of(node)} still sorts a whole axis of which {kept[1]} are kept"
             for node in model.graph
             if _is_full_sort(node) and (kept := _kept(node)) is not None
         ]
@@ -44,12 +46,12 @@ def _axis(node: ir.Node) -> int:
 
 
 def _constant(value: ir.Value | None) -> list[int] | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else [int(item) for item in tensor.numpy().reshape(-1)]
+    array = constant_array(value)
+    return None if array is None else [int(item) for item in array.reshape(-1)]
 
 
 def _is_full_sort(node: ir.Node) -> bool:
-    if node.op_type != "TopK" or node.domain or not node.attributes.get_int("sorted", 1):
+    if not is_standard(node, "TopK") or not node.attributes.get_int("sorted", 1):
         return False
     scores, k = node.inputs[0], _constant(node.inputs[1])
     if scores is None or scores.shape is None or k is None:
@@ -62,10 +64,10 @@ def _kept(node: ir.Node) -> tuple[ir.Node, int] | None:
     """The only use of the sort: a slice [0:k] of its indices along the sorted axis, with k below the axis' size."""
     values, indices = node.outputs
     uses = list(indices.uses())
-    if values.uses() or len(uses) != 1 or indices.is_graph_output():
+    if values.uses() or len(uses) != 1 or values.is_graph_output() or indices.is_graph_output():
         return None
     cut = uses[0].node
-    if cut.op_type != "Slice" or len(cut.inputs) < 4 or indices.shape is None:
+    if not is_standard(cut, "Slice") or len(cut.inputs) < 4 or indices.shape is None:
         return None
     starts, ends, axes = (_constant(value) for value in cut.inputs[1:4])
     steps = _constant(cut.inputs[4]) if len(cut.inputs) > 4 else [1]
@@ -81,15 +83,8 @@ def _narrow(model: ir.Model, node: ir.Node) -> int:
     if kept is None:
         return 0
     cut, k = kept
-    name = f"{node.name}_k"
-    k_value = ir.Value(
-        name=name,
-        type=ir.TensorType(ir.DataType.INT64),
-        shape=ir.Shape([1]),
-        const_value=ir.tensor([k], dtype=ir.DataType.INT64, name=name),
-    )
-    model.graph.register_initializer(k_value)
-    node.replace_input_with(1, k_value)
+    writer = NodeWriter(model.graph, node, "narrow")
+    node.replace_input_with(1, writer.constant(f"topk_{k}", np.array([k], np.int64)))
     values, indices = node.outputs
     values.shape = indices.shape = cut.outputs[0].shape
     ir.convenience.replace_all_uses_with(cut.outputs[0], indices, replace_graph_outputs=True)
