@@ -66,7 +66,7 @@ class CastFloats:
         casts: dict[ir.Value, ir.Value] = {}
         count = 0
         for node in list(graph):
-            computes = _has_float32(node.outputs)
+            computes = _has_float32(node.outputs) and not _widens(node, narrow)
             _match_inputs(graph, node, FLOAT if node in island else narrow, casts)
             if node not in island and computes:
                 _narrow_node(node, narrow)
@@ -188,6 +188,11 @@ def _narrowed(name: str, array: np.ndarray, narrow: ir.DataType) -> np.ndarray:
         )
     result[lost] = np.copysign(largest, array[lost]).astype(kind)
     return result
+
+
+def _widens(node: ir.Node, narrow: ir.DataType) -> bool:
+    """Whether a node is where 16 bit ends, as this pass puts it before an output."""
+    return is_standard(node, "Cast") and node.inputs[0] is not None and node.inputs[0].dtype == narrow
 
 
 def _match_inputs(graph: ir.Graph, node: ir.Node, wanted: ir.DataType, casts: dict[ir.Value, ir.Value]) -> None:
