@@ -1,0 +1,159 @@
+"""What every entry of PASSES must keep, whoever adds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from small_graphs import TENSORRT, make_model, make_spec, portable_graph, run
+
+from mod_export.artifacts import DTYPES, Dialect, DType
+from mod_export.engine import ENGINES
+from mod_export.errors import GraphError
+from mod_export.graph import passes
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.passes import PASSES, PORTABLE, Applied, needs_rewrite, run_passes
+from mod_export.graph.weights import state_of
+from mod_export.protocols import GraphPass
+
+SMALL = Dialect(
+    name="a target of few operators",
+    max_opset=23,
+    topk_limit=3,
+    scatter_reduction=False,
+    attention_dtypes=frozenset(),
+)
+DIALECTS = [PORTABLE, TENSORRT, SMALL, *(engine.dialect for engine in ENGINES.values() if engine.from_onnx)]
+SPEC = make_spec(capacity=0.5, positions="original")
+TOLERANCE: dict[DType, float] = {"float32": 1e-5, "float16": 2e-2}
+NAMES = [graph_pass.name for graph_pass in PASSES]
+
+
+def graph_for(graph_pass: GraphPass, dialect: Dialect, dtype: DType) -> ir.Model:
+    """A graph as this pass finds it: after the passes before it."""
+    model = portable_graph(SPEC, 2, 16)
+    for earlier in PASSES[: PASSES.index(graph_pass)]:
+        if earlier.applies(dialect, dtype):
+            earlier.run(model, dialect, dtype)
+    return model
+
+
+def feeds() -> dict[str, np.ndarray]:
+    ids_BS = np.random.default_rng(0).integers(0, SPEC.vocab_size, (2, 16))
+    return {"input_ids": ids_BS, "lengths": np.array([16, 5])}
+
+
+def outputs_of(model: ir.Model) -> list[np.ndarray]:
+    """Logits of real tokens, and routed positions that are real."""
+    logits_BSV, index_BK = run(model, feeds())
+    return [logits_BSV[0].astype(np.float32), logits_BSV[1, :5].astype(np.float32), index_BK]
+
+
+def test_names_are_unique_and_say_which_file() -> None:
+    assert len(set(NAMES)) == len(PASSES)
+    for graph_pass in PASSES:
+        assert type(graph_pass).__module__ == f"mod_export.graph.passes.{graph_pass.name}"
+
+
+@pytest.mark.parametrize("graph_pass", PASSES, ids=NAMES)
+def test_it_says_what_it_does(graph_pass: GraphPass) -> None:
+    assert type(graph_pass).__doc__
+    assert type(graph_pass).run.__annotations__["return"] == "int"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("graph_pass", PASSES, ids=NAMES)
+def test_it_says_where_it_applies(graph_pass: GraphPass, dialect: Dialect) -> None:
+    assert all(isinstance(graph_pass.applies(dialect, dtype), bool) for dtype in DTYPES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("graph_pass", PASSES, ids=NAMES)
+def test_it_does_what_it_ensures_once(graph_pass: GraphPass, dtype: DType) -> None:
+    if not graph_pass.applies(SMALL, dtype):
+        pytest.skip(f"does not apply to {dtype}")
+    model = graph_for(graph_pass, SMALL, dtype)
+    assert graph_pass.run(model, SMALL, dtype) >= 0
+    assert list(graph_pass.ensures(model, SMALL, dtype)) == []
+    assert graph_pass.run(model, SMALL, dtype) == 0
+    assert list(graph_pass.ensures(model, SMALL, dtype)) == []
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("graph_pass", PASSES, ids=NAMES)
+def test_it_keeps_the_meaning(graph_pass: GraphPass, dtype: DType) -> None:
+    if not graph_pass.applies(SMALL, dtype):
+        pytest.skip(f"does not apply to {dtype}")
+    model = graph_for(graph_pass, SMALL, dtype)
+    before = outputs_of(model)
+    graph_pass.run(model, SMALL, dtype)
+    after = outputs_of(model)
+    for found, expected in zip(after[:2], before[:2], strict=True):
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE[dtype], rtol=0)
+    np.testing.assert_array_equal(after[2], before[2])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_table_as_a_whole_gives_every_dialect_its_graph(dialect: Dialect, dtype: DType) -> None:
+    model = portable_graph(SPEC, 2, 16)
+    expected = outputs_of(model)
+    applied = run_passes(model, dialect, dtype)
+    assert [item.name for item in applied] == [one.name for one in PASSES if one.applies(dialect, dtype)]
+    check_dialect(model, dialect, dtype)
+    if dtype in TOLERANCE:
+        for found, wanted in zip(outputs_of(model)[:2], expected[:2], strict=True):
+            np.testing.assert_allclose(found, wanted, atol=TOLERANCE[dtype], rtol=0)
+    # Weights keep their names, so that every graph can share one file of them.
+    state = set(state_of(make_model(SPEC)))
+    assert state & set(model.graph.initializers) == state & set(portable_graph(SPEC, 2, 16).graph.initializers)
+    assert all(item.rewrites == 0 for item in run_passes(model, dialect, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "dtype", "needed"),
+    [
+        (PORTABLE, "float32", False),
+        (PORTABLE, "float16", True),
+        (TENSORRT, "float32", True),
+        (TENSORRT, "bfloat16", True),
+        (ENGINES["ort-cpu"].dialect, "float32", False),
+        (ENGINES["ort-cuda"].dialect, "float16", True),
+    ],
+)
+def test_whether_a_dialect_has_graphs_of_its_own(dialect: Dialect, dtype: DType, needed: bool) -> None:
+    assert needs_rewrite(dialect, dtype) is needed
+
+
+class Forgetful:
+    """A pass that does not keep its promise."""
+
+    name: ClassVar[str] = "forgetful"
+
+    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+        return True
+
+    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+        return 0
+
+    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+        return ["one thing", "another"]
+
+
+@pytest.mark.parametrize(
+    ("table", "before"), [((Forgetful(),), "none"), ((PASSES[0], Forgetful()), "select_topk")], ids=["first", "second"]
+)
+def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch, table: Any, before: str) -> None:
+    monkeypatch.setattr(passes, "PASSES", table)
+    message = rf"^pass forgetful left: one thing; another \(passes before it: {before}\)$"
+    with pytest.raises(GraphError, match=message):
+        run_passes(portable_graph(SPEC, 2, 16), PORTABLE, "float32")
+
+
+def test_what_ran_is_reported() -> None:
+    applied = run_passes(portable_graph(SPEC, 2, 16), SMALL, "float32")
+    assert applied[0] == Applied("select_topk", 1)
+    assert {item.name: item.rewrites for item in applied}["threshold_selection"] == 1
