@@ -98,7 +98,7 @@ class ModTransformer:
         return path if path.exists() else None
 
     def timed_spec(self) -> Mapping[str, Any]:
-        """38 M parameters: width 512, 12 layers, every other one routed at 12.5 %."""
+        """40 M parameters: width 512, 12 layers, every other one routed at 12.5 %."""
         return TIMED_SPEC.to_dict()
 
     def random(self, spec: Mapping[str, Any], seed: int, path: Path) -> None:

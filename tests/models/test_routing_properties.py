@@ -18,7 +18,9 @@ from tiny_models import lively_checkpoint, make_spec
 from torch import Tensor
 
 SCORES = st.sampled_from([float("-inf"), -2.0, -1.0, -0.0, 0.0, 1.0, 1.0000001, 3e38, float("inf")])
-few_examples = settings(max_examples=40)
+few_examples = settings(max_examples=20)
+some_examples = settings(max_examples=50)
+many_examples = settings(max_examples=300)
 
 
 @st.composite
@@ -105,7 +107,7 @@ def with_routing(spec: ModelSpec, **fixed: str) -> ModelSpec:
 
 
 @given(scores())
-@settings(max_examples=300)
+@many_examples
 def test_selection_is_a_stable_ranking(example: tuple[Tensor, Tensor, int]) -> None:
     """The k best real tokens, of equals the earlier; then padding; and -0.0 equals 0.0."""
     score_BS, lengths_B, k = example
@@ -118,6 +120,7 @@ def test_selection_is_a_stable_ranking(example: tuple[Tensor, Tensor, int]) -> N
 
 
 @given(examples())
+@some_examples
 def test_capacity_is_respected(example: Example) -> None:
     _, decided = example.trace()
     batch, seq = example.ids_BS.shape
@@ -136,6 +139,7 @@ def test_capacity_is_respected(example: Example) -> None:
 
 
 @given(examples(), st.data())
+@some_examples
 def test_padding_is_inert(example: Example, data: st.DataObject) -> None:
     """Whatever stands in the padding, no real token's logits and no choice changes."""
     logits_BSV, decided = example.trace()
@@ -148,6 +152,7 @@ def test_padding_is_inert(example: Example, data: st.DataObject) -> None:
 
 
 @given(examples(), st.data())
+@some_examples
 def test_rows_are_independent(example: Example, data: st.DataObject) -> None:
     """Other ids and lengths in the other rows change nothing in a row."""
     batch, seq = example.ids_BS.shape
@@ -171,6 +176,7 @@ def test_logits_are_finite(example: Example) -> None:
 
 
 @given(blocks())
+@some_examples
 def test_untouched_tokens_are_untouched(example: BlockExample) -> None:
     """Tokens that were not chosen, and padding in surplus slots, leave the block as they came."""
     y_BSD, routing = example.run(example.x_BSD)
@@ -180,6 +186,7 @@ def test_untouched_tokens_are_untouched(example: BlockExample) -> None:
 
 
 @given(blocks())
+@some_examples
 def test_the_stream_that_came_in_is_not_written_to(example: BlockExample) -> None:
     before = example.x_BSD.clone()
     example.run(example.x_BSD)
@@ -187,6 +194,7 @@ def test_the_stream_that_came_in_is_not_written_to(example: BlockExample) -> Non
 
 
 @given(blocks(gate="sigmoid"), st.data())
+@some_examples
 def test_causal_among_the_selected(example: BlockExample, data: st.DataObject) -> None:
     """A chosen token changes itself and later chosen tokens; a token that was not chosen changes nobody else."""
     y_BSD, routing = example.run(example.x_BSD)
@@ -205,6 +213,7 @@ def test_causal_among_the_selected(example: BlockExample, data: st.DataObject) -
 
 
 @given(blocks(), st.data())
+@some_examples
 def test_forced_positions(example: BlockExample, data: st.DataObject) -> None:
     """The router's own choice, forced, is what it would have done; any other choice is obeyed."""
     y_BSD, routing = example.run(example.x_BSD)

@@ -239,7 +239,7 @@ ROUTING_FIELDS = [f.name for f in dataclasses.fields(RoutingSpec)]
     st.dictionaries(st.one_of(st.sampled_from(FIELDS), SCALARS), ANYTHING, max_size=3),
     st.dictionaries(st.one_of(st.sampled_from(ROUTING_FIELDS), SCALARS), ANYTHING, max_size=3),
 )
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_arbitrary_values(fields: dict[Any, Any], routing_fields: dict[Any, Any]) -> None:
     data = plain()
     data["routing"].update(routing_fields)

@@ -1,0 +1,159 @@
+"""The structure that an exporter relies on: one static graph, whatever is in the input."""
+
+import math
+
+import pytest
+import torch
+from mod_models.spec import CAPACITY_RULES, COMBINES, GATES, POSITIONS, ROUTER_INPUTS, ROUTERS, ModelSpec
+from mod_models.transformer import Transformer, rope_tables
+from tiny_models import lively_checkpoint, make_spec
+
+ONE_OF_EACH = {  # every name of every table at least once
+    "paper": make_spec(),
+    "dense": make_spec(routing=None),
+    "no places": make_spec(capacity_rule="floor", capacity=1e-9),
+    "all places": make_spec(
+        capacity_rule="ceil", capacity=1.0, router="linear_bias", gate="sigmoid", combine="replace"
+    ),
+    "compact": make_spec(positions="compact", gate="scaled_sigmoid", combine="double_residual", n_kv_heads=4),
+    "mlp": make_spec(router="mlp", router_input="normed", gate="softmax_selected", combine="replace_ungated"),
+    "ffn": make_spec(gate="tanh_affine", combine="ffn_gated", capacity_rule="floor_min1", tie_embeddings=False),
+    "absolute": make_spec(gate="ones", capacity_rule="absolute", capacity=(2, 5), predictor_hidden=2),
+}
+each_spec = pytest.mark.parametrize("spec", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
+
+
+def test_one_of_each_is_complete() -> None:
+    declared = [spec.routing for spec in ONE_OF_EACH.values() if spec.routing]
+    assert {routing.router for routing in declared} == set(ROUTERS)
+    assert {routing.router_input for routing in declared} == set(ROUTER_INPUTS)
+    assert {routing.gate for routing in declared} == set(GATES)
+    assert {routing.combine for routing in declared} == set(COMBINES)
+    assert {routing.capacity_rule for routing in declared} == set(CAPACITY_RULES)
+    assert {routing.positions for routing in declared} == set(POSITIONS)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(16, (2, 8)), torch.tensor([8, 3])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@each_spec
+def test_exports_with_static_shapes(spec: ModelSpec) -> None:
+    """Every tensor of the exported graph has a shape of plain integers; no operator's shape depends on data."""
+    module = lively_checkpoint(spec).module()
+    ids_BS, lengths_B = inputs()
+    program = torch.export.export(module, (ids_BS, lengths_B))
+    assert program.range_constraints == {}
+    tags = set()
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            tags |= set(getattr(node.target, "tags", ()))
+            for value in torch.utils._pytree.tree_leaves(node.meta["val"]):
+                assert all(type(size) is int for size in getattr(value, "shape", ())), node
+    assert torch.Tag.data_dependent_output not in tags
+    assert torch.Tag.dynamic_output_shape not in tags
+    with torch.no_grad():
+        for found, expected in zip(program.module()(ids_BS, lengths_B), module(ids_BS, lengths_B), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@each_spec
+def test_compiles_once_without_graph_breaks(spec: ModelSpec) -> None:
+    """One graph serves every input of a shape: other ids, other lengths, rows without a single real token."""
+    module = lively_checkpoint(spec).module()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def eager(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(module, fullgraph=True, backend=eager, dynamic=False)
+    with torch.no_grad():
+        for lengths in ([8, 8], [1, 5], [0, 3]):
+            ids_BS, lengths_B = torch.randint(16, (2, 8)), torch.tensor(lengths)
+            for found, expected in zip(compiled(ids_BS, lengths_B), module(ids_BS, lengths_B), strict=True):
+                assert torch.equal(found, expected)
+    assert len(graphs) == 1
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+
+
+def test_a_graph_break_would_be_seen() -> None:
+    """The test above can fail: a loop over what was chosen is what it is there to prevent."""
+
+    class Careless(Transformer):
+        def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return super().forward(ids_BS[:, : int(lengths_B.max())], lengths_B)
+
+    with pytest.raises((torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
+        torch.compile(Careless(make_spec()), fullgraph=True, backend="eager")(*inputs())
+
+
+def test_names_of_the_weights() -> None:
+    """Checkpoints that exist hold these names; a routed block differs from a dense one by its router and predictor."""
+    with torch.device("meta"):
+        names = set(
+            Transformer(make_spec(n_layers=2, layers=(1,), predictor_hidden=2, tie_embeddings=False)).state_dict()
+        )
+    block = {f"attention.{name}_proj.weight" for name in "qkvo"} | {
+        f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")
+    }
+    block |= {"attention_norm.weight", "mlp_norm.weight"}
+    predictor = {
+        f"layers.1.predictor.{layer}.{kind}" for layer in ("hidden", "projection") for kind in ("weight", "bias")
+    }
+    routed = {"layers.1.router.projection.weight"} | predictor
+    ends = {"embedding.weight", "norm.weight", "head.weight"}
+    assert names == ends | {f"layers.{i}.{name}" for i in (0, 1) for name in block} | routed
+
+
+@pytest.mark.parametrize(
+    ("router", "names"),
+    [
+        ("linear", ["projection.weight"]),
+        ("linear_bias", ["projection.bias", "projection.weight"]),
+        ("mlp", ["hidden.bias", "hidden.weight", "projection.bias", "projection.weight"]),
+    ],
+)
+def test_names_of_the_routers(router: str, names: list[str]) -> None:
+    weights = lively_checkpoint(make_spec(router=router, layers=(0,))).weights
+    assert sorted(name for name in weights if "router" in name) == [f"layers.0.router.{name}" for name in names]
+
+
+def test_initial_weights() -> None:
+    """Normal(0, 0.02), the two projections that write to the stream scaled down by depth, norms 1, biases 0."""
+    spec = make_spec(d_model=64, d_ff=128, n_layers=8, layers=(0,), router="linear_bias", vocab_size=512)
+    model = Transformer(spec)
+    model.init_weights(torch.Generator().manual_seed(0))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert bool((parameter == 1).all()), name
+        elif name.endswith("bias"):
+            assert bool((parameter == 0).all()), name
+        else:
+            expected = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.3 if parameter.numel() < 100 else 0.05), name
+
+
+def test_rope_tables_are_exact_and_real_on_the_meta_device() -> None:
+    """Angles in float64, rounded once; a float32 angle is off by 1e-4 at position 2000."""
+    spec = make_spec(max_positions=2048, rope_theta=500.0)
+    with torch.device("meta"):
+        model = Transformer(spec)
+    assert model.embedding.weight.is_meta
+    cos_PE, sin_PE = rope_tables(spec)
+    assert torch.equal(model.rope_cos, cos_PE)
+    assert torch.equal(model.rope_sin, sin_PE)
+    for position, pair in ((0, 0), (1, 1), (2047, 0), (2047, 1)):
+        angle = position / 500.0 ** (2 * pair / spec.d_head)
+        assert cos_PE[position, pair].item() == pytest.approx(math.cos(angle), abs=1e-7)
+        assert sin_PE[position, pair].item() == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def test_tables_are_no_weights() -> None:
+    assert not any("rope" in name for name in Transformer(make_spec()).state_dict())
