@@ -3,6 +3,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/installed
+# TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
+TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
 .PHONY: install demo bench test check clean
 
@@ -12,6 +14,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[build,ort-gpu,tensorrt-rtx,dev]"
+	for version in $(TENSORRT_BINDINGS); do \
+		$(BIN)/pip install --quiet --no-deps --target .venv/trt-api/$$version tensorrt-cu13-bindings==$$version || exit 1; \
+	done
 	touch $(STAMP)
 
 demo: install
@@ -21,7 +26,7 @@ bench: demo
 	$(BIN)/mod-export bench build/demo-timed
 
 test: install
-	$(BIN)/pytest --numprocesses 2 --dist worksteal --cov --cov-report= 
+	$(BIN)/pytest --numprocesses 2 --dist worksteal --cov --cov-report=
 	$(BIN)/coverage report --fail-under=90
 
 check: install
