@@ -117,7 +117,7 @@ def _rewrite(graph: ir.Graph, attention: _Attention, visible: dict[int, ir.Value
     weight = writer.op("MatMul", [q, k], dtype, (B, *heads, T, T))
     if attention.is_causal:
         if T not in visible:
-            visible[T] = _causal(writer, T)
+            visible[T] = _causal(writer, T, attention.q)
         hidden = writer.constant(f"hidden_low_{dtype.name}", np.array(-math.inf, dtype.numpy()))
         weight = writer.op("Where", [visible[T], weight, hidden], dtype, (B, *heads, T, T))
     weight = writer.op("Softmax", [weight], dtype, (B, *heads, T, T), {"axis": -1})
@@ -131,12 +131,23 @@ def _rewrite(graph: ir.Graph, attention: _Attention, visible: dict[int, ir.Value
     y.name = name
 
 
-def _causal(writer: NodeWriter, T: int) -> ir.Value:
-    """Bool (T, T): whether the query of this row may see the key of this column."""
+def _causal(writer: NodeWriter, T: int, q: ir.Value) -> ir.Value:
+    """Bool (T, T): whether the query of this row may see the key of this column.
+
+    A builder would compute a comparison of constants once and store the T * T result, once more for every layer: at
+    5,120 tokens 26 MB each. So the queries' numbers are made to depend on the data, by adding abs(q) < 0 of one number,
+    which is false whatever it is, NaN included, but nothing that a builder looks into.
+    """
     token = np.arange(T, dtype=np.int32)
-    query = writer.constant(f"query_{T}", token[:, None])
-    key = writer.constant(f"key_{T}", token[None, :])
-    return writer.op("GreaterOrEqual", [query, key], BOOL, (T, T))
+    assert q.dtype is not None
+    start = writer.constant("start_4", np.zeros(4, np.int64))
+    one = writer.op("Slice", [q, start, writer.constant("end_4", np.ones(4, np.int64))], q.dtype, (1, 1, 1, 1))
+    zero = writer.constant(f"zero_{q.dtype.name}", np.array(0, q.dtype.numpy()))
+    never = writer.op("Less", [writer.op("Abs", [one], q.dtype, (1, 1, 1, 1)), zero], BOOL, (1, 1, 1, 1))
+    nought = writer.op("Cast", [never], INT32, (1, 1, 1, 1), {"to": INT32})
+    nought = writer.op("Reshape", [nought, writer.constant("shape_1x1", np.array([1, 1], np.int64))], INT32, (1, 1))
+    query = writer.op("Add", [writer.constant(f"query_{T}", token[:, None]), nought], INT32, (T, 1))
+    return writer.op("GreaterOrEqual", [query, writer.constant(f"key_{T}", token[None, :])], BOOL, (T, T))
 
 
 def _reshape(writer: NodeWriter, value: ir.Value, shape: tuple[int, ...]) -> ir.Value:

@@ -144,3 +144,15 @@ def test_refuses_inputs_that_are_not_four_dimensional() -> None:
         GraphError, match=r"on shapes \[\(4, 16\), \(4, 16\), \(4, 16\)\], expected \(batch, heads, tokens"
     ):
         DecomposeAttention().run(model, TENSORRT, "float32")
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -0.0, -1e30])
+def test_the_mask_does_not_depend_on_the_number_that_it_pretends_to_depend_on(odd: float) -> None:
+    """Tokens of the other batch row see no later one, whatever the first query holds."""
+    model = attention(2, 2, 1, 5, 4)
+    before = attention(2, 2, 1, 5, 4)
+    DecomposeAttention().run(model, TENSORRT, "float32")
+    rng = np.random.default_rng(0)
+    feeds = {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs}
+    feeds["q"][0, 0, 0, 0] = odd
+    np.testing.assert_allclose(run(model, feeds)[0][1], run(before, feeds)[0][1], rtol=1e-5, atol=2e-6)
