@@ -5,12 +5,13 @@ Both build in a process of their own (`trt_worker.py`) and run in this one. The 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -27,24 +28,26 @@ from mod_export.protocols import EngineJob
 
 __all__ = ["API", "TensorRT", "TensorRTRTX", "TensorRTRunner"]
 
-API: Mapping[str, Mapping[str, int]] = {
-    "": {"ILogger": 0, "Logger": 0, "Runtime": 1, "TensorIOMode": 0, "nptype": 1},
+API: Mapping[str, Mapping[str, int | None]] = {
+    "": {"ILogger": None, "Logger": None, "Runtime": 1, "TensorIOMode": None, "nptype": 1},
     "ICudaEngine": {
         "create_execution_context": 0,
         "get_tensor_dtype": 1,
         "get_tensor_mode": 1,
         "get_tensor_name": 1,
         "get_tensor_shape": 1,
-        "num_io_tensors": 0,
+        "num_io_tensors": None,
     },
     "IExecutionContext": {"execute_async_v3": 1, "set_tensor_address": 2},
-    "Logger": {"ERROR": 0, "INTERNAL_ERROR": 0},
+    "Logger": {"ERROR": None, "INTERNAL_ERROR": None},
     "Runtime": {"deserialize_cuda_engine": 1},
-    "TensorIOMode": {"INPUT": 0},
+    "TensorIOMode": {"INPUT": None},
 }
 """What this module uses of the vendor's bindings, as in `trt_worker.API`."""
 
 PROBE_SECONDS = 120
+
+WITHOUT_FLOAT32 = {"sm75": "TensorRT-RTX has no float32 matrix product on sm75, and routers are float32"}
 
 
 def _work(job: Mapping[str, Any], timeout: float | None = None) -> tuple[dict[str, Any], str]:
@@ -75,7 +78,8 @@ def _probe(library: str) -> dict[str, Any]:
     try:
         return _work({"action": "probe", "library": library}, PROBE_SECONDS)[0]
     except (EngineError, subprocess.TimeoutExpired) as error:
-        return {"version": "", "devices": [], "architectures": [], "problem": str(error)}
+        problem = f"the probe of {library} failed: {error}"
+        return {"version": "", "devices": [], "architectures": [], "build_problem": problem, "run_problem": problem}
 
 
 class TensorRTRunner:
@@ -84,28 +88,28 @@ class TensorRTRunner:
     `run` copies its inputs to the device and the wanted outputs back, into new arrays.
     """
 
-    def __init__(self, trt: Any, engine: Any, where: str, provider: str, keep: Sequence[object] = ()) -> None:
+    def __init__(self, trt: Any, cuda_engine: Any, where: str, provider: str, keep: Sequence[object] = ()) -> None:
         from polygraphy import cuda
 
         # The engine calls its logger and its runtime as long as it lives, and Python does not know that.
-        self._keep = tuple(keep)
+        self._keep = (cuda_engine, *keep)
         self._where = where
-        self._engine = engine
-        self._context = engine.create_execution_context()
+        self._context = cuda_engine.create_execution_context()
         if self._context is None:
             raise EngineError(f"{where}: no execution context; the GPU may be short of memory")
-        self._stream = cuda.Stream()
         self._shapes: dict[str, dict[str, tuple[int, ...]]] = {"in": {}, "out": {}}
         self._dtypes: dict[str, Any] = {}
         self._buffers: dict[str, Any] = {}
-        for i in range(engine.num_io_tensors):
-            name = engine.get_tensor_name(i)
-            shape = tuple(engine.get_tensor_shape(name))
-            direction = "in" if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT else "out"
-            self._shapes[direction][name] = shape
-            self._dtypes[name] = np.dtype(trt.nptype(engine.get_tensor_dtype(name)))
-            self._buffers[name] = cuda.DeviceArray(shape, self._dtypes[name])
-            self._context.set_tensor_address(name, self._buffers[name].ptr)
+        with _cuda_errors(where):
+            self._stream = cuda.Stream()
+            for i in range(cuda_engine.num_io_tensors):
+                name = cuda_engine.get_tensor_name(i)
+                shape = tuple(cuda_engine.get_tensor_shape(name))
+                is_input = cuda_engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+                self._shapes["in" if is_input else "out"][name] = shape
+                self._dtypes[name] = np.dtype(trt.nptype(cuda_engine.get_tensor_dtype(name)))
+                self._buffers[name] = cuda.DeviceArray(shape, self._dtypes[name])
+                self._context.set_tensor_address(name, self._buffers[name].ptr)
         self.inputs = tuple(self._shapes["in"])
         self.outputs = tuple(self._shapes["out"])
         self.providers: tuple[str, ...] = (provider,)
@@ -117,14 +121,15 @@ class TensorRTRunner:
         check_outputs(self._where, self.outputs, wanted)
         # Held until the stream has finished, since the copies read them asynchronously.
         held = [np.ascontiguousarray(feeds[name]) for name in self.inputs]
-        for name, array in zip(self.inputs, held, strict=True):
-            self._buffers[name].copy_from(array, self._stream)
-        if not self._context.execute_async_v3(self._stream.ptr):
-            raise EngineError(f"{self._where}: the engine did not start; TensorRT's log on stderr says why")
         results = {name: np.empty(self._shapes["out"][name], self._dtypes[name]) for name in wanted}
-        for name, array in results.items():
-            self._buffers[name].copy_to(array, self._stream)
-        self._stream.synchronize()
+        with _cuda_errors(self._where):
+            for name, array in zip(self.inputs, held, strict=True):
+                self._buffers[name].copy_from(array, self._stream)
+            if not self._context.execute_async_v3(self._stream.ptr):
+                raise EngineError(f"{self._where}: the engine did not start")
+            for name, array in results.items():
+                self._buffers[name].copy_to(array, self._stream)
+            self._stream.synchronize()
         return results
 
     def __enter__(self) -> Self:
@@ -137,7 +142,23 @@ class TensorRTRunner:
             buffer.free()
         self._buffers.clear()
         self._stream.free()
-        del self._context, self._engine
+        # In this order: a context outlives neither its engine nor an engine its runtime.
+        del self._context
+        del self._keep
+
+
+@contextlib.contextmanager
+def _cuda_errors(where: str) -> Iterator[None]:
+    from polygraphy.exception import PolygraphyException
+
+    try:
+        yield
+    except PolygraphyException as error:
+        raise EngineError(f"{where}: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise TargetError(
+            f"{where}: no CUDA runtime library ({error}); put the folder of libcudart.so on LD_LIBRARY_PATH"
+        ) from error
 
 
 class _Base:
@@ -156,8 +177,8 @@ class _Base:
                 reason = f"{package} is not installed; install mod-export[{self.name}]"
                 return Availability(builds=False, runs=False, reason=reason)
         found = _probe(self.library)
-        runs = bool(self._runnable(found)) and not found["problem"]
-        return Availability(builds=not found["problem"], runs=runs, reason=self._reason(found))
+        runs = not (found["build_problem"] or self._run_problem(found))
+        return Availability(builds=not found["build_problem"], runs=runs, reason=self._reason(found))
 
     def versions(self) -> Mapping[str, str]:
         return {name: package_version(name) or "" for name in (self.library, "polygraphy")}
@@ -183,35 +204,35 @@ class _Base:
 
     def load(self, root: Path, engine: Engine, config: BuildConfig) -> TensorRTRunner:
         found = _probe(self.library)
-        runnable = self._runnable(found)
-        if not runnable or found["problem"]:
-            raise TargetError(f"{self.name}: cannot run here: {self._reason(found)}")
-        if engine.arch is not None and engine.arch != runnable[0]:
+        if found["build_problem"] or self._run_problem(found):
+            raise TargetError(f"{self.name}: cannot run {engine.path} here: {self._reason(found)}")
+        device = found["devices"][0]
+        if engine.arch not in (None, device):
             raise TargetError(
-                f"{engine.path} is built for {engine.arch}, this GPU is {runnable[0]}; build it for that too"
+                f"{engine.path} is built for {engine.arch}, this GPU is {device}; build it for {device} too"
             )
-        provider = f"{self.title} {found['version']} on {runnable[0]}"
+        provider = f"{self.title} {found['version']} on {device}"
         return runner_from_engine(self.library, root / engine.path, f"{self.name} {engine.path}", provider)
 
     def _options(self, config: BuildConfig) -> dict[str, int]:
         return {}
 
-    def _runnable(self, found: Mapping[str, Any]) -> list[str]:
-        """The CUDA devices that the library can drive, as sm numbers."""
-        return list(found["devices"])
+    def _run_problem(self, found: Mapping[str, Any]) -> str:
+        return str(found["run_problem"])
 
     def _reason(self, found: Mapping[str, Any]) -> str:
-        if found["problem"]:
-            return str(found["problem"])
-        devices = ", ".join(self._runnable(found))
-        return f"{self.title} {found['version']}" + (f" on {devices}" if devices else ", no CUDA device to run on")
+        problem = found["build_problem"] or self._run_problem(found)
+        if not found["version"]:
+            return str(problem)
+        return f"{self.title} {found['version']}" + (f", {problem}" if problem else f" on {found['devices'][0]}")
 
 
 def runner_from_engine(library: str, path: Path, where: str, provider: str) -> TensorRTRunner:
     """Loads an engine file.
 
     Raises:
-        EngineError: the library refuses it.
+        EngineError: the library refuses the file.
+        TargetError: the library does not work here, for example without a driver.
     """
     trt = importlib.import_module(library)
     errors: list[str] = []
@@ -222,13 +243,16 @@ def runner_from_engine(library: str, path: Path, where: str, provider: str) -> T
                 errors.append(message)
 
     logger = Log()
-    runtime = trt.Runtime(logger)
+    try:
+        runtime = trt.Runtime(logger)
+    except (RuntimeError, TypeError) as error:
+        raise TargetError(f"{where}: {library} has no runtime here: {' | '.join(errors) or error}") from error
     # `runtime.engine_host_code_allowed` keeps its default False, so that a plan cannot bring host code along. That is
     # why no loader of Polygraphy is used here: all of them set it to True.
-    engine = runtime.deserialize_cuda_engine(path.read_bytes())
-    if engine is None:
+    cuda_engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if cuda_engine is None:
         raise EngineError(f"{where}: not a usable engine for {library} here: {' | '.join(errors) or 'no reason given'}")
-    return TensorRTRunner(trt, engine, where, provider, keep=(logger, runtime))
+    return TensorRTRunner(trt, cuda_engine, where, provider, keep=(runtime, logger))
 
 
 class TensorRT(_Base):
@@ -272,13 +296,15 @@ class TensorRTRTX(_Base):
         return [Variant(dtype=dtype, arch=arch) for dtype in options.dtypes for arch in options.architectures]
 
     def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
-        known = _probe(self.library)["architectures"]
-        unknown = [arch for arch in config.target.tensorrt_rtx.architectures if known and arch not in known]
+        known = [arch for arch in _probe(self.library)["architectures"] if arch not in WITHOUT_FLOAT32]
         return [
-            f"target.tensorrt-rtx.architectures: TensorRT-RTX builds for {', '.join(known)}, not for {arch}; "
-            "use the target tensorrt on a GPU that TensorRT-RTX has no plans for"
-            for arch in unknown
+            f"target.tensorrt-rtx.architectures: {WITHOUT_FLOAT32.get(arch, f'TensorRT-RTX has no plans for {arch}')}; "
+            f"it builds for {', '.join(known)}; use the target tensorrt on other GPUs"
+            for arch in config.target.tensorrt_rtx.architectures
+            if known and arch not in known
         ]
 
-    def _runnable(self, found: Mapping[str, Any]) -> list[str]:
-        return [device for device in found["devices"] if device in found["architectures"]]
+    def _run_problem(self, found: Mapping[str, Any]) -> str:
+        if found["devices"] and found["devices"][0] not in found["architectures"]:
+            return f"which has no kernels for this GPU ({found['devices'][0]})"
+        return super()._run_problem(found)

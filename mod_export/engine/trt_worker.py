@@ -21,15 +21,15 @@ from typing import Any
 
 __all__ = ["API", "main"]
 
-API: Mapping[str, Mapping[str, int]] = {
-    "": {"Builder": 1, "Logger": 1},
-    "BuilderFlag": {"TF32": 0},
+API: Mapping[str, Mapping[str, int | None]] = {
+    "": {"Builder": 1, "BuilderFlag": None, "Logger": 1, "MemoryPoolType": None, "__version__": None},
+    "BuilderFlag": {"TF32": None},
     "IBuilderConfig": {"clear_flag": 1},
-    "Logger": {"ERROR": 0},
-    "MemoryPoolType": {"WORKSPACE": 0},
+    "Logger": {"ERROR": None},
+    "MemoryPoolType": {"WORKSPACE": None},
 }
-"""What this module uses of the vendor's bindings: class (or the module itself) -> name -> arguments that we pass.
-ComputeCapability, which only TensorRT-RTX has, is listed by its own members."""
+"""What this module uses of the vendor's bindings: class (or the module itself) -> name -> how many arguments we pass,
+None where we do not call it. The tests compare it with this file and with the bindings of TensorRT 10 and 11."""
 
 
 def main() -> int:
@@ -52,28 +52,36 @@ def probe(job: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         `version`, `devices` (compute capabilities of the GPUs here, such as sm89), `architectures` that can be built
-        ahead of time, and `problem`, which is empty where a builder can be created.
+        ahead of time, and `build_problem` and `run_problem`, which are empty where nothing stands in the way.
     """
-    devices = _devices()
+    found: dict[str, Any] = {"version": "", "devices": _devices(), "architectures": [], "build_problem": ""}
+    found["run_problem"] = _run_problem() if found["devices"] else "no CUDA device to run on"
     try:
         trt = importlib.import_module(job["library"])
     except (ImportError, OSError) as error:
-        return {"version": "", "devices": devices, "architectures": [], "problem": f"{job['library']}: {error}"}
-    known = getattr(trt, "ComputeCapability", None)
+        found["build_problem"] = f"{job['library']} cannot be loaded: {error}"
+        return found
+    found["version"] = trt.__version__
+    known = getattr(trt, "ComputeCapability", None)  # Only TensorRT-RTX has it.
     names = [] if known is None else [name for name in known.__members__ if name.startswith("SM")]
+    found["architectures"] = [name.lower() for name in names]
     try:
         trt.Builder(trt.Logger(trt.Logger.ERROR))
     except (RuntimeError, TypeError) as error:
-        # pybind11 says "factory function returned nullptr" where createInferBuilder finds no GPU.
-        problem = f"no builder: {error}" if devices else f"no builder without a CUDA device ({error})"
-    else:
-        problem = ""
-    return {
-        "version": trt.__version__,
-        "devices": devices,
-        "architectures": [n.lower() for n in names],
-        "problem": problem,
-    }
+        # All that pybind11 says where createInferBuilder fails is "factory function returned nullptr".
+        found["build_problem"] = f"no builder{'' if found['devices'] else ' without a CUDA device'} ({error})"
+    return found
+
+
+def _run_problem() -> str:
+    from polygraphy import cuda
+    from polygraphy.exception import PolygraphyException
+
+    try:
+        cuda.wrapper()
+    except (OSError, PolygraphyException) as error:
+        return f"no CUDA runtime library ({error}); put the folder of libcudart.so on LD_LIBRARY_PATH"
+    return ""
 
 
 def build(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""Build folders as the pipeline leaves them for an engine's builder: a graph of its dialect beside its weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from mod_models.spec import ModelSpec
+from small_graphs import make_model, portable_graph
+
+from mod_export.artifacts import Bucket, Dialect, DType, Graph
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.passes import run_passes
+from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
+
+FLOATS: dict[DType, ir.DataType] = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """`protocols.EngineJob` without a captured program."""
+
+    root: Path
+    graph: Graph
+    weights: str
+
+    def exported_program(self) -> torch.export.ExportedProgram:
+        raise AssertionError("TensorRT builds from the graph")
+
+
+def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, dtype: DType) -> Job:
+    """Exports `make_model(spec)`, rewrites it for the dialect, checks it, and writes it and its weights to graphs/."""
+    model = portable_graph(spec, bucket.batch, bucket.seq)
+    run_passes(model, dialect, dtype)
+    check_dialect(model, dialect, dtype)
+    folder = root / "graphs"
+    folder.mkdir(exist_ok=True)
+    files = {}
+    for held in {dtype, "float32"}:
+        path = folder / f"weights-{held}.data"
+        write_weights(path, state_of(make_model(spec)), held)
+        files[FLOATS[held]] = WeightsFile.open(path)
+    bind_weights(model, files, folder)
+    kind = "dense" if spec.routing is None else "mod"
+    name = f"graphs/{kind}-{bucket.name}.{dtype}.onnx"
+    (root / name).write_bytes(ir.to_proto(model).SerializeToString())
+    k_by_layer = spec.k_by_layer(bucket.seq)
+    graph = Graph(path=name, model=kind, bucket=bucket, dtype=dtype, target=dialect.name, k_by_layer=k_by_layer)
+    return Job(root, graph, f"graphs/weights-{dtype}.data")
