@@ -82,14 +82,9 @@ def _k_of(node: ir.Node) -> int | None:
     return None if k is None else int(k.item())
 
 
-def _is_selecting(node: ir.Node | None) -> bool:
-    """A TopK of the largest scores of the last axis, of which only the indices are used."""
-    if node is None or not is_standard(node, "TopK") or not node.attributes.get_int("largest", 1):
-        return False
-    scores = node.inputs[0]
-    rank = None if scores is None or scores.shape is None else len(scores.shape)
-    on_last_axis = rank is not None and node.attributes.get_int("axis", -1) in (-1, rank - 1)
-    return on_last_axis and scores is not None and scores.dtype in FLOATS and not _is_used(node.outputs[0])
+def _is_on_last_axis(node: ir.Node) -> bool:
+    shape = None if node.inputs[0] is None else node.inputs[0].shape
+    return shape is not None and node.attributes.get_int("axis", -1) in (-1, len(shape) - 1)
 
 
 def _is_used(value: ir.Value) -> bool:
@@ -97,14 +92,18 @@ def _is_used(value: ir.Value) -> bool:
 
 
 def _ascends_selection(node: ir.Node) -> bool:
-    """Whether `node` is the second TopK of a selection: the smallest of all the indices that the first one took."""
-    if node.attributes.get_int("largest", 1) or _is_used(node.outputs[1]):
-        return False
-    indices = node.inputs[0]
+    """Whether `node` is the second TopK of a selection: the smallest of all the indices that the first one took.
+
+    The first takes the largest scores of the last axis, and nothing else uses what it returns.
+    """
+    indices = node.inputs[0] if is_standard(node, "TopK") else None
     take = None if indices is None else indices.producer()
-    if take is None or indices is None or not _is_selecting(take):
+    if indices is None or take is None or not is_standard(take, "TopK") or indices is not take.outputs[1]:
         return False
-    return indices is take.outputs[1] and _k_of(take) == _k_of(node) and not indices.is_graph_output()
+    takes_largest = take.attributes.get_int("largest", 1) and not node.attributes.get_int("largest", 1)
+    is_alone = not (_is_used(take.outputs[0]) or _is_used(node.outputs[1]) or indices.is_graph_output())
+    fits = _is_on_last_axis(take) and _is_on_last_axis(node) and _k_of(take) == _k_of(node)
+    return bool(takes_largest and is_alone and fits and take.inputs[0] is not None and take.inputs[0].dtype in FLOATS)
 
 
 def _selection(node: ir.Node, k: int, target: str, limit: int) -> _Selection:

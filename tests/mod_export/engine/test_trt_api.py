@@ -39,7 +39,8 @@ int cudaStreamDestroy(void* s) { free(s); return 0; }
 int cudaStreamSynchronize(void* s) { return getenv("FAIL_SYNCHRONIZE") ? 700 : 0; }
 """
 DRIVER = """
-int cuInit(unsigned flags) { return 0; }
+#include <stdlib.h>
+int cuInit(unsigned flags) { return getenv("FAIL_INIT") ? 100 : 0; }
 int cuDeviceGetCount(int* count) { *count = 1; return 0; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) { *value = attribute == 75 ? 8 : 9; return 0; }
 """
@@ -189,6 +190,11 @@ def test_probe_with_a_gpu_that_the_library_cannot_use(libraries: Path, version: 
     assert found["devices"] == ["sm89"]
     assert found["build_problem"].startswith("no builder (")
     assert found["run_problem"] == ""
+
+
+def test_probe_with_a_driver_but_no_gpu(libraries: Path) -> None:
+    found = process(libraries, VERSIONS[1], "probe", {}, "driver", FAIL_INIT="1")
+    assert (found["devices"], found["run_problem"]) == ([], "no CUDA device to run on")
 
 
 def test_probe_with_a_gpu_but_no_cuda_runtime(libraries: Path) -> None:

@@ -137,6 +137,33 @@ def test_refuses_a_topk_whose_values_are_used_and_names_its_layer() -> None:
         ThresholdSelection().run(model, limited(5), "float32")
 
 
+ASCENDING = "positions, order = TopK <largest = 0> (indices, k)"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "body"),
+    [
+        ("int64[2,6] indices", "values, indices = TopK (scores, k)"),
+        ("int64[2,6] indices, int64[2,6] positions", f"values, indices = TopK (scores, k) {ASCENDING}"),
+        ("int64[2,6] positions, int64[2,6] order", f"values, indices = TopK (scores, k) {ASCENDING}"),
+        ("float[2,6] values, int64[2,6] positions", f"values, indices = TopK (scores, k) {ASCENDING}"),
+        ("int64[2,6] positions", f"values, indices = TopK <largest = 0> (scores, k) {ASCENDING}"),
+        ("int64[2,6] positions", "values, indices = TopK (scores, k) positions, order = TopK (indices, k)"),
+        ("int64[6,8] positions", "values, indices = TopK <axis = 0> (tall, k) positions = Identity (indices)"),
+        ("int64[2,6] positions", "w = Cast <to = 7> (scores) values, indices = TopK (w, k) " + ASCENDING),
+        (
+            "int64[2,6] positions",
+            "values, indices = TopK (scores, k) n = Neg (indices) " + ASCENDING.replace("indices", "n"),
+        ),
+    ],
+    ids=["alone", "indices", "order", "values", "smallest", "descending", "axis", "integers", "not the indices"],
+)
+def test_refuses_what_is_no_selection(outputs: str, body: str) -> None:
+    model = parsed(f"g (float[2,8] scores, float[9,8] tall) => ({outputs}) <int64[1] k = {{6}}> {{ {body} }}")
+    with pytest.raises(LimitError, match=r"only a selection .* can be rewritten"):
+        ThresholdSelection().run(model, limited(5), "float32")
+
+
 def test_refuses_a_selection_of_unknown_length() -> None:
     model = parsed(
         """g (float[1,S] scores) => (int64[1,6] positions) <int64[1] k = {6}> {
