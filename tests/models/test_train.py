@@ -1,6 +1,7 @@
 """Training: it learns, and a run that was stopped ends bit for bit where an uninterrupted one does."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -370,7 +371,10 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 def running(tmp_path: Path, spec_file: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     command = [sys.executable, "-m", "mod_models.train", "--out", str(tmp_path / "out"), "--spec", str(spec_file)]
     command += ["--steps", "100000000", "--eval-every", "5", *QUICK]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A suite that a script started in the background ignores the signal, and so would what it starts.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed) as process:
         yield process, command
         process.kill()
 
