@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["describe_machine", "package_version", "source_digest"]
+__all__ = ["cpu_features", "describe_machine", "package_version", "source_digest"]
 
 PACKAGES = {
     "mod_export": ("mod-export",),
@@ -28,6 +29,9 @@ PACKAGES = {
     "tensorrt_rtx": ("tensorrt-rtx",),
     "polygraphy": ("polygraphy",),
 }
+
+
+COMPILED = re.compile("s?sse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|v?aes|sha|gfni|v?pclmul|asimd|sve|bf16|i8mm")
 
 
 @cache
@@ -71,13 +75,22 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def cpu_features() -> frozenset[str]:
+    """Instruction sets of this CPU that compilers write native code for; empty where the kernel does not say."""
+    return frozenset(filter(COMPILED.match, (_cpu_line("flags") or _cpu_line("Features")).split()))
+
+
 def _cpu_name() -> str:
+    return _cpu_line("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_line(key: str) -> str:
+    """What Linux says of the first CPU; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
 def _gpu_name() -> str | None:

@@ -17,8 +17,8 @@ import numpy as np
 from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Variant
 from mod_export.config import BuildConfig
 from mod_export.engine.feeds import check_feeds, check_outputs
-from mod_export.environment import package_version
-from mod_export.errors import EngineError
+from mod_export.environment import cpu_features, package_version
+from mod_export.errors import EngineError, TargetError
 from mod_export.protocols import EngineJob
 
 if TYPE_CHECKING:
@@ -115,8 +115,14 @@ class Inductor:
             "batch": str(job.graph.bucket.batch),
             "seq": str(job.graph.bucket.seq),
             "outputs": ",".join(outputs),
+            "cpu": ",".join(sorted(cpu_features())),
         }
-        options = {"aot_inductor.package_constants_in_so": False, "aot_inductor.metadata": metadata}
+        options = {
+            "aot_inductor.package_constants_in_so": False,
+            "aot_inductor.metadata": metadata,
+            # Otherwise the kernels are compiled for the number of threads that this process happens to have.
+            "cpp.dynamic_threads": True,
+        }
         try:
             with warnings.catch_warnings():
                 # torch's own code trips over its own deprecations while it compiles.
@@ -137,5 +143,12 @@ class Inductor:
         except RuntimeError as error:
             raise EngineError(f"{engine.path}: AOTInductor cannot load it: {str(error).splitlines()[0]}") from error
         metadata = package.get_metadata()
+        missing = set(filter(None, metadata["cpu"].split(","))) - cpu_features()
+        if missing:
+            # Running it all the same would end the process with an illegal instruction.
+            raise TargetError(
+                f"{engine.path}: compiled for a CPU with {', '.join(sorted(missing))}, which this one lacks; build "
+                "again here"
+            )
         weights = load_file(root / engine.weights)
         return InductorRunner(package, metadata, weights, f"inductor {engine.path}", config.latency.threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -91,7 +92,7 @@ def session_from_onnx(
         raise EngineError(f"{path.name}: ONNX Runtime refuses this graph: {str(error).splitlines()[0]}") from error
 
 
-class _Ort:
+class _Ort(ABC):
     """What the two targets share: an engine is the graph itself, proven to load."""
 
     name: ClassVar[str]
@@ -116,8 +117,8 @@ class _Ort:
         session = self._session(root / engine.path, (root / engine.weights).parent, config)
         return OrtRunner(session, f"{self.name} {engine.path}", config.latency.threads)
 
-    def _session(self, path: Path, weights_folder: Path, config: BuildConfig) -> onnxruntime.InferenceSession:
-        raise AssertionError("each target opens its own session")
+    @abstractmethod
+    def _session(self, path: Path, weights_folder: Path, config: BuildConfig) -> onnxruntime.InferenceSession: ...
 
 
 class OrtCpu(_Ort):
