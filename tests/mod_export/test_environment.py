@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mod_export
-from mod_export.environment import PACKAGES, describe_machine, package_version, source_digest
+from mod_export.environment import PACKAGES, cpu_features, describe_machine, package_version, source_digest
 
 
 @pytest.fixture
@@ -86,3 +87,10 @@ def test_the_digest_of_a_package_follows_its_source(tmp_path: Path, monkeypatch:
 def test_the_digest_is_of_this_package() -> None:
     assert source_digest("mod_export") != source_digest("mod_models")
     assert len(source_digest("mod_export")) == 64
+
+
+def test_instruction_sets_are_those_that_compilers_use() -> None:
+    features = cpu_features()
+    assert not features & {"fpu", "vme", "hypervisor", "tsc", "pae"}
+    if platform.machine() == "x86_64":
+        assert {"sse", "sse2"} <= features
