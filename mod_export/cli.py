@@ -1,12 +1,16 @@
 """The command line: arguments to configuration to exit code, and the only place where errors become text.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 all gates passed, 1 a bug, 2 usage, configuration or
-unusable input, 3 a stage could not build, 4 built but a gate failed, 130 interrupted.
+unusable input, 3 a stage could not build, 4 built but a gate failed, 130 interrupted, 141 nobody reads the result (as a
+shell says of a program that a closed pipe ended).
 """
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mod_export import __version__
-from mod_export.errors import ModExportError
+from mod_export.errors import ModExportError, UsageError
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
@@ -25,6 +29,7 @@ __all__ = ["main"]
 
 GATE_FAILED = 4
 INTERRUPTED = 130
+UNREAD = 141
 BUG = 1
 
 folder_argument = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
@@ -51,6 +56,7 @@ def _command(function: Callable[..., int]) -> Callable[..., None]:
         verbose = bool(arguments.get("verbose"))
         try:
             code = function(**arguments)
+            sys.stdout.flush()
         except ModExportError as error:
             if verbose:
                 traceback.print_exc()
@@ -60,6 +66,10 @@ def _command(function: Callable[..., int]) -> Callable[..., None]:
         except KeyboardInterrupt:
             click.echo("interrupted; what was whole is kept, and the same command resumes there", err=True)
             code = INTERRUPTED
+        except BrokenPipeError:
+            # `mod-export report DIR | head`: what is still buffered must not fail again when Python ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = UNREAD
         except Exception as error:  # The one broad except: whatever else arrives here is our bug, and says so.
             traceback.print_exc()
             click.echo(
@@ -112,6 +122,8 @@ def _build(
     for checkpoint in filter(None, (model, baseline)):
         look_at_checkpoint(checkpoint)
     check_root(folder)
+    if report_file is not None:
+        _check_place(report_file)
 
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
@@ -169,14 +181,18 @@ def report(folder: Path, form: str, verbose: bool) -> int:
     """Render what a build measured."""
     from mod_export.report import print_report, render_html, report_from_json
     from mod_export.runtime import opened_folder
+    from mod_export.workspace import verify_files
 
-    opened_folder(folder, verify=False)
-    text = _read_text(folder / "report.json")
+    manifest = opened_folder(folder, verify=False)
+    # The engines may have been left behind, but numbers that were changed are nobody's measurement.
+    verify_files(folder, {"report.json": manifest["files"]["report.json"]})
+    text = (folder / "report.json").read_text(encoding="utf-8")
     found = report_from_json(text, str(folder / "report.json"))
     if form == "text":
         print_report(found, str(folder))
     else:
-        click.echo(text if form == "json" else render_html(found), nl=False)
+        # Both are UTF-8 by their own rules, whatever the terminal's encoding.
+        click.echo((text if form == "json" else render_html(found)).encode(), nl=False)
     return 0
 
 
@@ -242,11 +258,15 @@ def show(config_file: Path | None, verbose: bool) -> int:
 def demo(out: Path, quiet: bool, verbose: bool) -> int:
     """Build the trained checkpoint that ships with mod-export, then measure a model large enough to be timed."""
     from mod_export.demo import demo_checkpoint, timed_checkpoint
+    from mod_export.workspace import check_root
 
     verbosity = -1 if quiet else int(verbose)
+    named = out if out.name not in ("", "..") else out.resolve()
+    timed_out = named.with_name(f"{named.name}-timed")
+    check_root(timed_out)
     trained = _build(demo_checkpoint(), _named_config("demo"), out, None, None, verbosity)
     with timed_checkpoint() as checkpoint:
-        timed = _build(checkpoint, _named_config("bench"), out.with_name(f"{out.name}-timed"), None, None, verbosity)
+        timed = _build(checkpoint, _named_config("bench"), timed_out, None, None, verbosity)
     return trained or timed
 
 
@@ -262,27 +282,36 @@ def _named_config(name: str) -> BuildConfig:
     return _config(Path(str(files("mod_export_configs").joinpath(f"{name}.toml"))), ())
 
 
-def _read_text(path: Path) -> str:
-    from mod_export.errors import BuildFolderError
+def _check_place(path: Path) -> None:
+    """Whether a file can be written there, before minutes are spent on what is to be in it.
 
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BuildFolderError(f"{path}: cannot be read ({error}); build again") from error
+    Raises:
+        UsageError: it cannot.
+    """
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        what = "is a folder" if path.is_dir() else f"cannot write in {existing}"
+        raise UsageError(f"{path}: {what}; name another file with --report")
 
 
 def _write_text(path: Path, text: str) -> None:
-    from mod_export.errors import BuildFolderError
-
+    """Writes beside the file's place and renames, so that what was there is replaced whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            beside = Path(folder) / path.name
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
     except OSError as error:
-        raise BuildFolderError(f"{path}: cannot be written ({error.strerror})") from error
+        raise UsageError(f"{path}: cannot be written ({error.strerror}); name another file with --report") from error
 
 
 def main() -> None:
     """Entry point of the command `mod-export`."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks is shown escaped instead of failing the command.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     cli(prog_name="mod-export")
 
 
