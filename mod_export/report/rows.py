@@ -82,4 +82,5 @@ def _text(table: Table, verdict: Verdict) -> str:
     console = Console(file=file, width=UNBOUNDED, color_system=None)
     console.print(table)
     lines = [*(f"  - {printable(reason)}" for reason in verdict.reasons), verdict.status.upper()]
-    return file.getvalue() + "\n" + "\n".join(lines) + "\n"
+    rows = [line.rstrip() for line in file.getvalue().splitlines()]
+    return "\n".join([*rows, "", *lines]) + "\n"
