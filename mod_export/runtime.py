@@ -63,6 +63,8 @@ def load(root: str | Path, target: str | None = None, dtype: str | None = None, 
     folder = Path(root)
     manifest = opened_folder(folder)
     engines = [engine for engine in engines_of(manifest) if engine.model == model]
+    if not engines:
+        raise UsageError(f"{folder}: holds no engine of model {model!r}; expected 'mod' or 'dense'")
     names = list(dict.fromkeys(engine.target for engine in engines))
     if target is not None and target not in names:
         raise TargetError(f"{folder}: holds no engine for {target!r}; built for {', '.join(names)}")
@@ -75,14 +77,16 @@ def load(root: str | Path, target: str | None = None, dtype: str | None = None, 
     if not usable:
         raise TargetError(f"{folder}: holds no {dtype} engine for {runnable[0]}")
     chosen = [engine for engine in usable if engine.dtype == usable[0].dtype]
-    return Deployment(folder, chosen, BuildConfig.model_validate(manifest["config"]))
+    vocab_size = manifest["models"][model]["vocab_size"]
+    return Deployment(folder, chosen, BuildConfig.model_validate(manifest["config"]), vocab_size)
 
 
 class Deployment:
     """The buckets of one model, target and dtype. Engines are opened when first needed."""
 
-    def __init__(self, root: Path, engines: Sequence[Engine], config: BuildConfig) -> None:
+    def __init__(self, root: Path, engines: Sequence[Engine], config: BuildConfig, vocab_size: int) -> None:
         self._root = root
+        self._vocab_size = vocab_size
         self._config = config
         self._engines = {engine.bucket: engine for engine in engines}
         self._runners: dict[Bucket, Runner] = {}
@@ -127,9 +131,15 @@ class Deployment:
             raise UsageError(
                 f"expected token ids as whole numbers (batch, sequence), got {ids_BS.dtype} {ids_BS.shape}"
             )
+        if ids_BS.min() < 0 or ids_BS.max() >= self._vocab_size:
+            # Engines disagree about these: some count from the end of the table, some read past it, some refuse.
+            raise UsageError(
+                f"expected token ids from 0 to {self._vocab_size - 1}, got {ids_BS.min()} to {ids_BS.max()}"
+            )
         B, S = ids_BS.shape
         lengths_B = np.full(B, S) if lengths_B is None else np.asarray(lengths_B)
-        if lengths_B.shape != (B,) or lengths_B.min() < 1 or lengths_B.max() > S:
+        whole = lengths_B.shape == (B,) and lengths_B.dtype.kind in "iu"
+        if not whole or lengths_B.min() < 1 or lengths_B.max() > S:
             raise UsageError(f"expected {B} lengths from 1 to {S}, got {lengths_B.tolist()}")
         bucket = self.bucket_for(B, S)
         padded_BS = np.zeros((bucket.batch, bucket.seq), dtype=np.int64)
