@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.protocols import EngineJob
 
-__all__ = ["API", "TensorRT", "TensorRTRTX", "TensorRTRunner"]
+__all__ = ["API", "TensorRT", "TensorRTRTX", "TensorRTRunner", "polygraphy_cuda", "runner_from_engine"]
 
 API: Mapping[str, Mapping[str, int | None]] = {
     "": {"ILogger": None, "Logger": None, "Runtime": 1, "TensorIOMode": None, "nptype": 1},
@@ -82,6 +83,20 @@ def _probe(library: str) -> dict[str, Any]:
         return {"version": "", "devices": [], "architectures": [], "build_problem": problem, "run_problem": problem}
 
 
+def polygraphy_cuda() -> Any:
+    """Polygraphy's CUDA calls, able to find the CUDA runtime that came with pip.
+
+    Polygraphy looks on LD_LIBRARY_PATH, in the system's folders, and where the wheels of CUDA 12 put the library. Those
+    of CUDA 13 put it elsewhere.
+    """
+    from polygraphy import cuda
+
+    known = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    wheels = [str(folder) for entry in sys.path for folder in Path(entry).glob("nvidia/cu[0-9]*/lib")]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*known, *wheels])))
+    return cuda
+
+
 class TensorRTRunner:
     """An engine of static shape on the first CUDA device, with buffers that live as long as the runner.
 
@@ -89,8 +104,6 @@ class TensorRTRunner:
     """
 
     def __init__(self, trt: Any, cuda_engine: Any, where: str, provider: str, keep: Sequence[object] = ()) -> None:
-        from polygraphy import cuda
-
         # The engine calls its logger and its runtime as long as it lives, and Python does not know that.
         self._keep = (cuda_engine, *keep)
         self._where = where
@@ -101,6 +114,7 @@ class TensorRTRunner:
         self._dtypes: dict[str, Any] = {}
         self._buffers: dict[str, Any] = {}
         with _cuda_errors(where):
+            cuda = polygraphy_cuda()
             self._stream = cuda.Stream()
             for i in range(cuda_engine.num_io_tensors):
                 name = cuda_engine.get_tensor_name(i)

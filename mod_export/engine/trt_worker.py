@@ -74,11 +74,12 @@ def probe(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_problem() -> str:
-    from polygraphy import cuda
     from polygraphy.exception import PolygraphyException
 
+    from mod_export.engine.trt import polygraphy_cuda
+
     try:
-        cuda.wrapper()
+        polygraphy_cuda().wrapper()
     except (OSError, PolygraphyException) as error:
         return f"no CUDA runtime library ({error}); put the folder of libcudart.so on LD_LIBRARY_PATH"
     return ""

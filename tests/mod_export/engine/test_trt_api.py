@@ -221,6 +221,16 @@ def test_runs_with_buffers_of_its_own(libraries: Path, tmp_path: Path, version: 
     ]
 
 
+def test_finds_the_cuda_runtime_of_pip(libraries: Path, tmp_path: Path) -> None:
+    """Where the wheel nvidia-cuda-runtime 13 puts it, which Polygraphy does not know."""
+    wheel = tmp_path / "nvidia" / "cu13" / "lib"
+    wheel.mkdir(parents=True)
+    shutil.copy(libraries / "cudart" / "libcudart.so.13", wheel)
+    path = os.pathsep.join([str(FOLDER / VERSIONS[1]), str(tmp_path)])
+    done = process(libraries, VERSIONS[1], "run", {"path": str(tmp_path / "e.engine")}, PYTHONPATH=path)
+    assert done["second"] == {"logits": [[25, 27, 29], [31, 33, 35]]}
+
+
 @pytest.mark.parametrize(
     ("job", "extra", "environment", "message"),
     [
