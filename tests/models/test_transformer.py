@@ -63,6 +63,15 @@ def test_exports_with_static_shapes(spec: ModelSpec) -> None:
             torch.testing.assert_close(found, expected)
 
 
+def test_the_ranking_is_declared_stable() -> None:
+    """CPU kernels sort stably whether asked to or not; what is exported must ask."""
+    program = torch.export.export(lively_checkpoint(make_spec(layers=(0,))).module(), inputs())
+    sorts = [node for node in program.graph.nodes if "sort" in str(node.target)]
+    assert [str(node.target) for node in sorts] == ["aten.sort.stable", "aten.sort.default"]
+    assert sorts[0].kwargs["stable"] is True
+    assert sorts[0].kwargs["descending"] is True
+
+
 @each_spec
 def test_compiles_once_without_graph_breaks(spec: ModelSpec) -> None:
     """One graph serves every input of a shape: other ids, other lengths, rows without a single real token."""
