@@ -45,6 +45,7 @@ class Dialect:
         max_opset: highest ai.onnx opset that the target's parser takes.
         topk_limit: largest K of a TopK, or None.
         scatter_reduction: whether ScatterND and ScatterElements may reduce.
+        whole_scores: whether attention keeps all its (B, H, T, T) scores in this machine's memory at once.
         attention_dtypes: dtypes in which the ONNX Attention operator is taken; others get primitive operators.
         extra_domains: operator domains allowed beside the standard one.
     """
@@ -52,6 +53,7 @@ class Dialect:
     name: str
     max_opset: int
     topk_limit: int | None = None
+    whole_scores: bool = False
     scatter_reduction: bool = True
     attention_dtypes: frozenset[DType] = frozenset(DTYPES)
     extra_domains: frozenset[str] = frozenset()

@@ -125,7 +125,7 @@ class OrtCpu(_Ort):
     """ONNX Runtime's CPU execution provider."""
 
     name: ClassVar[str] = "ort-cpu"
-    dialect: ClassVar[Dialect] = Dialect(name="ONNX Runtime (CPU)", max_opset=26)
+    dialect: ClassVar[Dialect] = Dialect(name="ONNX Runtime (CPU)", max_opset=26, whole_scores=True)
 
     def availability(self) -> Availability:
         if package_version("onnxruntime") is None:

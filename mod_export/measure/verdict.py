@@ -58,7 +58,10 @@ def judge(
         min_speedup: the gate of the configuration; 0 is no gate, and then no speed-up row is required.
     """
     if not expected:
-        nothing = "nothing that was built can run on this machine, so no gate was evaluated"
+        nothing = (
+            "nothing that was built can run on this machine, so no gate was evaluated; copy the build folder to where "
+            "it runs and use mod-export validate and bench there"
+        )
         return Verdict(status="fail", reasons=(nothing,))
     reasons: list[str] = []
     if parity is not None:

@@ -13,7 +13,7 @@ import psutil
 from mod_export.artifacts import Bucket, Engine, Graph, ModelKind, Variant, engine_stem
 from mod_export.engine.ort import CPU, OrtRunner, session_from_onnx
 from mod_export.environment import package_version
-from mod_export.errors import GraphError
+from mod_export.errors import GraphError, LimitError
 from mod_export.graph.dialect import check_dialect
 from mod_export.graph.onnx_export import assert_capacity
 from mod_export.graph.passes import needs_rewrite, run_passes
@@ -27,7 +27,7 @@ from mod_export.workspace import Step
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["build_engines", "passes"]
+__all__ = ["build_engines", "check_memory", "passes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,8 @@ def passes(context: Context) -> list[Step]:
         if not needs_rewrite(builder.dialect, variant.dtype):
             model = ir.load(context.root / portable.path)
             check_dialect(model, builder.dialect, variant.dtype)
+            if builder.dialect.whole_scores:
+                check_memory(builder, portable, _attention_bytes(model))
             context.target_graphs[key] = portable
             continue
         path = f"graphs/{kind}-{bucket.name}.{builder.name}.{variant.dtype}.onnx"
@@ -68,6 +70,21 @@ def passes(context: Context) -> list[Step]:
         steps.append(_rewrite_step(context, builder, graph, portable))
         context.target_graphs[key] = graph
     return steps
+
+
+def check_memory(builder: EngineBuilder, graph: Graph, needed: int) -> None:
+    """Better an error now than a process that the kernel kills minutes later.
+
+    Raises:
+        LimitError: running this graph would need more memory than is free.
+    """
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise LimitError(
+            f"{builder.name}, {graph.model} {graph.bucket.name}: attention over {graph.bucket.seq} tokens holds about "
+            f"{needed / 2**30:.0f} GiB of scores, {free / 2**30:.0f} GiB are free; build this bucket for other targets "
+            "(--target), or a shorter one"
+        )
 
 
 def _rewrite_step(context: Context, builder: EngineBuilder, graph: Graph, portable: Graph) -> Step:

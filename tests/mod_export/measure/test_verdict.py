@@ -81,7 +81,10 @@ def test_nothing_that_runs_here_fails() -> None:
     found = verdict(settings=[])
     assert found == Verdict(
         status="fail",
-        reasons=("nothing that was built can run on this machine, so no gate was evaluated",),
+        reasons=(
+            "nothing that was built can run on this machine, so no gate was evaluated; copy the build folder to where "
+            "it runs and use mod-export validate and bench there",
+        ),
     )
 
 

@@ -1,0 +1,32 @@
+"""Attention that cannot fit into memory is refused before anything is run."""
+
+from __future__ import annotations
+
+import pytest
+
+from mod_export.artifacts import Bucket, Graph
+from mod_export.engine import ENGINES
+from mod_export.errors import LimitError
+from mod_export.stages.engines import check_memory
+
+GRAPH = Graph(
+    path="graphs/mod-b1s65536.onnx",
+    model="mod",
+    bucket=Bucket(1, 65_536),
+    dtype="float32",
+    target=None,
+    k_by_layer={},
+)
+
+
+def test_scores_beyond_memory() -> None:
+    message = (
+        r"ort-cpu, mod b1s65536: attention over 65536 tokens holds about 2048000 GiB of scores, \d+ GiB are free; "
+        r"build this bucket for other targets \(--target\), or a shorter one"
+    )
+    with pytest.raises(LimitError, match=message):
+        check_memory(ENGINES["ort-cpu"], GRAPH, 2048_000 * 2**30)
+
+
+def test_scores_that_fit() -> None:
+    check_memory(ENGINES["ort-cpu"], GRAPH, 2**20)
