@@ -165,7 +165,20 @@ def _narrow_initializers(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataT
         value.dtype = narrow
         value.meta[NARROWED] = True
         if array is not None:
-            value.const_value = ir.tensor(_narrowed(name, array, narrow), dtype=narrow, name=value.name)
+            value.const_value = _narrowed_tensor(value, array, narrow)
+
+
+def _narrowed_tensor(value: ir.Value, array: np.ndarray, narrow: ir.DataType) -> ir.TensorProtocol:
+    name = str(value.name)
+    narrowed = _narrowed(name, array, narrow)
+    if not isinstance(value.const_value, ir.ExternalTensor):
+        return ir.tensor(narrowed, dtype=narrow, name=name)
+    # Known to fit, a weight that lies in a file is converted again when it is asked for, so that memory never holds
+    # all of them. Usually it is bound to the file of this dtype before that.
+    shape = ir.Shape(array.shape)
+    return ir.LazyTensor(
+        lambda: ir.tensor(_narrowed(name, array, narrow), dtype=narrow, name=name), dtype=narrow, shape=shape, name=name
+    )
 
 
 def _copy_of(graph: ir.Graph, value: ir.Value, name: str) -> ir.Value:

@@ -1,6 +1,7 @@
 """A 16-bit graph routes by float32 scores, returns float32, and is as close as its dtype allows."""
 
 import itertools
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -110,6 +111,24 @@ def test_a_weight_without_data_only_changes_its_dtype() -> None:
     CastFloats().run(model, TENSORRT, "float16")
     embedding = model.graph.initializers["embedding.weight"]
     assert (embedding.dtype, embedding.const_value) == (FLOAT16, None)
+
+
+def test_a_weight_in_a_file_is_not_held_in_memory_but_checked(tmp_path: Path) -> None:
+    (tmp_path / "w.data").write_bytes(np.array([0.5, 70_000.0], np.float32).tobytes())
+
+    def graph(offset: int) -> ir.Model:
+        model = parsed("g (float[1] x) => (float[1] y) <float[1] w = {0.0}> { y = Add (x, w) }")
+        model.graph.initializers["w"].const_value = ir.ExternalTensor(
+            "w.data", offset, 4, FLOAT, shape=ir.Shape([1]), name="w", base_dir=tmp_path
+        )
+        return model
+
+    model = graph(0)
+    CastFloats().run(model, TENSORRT, "float16")
+    assert isinstance(model.graph.initializers["w"].const_value, ir.LazyTensor)
+    assert run(model, {"x": np.ones(1, np.float32)})[0] == 1.5
+    with pytest.raises(LimitError, match=r"^w: holds 70000, beyond"):
+        CastFloats().run(graph(4), TENSORRT, "float16")
 
 
 def test_order_with_threshold_selection_does_not_matter() -> None:
