@@ -1,0 +1,322 @@
+"""Parity on real graphs: what is right passes, a near-tie is reported as one, planted faults are found and named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import Checkpoint
+from small_graphs import make_model, make_spec, portable_graph, session
+
+from mod_export.artifacts import Bucket, Engine
+from mod_export.config import BuildConfig, ParityGate
+from mod_export.engine.ort import OrtRunner
+from mod_export.graph.nodes import NodeWriter, constant_array
+from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.inputs import Batch, parity_batches
+from mod_export.model import Model
+from mod_export.validate import reference as reference_module
+from mod_export.validate.parity import ParityRow, compare_runner, judge, parity_of_engine
+from mod_export.validate.reference import Reference
+
+SPEC = make_spec(layers=(0, 1), capacity=0.25)
+BUCKET = Bucket(2, 16)
+GATE = ParityGate(max_abs=1e-4, near_tie=1e-4, next_token_agreement=0.999)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedTransformer:
+    return LoadedTransformer(Checkpoint(spec=SPEC, weights=make_model(SPEC).state_dict()))
+
+
+@pytest.fixture(scope="module")
+def reference(loaded: LoadedTransformer) -> Reference:
+    return Reference(loaded)
+
+
+@pytest.fixture(scope="module")
+def batches(loaded: LoadedTransformer) -> list[Batch]:
+    return parity_batches(loaded, BUCKET, 0, 1)
+
+
+@pytest.fixture
+def graph() -> ir.Model:
+    model = portable_graph(SPEC, BUCKET.batch, BUCKET.seq)
+    run_passes(model, PORTABLE, "float32")
+    return model
+
+
+Judge = Callable[[ir.Model], ParityRow]
+
+
+@pytest.fixture
+def row_of(reference: Reference, batches: list[Batch]) -> Judge:
+    """Judges a graph as the candidate."""
+
+    def judged(model: ir.Model) -> ParityRow:
+        with OrtRunner(session(model), "candidate", 1) as runner:
+            found = compare_runner(runner, reference, batches)
+        return judge(found, GATE, target="ort-cpu", bucket=BUCKET, dtype="float32", model="mod")
+
+    return judged
+
+
+def taking(model: ir.Model) -> list[ir.Node]:
+    """The selections, in the order of the layers."""
+    return [node for node in model.graph if node.op_type == "TopK" and node.attributes.get_int("largest", 1)]
+
+
+def put_before(model: ir.Model, node: ir.Node, index: int, op_type: str, array: np.ndarray) -> None:
+    """Puts one operation with a constant between a node and its input."""
+    value = node.inputs[index]
+    assert value is not None
+    assert value.dtype is not None
+    writer = NodeWriter(model.graph, node, "fault")
+    constant = writer.constant(f"fault_{node.name}", array.astype(np.float32))
+    node.replace_input_with(index, writer.op(op_type, [value, constant], value.dtype, value.shape))
+
+
+def test_a_sound_graph_passes(graph: ir.Model, row_of: Judge) -> None:
+    row = row_of(graph)
+    assert row.passed, row.reasons
+    assert row.reasons == []
+    assert row.inputs == ["padded", "random", "text", "ties"] or row.inputs == ["padded", "random", "ties"]
+    assert row.reference == "eager float32"
+    assert row.bucket == "b2s16"
+    assert row.gate == {"max_abs": 1e-4, "near_tie": 1e-4, "next_token_agreement": 0.999}
+    assert 0 < row.error["mean_abs"] < row.error["max_abs"] < 1e-5
+    assert row.next_token_agreement == 1.0
+
+
+def test_routing_is_counted_by_layer_and_by_input(graph: ir.Model, row_of: Judge, batches: list[Batch]) -> None:
+    routing = row_of(graph).routing
+    slots = [sum(min(4, int(length)) for length in batch.lengths_B) for batch in batches]
+    assert [layer["layer"] for layer in routing["layers"]] == [0, 1]
+    assert all((layer["k"], layer["routed"], layer["faults"]) == (4, sum(slots), 0) for layer in routing["layers"])
+    assert routing["routed"] == 2 * sum(slots)
+    assert [item["input"] for item in routing["by_input"]] == [batch.kind for batch in batches]
+    assert [item["routed"] for item in routing["by_input"]] == [2 * slot for slot in slots]
+    # Of one token over and over, all scores of the first layer are equal.
+    assert routing["layers"][0]["min_margin"] == routing["min_margin"] == 0.0
+    assert routing["layers"][0]["agreed"] == routing["layers"][0]["routed"]
+
+
+def test_a_flipped_near_tie_is_reported_as_what_it_is(graph: ir.Model, row_of: Judge) -> None:
+    sound = row_of(portable_graph(SPEC, BUCKET.batch, BUCKET.seq))
+    # So little that it only decides between equal scores, of which it takes the later.
+    put_before(graph, taking(graph)[0], 0, "Add", np.arange(BUCKET.seq)[None] * 1e-7)
+    row = row_of(graph)
+    assert row.passed, row.reasons
+    flipped = row.routing["routed"] - row.routing["agreed"]
+    assert flipped > sound.routing["routed"] - sound.routing["agreed"]
+    assert row.routing["layers"][0]["near_ties"] >= 2 * 8
+    assert row.routing["layers"][0]["faults"] == 0
+    # The reference was given the same choice, so that its logits say nothing else.
+    assert row.error["max_abs"] < 1e-5
+
+
+def test_a_wrong_choice_is_a_fault_of_its_layer(graph: ir.Model, row_of: Judge) -> None:
+    put_before(graph, taking(graph)[1], 0, "Add", np.linspace(0, 50, BUCKET.seq)[None])
+    row = row_of(graph)
+    assert not row.passed
+    assert all("layer 1 routing: " in reason for reason in row.reasons)
+    assert any(" tokens differ by more than a near-tie, the worst is " in reason for reason in row.reasons)
+    assert row.routing["layers"][1]["faults"] > 0
+    assert row.error["max_abs"] < 1e-5
+
+
+def test_a_wrong_gate(graph: ir.Model, row_of: Judge) -> None:
+    gates = [
+        node
+        for node in graph.graph
+        if node.op_type == "Unsqueeze" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
+    ]
+    assert len(gates) == 2
+    put_before(graph, gates[1], 0, "Mul", np.array([1.5]))
+    row = row_of(graph)
+    assert not row.passed
+    assert any("logits: max abs error " in reason for reason in row.reasons)
+    assert not any("layer" in reason for reason in row.reasons)
+
+
+def swap(model: ir.Model, one: str, other: str) -> None:
+    arrays = {name: constant_array(model.graph.initializers[name]) for name in (one, other)}
+    for name, source in ((one, other), (other, one)):
+        array = arrays[source]
+        assert array is not None
+        model.graph.initializers[name].const_value = ir.tensor(array.copy(), name=name)
+
+
+def test_swapped_weights(graph: ir.Model, row_of: Judge) -> None:
+    swap(graph, "layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")
+    row = row_of(graph)
+    assert not row.passed
+    assert any("logits: max abs error " in reason for reason in row.reasons)
+    assert not any("layer 0 routing: " in reason for reason in row.reasons)
+
+
+def test_swapped_routers_are_named_with_their_layers(graph: ir.Model, row_of: Judge) -> None:
+    swap(graph, "layers.0.router.projection.weight", "layers.1.router.projection.weight")
+    row = row_of(graph)
+    for layer in (0, 1):
+        assert any(f"layer {layer} routing: " in reason for reason in row.reasons)
+        assert row.routing["layers"][layer]["faults"] > 0
+
+
+def test_one_place_too_few_is_named_with_its_layer(row_of: Judge) -> None:
+    fewer = portable_graph(replace(SPEC, routing=replace(SPEC.routing, capacity=0.2)), BUCKET.batch, BUCKET.seq)
+    row = row_of(fewer)
+    assert not row.passed
+    for layer in (0, 1):
+        message = f"random: layer {layer} routing: the engine gives routed positions of shape [2, 3], expected [2, 4]"
+        assert message in row.reasons
+    assert row.routing["agreed"] == 0
+
+
+def test_a_layer_that_does_not_say_what_it_routed(graph: ir.Model, row_of: Judge) -> None:
+    graph.graph.outputs.pop()
+    row = row_of(graph)
+    assert "random: layer 1 routing: the engine gives no routed positions, expected [2, 4]" in row.reasons
+    assert row.routing["layers"][0]["agreed"] == row.routing["layers"][0]["routed"]
+
+
+def test_positions_in_the_order_of_their_scores(graph: ir.Model, row_of: Judge) -> None:
+    take = taking(graph)[1]
+    ascend = next(use.node for use in take.outputs[1].uses())
+    ascending = ascend.outputs[0]
+    name = ascending.name
+    ir.convenience.replace_all_uses_with(ascending, take.outputs[1], replace_graph_outputs=True)
+    ascending.name, take.outputs[1].name = "unused", name
+    row = row_of(graph)
+    assert "random: layer 1 routing: positions are not ascending, or not unique" in row.reasons
+    assert not any("layer 0" in reason for reason in row.reasons)
+
+
+def test_positions_outside_the_row(graph: ir.Model, row_of: Judge) -> None:
+    for index, value in enumerate(graph.graph.outputs):
+        if value.name == "routed_1":
+            value.name = "inner"
+            shifted = ir.node("Add", [value, NodeWriter(graph.graph, graph.graph[0], "").constant("n", np.int64(9))])
+            shifted.outputs[0].name, shifted.outputs[0].dtype = "routed_1", ir.DataType.INT64
+            shifted.outputs[0].shape = value.shape
+            graph.graph.append(shifted)
+            graph.graph.outputs[index] = shifted.outputs[0]
+    row = row_of(graph)
+    assert any("layer 1 routing: positions from " in reason and "in a row of 16" in reason for reason in row.reasons)
+
+
+def test_logits_that_are_not_numbers(graph: ir.Model, row_of: Judge) -> None:
+    last = graph.graph.outputs[0].producer()
+    assert last is not None
+    put_before(graph, last, 0, "Mul", np.array([np.nan]))
+    row = row_of(graph)
+    assert not row.passed
+    assert "random: logits: max abs error nan given the same routing, allowed 0.0001" in row.reasons
+    assert any("next token: 0.0000% agree" in reason for reason in row.reasons)
+    assert math.isnan(row.error["max_abs"])
+
+
+def test_padding_is_not_compared(graph: ir.Model, row_of: Judge) -> None:
+    # Whatever the logits of padding are, nobody reads them.
+    logits = graph.graph.outputs[0]
+    logits.name = "inner"
+    real = next(node.outputs[0] for node in graph.graph if node.op_type == "Less")
+    writer_anchor = ir.node("Identity", [logits])
+    graph.graph.append(writer_anchor)
+    writer = NodeWriter(graph.graph, writer_anchor, "pad")
+    axis = writer.constant("last", np.array([-1], np.int64))
+    mask = writer.op("Unsqueeze", [real, axis], ir.DataType.BOOL, (2, 16, 1))
+    nan = writer.constant("nan", np.array(np.nan, np.float32))
+    outer = writer.op("Where", [mask, logits, nan], ir.DataType.FLOAT, logits.shape)
+    outer.name = "logits"
+    graph.graph.remove(writer_anchor)
+    graph.graph.outputs[0] = outer
+    row = row_of(graph)
+    assert row.passed, row.reasons
+
+
+def test_a_dense_engine_has_no_routing_and_reads_no_lengths(loaded: LoadedTransformer) -> None:
+    dense = loaded.dense()
+    model = portable_graph(dense.checkpoint.spec, BUCKET.batch, BUCKET.seq)
+    for name, value in model.graph.initializers.items():
+        if name in dense.weights:
+            value.const_value = ir.tensor(dense.weights[name].numpy(), name=name)
+    model.graph.inputs.pop()
+    with OrtRunner(session(model), "dense", 1) as runner:
+        assert runner.inputs == ("input_ids",)
+        found = compare_runner(runner, Reference(dense), parity_batches(dense, BUCKET, 0, 1))
+    row = judge(found, GATE, target="ort-cpu", bucket=BUCKET, dtype="float32", model="dense")
+    assert row.passed, row.reasons
+    assert (row.routing["layers"], row.routing["routed"], row.routing["min_margin"]) == ([], 0, None)
+
+
+def test_an_engine_of_a_build_folder(built: Path, model: Model, config: BuildConfig) -> None:
+    engine = Engine(
+        target="ort-cpu",
+        model="mod",
+        bucket=Bucket(2, 32),
+        dtype="float32",
+        path="engines/ort-cpu/mod-b2s32-float32.onnx",
+        weights="graphs/weights-float32.data",
+    )
+    row = parity_of_engine(built, engine, model.loaded, Reference(model.loaded), config)
+    assert row.passed, row.reasons
+    assert (row.target, row.bucket, row.dtype, row.model) == ("ort-cpu", "b2s32", "float32", "mod")
+
+
+def test_nothing_compared_is_no_pass() -> None:
+    row = judge([], GATE, target="ort-cpu", bucket=BUCKET, dtype="float32", model="mod")
+    assert not row.passed
+    assert row.reasons == ["nothing was compared"]
+    assert all(math.isnan(value) for value in row.error.values())
+    assert row.next_token_agreement == 0.0
+
+
+def test_the_worst_batch_decides(graph: ir.Model, reference: Reference, batches: list[Batch]) -> None:
+    with OrtRunner(session(graph), "candidate", 1) as runner:
+        good = compare_runner(runner, reference, batches)
+    worse = [
+        *good[:1],
+        replace(good[1], error=replace(good[1].error, max_abs=math.nan), next_token_agreement=0.5),
+        replace(good[2], error=replace(good[2].error, max_abs=2.0)),
+    ]
+    for order in (worse, worse[::-1]):
+        row = judge(order, GATE, target="ort-cpu", bucket=BUCKET, dtype="float32", model="mod")
+        assert math.isnan(row.error["max_abs"])
+        assert row.next_token_agreement == 0.5
+        assert len(row.reasons) == 3
+        assert {reason.split(":")[0] for reason in row.reasons} == {good[1].kind, good[2].kind}
+
+
+def test_free_runs_are_kept_by_content(loaded: LoadedTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, again = (parity_batches(loaded, BUCKET, 0, 1)[0] for _ in range(2))
+    kept = Reference(loaded)
+    assert kept.free(one) is kept.free(again)
+    shorter = Batch(one.kind, one.ids_BS, one.lengths_B - 1)
+    assert kept.free(shorter) is not kept.free(one)
+    monkeypatch.setattr(reference_module, "KEPT_BYTES", 0)
+    bounded = Reference(loaded)
+    first, second = bounded.free(one), bounded.free(one)
+    assert first is not second
+    np.testing.assert_array_equal(first.logits_BSV, second.logits_BSV)
+
+
+def test_a_forced_reference_routes_what_it_is_told(reference: Reference, batches: list[Batch]) -> None:
+    batch = batches[0]
+    free = reference.free(batch)
+    forced = reference.forced(batch, {1: np.tile(np.arange(4), (2, 1))})
+    assert forced.routed[1].tolist() == [[0, 1, 2, 3]] * 2
+    np.testing.assert_array_equal(forced.routed[0], free.routed[0])
+    np.testing.assert_array_equal(forced.scores[0], free.scores[0])
+    assert not np.array_equal(forced.logits_BSV, free.logits_BSV)
+
+
+def test_rows_are_plain_data(graph: ir.Model, row_of: Judge) -> None:
+    row = row_of(graph)
+    assert ParityRow(**asdict(row)) == row
