@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from mod_export.artifacts import Availability, Bucket, ModelKind, Variant
 from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
@@ -68,7 +70,7 @@ def make_plan(model: Model, baseline: Model | None, config: BuildConfig, root: P
     """Resolves buckets and targets, and refuses what cannot work.
 
     Raises:
-        ConfigError: buckets longer than the model, or that a target cannot take.
+        ConfigError: buckets longer than the model or larger than the memory, or that a target cannot take.
         CheckpointError: a model without routed layers, or a baseline that does not match.
         TargetError: an unknown target, or one that cannot build on this machine.
         BuildFolderError: the disk has no room for the result.
@@ -80,7 +82,8 @@ def make_plan(model: Model, baseline: Model | None, config: BuildConfig, root: P
     buckets = config.bucket_list(model.loaded.max_positions)
     availability = {name: engine.availability() for name, engine in ENGINES.items()}
     targets = _targets(config, availability)
-    problems = [
+    problems = _too_large(model, buckets)
+    problems += [
         f"target {name}, bucket {bucket.name}: {problem}"
         for name, engine in targets.items()
         for bucket in buckets
@@ -119,6 +122,18 @@ def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> d
         reasons = "; ".join(f"{name}: {found.reason}" for name, found in availability.items())
         raise TargetError(f"no target can build on this machine: {reasons}")
     return {name: ENGINES[name] for name in ENGINES if name in wanted}
+
+
+def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:
+    """Every stage runs a bucket at least once, be it only to see that the model is one graph."""
+    memory = psutil.virtual_memory().total
+    needed = {bucket: 4 * bucket.batch * bucket.seq * model.loaded.vocab_size for bucket in buckets}
+    return [
+        f"buckets: {bucket.batch} x {bucket.seq} has {size / 2**30:,.0f} GiB of logits, this machine has "
+        f"{memory / 2**30:,.0f} GiB of memory; lower the batch or the length"
+        for bucket, size in needed.items()
+        if size > memory
+    ]
 
 
 def _check_baseline(model: Model, baseline: Model) -> None:
