@@ -47,6 +47,7 @@ class Dialect:
         scatter_reduction: whether ScatterND and ScatterElements may reduce.
         whole_scores: whether attention keeps all its (B, H, T, T) scores in this machine's memory at once.
         attention_dtypes: dtypes in which the ONNX Attention operator is taken; others get primitive operators.
+        attention_widths: smallest and largest width of a head for which it is taken, or None.
         extra_domains: operator domains allowed beside the standard one.
     """
 
@@ -56,6 +57,7 @@ class Dialect:
     whole_scores: bool = False
     scatter_reduction: bool = True
     attention_dtypes: frozenset[DType] = frozenset(DTYPES)
+    attention_widths: tuple[int, int] | None = None
     extra_domains: frozenset[str] = frozenset()
 
 

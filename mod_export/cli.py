@@ -32,9 +32,23 @@ INTERRUPTED = 130
 UNREAD = 141
 BUG = 1
 
-folder_argument = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+
+class _Path(click.Path):
+    """A path that the operating system can look up. Whether something has to be there is for each command to say."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(value)
+        try:
+            path.exists()
+        except OSError as error:
+            self.fail(f"{path}: {error.strerror}", param, ctx)
+        return path
+
+
+PATH = _Path()
+folder_argument = click.argument("folder", metavar="DIR", type=PATH)
 config_option = click.option(
-    "-c", "--config", "config_file", metavar="CONFIG.toml", type=click.Path(path_type=Path), help="Configuration file."
+    "-c", "--config", "config_file", metavar="CONFIG.toml", type=PATH, help="Configuration file."
 )
 target_option = click.option(
     "--target", "targets", metavar="T", multiple=True, help="Only this target; may be given several times."
@@ -82,14 +96,12 @@ def _command(function: Callable[..., int]) -> Callable[..., None]:
 
 
 @cli.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @config_option
-@click.option("-o", "--out", metavar="DIR", type=click.Path(path_type=Path), help="Build folder; default build/NAME.")
-@click.option(
-    "--baseline", metavar="MODEL", type=click.Path(path_type=Path), help="A dense checkpoint instead of the dense twin."
-)
+@click.option("-o", "--out", metavar="DIR", type=PATH, help="Build folder; default build/NAME.")
+@click.option("--baseline", metavar="MODEL", type=PATH, help="A dense checkpoint instead of the dense twin.")
 @target_option
-@click.option("--report", metavar="FILE", type=click.Path(path_type=Path), help="Write report.json here as well.")
+@click.option("--report", metavar="FILE", type=PATH, help="Write report.json here as well.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
 @verbose_option
 @_command
@@ -197,7 +209,7 @@ def report(folder: Path, form: str, verbose: bool) -> int:
 
 
 @cli.command()
-@click.argument("path", metavar="MODEL|GRAPH|DIR", type=click.Path(path_type=Path))
+@click.argument("path", metavar="MODEL|GRAPH|DIR", type=PATH)
 @verbose_option
 @_command
 def inspect(path: Path, verbose: bool) -> int:
@@ -237,7 +249,7 @@ def config() -> None:
 
 
 @config.command("show")
-@click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path))
+@click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=PATH)
 @verbose_option
 @_command
 def show(config_file: Path | None, verbose: bool) -> int:
@@ -249,9 +261,7 @@ def show(config_file: Path | None, verbose: bool) -> int:
 
 
 @cli.command()
-@click.option(
-    "-o", "--out", metavar="DIR", type=click.Path(path_type=Path), default=Path("build/demo"), show_default=True
-)
+@click.option("-o", "--out", metavar="DIR", type=PATH, default=Path("build/demo"), show_default=True)
 @click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
 @verbose_option
 @_command

@@ -80,6 +80,13 @@ def look_at_checkpoint(path: Path) -> None:
         CheckpointError: nothing there, or neither a folder with a config.json nor the kind of archive that torch.save
             writes.
     """
+    try:
+        _look(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _look(path: Path) -> None:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
     if path.is_dir():
@@ -89,11 +96,14 @@ def look_at_checkpoint(path: Path) -> None:
             )
     elif path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: weights without a spec; give the folder that holds it beside its config.json")
-    elif path.is_file() and not zipfile.is_zipfile(path):
-        raise CheckpointError(
-            f"{path}: not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, which "
-            "could run code and is not read"
-        )
+    elif path.is_file():
+        with path.open("rb") as file:
+            whole = zipfile.is_zipfile(file)
+        if not whole:
+            raise CheckpointError(
+                f"{path}: not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, "
+                "which could run code and is not read"
+            )
 
 
 def model_from_checkpoint(path: Path) -> Model:

@@ -47,6 +47,8 @@ API: Mapping[str, Mapping[str, int | None]] = {
 """What this module uses of the vendor's bindings, as in `trt_worker.API`."""
 
 PROBE_SECONDS = 120
+ATTENTION_WIDTHS = (9, 256)
+"""Widths of a head for which there is an attention kernel: TensorRT-RTX 1.7.1 refuses 8 and 257 and takes these."""
 
 WITHOUT_FLOAT32 = {"sm75": "TensorRT-RTX has no float32 matrix product on sm75, and routers are float32"}
 
@@ -281,6 +283,7 @@ class TensorRT(_Base):
         topk_limit=3840,
         scatter_reduction=False,
         attention_dtypes=frozenset({"float16", "bfloat16"}),
+        attention_widths=ATTENTION_WIDTHS,
     )
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
@@ -303,6 +306,7 @@ class TensorRTRTX(_Base):
         topk_limit=3840,
         scatter_reduction=False,
         attention_dtypes=frozenset({"float16", "bfloat16"}),
+        attention_widths=ATTENTION_WIDTHS,
     )
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:

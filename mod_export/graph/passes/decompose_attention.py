@@ -1,4 +1,4 @@
-"""Attention in primitive operators, for dtypes in which a target has no kernel for the single operator.
+"""Attention in primitive operators, where a target has no kernel for the single operator.
 
 TensorRT takes the ONNX Attention operator only where one of its dedicated kernels fits, and none is for float32.
 
@@ -47,22 +47,31 @@ class DecomposeAttention:
     name: ClassVar[str] = "decompose_attention"
 
     def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dtype not in dialect.attention_dtypes
+        return dtype not in dialect.attention_dtypes or dialect.attention_widths is not None
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        """Rewrites every Attention.
+        """Rewrites every Attention that the dialect does not take.
 
         Raises:
             GraphError: an Attention with a mask, a cache, a soft cap or other features that no rewrite is known for.
         """
-        found = [_read(node) for node in model.graph if is_standard(node, "Attention")]
+        found = [_read(node) for node in _unwanted(model, dialect, dtype)]
         visible: dict[int, ir.Value] = {}
         for attention in found:
             _rewrite(model.graph, attention, visible)
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{place_of(node)} is still one Attention" for node in model.graph if is_standard(node, "Attention")]
+        return [f"{place_of(node)} is still one Attention" for node in _unwanted(model, dialect, dtype)]
+
+
+def _unwanted(model: ir.Model, dialect: Dialect, dtype: DType) -> list[ir.Node]:
+    """Attention operators for which the dialect has no kernel, by dtype or by the width of a head."""
+    found = [node for node in model.graph if is_standard(node, "Attention")]
+    if dtype not in dialect.attention_dtypes or dialect.attention_widths is None:
+        return found if dtype not in dialect.attention_dtypes else []
+    narrowest, widest = dialect.attention_widths
+    return [node for node in found if not narrowest <= require_static_shape(node.inputs[0], node)[-1] <= widest]
 
 
 def _read(node: ir.Node) -> _Attention:

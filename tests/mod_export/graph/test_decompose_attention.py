@@ -156,3 +156,13 @@ def test_the_mask_does_not_depend_on_the_number_that_it_pretends_to_depend_on(od
     feeds = {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs}
     feeds["q"][0, 0, 0, 0] = odd
     np.testing.assert_allclose(run(model, feeds)[0][1], run(before, feeds)[0][1], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("width", "left"), [(8, 0), (9, 1), (256, 1), (257, 0)])
+def test_decomposes_16_bit_attention_of_a_width_without_a_kernel(width: int, left: int) -> None:
+    dialect = dataclasses.replace(TENSORRT, attention_widths=(9, 256))
+    model = attention(1, 2, 1, 4, width)
+    assert DecomposeAttention().applies(dialect, "float16")
+    assert DecomposeAttention().run(model, dialect, "float16") == 1 - left
+    assert op_types(model).count("Attention") == left
+    assert DecomposeAttention().ensures(model, dialect, "float16") == []

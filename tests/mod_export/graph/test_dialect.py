@@ -194,3 +194,12 @@ def test_refuses_what_is_no_graph(tmp_path: Path) -> None:
         check_external_data(tmp_path / "g.onnx")
     with pytest.raises(GraphError, match=r"absent\.onnx: cannot be read as ONNX"):
         check_external_data(tmp_path / "absent.onnx")
+
+
+@pytest.mark.parametrize("width", [8, 257])
+def test_attention_of_a_width_without_a_kernel(width: int) -> None:
+    shape = f"float16[1,2,4,{width}]"
+    model = parsed(f"g ({shape} q, {shape} k, {shape} v) => ({shape} y) {{ y = Attention (q, k, v) }}")
+    dialect = dataclasses.replace(TENSORRT, attention_widths=(9, 256))
+    with pytest.raises(LimitError, match=f"heads of width {width}, allowed is 9 to 256; decompose it into MatMul and"):
+        check_dialect(model, dialect, "float16")
