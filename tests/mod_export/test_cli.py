@@ -640,6 +640,30 @@ def test_2_wrong_usage(arguments: list[str], message: str) -> None:
     assert re.search(message, found.stderr)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["build", "LONG"],
+        ["build", "MODEL", "-o", "LONG"],
+        ["build", "MODEL", "-c", "LONG"],
+        ["build", "MODEL", "--baseline", "LONG"],
+        ["build", "MODEL", "--report", "LONG"],
+        ["validate", "LONG"],
+        ["bench", "LONG"],
+        ["report", "LONG"],
+        ["inspect", "LONG"],
+        ["config", "show", "LONG"],
+        ["demo", "-o", "LONG"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_2_a_name_that_is_too_long(arguments: list[str], checkpoint: Path) -> None:
+    names = {"LONG": "x" * 300, "MODEL": checkpoint}
+    found = invoke(*(names.get(argument, argument) for argument in arguments))
+    assert found.exit_code == 2
+    assert re.search(r"\nError: Invalid value for .*x: File name too long\n$", found.stderr)
+
+
 def test_3_a_stage_could_not_build(tmp_path: Path, checkpoint: Path, fast: Path, plugin: dict[str, str]) -> None:
     path = raw_checkpoint(tmp_path / "m.pt", load_checkpoint(checkpoint), architecture="faulty")
     out = tmp_path / "out"

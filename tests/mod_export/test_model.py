@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -172,6 +173,21 @@ def test_what_cannot_be_a_checkpoint_is_refused_before_it_is_read(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"no config\.json in this folder; expected config\.json and"):
         look_at_checkpoint(tmp_path)
     look_at_checkpoint(checkpoint)
+
+
+def test_what_cannot_be_looked_at_is_refused(tmp_path: Path, checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be read \(File name too long\)"):
+        look_at_checkpoint(tmp_path / ("x" * 300))
+    secret = tmp_path / "secret.pt"
+    shutil.copy(checkpoint, secret)
+    secret.chmod(0)
+    user = os.geteuid()
+    os.seteuid(65534 if user == 0 else user)
+    try:
+        with pytest.raises(CheckpointError, match=r"secret\.pt: cannot be read \(Permission denied\)"):
+            look_at_checkpoint(secret)
+    finally:
+        os.seteuid(user)
 
 
 def test_the_hash_of_a_file(tmp_path: Path) -> None:
