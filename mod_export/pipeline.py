@@ -1,6 +1,6 @@
 """The order of the stages, and nothing else.
 
-    load > capture > onnx > passes > engines > validate > measure > report
+load > capture > onnx > passes > engines > validate > measure > report
 """
 
 from __future__ import annotations

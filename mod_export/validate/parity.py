@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 
 from mod_export.artifacts import Bucket, DType, Engine, ModelKind
-from mod_export.compare import ErrorNumbers, LayerRouting, error_between, next_token_agreement, routing_of_layer, smallest
+from mod_export.compare import (
+    ErrorNumbers,
+    LayerRouting,
+    error_between,
+    next_token_agreement,
+    routing_of_layer,
+    smallest,
+)
 from mod_export.config import BuildConfig, ParityGate
 from mod_export.engine import ENGINES
 from mod_export.inputs import Batch, parity_batches
