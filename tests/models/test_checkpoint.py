@@ -380,6 +380,13 @@ def test_weights_that_are_not_plain_numbers(tmp_path: Path, tensor: object) -> N
     refuses(path, r".*norm\.weight is not a dense tensor of 16, 32 or 64-bit floating-point numbers")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_nested_weights(tmp_path: Path) -> None:
+    """Even asking for the shape of such a tensor is an error in PyTorch."""
+    path = with_weights(tmp_path / "model.pt", {"norm.weight": torch.nested.nested_tensor([torch.ones(8)])})
+    refuses(path, r".*norm\.weight is not a dense tensor of 16, 32 or 64-bit floating-point numbers")
+
+
 @pytest.mark.parametrize(
     ("values", "bad"),
     [
