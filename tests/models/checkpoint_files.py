@@ -1,0 +1,44 @@
+"""One small checkpoint, files that hold it or almost hold it, and what is said of those that do not."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mod_models.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from tiny_models import lively_checkpoint, make_spec
+
+SPEC = make_spec(predictor_hidden=2, tie_embeddings=False, router="mlp", capacity=(0.5, 0.25))
+DECLARE = r"Save it with mod_models\.checkpoint\.save_checkpoint\(path, .*declares the architecture and how it routes"
+FORMS = ("model.pt", "folder")
+
+
+def checkpoint() -> Checkpoint:
+    return lively_checkpoint(SPEC)
+
+
+def assert_same(one: Checkpoint, other: Checkpoint) -> None:
+    assert one.spec == other.spec
+    assert one.weights.keys() == other.weights.keys()
+    for name, tensor in one.weights.items():
+        assert tensor.dtype == other.weights[name].dtype
+        assert torch.equal(tensor, other.weights[name])
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    """A sound model.pt with some of its entries replaced, or taken out where the new value is `...`."""
+    header = {"format_version": 1, "architecture": "mod_transformer", "spec": SPEC.to_dict()}
+    entries = {**header, "weights": dict(checkpoint().weights), **changes}
+    torch.save({name: value for name, value in entries.items() if value is not ...}, path)
+    return path
+
+
+def with_weights(path: Path, changes: Mapping[Any, Any], without: str = "") -> Path:
+    weights = {**{n: t for n, t in checkpoint().weights.items() if n != without}, **changes}
+    return saved(path, weights=weights)
+
+
+def refuses(path: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^{message}$"):
+        load_checkpoint(path)
