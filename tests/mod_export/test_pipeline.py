@@ -1,0 +1,405 @@
+"""A build redoes what depends on a change and nothing else, resumes after a failure, and tells what it did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
+
+import mod_export
+from mod_export.artifacts import Bucket
+from mod_export.config import BuildConfig, config_from_toml, toml_from_config
+from mod_export.engine import ENGINES
+from mod_export.errors import BuildFolderError
+from mod_export.pipeline import AFTER_LOAD, Observer, build
+from mod_export.report import BuildReport
+from mod_export.report.schema import Stage
+from mod_export.workspace import read_manifest
+
+STAGES = ("load", *(name for name, _ in AFTER_LOAD), "report")
+STAGE_OF = {
+    "load": "load", "capture": "capture", "weights": "onnx", "graph": "onnx", "rewrite": "passes", "engine": "engines",
+    "parity": "validate", "latency": "measure",
+}  # fmt: skip
+
+
+class Silent:
+    """Observes nothing."""
+
+    def stage_started(self, name: str) -> None: ...
+    def step_started(self, name: str) -> None: ...
+    def stage_finished(self, stage: Stage) -> None: ...
+
+
+def steps_of(root: Path) -> dict[str, Any]:
+    steps: dict[str, Any] = read_manifest(root)["steps"]
+    return steps
+
+
+def rebuild(
+    root: Path, checkpoint: Path, config: BuildConfig, baseline: Path | None = None
+) -> tuple[set[str], BuildReport]:
+    """Builds again; the steps that were done, and the report. What was reused is as it was, to the byte."""
+    before = steps_of(root)
+    report = build(checkpoint, config, root, baseline, Silent(), "mod-export build")
+    after = steps_of(root)
+    fingerprint = {name: record["fingerprint"] for name, record in before.items()}
+    done = {name for name, record in after.items() if fingerprint.get(name) != record["fingerprint"]}
+    assert {name: after[name] for name in after.keys() - done} == {name: before[name] for name in after.keys() - done}
+    # The report tells of this run, whatever was reused.
+    assert "report" in done
+    done.remove("report")
+    stages = {stage.name: stage.status for stage in report.stages}
+    assert tuple(stages) == STAGES
+    worked = {STAGE_OF[name.partition("/")[0]] for name in done}
+    for stage in STAGE_OF.values():
+        if any(STAGE_OF[name.partition("/")[0]] == stage for name in after if name != "report"):
+            assert stages[stage] == ("built" if stage in worked else "reused")
+    return done, report
+
+
+def changed(config: BuildConfig, field: str, value: Any) -> BuildConfig:
+    """The configuration with one field of the TOML file changed."""
+    data = tomllib.loads(toml_from_config(config))
+    section = data
+    *path, last = field.split("/")
+    for name in path:
+        section = section[name]
+    assert section[last] != value
+    section[last] = value
+    return BuildConfig.model_validate(data)
+
+
+BUCKETS = ("b1s64", "b2s32")
+PARITY = {f"parity/ort-cpu/{kind}-{bucket}-float32" for kind in ("mod", "dense") for bucket in BUCKETS}
+LATENCY = {f"latency/ort-cpu/{bucket}-float32" for bucket in BUCKETS}
+
+
+def of_bucket(bucket: str) -> set[str]:
+    """Every step of one bucket on ort-cpu."""
+    of_kinds = {
+        f"{step}{kind}-{bucket}{dtype}"
+        for kind in ("mod", "dense")
+        for step, dtype in (
+            ("capture/", ""), ("graph/", ""), ("engine/ort-cpu/", "-float32"), ("parity/ort-cpu/", "-float32"),
+        )
+    }  # fmt: skip
+    return {*of_kinds, f"latency/ort-cpu/{bucket}-float32"}
+
+
+CHANGES: dict[str, tuple[Any, set[str]]] = {
+    "seed": (1, PARITY | LATENCY),
+    "latency/samples": (6, LATENCY),
+    "latency/warmup": (2, LATENCY),
+    "latency/threads": (2, PARITY | LATENCY),
+    "latency/bootstrap": (200, set()),
+    "latency/min_speedup": (0.01, set()),
+    "parity/batches_per_kind": (2, PARITY),
+    "parity/float32/max_abs": (2e-3, PARITY),
+    "parity/float32/near_tie": (2e-3, PARITY),
+    "parity/float32/next_token_agreement": (0.5, PARITY),
+    "parity/float16/max_abs": (0.5, set()),
+    "parity/float16/near_tie": (0.5, set()),
+    "parity/float16/next_token_agreement": (0.5, set()),
+    "parity/bfloat16/max_abs": (0.5, set()),
+    "parity/bfloat16/near_tie": (0.5, set()),
+    "parity/bfloat16/next_token_agreement": (0.5, set()),
+    "target/ort-cuda/dtypes": (["float16"], set()),
+    "target/ort-cuda/device": (1, set()),
+    "target/tensorrt/dtypes": (["float16"], set()),
+    "target/tensorrt/optimization_level": (5, set()),
+    "target/tensorrt/workspace_mib": (100, set()),
+    "target/tensorrt-rtx/dtypes": (["float16"], set()),
+    "target/tensorrt-rtx/architectures": (["sm86"], set()),
+    "buckets": ([[1, 64]], set()),
+}
+"""Field -> a new value, and the steps that it makes a build of ort-cpu do again."""
+NOT_FLIPPED = {"targets", "target/ort-cpu/dtypes", "target/inductor/dtypes"}
+"""The first has tests of its own, and the others can hold one value only."""
+
+
+def _fields(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name
+
+
+def test_every_field_of_the_configuration_is_changed_below(config: BuildConfig) -> None:
+    assert set(_fields(tomllib.loads(toml_from_config(config)))) == CHANGES.keys() | NOT_FLIPPED
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_changed_field_redoes_what_depends_on_it(
+    field: str, built_copy: Path, checkpoint: Path, config: BuildConfig
+) -> None:
+    value, expected = CHANGES[field]
+    done, report = rebuild(built_copy, checkpoint, changed(config, field, value))
+    assert done == expected
+    assert changed(config, field, value).model_dump(mode="json", by_alias=True) == report.config
+
+
+def test_nothing_changed(built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
+    files = {path: path.stat().st_mtime_ns for path in built_copy.rglob("*") if path.suffix in (".onnx", ".data")}
+    done, report = rebuild(built_copy, checkpoint, config)
+    assert done == set()
+    written = json.loads((built_copy / "report.json").read_text())
+    assert {stage["name"]: stage["status"] for stage in written["stages"]} == dict.fromkeys(STAGES, "reused")
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    assert report.verdict.status == "pass"
+
+
+def test_the_same_checkpoint_under_another_name(
+    built_copy: Path, tmp_path: Path, checkpoint: Path, config: BuildConfig
+) -> None:
+    shutil.copy(checkpoint, tmp_path / "renamed.pt")
+    done, report = rebuild(built_copy, tmp_path / "renamed.pt", config)
+    assert done == set()
+    assert report.model.name == "renamed"
+
+
+@pytest.mark.slow
+def test_an_added_bucket(built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
+    done, report = rebuild(built_copy, checkpoint, changed(config, "buckets", [[1, 64], [2, 32], [1, 16]]))
+    assert done == of_bucket("b1s16")
+    assert {row.bucket for row in report.speedup} == {"b1s16", *BUCKETS}
+
+
+@pytest.mark.slow
+def test_another_checkpoint_redoes_everything(
+    built_copy: Path, tmp_path: Path, tiny_spec: ModelSpec, config: BuildConfig
+) -> None:
+    save_checkpoint(tmp_path / "other.pt", random_checkpoint(tiny_spec, 7))
+    done, _ = rebuild(built_copy, tmp_path / "other.pt", changed(config, "buckets", [[1, 64]]))
+    assert done == {"load", "weights/weights-float32", *of_bucket("b1s64")}
+
+
+@pytest.mark.slow
+def test_a_baseline_redoes_the_dense_half(
+    built_copy: Path, tmp_path: Path, tiny_spec: ModelSpec, checkpoint: Path, config: BuildConfig
+) -> None:
+    one = changed(config, "buckets", [[1, 64]])
+    save_checkpoint(tmp_path / "base.pt", random_checkpoint(tiny_spec.dense(), 7))
+    done, _ = rebuild(built_copy, checkpoint, one, tmp_path / "base.pt")
+    dense = {name for name in of_bucket("b1s64") if "mod-" not in name}
+    assert done == {"load", "weights/weights-baseline-float32", *dense}
+    assert (built_copy / "graphs/weights-baseline-float32.data").is_file()
+    done, _ = rebuild(built_copy, checkpoint, one)
+    assert done == {"load", *dense}
+    assert not (built_copy / "graphs/weights-baseline-float32.data").exists()
+
+
+@pytest.mark.slow
+def test_an_added_target_and_architecture(built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
+    found = ENGINES["tensorrt-rtx"].availability()
+    if not found.builds:
+        pytest.skip(found.reason)
+    one = changed(config, "buckets", [[1, 64]])
+    added = changed(changed(one, "targets", ["ort-cpu", "tensorrt-rtx"]), "target/tensorrt-rtx/dtypes", ["float32"])
+    first = changed(added, "target/tensorrt-rtx/architectures", ["sm89"])
+    done, report = rebuild(built_copy, checkpoint, first)
+    engines = {f"engine/tensorrt-rtx/{kind}-b1s64-float32" for kind in ("mod", "dense")}
+    rewrites = {name for name in done if name.startswith("rewrite/tensorrt-rtx-")}
+    assert {name for name in done - rewrites if not name.startswith(("parity/", "latency/"))} == {
+        f"{engine}-sm89" for engine in engines
+    }
+    ran = {target.target: target.ran for target in report.targets}
+    assert ran["tensorrt-rtx"] is found.runs
+    done, _ = rebuild(built_copy, checkpoint, added)
+    assert {name for name in done if name.startswith("engine/")} == {f"{engine}-sm120" for engine in engines}
+    assert not any(name.startswith(("rewrite/", "capture/", "graph/")) for name in done)
+    # Dropped again, its files go with it.
+    rebuild(built_copy, checkpoint, one)
+    assert not list(built_copy.rglob("*tensorrt*"))
+
+
+def test_another_version_of_the_runtime(built_copy: Path, tmp_path: Path, checkpoint: Path, config_file: Path) -> None:
+    # The metadata of an installed package comes first on the path, as after an upgrade.
+    for name in ("onnxruntime", "onnxruntime_gpu"):
+        folder = tmp_path / f"upgraded/{name}-99.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 99.0\n")
+    before = steps_of(built_copy)
+    arguments = ["build", str(checkpoint), "-c", str(config_file), "-o", str(built_copy), "-q"]
+    subprocess.run(
+        [sys.executable, "-m", "mod_export.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "upgraded")},
+        capture_output=True,
+        check=True,
+    )
+    after = steps_of(built_copy)
+    done = {name for name in after if after[name]["fingerprint"] != before[name]["fingerprint"]}
+    engines = {name for name in before if name.startswith("engine/")}
+    assert done == {"report", *engines, *PARITY, *LATENCY}
+    assert json.loads((built_copy / "report.json").read_text())["environment"]["onnxruntime"] == "99.0"
+
+
+def made(root: Path) -> dict[str, Any]:
+    """What was made from what, by step."""
+    steps = {name: record for name, record in steps_of(root).items() if name != "report"}
+    return {name: [record["fingerprint"], record["outputs"]] for name, record in steps.items()}
+
+
+def _missing(path: Path) -> None:
+    path.unlink()
+
+
+def _changed_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [_missing, _changed_byte])
+@pytest.mark.parametrize(
+    "name", ["engines/ort-cpu/mod-b1s64-float32.onnx", "graphs/weights-float32.data", "report.html"]
+)
+def test_a_damaged_file_is_made_again(
+    name: str, damage: Callable[[Path], None], built_copy: Path, checkpoint: Path, config: BuildConfig
+) -> None:
+    whole, before = (built_copy / name).read_bytes(), made(built_copy)
+    damage(built_copy / name)
+    build(checkpoint, config, built_copy, None, Silent(), "mod-export build")
+    assert made(built_copy) == before
+    if name != "report.html":
+        assert (built_copy / name).read_bytes() == whole
+    check_files(built_copy)
+
+
+def test_a_failing_stage_names_what_was_done(built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
+    shutil.rmtree(built_copy / "engines")
+    (built_copy / "engines").write_text("in the way")
+    before = made(built_copy)
+    with pytest.raises(BuildFolderError, match=r"moved: cannot write .*engines") as caught:
+        build(checkpoint, config, built_copy, None, Silent(), "mod-export build")
+    assert caught.value.__notes__ == ["stage engines failed; done before it: load, capture, onnx, passes"]
+    assert (built_copy / "engines").read_text() == "in the way"
+    assert not list(built_copy.rglob(".partial-*"))
+    assert "files" not in read_manifest(built_copy)
+    (built_copy / "engines").unlink()
+    report = build(checkpoint, config, built_copy, None, Silent(), "mod-export build")
+    stages = {stage.name: stage.status for stage in report.stages}
+    assert stages["onnx"] == "reused"
+    assert stages["engines"] == "built"
+    assert made(built_copy) == before
+
+
+def test_a_dropped_bucket_takes_its_files_along(built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
+    rebuild(built_copy, checkpoint, changed(config, "buckets", [[1, 64]]))
+    assert not list(built_copy.rglob("*b2s32*"))
+    check_files(built_copy)
+    assert {row["bucket"] for row in json.loads((built_copy / "report.json").read_text())["cost"]} == {"b1s64"}
+    assert list(mod_export.load(built_copy).buckets) == [Bucket(1, 64)]
+
+
+def check_files(root: Path) -> None:
+    """The manifest lists every file, each with its size and hash."""
+    files = read_manifest(root)["files"]
+    present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    assert set(files) == present - {"manifest.json", ".lock"}
+    for name, entry in files.items():
+        data = (root / name).read_bytes()
+        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def test_the_manifest_lists_every_file(built: Path) -> None:
+    check_files(built)
+    assert not any(path.is_symlink() for path in built.rglob("*"))
+
+
+def test_nothing_in_the_folder_names_the_building_machines_paths(built: Path, checkpoint: Path) -> None:
+    homes = [built.parent, checkpoint.parent, Path(mod_export.__file__).parent, Path(torch.__file__).parent,
+             Path(sys.prefix), Path.cwd(), Path.home()]  # fmt: skip
+    for path in (path for path in built.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        for home in (home for home in homes if len(home.parts) > 2):
+            assert str(home).encode() not in data, f"{path.name} names {home}"
+
+
+FIELDS: dict[str, set[str]] = {
+    "verdict": {"status", "reasons"},
+    "model": {"name", "architecture", "parameters", "checkpoint_sha256", "spec"},
+    "environment": {"mod_export", "python", "torch", "onnx", "onnxruntime", "tensorrt", "tensorrt_rtx", "cpu", "cores",
+                    "gpu", "threads"},
+    "stages": {"name", "status", "seconds", "peak_rss_bytes"},
+    "artifacts": {"path", "kind", "target", "model", "bucket", "dtype", "bytes", "sha256"},
+    "targets": {"target", "available", "reason", "ran"},
+    "parity": {"target", "bucket", "dtype", "reference", "inputs", "routing", "error", "next_token_agreement", "gate",
+               "passed"},
+    "latency": {"target", "bucket", "dtype", "model", "providers", "threads", "warmup", "samples_ms", "p50_ms",
+                "p90_ms", "p99_ms", "mean_ms", "stdev_ms"},
+    "speedup": {"target", "bucket", "dtype", "measured", "ci95", "predicted_flops", "efficiency", "gate", "passed"},
+    "cost": {"model", "bucket", "flops", "flops_by_part", "weight_bytes", "activation_bytes", "kv_bytes"},
+}  # fmt: skip
+"""What the contract promises of each part; more may be there."""
+
+
+def test_report_json_has_what_the_contract_promises(built: Path, checkpoint: Path, config: BuildConfig) -> None:
+    report = json.loads((built / "report.json").read_text())
+    assert report["schema_version"] == 1
+    assert {"config", "command"} < report.keys()
+    for part, fields in FIELDS.items():
+        rows = report[part] if isinstance(report[part], list) else [report[part]]
+        assert rows
+        for row in rows:
+            assert fields <= row.keys(), part
+    for row in report["parity"]:
+        assert {"layers", "routed", "agreed", "near_ties", "min_margin"} <= row["routing"].keys()
+        assert {"max_abs", "mean_abs", "max_rel"} <= row["error"].keys()
+        assert row["inputs"] == ["padded", "random", "text", "ties"]
+    assert report["model"]["checkpoint_sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+    assert report["model"]["spec"] == load_checkpoint(checkpoint).spec.to_dict()
+    assert config_again(report["config"]) == config
+    files = read_manifest(built)["files"]
+    for row in report["artifacts"]:
+        assert files[row["path"]] == {"bytes": row["bytes"], "sha256": row["sha256"]}
+    assert {row["path"] for row in report["artifacts"]} == files.keys() - {"report.json", "report.html"}
+    for row in report["speedup"]:
+        median = {
+            entry["model"]: entry["p50_ms"]
+            for entry in report["latency"]
+            if (entry["target"], entry["bucket"], entry["dtype"]) == (row["target"], row["bucket"], row["dtype"])
+        }
+        assert row["measured"] == pytest.approx(median["dense"] / median["mod"])
+        assert row["efficiency"] == pytest.approx(row["measured"] / row["predicted_flops"])
+        assert row["ci95"][0] <= row["measured"] <= row["ci95"][1]
+
+
+def config_again(data: dict[str, Any]) -> BuildConfig:
+    return BuildConfig.model_validate(tomllib.loads(tomli_w.dumps(data)))
+
+
+def test_an_observer_hears_of_every_stage_and_step(
+    built_copy: Path, checkpoint: Path, config: BuildConfig, recorder: Observer
+) -> None:
+    build(checkpoint, config, built_copy, None, recorder, "mod-export build")
+    heard: Any = recorder
+    assert heard.started == list(STAGES)
+    assert [stage.name for stage in heard.finished] == list(STAGES)
+    assert heard.steps == list(steps_of(built_copy))
+
+
+def test_a_refused_request_leaves_no_folder(
+    tmp_path: Path, checkpoint: Path, config_file: Path, tiny_spec: ModelSpec
+) -> None:
+    dense = tmp_path / "dense.pt"
+    save_checkpoint(dense, random_checkpoint(replace(tiny_spec, routing=None), 0))
+    with pytest.raises(mod_export.errors.CheckpointError, match="no layer is routed") as caught:
+        build(dense, config_from_toml(config_file), tmp_path / "out", None, Silent(), "")
+    assert caught.value.__notes__ == ["stage load failed; done before it: none"]
+    assert not (tmp_path / "out").exists()
