@@ -1,0 +1,61 @@
+"""What a build looks like while it runs, where stderr is a file and where it is a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mod_export.console import Progress
+from mod_export.report.schema import Stage
+
+BUILT = Stage(name="onnx", status="built", seconds=21.04, peak_rss_bytes=448 * 2**20)
+REUSED = Stage(name="passes", status="reused", seconds=0.0, peak_rss_bytes=None)
+
+
+def shown(verbosity: int, *, terminal: bool = False) -> str:
+    """A stage of two steps and one without any."""
+    file = io.StringIO()
+    progress = Progress(Console(file=file, force_terminal=terminal, width=80, color_system=None), verbosity)
+    progress.stage_started("onnx")
+    progress.step_started("graph/mod-b1s64")
+    progress.step_started("graph/[dense]")
+    progress.stage_finished(BUILT)
+    progress.stage_started("passes")
+    progress.stage_finished(REUSED)
+    progress.stop()
+    return file.getvalue()
+
+
+def test_a_line_for_each_stage() -> None:
+    assert shown(0) == ("* onnx     built      21.0 s    448 MiB  2 steps\n* passes   reused      0.0 s\n")
+
+
+def test_every_step_when_asked_for() -> None:
+    assert shown(1).splitlines()[:3] == [
+        "    graph/mod-b1s64",
+        "    graph/[dense]",
+        "* onnx     built      21.0 s    448 MiB  2 steps",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_quiet_is_quiet(terminal: bool) -> None:
+    assert shown(-1, terminal=terminal) == ""
+
+
+def test_a_terminal_has_a_live_line_that_goes_away() -> None:
+    text = shown(0, terminal=True)
+    assert "onnx" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # The cursor is hidden, and comes back.
+    assert "* onnx     built      21.0 s    448 MiB  2 steps\n" in text
+
+
+def test_an_error_takes_the_live_line_away() -> None:
+    file = io.StringIO()
+    progress = Progress(Console(file=file, force_terminal=True, width=80), 0)
+    progress.stage_started("capture")
+    progress.stop()
+    progress.stop()
+    assert file.getvalue().count("\x1b[?25h") == 1
