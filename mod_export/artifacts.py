@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -96,11 +97,28 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Availability:
-    """What a target can do on this machine; `reason` says what is missing, or what was found."""
+    """What a target can do on this machine; `reason` says what is missing, or what was found.
+
+    `arch` is the GPU's architecture, for targets whose engines are built ahead of time for a named one.
+    """
 
     builds: bool
     runs: bool
     reason: str
+    arch: str | None = None
+
+    def refusal(self, engines: Iterable[Engine]) -> str:
+        """Why none of a target's engines runs here; empty when one does."""
+        if not self.runs:
+            return self.reason
+        archs = list(dict.fromkeys(engine.arch for engine in engines))
+        if any(arch in (None, self.arch) for arch in archs):
+            return ""
+        return f"built for {', '.join(map(str, archs))}, and the GPU here is {self.arch}"
+
+    def can_run(self, engine: Engine) -> bool:
+        """Whether an engine of this target runs here."""
+        return not self.refusal([engine])
 
 
 def engine_stem(model: ModelKind, bucket: Bucket, dtype: DType, arch: str | None = None) -> str:

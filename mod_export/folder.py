@@ -36,10 +36,11 @@ def runnable_engines(root: Path, manifest: dict[str, Any], targets: Sequence[str
     if missing:
         raise TargetError(f"{root}: holds no engine for {', '.join(missing)}; built for {', '.join(names)}")
     found = {name: ENGINES[name].availability() for name in (targets or names)}
-    refused = [f"{name}: {availability.reason}" for name, availability in found.items() if not availability.runs]
+    refusals = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
+    refused = [f"{name}: {reason}" for name, reason in refusals.items() if reason]
     if refused and (targets or len(refused) == len(found)):
         raise TargetError(f"{root}: cannot run here: {'; '.join(refused)}")
-    return [engine for engine in engines if engine.target in found and found[engine.target].runs]
+    return [engine for engine in engines if engine.target in found and found[engine.target].can_run(engine)]
 
 
 def validate_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> tuple[list[ParityRow], Verdict]:

@@ -69,11 +69,13 @@ def load(root: str | Path, target: str | None = None, dtype: str | None = None, 
     if target is not None and target not in names:
         raise TargetError(f"{folder}: holds no engine for {target!r}; built for {', '.join(names)}")
     found = {name: ENGINES[name].availability() for name in ([target] if target else names)}
-    runnable = [name for name, availability in found.items() if availability.runs]
+    refusals = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
+    runnable = [name for name, refusal in refusals.items() if not refusal]
     if not runnable:
-        reasons = "; ".join(f"{name}: {availability.reason}" for name, availability in found.items())
+        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
         raise TargetError(f"{folder}: no engine runs on this machine ({reasons})")
-    usable = [engine for engine in engines if engine.target == runnable[0] and dtype in (None, engine.dtype)]
+    here = [engine for engine in engines if engine.target == runnable[0] and found[runnable[0]].can_run(engine)]
+    usable = [engine for engine in here if dtype in (None, engine.dtype)]
     if not usable:
         raise TargetError(f"{folder}: holds no {dtype} engine for {runnable[0]}")
     chosen = [engine for engine in usable if engine.dtype == usable[0].dtype]

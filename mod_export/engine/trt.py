@@ -194,7 +194,8 @@ class _Base:
                 return Availability(builds=False, runs=False, reason=reason)
         found = _probe(self.library)
         runs = not (found["build_problem"] or self._run_problem(found))
-        return Availability(builds=not found["build_problem"], runs=runs, reason=self._reason(found))
+        arch = found["devices"][0] if found["devices"] else None
+        return Availability(builds=not found["build_problem"], runs=runs, reason=self._reason(found), arch=arch)
 
     def versions(self) -> Mapping[str, str]:
         return {name: package_version(name) or "" for name in (self.library, "polygraphy")}

@@ -98,8 +98,8 @@ class Context:
         return self._references[kind]
 
     def runnable(self) -> list[Engine]:
-        """Engines whose target runs here."""
-        return [engine for engine in self.engines if self.plan.availability[engine.target].runs]
+        """Engines that run here: their target does, and it is their GPU if they were built for one."""
+        return [engine for engine in self.engines if self.plan.availability[engine.target].can_run(engine)]
 
 
 def versions(*names: str) -> dict[str, str | None]:
