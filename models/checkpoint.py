@@ -186,10 +186,8 @@ def read_plain(path: Path) -> Mapping[Any, Any]:
         raise CheckpointError(f"{path}: no such file or folder" if not path.exists() else f"{path}: not a plain file")
     not_one = f"{path}: not a model.pt as torch.save writes it; it may be truncated"
     try:
-        with zipfile.ZipFile(path) as archive:
-            compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-        # Weights are mapped, not read, and torch would map compressed ones as if they were the numbers themselves.
-        data = None if compressed else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        problem = _archive_problem(path)
+        data = None if problem else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except zipfile.BadZipFile as error:
         # Before torch 1.6 a bare pickle was enough. It is refused unread: none of those can hold a spec.
         raise CheckpointError(f"{not_one}, or a bare pickle, which could run code. {DECLARE}") from error
@@ -204,11 +202,27 @@ def read_plain(path: Path) -> Mapping[Any, Any]:
         struct.error,
     ) as error:  # fmt: skip
         raise CheckpointError(f"{not_one} ({_first_line(error)})") from error
-    if compressed:
-        raise CheckpointError(f"{path}: {compressed[0]} in it is compressed, and torch.save compresses nothing")
+    if problem:
+        raise CheckpointError(f"{path}: {problem}. {DECLARE}")
     if not isinstance(data, Mapping):
         raise CheckpointError(f"{path}: holds {type(data).__name__}, expected a table with a spec. {DECLARE}")
     return data
+
+
+def _archive_problem(path: Path) -> str | None:
+    """Why a zip archive is none that torch.save wrote, known from its table of contents."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    names = {entry.filename.rpartition("/")[2] for entry in entries}
+    if "data.pkl" not in names:
+        return "a zip archive, but none that torch.save wrote"
+    if "constants.pkl" in names:
+        return "a TorchScript archive, which is code and no checkpoint"
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            # Weights are mapped, not read: torch would take the compressed bytes for the numbers themselves.
+            return f"{entry.filename} in it is compressed, and torch.save compresses nothing"
+    return None
 
 
 def _read_file(path: Path) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:

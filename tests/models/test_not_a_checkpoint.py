@@ -77,7 +77,28 @@ def zip_of(path: Path, members: Mapping[str, bytes], compression: int = zipfile.
 
 
 def test_zip_of_something_else(tmp_path: Path) -> None:
-    refuses(zip_of(tmp_path / "model.pt", {"readme.txt": b"hello"}), r".*not a model\.pt as torch\.save writes it.*")
+    path = zip_of(tmp_path / "model.pt", {"readme.txt": b"hello"})
+    refuses(path, rf".*model\.pt: a zip archive, but none that torch\.save wrote\. {DECLARE}")
+
+
+def test_exported_program(tmp_path: Path) -> None:
+    program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
+    torch.export.save(program, tmp_path / "model.pt2")
+    (tmp_path / "model.pt2").rename(tmp_path / "model.pt")
+    refuses(tmp_path / "model.pt", rf".*model\.pt: a zip archive, but none that torch\.save wrote\. {DECLARE}")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "model.pt")
+    refuses(tmp_path / "model.pt", rf".*model\.pt: a TorchScript archive, which is code and no checkpoint\. {DECLARE}")
+
+
+def test_a_whole_module(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
+    refuses(
+        tmp_path / "model.pt", rf".*refused, its pickle asks for torch\.nn\.modules\.linear\.Linear, which.*{DECLARE}"
+    )
 
 
 def test_zip_that_spans_disks(tmp_path: Path) -> None:
@@ -93,7 +114,7 @@ def test_compressed_zip(tmp_path: Path) -> None:
     with zipfile.ZipFile(saved(tmp_path / "whole.pt")) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     path = zip_of(tmp_path / "model.pt", members, zipfile.ZIP_DEFLATED)
-    refuses(path, r".*model\.pt: whole/data\.pkl in it is compressed, and torch\.save compresses nothing")
+    refuses(path, r".*model\.pt: whole/data\.pkl in it is compressed, and torch\.save compresses nothing.*")
 
 
 class _Payload:
@@ -137,6 +158,7 @@ def test_damaged_pickle(tmp_path: Path) -> None:
     refuses(path, r".*refused, its pickle is damaged or asks for more than plain data and tensors and could run.*")
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 @given(st.data())
 @settings(max_examples=150)
 def test_any_damage_is_a_checkpoint_error_or_none(
