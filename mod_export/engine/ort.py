@@ -44,7 +44,11 @@ class OrtRunner:
         check_feeds(self._where, self._shapes, feeds)
         wanted = list(outputs or self.outputs)
         check_outputs(self._where, self.outputs, wanted)
-        return dict(zip(wanted, self._session.run(wanted, dict(feeds)), strict=True))
+        try:
+            results = self._session.run(wanted, dict(feeds))
+        except _vendor_errors() as error:
+            raise EngineError(f"{self._where}: ONNX Runtime failed: {str(error).splitlines()[0]}") from error
+        return dict(zip(wanted, results, strict=True))
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +75,6 @@ def session_from_onnx(
         EngineError: ONNX Runtime refuses the graph.
     """
     import onnxruntime as ort
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -82,14 +85,19 @@ def session_from_onnx(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
-    refusals = (
+    try:
+        return ort.InferenceSession(str(path), options, providers=list(providers))
+    except _vendor_errors() as error:
+        raise EngineError(f"{path.name}: ONNX Runtime refuses this graph: {str(error).splitlines()[0]}") from error
+
+
+def _vendor_errors() -> tuple[type[Exception], ...]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    return (
         state.Fail, state.InvalidGraph, state.InvalidArgument, state.InvalidProtobuf, state.NotImplemented,
         state.RuntimeException, state.EPFail, state.NoSuchFile, state.NoModel,
     )  # fmt: skip
-    try:
-        return ort.InferenceSession(str(path), options, providers=list(providers))
-    except refusals as error:
-        raise EngineError(f"{path.name}: ONNX Runtime refuses this graph: {str(error).splitlines()[0]}") from error
 
 
 class _Ort(ABC):

@@ -160,3 +160,11 @@ def test_a_runtime_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     found = OrtCuda().availability()
     assert (found.builds, found.runs) == (False, False)
     assert found.reason == "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
+
+
+def test_a_run_that_fails_is_an_error_of_ours(built: Path, config: BuildConfig) -> None:
+    with (
+        OrtCpu().load(built, engine("ort-cpu"), config) as runner,
+        pytest.raises(EngineError, match=rf"^ort-cpu {ON_CPU}: ONNX Runtime failed: .*out of data bounds"),
+    ):
+        runner.run({**feeds(), "input_ids": np.full((1, 64), 256)})
