@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.corpus import batch_at, read_split
 from mod_models.routing import Routing
 from mod_models.spec import ModelSpec, RoutingSpec
 from mod_models.transformer import Transformer
-from torch import Tensor
 
 __all__ = ["MOD_TRANSFORMER", "LoadedTransformer", "ModTransformer"]
 

@@ -12,6 +12,7 @@ import pickle
 import re
 import struct
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mod_models.spec import ModelSpec, SpecError, shown
-from mod_models.transformer import Transformer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from mod_models.spec import ModelSpec, SpecError, shown
+from mod_models.transformer import Transformer
 
 __all__ = [
     "ARCHITECTURE",
@@ -187,7 +189,10 @@ def read_plain(path: Path) -> Mapping[Any, Any]:
     not_one = f"{path}: not a model.pt as torch.save writes it; it may be truncated"
     try:
         problem = _archive_problem(path)
-        data = None if problem else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with warnings.catch_warnings():
+            # torch warns about odd pickles before it refuses them; the refusal is what the user needs to read.
+            warnings.simplefilter("ignore")
+            data = None if problem else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except zipfile.BadZipFile as error:
         # Before torch 1.6 a bare pickle was enough. It is refused unread: none of those can hold a spec.
         raise CheckpointError(f"{not_one}, or a bare pickle, which could run code. {DECLARE}") from error

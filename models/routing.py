@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from mod_models.spec import RoutingSpec
 from torch import Tensor, nn
+
+from mod_models.spec import RoutingSpec
 
 __all__ = ["COMBINES", "GATES", "ROUTERS", "Routing", "select_topk"]
 

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
 from mod_models.checkpoint import Checkpoint, CheckpointError, read_plain, save_checkpoint, write_plain, written_beside
 from mod_models.corpus import batch_at, read_split
 from mod_models.spec import ModelSpec, RoutingSpec, shown
 from mod_models.transformer import RoutedBlock, Transformer
-from torch import Tensor, nn
-from torch.nn import functional
 
 __all__ = ["DEFAULT_SPEC", "TrainConfig", "TrainError", "evaluate", "losses", "main", "train"]
 

@@ -16,10 +16,11 @@ padding that fills surplus slots sits behind every real token of its row.
 from __future__ import annotations
 
 import torch
-from mod_models.routing import COMBINES, GATES, ROUTERS, MlpRouter, Routing, select_topk
-from mod_models.spec import ModelSpec, RoutingSpec
 from torch import Tensor, nn
 from torch.nn import functional
+
+from mod_models.routing import COMBINES, GATES, ROUTERS, MlpRouter, Routing, select_topk
+from mod_models.spec import ModelSpec, RoutingSpec
 
 __all__ = ["Transformer"]
 

@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mod_models.checkpoint import random_checkpoint, save_checkpoint
-from mod_models.spec import ModelSpec, RoutingSpec
 
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.model import Model, model_from_checkpoint
 from mod_export.pipeline import build
 from mod_export.report.schema import Stage
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec, RoutingSpec
 
 TINY = ModelSpec(
     vocab_size=256,

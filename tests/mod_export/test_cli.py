@@ -19,14 +19,14 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
-from mod_models.spec import ModelSpec
 
 from mod_export.cli import cli
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engine import ENGINES
 from mod_export.report import report_from_json
 from mod_export.workspace import read_manifest
+from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
 
 OPTIONS = {
     "build": ["--baseline", "--config", "--help", "--out", "--quiet", "--report", "--target", "--verbose", "-c", "-h",

@@ -15,7 +15,6 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
-from mod_models.checkpoint import Checkpoint, load_checkpoint
 
 from mod_export.artifacts import Bucket
 from mod_export.cli import cli
@@ -29,6 +28,7 @@ from mod_export.graph.passes import PORTABLE, run_passes
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of
 from mod_export.runtime import opened_folder
 from mod_export.workspace import read_manifest
+from mod_models.checkpoint import Checkpoint, load_checkpoint
 
 ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"
 WEIGHTS = "graphs/weights-float32.data"

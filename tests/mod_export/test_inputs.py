@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mod_models.architecture import LoadedTransformer
-from mod_models.checkpoint import random_checkpoint
-from mod_models.spec import ModelSpec
 
 from mod_export.artifacts import Bucket
 from mod_export.inputs import KINDS, Batch, parity_batches, timing_batch
 from mod_export.model import Model
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import random_checkpoint
+from mod_models.spec import ModelSpec
 
 buckets = st.builds(Bucket, st.integers(1, 4), st.integers(1, 200))
 

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mod_models.architecture import ModTransformer
-from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
-from mod_models.spec import ModelSpec
 
 from mod_export.environment import source_digest
 from mod_export.errors import CheckpointError
@@ -26,6 +23,9 @@ from mod_export.model import (
 )
 from mod_export.protocols import Architecture
 from mod_export.workspace import Workspace
+from mod_models.architecture import ModTransformer
+from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
 
 
 @pytest.fixture(scope="session")

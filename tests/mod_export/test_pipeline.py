@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
-from mod_models.spec import ModelSpec
 
 import mod_export
 from mod_export.artifacts import Bucket
@@ -29,6 +27,8 @@ from mod_export.pipeline import AFTER_LOAD, Observer, build
 from mod_export.report import BuildReport
 from mod_export.report.schema import Stage
 from mod_export.workspace import read_manifest
+from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
 
 STAGES = ("load", *(name for name, _ in AFTER_LOAD), "report")
 STAGE_OF = {

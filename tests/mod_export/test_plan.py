@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from mod_models.architecture import LoadedTransformer
-from mod_models.checkpoint import Checkpoint, random_checkpoint
-from mod_models.spec import ModelSpec
 
 from mod_export.artifacts import Availability, Bucket
 from mod_export.config import BuildConfig
@@ -19,6 +16,9 @@ from mod_export.engine import ENGINES
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
 from mod_export.model import Model
 from mod_export.plan import _targets, check_names, make_plan
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import Checkpoint, random_checkpoint
+from mod_models.spec import ModelSpec
 
 
 def model_of(spec: ModelSpec, name: str = "m") -> Model:

@@ -63,7 +63,9 @@ def rewrite_manifest(root: Path, change: Callable[[dict[str, Any]], object]) -> 
 
 def in_process(root: Path, code: str, wait_for: str = "", **options: Any) -> subprocess.Popen[str]:
     """Starts Python on `code`, which has the build folder as `root`, and waits until it has printed `wait_for`."""
-    lines = ["import os, sys, time", "from pathlib import Path", "from mod_export.workspace import Workspace"]
+    lines = ["import os, signal, sys, time", "from pathlib import Path", "from mod_export.workspace import Workspace"]
+    # Whoever started the tests may have had this signal ignored, and that is inherited.
+    lines.append("signal.signal(signal.SIGINT, signal.default_int_handler)")
     script = "\n".join([*lines, "root = Path(sys.argv[1])", textwrap.dedent(code)])
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(root)],

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from mod_models.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from tiny_models import lively_checkpoint, make_spec
+
+from mod_models.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 
 SPEC = make_spec(predictor_hidden=2, tie_embeddings=False, router="mlp", capacity=(0.5, 0.25))
 DECLARE = r"Save it with mod_models\.checkpoint\.save_checkpoint\(path, .*declares the architecture and how it routes"

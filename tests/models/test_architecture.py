@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_models import distinct_ids, lively_checkpoint, make_spec
+
 from mod_models.architecture import MOD_TRANSFORMER, LoadedTransformer
 from mod_models.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from mod_models.corpus import read_split
@@ -16,7 +18,6 @@ from mod_models.routing import Routing
 from mod_models.spec import ModelSpec, SpecError
 from mod_models.train import DEFAULT_SPEC
 from mod_models.transformer import Transformer
-from tiny_models import distinct_ids, lively_checkpoint, make_spec
 
 SPEC = make_spec(predictor_hidden=2)
 

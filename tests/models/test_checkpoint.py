@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import FORMS, SPEC, assert_same, checkpoint, refuses
+from tiny_models import lively_checkpoint, make_spec
+
 from mod_models.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -22,7 +24,6 @@ from mod_models.checkpoint import (
 )
 from mod_models.spec import EveryNth, ModelSpec
 from mod_models.transformer import Transformer
-from tiny_models import lively_checkpoint, make_spec
 
 # What is written comes back.
 

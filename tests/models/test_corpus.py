@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mod_models.corpus import SKIPPED, batch_at, read_split, split_files
 
 

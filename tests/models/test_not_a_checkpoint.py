@@ -13,14 +13,15 @@ import torch
 from checkpoint_files import DECLARE, SPEC, checkpoint, refuses, saved, with_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import make_spec
+from torch import Tensor
+
 from mod_models.checkpoint import (
     CheckpointError,
     ForeignArchitectureError,
     load_checkpoint,
     save_checkpoint,
 )
-from tiny_models import make_spec
-from torch import Tensor
 
 # Files.
 

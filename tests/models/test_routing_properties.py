@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tiny_models import lively_checkpoint, make_spec
+from torch import Tensor
+
 from mod_models.checkpoint import Checkpoint
 from mod_models.routing import Routing, select_topk
 from mod_models.spec import CAPACITY_RULES, COMBINES, GATES, POSITIONS, ROUTER_INPUTS, ROUTERS, ModelSpec
 from mod_models.transformer import RoutedBlock, Transformer
-from tiny_models import lively_checkpoint, make_spec
-from torch import Tensor
 
 SCORES = st.sampled_from([float("-inf"), -2.0, -1.0, -0.0, 0.0, 1.0, 1.0000001, 3e38, float("inf")])
 few_examples = settings(max_examples=20)

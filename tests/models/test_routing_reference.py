@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from loop_reference import reference
-from mod_models.spec import CAPACITY_RULES, COMBINES, GATES, POSITIONS, ROUTER_INPUTS, ROUTERS, EveryNth, ModelSpec
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
+
+from mod_models.spec import CAPACITY_RULES, COMBINES, GATES, POSITIONS, ROUTER_INPUTS, ROUTERS, EveryNth, ModelSpec
 
 TOLERANCE = 2e-5
 SEQ = 8

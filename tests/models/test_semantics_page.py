@@ -6,10 +6,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+from tiny_models import lively_checkpoint, make_spec
+
 from mod_models import spec
 from mod_models.checkpoint import load_checkpoint
 from mod_models.spec import CAPACITY_RULES, ModelSpec
-from tiny_models import lively_checkpoint, make_spec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text(encoding="utf-8")
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import make_spec
+
 from mod_models import routing, spec
 from mod_models.spec import CAPACITY_RULES, LIMITS, EveryNth, ModelSpec, RoutingSpec, SpecError
-from tiny_models import make_spec
 
 SIZES = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "max_positions")
 TABLE_FIELDS = ("router", "router_input", "gate", "combine", "selection", "capacity_rule", "positions")

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import make_spec
+
 from mod_models import train as training
 from mod_models.checkpoint import CheckpointError, load_checkpoint
 from mod_models.corpus import batch_at, read_split
 from mod_models.routing import MlpRouter
 from mod_models.train import DEFAULT_SPEC, TrainConfig, TrainError, evaluate, learning_rate_at, losses, train
 from mod_models.transformer import Transformer
-from tiny_models import make_spec
 
 SPEC = make_spec(vocab_size=256, d_model=16, predictor_hidden=4, layers=(0, 2), capacity=0.25, max_positions=32)
 CONFIG = TrainConfig(steps=12, batch=2, seq=16, warmup=3, eval_every=5, eval_batches=2)

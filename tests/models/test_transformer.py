@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from tiny_models import lively_checkpoint, make_spec
+
 from mod_models.spec import CAPACITY_RULES, COMBINES, GATES, POSITIONS, ROUTER_INPUTS, ROUTERS, ModelSpec
 from mod_models.transformer import Transformer, rope_tables
-from tiny_models import lively_checkpoint, make_spec
 
 ONE_OF_EACH = {  # every name of every table at least once
     "paper": make_spec(),

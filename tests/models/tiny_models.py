@@ -3,6 +3,7 @@
 import dataclasses
 
 import torch
+
 from mod_models.checkpoint import Checkpoint, random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 

@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mod_models.architecture import LoadedTransformer
-from mod_models.checkpoint import random_checkpoint
-from mod_models.spec import ModelSpec, RoutingSpec
 
 from mod_export.artifacts import Bucket, Engine, Graph, Variant
 from mod_export.config import config_from_toml
@@ -24,6 +21,9 @@ from mod_export.inputs import parity_batches
 from mod_export.stages.engines import Job
 from mod_export.validate.parity import compare_runner, judge
 from mod_export.validate.reference import Reference
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import random_checkpoint
+from mod_models.spec import ModelSpec, RoutingSpec
 
 CONFIG = config_from_toml(None)
 BUCKETS = (Bucket(1, 32), Bucket(2, 24))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from graph_folders import Job, write_graph
-from mod_models.spec import ModelSpec, RoutingSpec
 from small_graphs import make_model, make_spec
 
 from mod_export.artifacts import DTYPES, Bucket, DType, Engine, Variant
@@ -19,6 +18,7 @@ from mod_export.engine import trt
 from mod_export.engine.trt import TensorRT, TensorRTRTX, runner_from_engine
 from mod_export.errors import EngineError, GraphError, TargetError
 from mod_export.graph.passes import run_passes
+from mod_models.spec import ModelSpec, RoutingSpec
 
 RTX = TensorRTRTX()
 CONFIG = config_from_toml(None)

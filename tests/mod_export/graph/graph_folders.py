@@ -5,13 +5,13 @@ from pathlib import Path
 
 import onnx_ir as ir
 import torch
-from mod_models.spec import ModelSpec
 from small_graphs import make_model, portable_graph
 
 from mod_export.artifacts import Bucket, Dialect, DType, Graph
 from mod_export.graph.dialect import check_dialect
 from mod_export.graph.passes import run_passes
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
+from mod_models.spec import ModelSpec
 
 FLOATS: dict[DType, ir.DataType] = {
     "float32": ir.DataType.FLOAT,

@@ -8,14 +8,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from mod_models.spec import ModelSpec, RoutingSpec
-from mod_models.transformer import Transformer
 from onnx_ir.passes import common
 
 from mod_export.artifacts import Bucket, Dialect
 from mod_export.graph.capture import exported_from_module
 from mod_export.graph.onnx_export import onnx_from_exported
 from mod_export.graph.weights import state_of
+from mod_models.spec import ModelSpec, RoutingSpec
+from mod_models.transformer import Transformer
 
 TENSORRT = Dialect(
     name="TensorRT",

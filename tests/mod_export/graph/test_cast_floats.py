@@ -9,7 +9,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from mod_models.spec import ModelSpec
 from small_graphs import TENSORRT, make_model, make_spec, parsed, portable_graph, run
 
 from mod_export.artifacts import DTYPES
@@ -17,6 +16,7 @@ from mod_export.errors import GraphError, LimitError
 from mod_export.graph.passes.cast_floats import CastFloats, narrowed_initializers
 from mod_export.graph.passes.select_topk import SelectTopk
 from mod_export.graph.passes.threshold_selection import ThresholdSelection
+from mod_models.spec import ModelSpec
 
 FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 NARROW = {"float16": FLOAT16, "bfloat16": BFLOAT16}

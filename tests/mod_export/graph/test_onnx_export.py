@@ -11,10 +11,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from mod_models.architecture import LoadedTransformer
-from mod_models.checkpoint import Checkpoint
-from mod_models.routing import COMBINES, GATES, ROUTERS
-from mod_models.spec import CAPACITY_RULES, POSITIONS, ROUTER_INPUTS, ModelSpec, RoutingSpec
 from small_graphs import make_model, parsed
 from torch import Tensor
 
@@ -28,6 +24,10 @@ from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_
 from mod_export.inputs import Batch
 from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import Checkpoint
+from mod_models.routing import COMBINES, GATES, ROUTERS
+from mod_models.spec import CAPACITY_RULES, POSITIONS, ROUTER_INPUTS, ModelSpec, RoutingSpec
 
 BUCKET = Bucket(3, 24)
 ROUTED = RoutingSpec(layers=(0, 2), capacity=0.25)

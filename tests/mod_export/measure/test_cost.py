@@ -10,8 +10,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from mod_models.spec import EveryNth, ModelSpec, RoutingSpec
-from mod_models.transformer import Transformer
 from torch.utils.flop_counter import FlopCounterMode
 
 from mod_export.artifacts import Bucket
@@ -21,6 +19,8 @@ from mod_export.graph.onnx_export import onnx_from_exported
 from mod_export.graph.passes import PORTABLE, run_passes
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
 from mod_export.measure.cost import NO_RULE, PARTS, CostRow, cost_row
+from mod_models.spec import EveryNth, ModelSpec, RoutingSpec
+from mod_models.transformer import Transformer
 
 BUCKET = Bucket(2, 24)
 SPEC = ModelSpec(

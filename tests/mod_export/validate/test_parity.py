@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from mod_models.architecture import LoadedTransformer
-from mod_models.checkpoint import Checkpoint
 from small_graphs import make_model, make_spec, portable_graph, session
 
 from mod_export.artifacts import Bucket, Engine
@@ -24,6 +22,8 @@ from mod_export.model import Model
 from mod_export.validate import reference as reference_module
 from mod_export.validate.parity import ParityRow, compare_runner, judge, parity_of_engine
 from mod_export.validate.reference import Reference
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import Checkpoint
 
 SPEC = make_spec(layers=(0, 1), capacity=0.25)
 BUCKET = Bucket(2, 16)
