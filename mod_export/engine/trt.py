@@ -6,6 +6,7 @@ Both build in a process of their own (`trt_worker.py`) and run in this one. The 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -47,8 +48,16 @@ API: Mapping[str, Mapping[str, int | None]] = {
 """What this module uses of the vendor's bindings, as in `trt_worker.API`."""
 
 PROBE_SECONDS = 120
-ATTENTION_WIDTHS = (9, 256)
-"""Widths of a head for which there is an attention kernel: TensorRT-RTX 1.7.1 refuses 8 and 257 and takes these."""
+DIALECT = Dialect(
+    name="TensorRT",
+    max_opset=23,
+    topk_limit=3840,
+    scatter_reduction=False,
+    attention_dtypes=frozenset({"float16", "bfloat16"}),
+    # TensorRT-RTX 1.7.1 has attention kernels for these widths of a head, and refuses 8 and 257.
+    attention_widths=(9, 256),
+)
+"""What both TensorRTs take; their parsers are of one line of code."""
 
 WITHOUT_FLOAT32 = {"sm75": "TensorRT-RTX has no float32 matrix product on sm75, and routers are float32"}
 
@@ -278,14 +287,7 @@ class TensorRT(_Base):
     name: ClassVar[str] = "tensorrt"
     library: ClassVar[str] = "tensorrt"
     title: ClassVar[str] = "TensorRT"
-    dialect: ClassVar[Dialect] = Dialect(
-        name="TensorRT",
-        max_opset=23,
-        topk_limit=3840,
-        scatter_reduction=False,
-        attention_dtypes=frozenset({"float16", "bfloat16"}),
-        attention_widths=ATTENTION_WIDTHS,
-    )
+    dialect: ClassVar[Dialect] = DIALECT
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.tensorrt.dtypes]
@@ -301,14 +303,7 @@ class TensorRTRTX(_Base):
     name: ClassVar[str] = "tensorrt-rtx"
     library: ClassVar[str] = "tensorrt_rtx"
     title: ClassVar[str] = "TensorRT-RTX"
-    dialect: ClassVar[Dialect] = Dialect(
-        name="TensorRT-RTX",
-        max_opset=23,
-        topk_limit=3840,
-        scatter_reduction=False,
-        attention_dtypes=frozenset({"float16", "bfloat16"}),
-        attention_widths=ATTENTION_WIDTHS,
-    )
+    dialect: ClassVar[Dialect] = dataclasses.replace(DIALECT, name="TensorRT-RTX")
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         options = config.target.tensorrt_rtx
