@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_line import FAST_TOML
 
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.model import Model, model_from_checkpoint
@@ -121,3 +122,10 @@ def built(shared_folder: Path, checkpoint: Path, config: BuildConfig) -> Path:
 def built_copy(built: Path, tmp_path: Path) -> Path:
     """A finished build folder that was moved."""
     return Path(shutil.copytree(built, tmp_path / "moved"))
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Path:
+    path = tmp_path / "fast.toml"
+    path.write_text(FAST_TOML, encoding="utf-8")
+    return path

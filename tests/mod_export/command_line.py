@@ -1,0 +1,68 @@
+"""How the tests of the command line call it, and what they look at afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner, Result
+
+from mod_export.cli import cli
+from mod_models.checkpoint import Checkpoint
+
+FAST_TOML = """
+buckets = [[1, 16]]
+targets = ["ort-cpu"]
+
+[latency]
+samples = 5
+warmup = 1
+bootstrap = 100
+min_speedup = 0.0
+"""
+
+
+def invoke(*arguments: object) -> Result:
+    """The command in this process, which has PyTorch loaded already."""
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def command(*arguments: object, code: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own; `code` runs before it there."""
+    script = f"import sys\n{code}\nfrom mod_export.cli import main\nmain()"
+    listed = [sys.executable, "-c", script, *(str(argument) for argument in arguments)]
+    return subprocess.run(listed, capture_output=True, text=True, check=False, **options)
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, but for the lock that a build leaves."""
+    found = sorted(path for path in folder.rglob("*") if path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
+
+
+def raw_checkpoint(path: Path, checkpoint: Checkpoint, **header: Any) -> Path:
+    """A model.pt with a header that `save_checkpoint` would not write."""
+    spec = checkpoint.spec.to_dict() | header.pop("spec", {})
+    data = {"format_version": 1, "architecture": "mod_transformer", "spec": spec, "weights": dict(checkpoint.weights)}
+    torch.save(data | header, path)
+    return path
+
+
+class Payload:
+    """Makes a folder when it is unpickled: a pickle that wants to run code."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def toml_file(folder: Path, text: str) -> Path:
+    (folder / "c.toml").write_text(text, encoding="utf-8")
+    return folder / "c.toml"
