@@ -18,9 +18,10 @@ from mod_export.plan import KINDS, make_plan
 from mod_export.report.schema import BuildReport, Stage
 from mod_export.stages.context import Context
 from mod_export.stages.engines import build_engines, passes
-from mod_export.stages.evidence import measure, validate
 from mod_export.stages.graphs import capture, onnx
+from mod_export.stages.measure import measure
 from mod_export.stages.outcome import write_report
+from mod_export.stages.validate import validate
 from mod_export.workspace import Step, Workspace, peak_rss_bytes, reset_peak_rss
 
 __all__ = ["AFTER_LOAD", "Observer", "build"]

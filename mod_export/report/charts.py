@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mod_export.report.schema import CostEntry, LatencyEntry, SpeedupEntry
+from mod_export.report.cost_entries import CostEntry
+from mod_export.report.latency_entries import LatencyEntry, SpeedupEntry
 from mod_export.report.summary import Setting
 
 __all__ = [

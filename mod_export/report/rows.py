@@ -11,7 +11,8 @@ from rich.table import Table
 from mod_export.measure.latency import LatencyRow
 from mod_export.measure.statistics import SpeedupRow
 from mod_export.measure.verdict import Verdict
-from mod_export.report.schema import ParityEntry, SpeedupEntry
+from mod_export.report.latency_entries import SpeedupEntry
+from mod_export.report.parity_entries import ParityEntry
 from mod_export.report.text import HEAD
 from mod_export.report.wording import (
     agreement_text,

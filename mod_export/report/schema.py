@@ -8,26 +8,21 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import JsonValue, ValidationError
 from pydantic_core import from_json
 
 from mod_export.artifacts import DType, ModelKind
 from mod_export.errors import BuildFolderError
+from mod_export.report.cost_entries import CostEntry, PartEntry, RooflineEntry
+from mod_export.report.entry import Entry
+from mod_export.report.latency_entries import LatencyEntry, SpeedupEntry
+from mod_export.report.parity_entries import CausalityEntry, ParityEntry, RoutingMap, StructureEntry
 
 __all__ = [
     "SCHEMA_VERSION",
     "Artifact",
     "BuildReport",
-    "CostEntry",
-    "ErrorNumbers",
-    "Gate",
-    "InputAgreement",
-    "LatencyEntry",
-    "LayerAgreement",
     "ModelEntry",
-    "ParityEntry",
-    "RoutingAgreement",
-    "SpeedupEntry",
     "Stage",
     "Target",
     "VerdictEntry",
@@ -38,19 +33,14 @@ SCHEMA_VERSION = 1
 SHOWN_PROBLEMS = 5
 
 
-class _Entry(BaseModel):
-    # from_attributes: rows of measure/ and validate/ are frozen dataclasses with the same field names.
-    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True, ser_json_inf_nan="strings")
-
-
-class VerdictEntry(_Entry):
+class VerdictEntry(Entry):
     """The outcome of all gates; `reasons` is empty exactly when the status is `pass`."""
 
     status: Literal["pass", "fail"]
     reasons: tuple[str, ...]
 
 
-class ModelEntry(_Entry):
+class ModelEntry(Entry):
     """What was built: the checkpoint is identified by its hash, its spec is plain data."""
 
     name: str
@@ -60,7 +50,7 @@ class ModelEntry(_Entry):
     spec: dict[str, JsonValue]
 
 
-class Stage(_Entry):
+class Stage(Entry):
     """One stage of the pipeline, in the order in which they ran."""
 
     name: str
@@ -69,7 +59,7 @@ class Stage(_Entry):
     peak_rss_bytes: int | None
 
 
-class Artifact(_Entry):
+class Artifact(Entry):
     """One file of the build folder. `target` is None for portable files; `model` and `bucket` for files that serve
     several of them.
     """
@@ -84,7 +74,7 @@ class Artifact(_Entry):
     sha256: str
 
 
-class Target(_Entry):
+class Target(Entry):
     """What this machine can do with a target. `ran`: executed here, not only built."""
 
     target: str
@@ -93,121 +83,7 @@ class Target(_Entry):
     ran: bool
 
 
-class LayerAgreement(_Entry):
-    """Which tokens one routed layer took, against the reference, over all inputs.
-
-    `near_ties` of the differing tokens lie within the gate's distance of the k-th score, `faults` do not. `min_margin`
-    is the smallest distance between the scores at rank k and k + 1, None where there is no rank k + 1.
-    """
-
-    layer: int
-    k: int
-    routed: int
-    agreed: int
-    near_ties: int
-    faults: int
-    min_margin: float | None
-
-
-class InputAgreement(_Entry):
-    """Routed tokens over all layers on one batch of inputs of one kind."""
-
-    input: str
-    routed: int
-    agreed: int
-
-
-class RoutingAgreement(_Entry):
-    """The sums over the layers, each layer, and each batch of inputs."""
-
-    layers: tuple[LayerAgreement, ...]
-    routed: int
-    agreed: int
-    near_ties: int
-    min_margin: float | None
-    by_input: tuple[InputAgreement, ...] = ()
-
-
-class ErrorNumbers(_Entry):
-    """Differences of the logits of real tokens, given the same routing."""
-
-    max_abs: float
-    mean_abs: float
-    max_rel: float
-
-
-class Gate(_Entry):
-    """What the configuration demands for this dtype."""
-
-    max_abs: float
-    near_tie: float
-    next_token_agreement: float
-
-
-class ParityEntry(_Entry):
-    """One engine against eager float32 PyTorch of the same model. `inputs` names the kinds of input; the routing of a
-    dense engine has no layers.
-    """
-
-    target: str
-    bucket: str
-    dtype: DType
-    model: ModelKind
-    reference: str
-    inputs: tuple[str, ...]
-    routing: RoutingAgreement
-    error: ErrorNumbers
-    next_token_agreement: float
-    gate: Gate
-    passed: bool
-    reasons: tuple[str, ...]
-
-
-class LatencyEntry(_Entry):
-    """`measure.latency.LatencyRow`."""
-
-    target: str
-    bucket: str
-    dtype: DType
-    model: ModelKind
-    providers: tuple[str, ...]
-    threads: int
-    warmup: int
-    samples_ms: tuple[float, ...]
-    p50_ms: float
-    p90_ms: float
-    p99_ms: float
-    mean_ms: float
-    stdev_ms: float
-
-
-class SpeedupEntry(_Entry):
-    """`measure.statistics.SpeedupRow`. `gate` and `passed` are None where no gate applies."""
-
-    target: str
-    bucket: str
-    dtype: DType
-    measured: float
-    ci95: tuple[float, float]
-    predicted_flops: float
-    efficiency: float
-    gate: float | None
-    passed: bool | None
-
-
-class CostEntry(_Entry):
-    """`measure.cost.CostRow`."""
-
-    model: ModelKind
-    bucket: str
-    flops: int
-    flops_by_part: dict[str, int]
-    weight_bytes: int
-    activation_bytes: int
-    kv_bytes: int
-
-
-class BuildReport(_Entry):
+class BuildReport(Entry):
     """The whole report.
 
     Rows may be given as dicts or as the dataclasses that they come from:
@@ -229,6 +105,11 @@ class BuildReport(_Entry):
     latency: tuple[LatencyEntry, ...]
     speedup: tuple[SpeedupEntry, ...]
     cost: tuple[CostEntry, ...]
+    structure: tuple[StructureEntry, ...] = ()
+    causality: tuple[CausalityEntry, ...] = ()
+    routing_maps: tuple[RoutingMap, ...] = ()
+    roofline: tuple[RooflineEntry, ...] = ()
+    parts: tuple[PartEntry, ...] = ()
 
     def to_json(self) -> str:
         """report.json, indented, with a newline at its end; `report_from_json` reads it back to an equal value."""

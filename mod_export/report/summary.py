@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mod_export.artifacts import ModelKind
-from mod_export.report.schema import (
-    Artifact,
-    BuildReport,
-    ErrorNumbers,
-    InputAgreement,
-    LatencyEntry,
-    ParityEntry,
-    RoutingAgreement,
-    SpeedupEntry,
-    Target,
-)
+from mod_export.report.latency_entries import LatencyEntry, SpeedupEntry
+from mod_export.report.parity_entries import ErrorNumbers, InputAgreement, ParityEntry, RoutingAgreement
+from mod_export.report.schema import Artifact, BuildReport, Target
 
 __all__ = ["Deployment", "Gains", "Setting", "Untried", "deployments", "gains", "settings_of", "untried_targets"]
 

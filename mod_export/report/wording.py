@@ -6,7 +6,8 @@ import math
 
 from pydantic import JsonValue
 
-from mod_export.report.schema import InputAgreement, LayerAgreement, RoutingAgreement, SpeedupEntry
+from mod_export.report.latency_entries import SpeedupEntry
+from mod_export.report.parity_entries import InputAgreement, LayerAgreement, RoutingAgreement
 
 __all__ = [
     "agreement_text",

@@ -101,6 +101,17 @@ class Context:
         """Engines that run here: their target does, and it is their GPU if they were built for one."""
         return [engine for engine in self.engines if self.plan.availability[engine.target].can_run(engine)]
 
+    def conditions(self, engines: Sequence[Engine]) -> dict[str, Any]:
+        """What a result on this machine depends on beside its settings."""
+        hash_of = self.workspace.hash_of
+        return {
+            "engines": [hash_of(engine.path) for engine in engines],
+            "weights": [hash_of(self.weights_path(engine.model, engine.dtype)) for engine in engines],
+            "threads": self.plan.config.latency.threads,
+            "machine": [self.machine["cpu"], self.machine["cores"], self.machine["gpu"]],
+            "versions": {**versions("mod_export", "torch"), **self.plan.targets[engines[0].target].versions()},
+        }
+
 
 def versions(*names: str) -> dict[str, str | None]:
     """Installed versions, as an input of a step; of this package the source itself."""

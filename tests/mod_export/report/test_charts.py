@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from mod_export.measure.cost import PARTS
 from mod_export.report import BuildReport
 from mod_export.report.charts import MOST_STEPS, flops_charts, latency_charts, speedup_chart
-from mod_export.report.schema import CostEntry, LatencyEntry, SpeedupEntry
+from mod_export.report.cost_entries import CostEntry
+from mod_export.report.latency_entries import LatencyEntry, SpeedupEntry
 from mod_export.report.summary import Setting
 
 ratios = st.floats(min_value=1e-3, max_value=1e4)

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 
 from mod_export.report import BuildReport, render_html
-from mod_export.report.schema import InputAgreement
+from mod_export.report.parity_entries import InputAgreement
 from mod_export.report.wording import interval_text
 
 Renamed = Callable[[BuildReport, str], BuildReport]

@@ -16,7 +16,9 @@ from mod_export.measure.latency import LatencyRow
 from mod_export.measure.statistics import SpeedupRow
 from mod_export.measure.verdict import Verdict
 from mod_export.report import SCHEMA_VERSION, BuildReport, report_from_json
-from mod_export.report.schema import CostEntry, LatencyEntry, SpeedupEntry, VerdictEntry
+from mod_export.report.cost_entries import CostEntry
+from mod_export.report.latency_entries import LatencyEntry, SpeedupEntry
+from mod_export.report.schema import VerdictEntry
 
 GOLDEN = Path(__file__).parent / "goldens" / "report-schema.json"
 

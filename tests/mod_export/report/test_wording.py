@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from mod_export.report.schema import InputAgreement, SpeedupEntry
+from mod_export.report.latency_entries import SpeedupEntry
+from mod_export.report.parity_entries import InputAgreement
 from mod_export.report.wording import (
     agreement_text,
     bytes_text,

@@ -1,0 +1,45 @@
+"""Stage measure: latency against the dense twin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mod_export.artifacts import Engine, ModelKind
+from mod_export.measure.latency import LatencyRow, Setting
+from mod_export.measure.pairs import engine_pairs, measure_pair
+from mod_export.stages.context import Context
+from mod_export.workspace import Step
+
+__all__ = ["measure"]
+
+
+def measure(context: Context) -> list[Step]:
+    """Latency of model and dense twin, interleaved, for every setting that runs here."""
+    steps = []
+    config = context.plan.config
+    for setting, pair in engine_pairs(context.runnable()).items():
+        inputs = {
+            **context.conditions(list(pair.values())),
+            "latency": config.latency.model_dump(exclude={"min_speedup", "bootstrap"}),
+            "seed": config.seed,
+        }
+        step = context.step(
+            f"latency/{setting.target}/{setting.bucket.name}-{setting.dtype}",
+            inputs,
+            [],
+            partial(_latency, context, setting, pair),
+        )
+        context.latency += [LatencyRow(**row) for row in step.result]
+        steps.append(step)
+    return steps
+
+
+def _latency(
+    context: Context, setting: Setting, pair: Mapping[ModelKind, Engine], paths: Sequence[Path]
+) -> list[dict[str, Any]]:
+    vocab_size = context.plan.model.loaded.vocab_size
+    return [asdict(row) for row in measure_pair(context.root, setting, pair, vocab_size, context.plan.config)]
