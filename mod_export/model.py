@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mod_export.artifacts import ModelKind
 from mod_export.environment import source_digest
-from mod_export.errors import BuildFolderError, CheckpointError
+from mod_export.errors import BuildFolderError, CheckpointError, ConfigError
 from mod_export.protocols import Architecture, LoadedModel
 from mod_export.workspace import MANIFEST, read_manifest
 
@@ -46,6 +46,17 @@ class Model:
     def of_kind(self, kind: ModelKind) -> LoadedModel:
         """The model itself for `mod`, its dense twin for `dense`."""
         return self.loaded if kind == "mod" else self.loaded.dense()
+
+    def with_capacity(self, capacity: float) -> Model:
+        """The same checkpoint with another capacity in every routed layer.
+
+        Raises:
+            ConfigError: not a capacity of this model.
+        """
+        try:
+            return replace(self, loaded=self.loaded.with_capacity(capacity))
+        except ValueError as error:
+            raise ConfigError([f"capacity {capacity:g}: {error}"]) from error
 
     @property
     def parameters(self) -> int:

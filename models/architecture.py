@@ -5,8 +5,8 @@ The exporter finds this object by its name in the entry-point group; neither pac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,18 @@ class LoadedTransformer:
     def max_positions(self) -> int:
         return self.checkpoint.spec.max_positions
 
+    @property
+    def capacity(self) -> float | None:
+        return self.checkpoint.spec.capacity
+
+    def with_capacity(self, capacity: float) -> LoadedTransformer:
+        return LoadedTransformer(replace(self.checkpoint, spec=self.checkpoint.spec.with_capacity(capacity)))
+
     def k_by_layer(self, seq: int) -> dict[int, int]:
         return self.checkpoint.spec.k_by_layer(seq)
+
+    def router_weights(self) -> Sequence[str]:
+        return [name for name in self.checkpoint.weights if ".router." in name]
 
     def module(self) -> Transformer:
         return self.checkpoint.module()
@@ -78,6 +88,10 @@ class LoadedTransformer:
             return None
         text_N = read_split("held_out")
         return None if len(text_N) <= seq else batch_at(text_N, batch, seq, seed).numpy()
+
+    def token_texts(self, ids_S: np.ndarray) -> Sequence[str] | None:
+        """Bytes as the characters of ISO 8859-1; None for a vocabulary that is not bytes."""
+        return [chr(token) for token in ids_S] if self.vocab_size == BYTE_VOCABULARY else None
 
 
 class ModTransformer:

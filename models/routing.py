@@ -58,8 +58,10 @@ class MlpRouter(nn.Module):
 
 
 def _linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
-    bias = None if linear.bias is None else linear.bias.float()
-    return nn.functional.linear(x.float(), linear.weight.float(), bias)
+    """In float32 for 16-bit streams; a float64 model, which measures what rounding does, keeps its own precision."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    return nn.functional.linear(x.to(dtype), linear.weight.to(dtype), bias)
 
 
 ROUTERS: dict[str, Callable[[int, RoutingSpec], nn.Module]] = {

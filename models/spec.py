@@ -136,6 +136,25 @@ class ModelSpec:
         schedule = capacity if isinstance(capacity, tuple) else (capacity,) * len(layers)
         return {layer: rule(share, seq) for layer, share in zip(layers, schedule, strict=True)}
 
+    @property
+    def capacity(self) -> float | None:
+        """The capacity of every routed layer; None where a schedule gives them different ones, and for a dense model."""
+        if self.routing is None:
+            return None
+        capacity = self.routing.capacity
+        given = set(capacity) if isinstance(capacity, tuple) else {capacity}
+        return given.pop() if len(given) == 1 else None
+
+    def with_capacity(self, capacity: float) -> ModelSpec:
+        """This capacity in every routed layer, in place of a per-layer schedule too; every other declaration stays.
+
+        Raises:
+            SpecError: a dense model, or not a capacity of the model's rule.
+        """
+        if self.routing is None:
+            raise SpecError(["spec.routing: null, so there is no routed layer whose capacity could be changed"])
+        return dataclasses.replace(self, routing=dataclasses.replace(self.routing, capacity=capacity))
+
     def dense(self) -> ModelSpec:
         """The dense twin: the same sizes, every token through every block."""
         return dataclasses.replace(self, routing=None)

@@ -329,3 +329,21 @@ def test_routed_layers(layers: EveryNth | tuple[int, ...], routed: tuple[int, ..
     assert one.dense().routed_layers == ()
     assert one.dense().k_by_layer(8) == {}
     assert one.dense() == dataclasses.replace(one, routing=None)
+
+
+def test_another_capacity_changes_nothing_else() -> None:
+    spec = make_spec(capacity=(0.5, 0.25), predictor_hidden=2)
+    assert spec.capacity is None
+    changed = spec.with_capacity(0.125)
+    assert changed.capacity == 0.125
+    assert changed.k_by_layer(16) == {0: 2, 2: 2}
+    assert changed == make_spec(capacity=0.125, predictor_hidden=2)
+    assert make_spec(capacity=(0.5, 0.5)).capacity == 0.5
+
+
+def test_a_capacity_that_cannot_be() -> None:
+    with pytest.raises(SpecError, match=r"spec\.routing\.capacity: expected a share in \(0, 1\], got 2\.0"):
+        make_spec().with_capacity(2.0)
+    with pytest.raises(SpecError, match=r"spec\.routing: null, so there is no routed layer"):
+        make_spec().dense().with_capacity(0.5)
+    assert make_spec().dense().capacity is None

@@ -1,0 +1,193 @@
+"""The cells of a sweep on an existing Ray cluster: one at a time on each node, which it has to itself.
+
+A cell is a process of its own there too, started by a Ray task that claims every CPU and GPU of its node. Where the
+sweep's folder is not shared, a node works in its own cache folder and sends back the report; the engines stay there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mod_export.errors import UsageError
+from mod_export.model import sha256_of
+from mod_export.sweep.cell import CellJob, failed_cell
+from mod_export.sweep.files import write_whole
+from mod_export.sweep.process import Run, log_of, run_cell
+from mod_export.sweep.schema import CellEntry
+from mod_export.workspace import MANIFEST
+
+__all__ = ["Sent", "cell_on_node", "on_cluster", "packed_checkpoint"]
+
+LOCAL = "local"
+SENT_BACK = ("report.json", "report.html", MANIFEST)
+"""What of a build folder comes back from a node that does not share the sweep's folder."""
+LOST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What a node sends back: the row, and the small files where the folder is not shared."""
+
+    entry: str
+    log: bytes
+    files: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    id: str
+    cpus: float
+    gpus: float
+
+
+def on_cluster(address: str, folder: Path, checkpoint: Path) -> Run:
+    """Runs cells on the cluster at `address`; `local` starts one on this machine, for as long as the sweep takes.
+
+    Raises, when it is run:
+        UsageError: Ray is not installed, or there is no such cluster.
+    """
+
+    def run(jobs: Sequence[CellJob]) -> Generator[CellEntry]:
+        if not jobs:
+            return
+        ray = _connected(address)
+        marker = folder.absolute() / "cells" / f".shared-{uuid.uuid4().hex}"
+        try:
+            marker.touch()
+            yield from _spread(ray, jobs, marker, checkpoint)
+        finally:
+            marker.unlink(missing_ok=True)
+            ray.shutdown()
+
+    return run
+
+
+def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, bytes]]) -> Sent:
+    """Runs a cell on the node that this is.
+
+    Args:
+        job: with the paths of the machine that the sweep was started on.
+        marker: a file in the sweep's folder. Seen from here, the folder is shared.
+        fetch: the checkpoint's files, for a node that does not have them.
+    """
+    shared = marker.is_file()
+    if not shared:
+        home = _cache() / job.checkpoint_sha256[:16] / job.fingerprint[:16]
+        job = job.model_copy(update={"root": home / "build", "row": home / "row.json"})
+    if not job.checkpoint.exists() or sha256_of(job.checkpoint) != job.checkpoint_sha256:
+        job = job.model_copy(update={"checkpoint": _unpacked(fetch(), job)})
+    where = {"node": platform.node()} | ({} if shared else {"folder": str(job.root)})
+    entry = run_cell(job).model_copy(update=where)
+    files = {} if shared else {name: job.root / name for name in SENT_BACK}
+    return Sent(
+        entry=entry.model_dump_json(indent=1),
+        log=log_of(job).read_bytes(),
+        files={name: path.read_bytes() for name, path in files.items() if path.is_file()},
+    )
+
+
+def packed_checkpoint(checkpoint: Path) -> dict[str, bytes]:
+    """The files of a checkpoint, under its own name; build folders in its folder are not part of it."""
+    if checkpoint.is_file():
+        return {checkpoint.name: checkpoint.read_bytes()}
+    resolved = checkpoint.resolve()
+    builds = {path.parent for path in resolved.rglob(f"*/{MANIFEST}")}
+    files = (path for path in resolved.rglob("*") if path.is_file() and builds.isdisjoint(path.parents))
+    return {path.relative_to(resolved.parent).as_posix(): path.read_bytes() for path in files}
+
+
+def _unpacked(files: Mapping[str, bytes], job: CellJob) -> Path:
+    place = _cache() / job.checkpoint_sha256[:16] / "checkpoint"
+    for name, data in files.items():
+        write_whole(place / name, data)
+    return place / next(iter(files)).partition("/")[0]
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mod-export" / "sweep"
+
+
+def _connected(address: str) -> Any:
+    # Ray reports usage over the network unless told not to, and it reads this when it starts.
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(f'--ray: Ray cannot be loaded ({error}); pip install "mod-export[ray]"') from error
+    # None for a cluster that runs already, which has its dashboard or has not.
+    dashboard = False if address == LOCAL else None
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=dashboard)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        raise UsageError(
+            f"--ray {address}: no cluster there ({str(error).strip().splitlines()[0]}); expected the address of a "
+            "running one, `auto`, or `local` to start one here"
+        ) from error
+    return ray
+
+
+def _spread(ray: Any, jobs: Sequence[CellJob], marker: Path, checkpoint: Path) -> Iterator[CellEntry]:
+    # In a list, so that Ray does not bring it to a node that has the checkpoint already.
+    packed = [ray.put(packed_checkpoint(checkpoint))]
+    waiting, free = list(jobs), _nodes(ray)
+    running: dict[Any, tuple[CellJob, _Node]] = {}
+    while waiting or running:
+        while waiting and free:
+            job, node = waiting.pop(0), free.pop(0)
+            running[_submitted(ray, node, job, marker, packed)] = (job, node)
+        if not running:
+            yield from (failed_cell(job, LOST, "no node of the Ray cluster is left to run it") for job in waiting)
+            return
+        (reference,), _ = ray.wait(list(running), num_returns=1)
+        job, node = running.pop(reference)
+        try:
+            yield _received(ray.get(reference), job)
+        except ray.exceptions.RayError as error:
+            yield failed_cell(job, LOST, f"lost on a node of the Ray cluster: {str(error).strip().splitlines()[-1]}")
+        if node.id in {alive.id for alive in _nodes(ray)}:
+            free.append(node)
+
+
+def _nodes(ray: Any) -> list[_Node]:
+    """The nodes that can run something, by what they have in all."""
+    found = []
+    for node in ray.nodes():
+        has = node["Resources"]
+        if node["Alive"] and has.get("CPU", 0) >= 1:
+            found.append(_Node(id=node["NodeID"], cpus=has["CPU"], gpus=has.get("GPU", 0)))
+    return found
+
+
+def _submitted(ray: Any, node: _Node, job: CellJob, marker: Path, packed: list[Any]) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    whole_node = ray.remote(_task).options(
+        num_cpus=node.cpus,
+        num_gpus=node.gpus,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+    )
+    return whole_node.remote(job.model_dump_json(), marker, packed)
+
+
+def _task(job_json: str, marker: Path, packed: list[Any]) -> Sent:
+    import ray
+
+    return cell_on_node(CellJob.model_validate_json(job_json), marker, lambda: ray.get(packed[0]))
+
+
+def _received(sent: Sent, job: CellJob) -> CellEntry:
+    for name in SENT_BACK:
+        if name in sent.files:
+            write_whole(job.root / name, sent.files[name])
+    write_whole(log_of(job), sent.log)
+    write_whole(job.row, sent.entry + "\n")
+    return CellEntry.model_validate_json(sent.entry)

@@ -1,0 +1,208 @@
+"""The sweep: plan the grid, reuse what is finished, run the rest, write what is known after every cell."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+from mod_export.config import BuildConfig
+from mod_export.environment import describe_machine, package_version, source_digest
+from mod_export.errors import BuildFolderError
+from mod_export.model import GROUP, Model, model_from_checkpoint
+from mod_export.sweep.cell import CellJob
+from mod_export.sweep.files import write_whole
+from mod_export.sweep.findings import find
+from mod_export.sweep.grid import Asked, Cell, cells_of
+from mod_export.sweep.html import render_html
+from mod_export.sweep.process import Run, finished_cell, one_by_one
+from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, SweepReport
+
+__all__ = ["SweepObserver", "exit_code_of", "sweep"]
+
+OWN = {"cells", "sweep.json", "sweep.html", ".lock", ".sweep.json", ".sweep.html"}
+COULD_NOT_BUILD, GATE_FAILED = 3, 4
+VERSIONS = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx")
+
+
+class SweepObserver(Protocol):
+    """Is told what a sweep does, for a person to see."""
+
+    def planned(self, cells: int, reused: int) -> None: ...
+    def cell_finished(self, entry: CellEntry) -> None: ...
+
+
+def sweep(
+    checkpoint: Path,
+    config: BuildConfig,
+    folder: Path,
+    asked: Asked,
+    ray_address: str | None,
+    observer: SweepObserver,
+    command: str,
+) -> SweepReport:
+    """Builds and measures every cell that is not finished yet, and writes sweep.json and sweep.html.
+
+    Args:
+        checkpoint: model.pt or a folder.
+        config: what every cell starts from. Its speed-up gate is taken off: a sweep is there to see slow cells too.
+        folder: for the cells and the result; made if need be.
+        asked: the axes.
+        ray_address: of a Ray cluster to run on; None runs one cell after the other here.
+        observer: is told of cells.
+        command: as typed, for the report.
+
+    Raises:
+        ModExportError: the request cannot be met. A cell that fails is a row, not an error.
+    """
+    model = model_from_checkpoint(checkpoint)
+    here = ray_address is None
+    cells = cells_of(model, config, asked, here=here)
+    if folder.resolve().is_relative_to(checkpoint.resolve()):
+        raise BuildFolderError(f"{folder}: lies in the checkpoint's own folder; name another folder with -o")
+    with _locked(folder):
+        jobs = [_job(cell, model, checkpoint, config, folder, command) for cell in cells]
+        rows = {job.name: entry for job in jobs if (entry := finished_cell(job, here=here))}
+        observer.planned(len(jobs), len(rows))
+        todo = [job for job in jobs if job.name not in rows]
+
+        def written() -> SweepReport:
+            entries = [rows[job.name] for job in jobs if job.name in rows]
+            report = _report(model, config, command, len(jobs), entries, _own_notes(model, asked))
+            _write(folder, report)
+            return report
+
+        report = written()
+        with contextlib.closing(_runner(ray_address, folder, checkpoint)(todo)) as finished:
+            for entry in finished:
+                rows[entry.name] = entry
+                report = written()
+                observer.cell_finished(entry)
+    return report
+
+
+def exit_code_of(report: SweepReport) -> int:
+    """4 when a cell was built and is wrong, which is worse than 3, when one could not be built; 0 otherwise."""
+    if any(cell.status == "measured" and not cell.passed for cell in report.cells):
+        return GATE_FAILED
+    return COULD_NOT_BUILD if any(cell.status == "failed" for cell in report.cells) else 0
+
+
+def _runner(ray_address: str | None, folder: Path, checkpoint: Path) -> Run:
+    if ray_address is None:
+        return one_by_one
+    from mod_export.sweep.cluster import on_cluster
+
+    return on_cluster(ray_address, folder, checkpoint)
+
+
+def _job(cell: Cell, model: Model, checkpoint: Path, config: BuildConfig, folder: Path, command: str) -> CellJob:
+    cells = folder.absolute() / "cells"
+    own = _config_of(cell, config)
+    depends: dict[str, Any] = {
+        "checkpoint_sha256": model.checkpoint_sha256,
+        "capacity": cell.capacity,
+        "config": own,
+        "code": _code(model),
+    }
+    text = json.dumps({**depends, "versions": {name: package_version(name) for name in VERSIONS}}, sort_keys=True)
+    return CellJob(
+        name=cell.name,
+        checkpoint=checkpoint.absolute(),
+        batch=cell.bucket.batch,
+        seq=cell.bucket.seq,
+        target=cell.target,
+        command=command,
+        root=cells / cell.name,
+        folder=f"cells/{cell.name}",
+        row=cells / f"{cell.name}.json",
+        fingerprint=hashlib.sha256(text.encode()).hexdigest(),
+        **depends,
+    )
+
+
+def _config_of(cell: Cell, config: BuildConfig) -> dict[str, Any]:
+    data = config.model_dump(mode="json", by_alias=True)
+    data |= {"buckets": [[cell.bucket.batch, cell.bucket.seq]], "targets": [cell.target]}
+    data["latency"] |= {"min_speedup": 0.0}
+    return data
+
+
+def _code(model: Model) -> dict[str, str]:
+    architecture = entry_points(group=GROUP)[model.architecture].module.partition(".")[0]
+    return {package: source_digest(package) for package in ("mod_export", architecture)}
+
+
+def _own_notes(model: Model, asked: Asked) -> list[str]:
+    if asked.capacities and model.loaded.capacity is None:
+        return ["the checkpoint has a capacity for each layer; here every routed layer has the cell's capacity"]
+    return []
+
+
+def _report(
+    model: Model,
+    config: BuildConfig,
+    command: str,
+    planned: int,
+    cells: Sequence[CellEntry],
+    own_notes: Sequence[str],
+) -> SweepReport:
+    return SweepReport(
+        schema_version=SCHEMA_VERSION,
+        command=command,
+        model=SweepModel(
+            name=model.name,
+            architecture=model.architecture,
+            parameters=model.parameters,
+            checkpoint_sha256=model.checkpoint_sha256,
+            capacity=model.loaded.capacity,
+            spec=dict(model.loaded.spec),
+        ),
+        environment=describe_machine(),
+        config=config.model_dump(mode="json", by_alias=True),
+        planned=planned,
+        cells=tuple(cells),
+        findings=find(cells, own_notes),
+    )
+
+
+def _write(folder: Path, report: SweepReport) -> None:
+    write_whole(folder / "sweep.json", report.to_json())
+    write_whole(folder / "sweep.html", render_html(report))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the sweep's folder against another sweep.
+
+    Raises:
+        BuildFolderError: a file, somebody else's folder, not writable, or another sweep is at work there.
+    """
+    if folder.is_dir():
+        foreign = sorted(path.name for path in folder.iterdir() if path.name.removesuffix(".partial") not in OWN)
+        if foreign:
+            raise BuildFolderError(
+                f"{folder}: holds files that are no sweep's ({', '.join(foreign[:3])}); name an empty or new folder "
+                "with -o"
+            )
+    try:
+        (folder / "cells").mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise BuildFolderError(
+            f"{folder}: cannot be written ({error.strerror}); name another folder with -o"
+        ) from error
+    with contextlib.closing(os.fdopen(lock)):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BuildFolderError(
+                f"{folder}: another sweep is at work here; wait for it, or name another folder with -o"
+            ) from error
+        yield

@@ -1,0 +1,253 @@
+"""The sweep on a console: a line for each cell while it runs, and at the end a table and what follows from it."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from mod_export.report.text import HEAD
+from mod_export.report.wording import count_text, interval_text, ms_text, printable, ratio_text
+from mod_export.sweep.schema import (
+    CapacityBreakEven,
+    CellEntry,
+    Front,
+    FrontPoint,
+    LengthBreakEven,
+    Measured,
+    Stair,
+    StairStep,
+    SweepReport,
+)
+
+__all__ = [
+    "SweepProgress",
+    "advice_text",
+    "capacity_text",
+    "fidelity_text",
+    "front_text",
+    "length_lines",
+    "perplexity_text",
+    "render_text",
+    "setting_text",
+    "share_of",
+    "step_text",
+]
+
+UNBOUNDED = 10_000
+FIRST_NUMBER = 4
+SHOWN_CHARACTERS = 160
+"""Of an error while the sweep runs; all of it is in the result and in the log."""
+
+
+class SweepProgress:
+    """Observes a sweep. `verbosity` -1 says nothing, 0 names cells as they end, 1 adds where their logs are.
+
+    Nothing here moves while a cell runs: a live line would take time from the latency that is being measured.
+    """
+
+    def __init__(self, console: Console, verbosity: int, folder: str) -> None:
+        self._console = console
+        self._verbosity = verbosity
+        self._folder = folder
+        self._left = 0
+        self._cells = 0
+
+    def planned(self, cells: int, reused: int) -> None:
+        self._cells, self._left = cells, cells - reused
+        self._say(f"{cells} cells, {reused} of them finished before")
+
+    def cell_finished(self, entry: CellEntry) -> None:
+        self._left -= 1
+        count = f"{self._cells - self._left}/{self._cells}"
+        state = "failed" if entry.status == "failed" else "measured" if entry.passed else "gate failed"
+        said = ", ".join(f"{row.dtype} {interval_text(row.speedup)}" for row in entry.measured)
+        said = said or textwrap.shorten(entry.error or "", SHOWN_CHARACTERS, placeholder=" ...")
+        self._say(f"* {count:>7}  {entry.name:<28}{state:<12}{entry.seconds:>8.1f} s  {printable(said)}".rstrip())
+        if self._verbosity > 0:
+            self._say(f"    {self._folder}/cells/{entry.name}.log")
+
+    def _say(self, line: str) -> None:
+        if self._verbosity >= 0:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def render_text(report: SweepReport, folder: str) -> str:
+    """The table, break-even, advice and the front; no line wraps."""
+    model = report.model
+    lines = [
+        f"{model.name}  {model.architecture}, {count_text(model.parameters)} parameters, "
+        f"checkpoint {model.checkpoint_sha256[:12]}",
+        "",
+        *_table(report.cells),
+        "",
+        *_failures(report.cells, folder),
+        *_findings(report),
+        _outcome(report, folder),
+    ]
+    return "".join(printable(line) + "\n" for line in lines)
+
+
+def perplexity_text(perplexity: float) -> str:
+    """Three decimals, because capacities differ by little: 5.312, 1.2e+05."""
+    return f"{perplexity:,.3f}" if perplexity < 10_000 else f"{perplexity:.1e}"
+
+
+def fidelity_text(row: Measured) -> str:
+    """Perplexity of the engine / that of the eager model on the texts of the parity check."""
+    return f"{row.text.perplexity / row.text.reference_perplexity:.5f}" if row.text else "-"
+
+
+def share_of(capacity: float | None) -> str:
+    """A capacity as it was typed; `own` is the checkpoint's schedule."""
+    return "own" if capacity is None else f"{capacity:g}"
+
+
+def capacity_text(found: CapacityBreakEven) -> str:
+    """How much may be routed before the gain is gone."""
+    if found.largest_capacity is None:
+        return f"seq {found.seq}: at no capacity in the grid faster than dense"
+    largest = found.largest_capacity == found.tried[-1]
+    tail = "every capacity tried" if largest else f"the next, {_after(found.tried, found.largest_capacity):g}, is not"
+    k = "" if found.largest_k is None else f" (k {found.largest_k})"
+    return f"seq {found.seq}: faster than dense up to capacity {found.largest_capacity:g}{k}; {tail}"
+
+
+def length_lines(found: Sequence[LengthBreakEven]) -> list[tuple[str, str]]:
+    """From which length on capacities pay: (setting, sentence), with all capacities of one answer in one sentence."""
+    capacities: dict[tuple[str, str], list[str]] = {}
+    for one in found:
+        if len(one.tried) > 1:
+            capacities.setdefault((setting_text(one), _from_which(one)), []).append(share_of(one.capacity))
+    return [(setting, f"capacity {', '.join(them)}: {answer}") for (setting, answer), them in capacities.items()]
+
+
+def _from_which(found: LengthBreakEven) -> str:
+    if found.smallest_seq is None:
+        return "at no length in the grid faster than dense"
+    smallest = found.smallest_seq == found.tried[0]
+    tail = "every length tried" if smallest else f"{_before(found.tried, found.smallest_seq)} is not"
+    return f"faster than dense from seq {found.smallest_seq} on; {tail}"
+
+
+def step_text(step: StairStep) -> str:
+    """What a step costs, and what to take from it."""
+    low, high = ms_text(min(step.ms)), ms_text(max(step.ms))
+    cost = f"{low} ms" if low == high else f"{low} to {high} ms"
+    ks = list(dict.fromkeys(step.k))
+    if len(ks) == 1:
+        return f"k {ks[0]}: {cost}"
+    return f"k {', '.join(map(str, ks))}: {cost}, the same within the noise; take {step.advised_k}"
+
+
+def advice_text(stair: Stair) -> str:
+    """In one sentence."""
+    flat = [step for step in stair.steps if len(set(step.k)) > 1]
+    if not flat:
+        return "every k tried is a step of its own: none can be raised for nothing"
+    others = (" or ".join(str(k) for k in dict.fromkeys(step.k) if k != step.advised_k) for step in flat)
+    return "; ".join(f"k {k} costs what {step.advised_k} does" for k, step in zip(others, flat, strict=True))
+
+
+def front_text(point: FrontPoint) -> str:
+    """One capacity of the front."""
+    gain, quality = ratio_text(point.speedup), perplexity_text(point.perplexity)
+    return f"capacity {share_of(point.capacity)}: {gain}, perplexity {quality}"
+
+
+def _after(tried: Sequence[float], value: float) -> float:
+    return tried[tried.index(value) + 1]
+
+
+def _before(tried: Sequence[int], value: int) -> int:
+    return tried[tried.index(value) - 1]
+
+
+def _table(cells: Sequence[CellEntry]) -> list[str]:
+    table = Table(box=HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    heads = (
+        "target", "dtype", "bucket", "gates", "capacity", "k", "dense ms", "MoD ms", "speed-up [95 %]", "FLOPs say",
+        "perplexity", "engine / eager",
+    )  # fmt: skip
+    for index, head in enumerate(heads):
+        table.add_column(head, no_wrap=True, justify="right" if index >= FIRST_NUMBER else "left")
+    for cell in cells:
+        for row in _rows(cell):
+            table.add_row(*row)
+    file = io.StringIO()
+    Console(file=file, width=UNBOUNDED, color_system=None).print(table, markup=False)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def _rows(cell: CellEntry) -> Iterator[tuple[str, ...]]:
+    bucket, capacity = f"b{cell.batch}s{cell.seq}", share_of(cell.capacity)
+    state = "failed" if cell.status == "failed" else "pass" if cell.passed else "FAIL"
+    k = "-" if cell.k is None else str(cell.k)
+    perplexity = perplexity_text(cell.quality.perplexity) if cell.quality else "-"
+    if not cell.measured:
+        yield (cell.target, "-", bucket, state, capacity, k, *["-"] * 4, perplexity, "-")
+    for row in cell.measured:
+        yield (
+            cell.target, row.dtype, bucket, state, capacity, k, ms_text(row.dense_ms), ms_text(row.mod_ms),
+            interval_text(row.speedup), ratio_text(row.speedup.predicted_flops), perplexity,
+            fidelity_text(row),
+        )  # fmt: skip
+
+
+def _failures(cells: Sequence[CellEntry], folder: str) -> Iterator[str]:
+    for cell in cells:
+        if cell.status == "failed":
+            yield f"{cell.name} failed: {cell.error}"
+            yield f"  log: {folder}/cells/{cell.name}.log"
+        for reason in cell.reasons:
+            yield f"{cell.name}: {reason}"
+    if any(cell.status == "failed" or cell.reasons for cell in cells):
+        yield ""
+
+
+def _findings(report: SweepReport) -> Iterator[str]:
+    found = report.findings
+    if found.break_even_capacity or found.break_even_length:
+        yield "break-even: faster means that the 95 % interval of the speed-up lies above 1"
+        yield from (f"  {setting_text(one)} {capacity_text(one)}" for one in found.break_even_capacity)
+        yield from (f"  {setting} {sentence}" for setting, sentence in length_lines(found.break_even_length))
+        yield ""
+    if found.stairs:
+        yield "which k to take: latency of MoD, scaled to one state of the machine"
+        for stair in found.stairs:
+            yield f"  {setting_text(stair)} seq {stair.seq}: {advice_text(stair)}"
+            yield from (f"    {step_text(step)}" for step in stair.steps)
+        yield ""
+    if found.fronts:
+        yield "speed against quality: no other capacity is both faster and better"
+        for front in found.fronts:
+            yield from _front(front)
+        yield ""
+    if found.notes:
+        yield from (f"note: {note}" for note in found.notes)
+        yield ""
+
+
+def _front(front: Front) -> Iterator[str]:
+    yield f"  {setting_text(front)} seq {front.seq}"
+    yield from (f"    {front_text(point)}" for point in front.points if point.on_front)
+    best = [point for point in front.points if not point.on_front]
+    if best:
+        yield f"    not on the front: capacity {', '.join(share_of(point.capacity) for point in best)}"
+
+
+def setting_text(found: CapacityBreakEven | LengthBreakEven | Stair | Front) -> str:
+    """What is the same for all cells that a finding compares."""
+    return f"{found.target} {found.dtype} batch {found.batch}"
+
+
+def _outcome(report: SweepReport, folder: str) -> str:
+    failed = sum(cell.status == "failed" for cell in report.cells)
+    missed = sum(cell.status == "measured" and not cell.passed for cell in report.cells)
+    count = len(report.cells)
+    if not failed and not missed:
+        return f"PASS  {count} of {report.planned} cells measured, every gate met: {folder}/sweep.html"
+    return f"FAIL  of {count} cells {failed} could not be built, {missed} missed a gate: {folder}/sweep.html"

@@ -1,0 +1,48 @@
+"""Jobs for cells of the tiny model, and whether a process is still there."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mod_export.config import config_from_toml
+from mod_export.environment import source_digest
+from mod_export.model import sha256_of
+from mod_export.sweep.cell import CellJob
+
+PATIENCE_S = 60
+
+
+def job_of(checkpoint: Path, folder: Path, config: Path, **changes: Any) -> CellJob:
+    """One bucket of 1 x 16, capacity 0.25, ONNX Runtime on the CPU."""
+    fields: dict[str, Any] = {
+        "name": "one", "checkpoint": checkpoint, "checkpoint_sha256": sha256_of(checkpoint), "capacity": 0.25,
+        "batch": 1, "seq": 16, "target": "ort-cpu",
+        "config": config_from_toml(config).model_dump(mode="json", by_alias=True),
+        "code": {name: source_digest(name) for name in ("mod_export", "mod_models")}, "command": "mod-export sweep",
+        "root": folder / "cells/one", "folder": "cells/one", "row": folder / "cells/one.json", "fingerprint": "f",
+    }  # fmt: skip
+    return CellJob(**{**fields, **changes})
+
+
+def cells_below(process: psutil.Process) -> list[psutil.Process]:
+    """The cells' processes that a process has started."""
+    found = []
+    for child in process.children(recursive=True):
+        try:
+            if "mod_export.sweep.cell" in child.cmdline():
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def wait_until(holds: Any) -> None:
+    """Fails when it does not come true within a minute."""
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,95 @@
+"""Cells on a Ray cluster: a real one, started here, and what a node does that shares nothing with the sweep."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import command
+from sweep_jobs import job_of
+
+from mod_export.errors import UsageError
+from mod_export.model import sha256_of
+from mod_export.sweep.cluster import cell_on_node, on_cluster, packed_checkpoint
+from mod_export.sweep.schema import CellEntry, SweepReport
+from mod_export.workspace import Workspace
+from mod_models.checkpoint import load_checkpoint, save_checkpoint
+
+ON_RAY = "import warnings; warnings.simplefilter('ignore')"
+
+
+@pytest.mark.slow
+def test_a_sweep_on_a_local_cluster(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    """In a process of its own, which Ray may fill with threads and warnings."""
+    pytest.importorskip("ray")
+    # Ray's sockets have paths of their own below this, and 107 characters is all that a socket's path may have.
+    folder = tmp_path / "out"
+    found = command(
+        "sweep", checkpoint, "-c", fast, "-o", folder, "--capacity", "0.25,0.5", "--ray", "local",
+        code=ON_RAY, env={**os.environ, "RAY_TMPDIR": "/tmp"}, timeout=300,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert "PASS  2 of 2 cells measured" in found.stdout
+    report = SweepReport.model_validate_json((folder / "sweep.json").read_text())
+    assert [cell.k for cell in report.cells] == [4, 8]
+    assert all(cell.node for cell in report.cells)
+    assert all((folder / cell.folder / "report.html").is_file() for cell in report.cells)
+    assert not list((folder / "cells").glob(".shared-*"))
+
+    again = command("sweep", checkpoint, "-c", fast, "-o", folder, "--capacity", "0.25,0.5", "--ray", "nowhere:1")
+    assert again.returncode == 0, again.stderr
+    assert "2 cells, 2 of them finished before" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_node_that_shares_nothing(
+    checkpoint: Path, fast: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = job_of(checkpoint, tmp_path / "elsewhere", fast)
+    job = job.model_copy(update={"checkpoint": tmp_path / "elsewhere/tiny.pt"})
+    sent = cell_on_node(job, tmp_path / "no marker", lambda: packed_checkpoint(checkpoint))
+    entry = CellEntry.model_validate_json(sent.entry)
+    assert entry.status == "measured", sent.log.decode()
+    assert entry.node
+    assert Path(entry.folder).is_relative_to(tmp_path / "cache")
+    assert (Path(entry.folder) / "engines").is_dir()
+    assert set(sent.files) == {"report.json", "report.html", "manifest.json"}
+    assert b"* report" in sent.log
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_is_packed_whole_and_without_builds(checkpoint: Path, tmp_path: Path) -> None:
+    assert packed_checkpoint(checkpoint) == {"tiny.pt": checkpoint.read_bytes()}
+    model = tmp_path / "model"
+    save_checkpoint(model, load_checkpoint(checkpoint))
+    with Workspace(model / "build") as build:
+        build.step("one", {}, ["graphs/a.onnx"], lambda paths: paths[0].write_text("a graph"))
+    packed = packed_checkpoint(model)
+    assert set(packed) == {"model/config.json", "model/model.safetensors"}
+    for name, data in packed.items():
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / name).write_bytes(data)
+    assert sha256_of(tmp_path / "copy/model") == sha256_of(model)
+
+
+def test_no_cells_no_cluster(tmp_path: Path, checkpoint: Path) -> None:
+    assert list(on_cluster("nowhere:1", tmp_path, checkpoint)([])) == []
+
+
+def test_ray_is_not_installed(checkpoint: Path, fast: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r'--ray: Ray cannot be loaded \(.*\); pip install "mod-export\[ray\]"'):
+        next(on_cluster("local", tmp_path, checkpoint)([job_of(checkpoint, tmp_path, fast)]))
+
+
+def test_no_cluster_there(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    found = command(
+        "sweep", checkpoint, "-c", fast, "-o", tmp_path / "out", "--ray", "not an address", code=ON_RAY, timeout=120
+    )
+    assert found.returncode == 2, found.stderr
+    assert "error: --ray not an address: no cluster there (" in found.stderr
+    assert "`local` to start one here" in found.stderr

@@ -1,0 +1,110 @@
+"""Cells in real processes: measured, refused, killed, and ended with whoever waits for them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
+
+from mod_export.sweep.cell import CellJob, machine_name
+from mod_export.sweep.files import write_whole
+from mod_export.sweep.process import finished_cell, log_of, run_cell
+from mod_export.sweep.schema import CellEntry
+
+
+def test_a_finished_cell_is_reused_while_nothing_has_changed(
+    cell: Any, checkpoint: Path, fast: Path, tmp_path: Path
+) -> None:
+    job = job_of(checkpoint, tmp_path, fast)
+    assert finished_cell(job, here=True) is None
+    write_whole(job.root / "report.json", "whole")
+    entry = cell(4, machine=machine_name(), report_sha256=hashlib.sha256(b"whole").hexdigest())
+    write_whole(job.row, entry.model_dump_json())
+    assert finished_cell(job, here=True) == entry
+
+    assert finished_cell(job.model_copy(update={"fingerprint": "g"}), here=True) is None
+    write_whole(job.row, entry.model_copy(update={"machine": "other"}).model_dump_json())
+    assert finished_cell(job, here=True) is None
+    assert finished_cell(job, here=False) is not None
+    write_whole(job.root / "report.json", "damaged")
+    assert finished_cell(job, here=False) is None
+    write_whole(job.row, "no row")
+    assert finished_cell(job, here=False) is None
+
+
+def failed_with(job: CellJob) -> CellEntry:
+    entry = run_cell(job)
+    assert entry.status == "failed"
+    assert not entry.passed
+    assert CellEntry.model_validate_json(job.row.read_text()) == entry
+    assert finished_cell(job, here=True) is None
+    return entry
+
+
+def test_code_that_changed_while_the_sweep_ran(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    entry = failed_with(job_of(checkpoint, tmp_path, fast, code={"mod_export": "other"}))
+    assert entry.exit_code == 2
+    assert "mod_export: not the source that the sweep was started with" in str(entry.error)
+
+
+def test_a_checkpoint_that_changed_while_the_sweep_ran(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    entry = failed_with(job_of(checkpoint, tmp_path, fast, checkpoint_sha256="other"))
+    assert str(entry.error).endswith("tiny.pt: has changed since the sweep began; start the sweep again")
+
+
+def test_a_process_that_dies_without_a_word(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, fast)
+    found: list[CellEntry] = []
+    thread = threading.Thread(target=lambda: found.append(run_cell(job)))
+    thread.start()
+    wait_until(lambda: cells_below(psutil.Process()))
+    cells_below(psutil.Process())[0].kill()
+    thread.join(PATIENCE_S)
+    (entry,) = found
+    assert (entry.status, entry.exit_code) == ("failed", -signal.SIGKILL)
+    assert str(entry.error).startswith("killed, as the kernel does when memory runs out")
+
+
+def test_a_crash_shows_its_last_line(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    job = job_of(checkpoint, tmp_path, fast).model_copy(update={"config": {"buckets": "not a list"}})
+    entry = failed_with(job)
+    assert entry.exit_code == 1
+    assert str(entry.error).startswith("ended with exit code 1 and no result; its last line: ")
+    assert "Traceback" in log_of(job).read_text()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from mod_export.sweep.cell import CellJob
+from mod_export.sweep.process import run_cell
+run_cell(CellJob.model_validate_json(Path(sys.argv[1]).read_text()))
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_a_cell_does_not_outlive_the_sweep(
+    checkpoint: Path, fast: Path, tmp_path: Path, ending: signal.Signals
+) -> None:
+    job_file = tmp_path / "job.json"
+    job_file.write_text(job_of(checkpoint, tmp_path, fast).model_dump_json())
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT, job_file], stderr=subprocess.DEVNULL)
+    process = psutil.Process(parent.pid)
+    wait_until(lambda: cells_below(process))
+    (cell,) = cells_below(process)
+    # It listens from here on; before, a killed parent leaves it to fail or finish by itself.
+    wait_until(lambda: cell.num_threads() > 1)
+    parent.send_signal(ending)
+    parent.wait(PATIENCE_S)
+    wait_until(lambda: not cell.is_running() or cell.status() == psutil.STATUS_ZOMBIE)
+    assert not (tmp_path / "cells/one.json").exists()
+    assert json.loads((tmp_path / "cells/one.job.json").read_text())["name"] == "one"

@@ -1,0 +1,149 @@
+"""Whole sweeps of the tiny model: resumed, with failures, and what the command line makes of them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import invoke
+
+from mod_export.config import config_from_toml
+from mod_export.errors import BuildFolderError
+from mod_export.report import report_from_json
+from mod_export.sweep.files import write_whole
+from mod_export.sweep.grid import Asked
+from mod_export.sweep.run import exit_code_of, sweep
+from mod_export.sweep.schema import CellEntry, SweepReport
+from mod_export.workspace import read_manifest
+
+
+class Recorder:
+    """What a sweep announced."""
+
+    def __init__(self) -> None:
+        self.counts: list[tuple[int, int]] = []
+        self.finished: list[str] = []
+
+    def planned(self, cells: int, reused: int) -> None:
+        self.counts.append((cells, reused))
+
+    def cell_finished(self, entry: CellEntry) -> None:
+        self.finished.append(entry.name)
+
+
+GOOD, HUGE = "c0.25-b1s16-ort-cpu", "c0.25-b1000000000s16-ort-cpu"
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    asked = Asked(capacities=("0.25",), seqs=("16",), batches=("1", "1000000000"))
+    arguments = (checkpoint, config_from_toml(fast), folder, asked, None)
+
+    first = Recorder()
+    report = sweep(*arguments, first, "mod-export sweep tiny.pt")
+    assert (first.counts, first.finished) == ([(2, 0)], [GOOD, HUGE])
+    good, huge = report.cells
+    assert (good.status, good.passed, good.exit_code) == ("measured", True, 0), good.error
+    assert (good.k, good.k_by_layer) == (4, {1: 4, 3: 4})
+    (row,) = good.measured
+    assert row.speedup.measured == pytest.approx(row.dense_ms / row.mod_ms)
+    assert good.quality is not None
+    assert good.quality.perplexity > 200
+    assert huge.status == "failed"
+    assert "of logits, this machine has" in str(huge.error)
+    assert exit_code_of(report) == 3
+    assert report.model.capacity == 0.125
+    assert report.environment["mod_export"]
+
+    # The cell is a build of its own, of the same checkpoint with another capacity.
+    built = report_from_json((folder / good.folder / "report.json").read_text())
+    assert built.model.checkpoint_sha256 == report.model.checkpoint_sha256
+    assert built.model.spec["routing"]["capacity"] == 0.25  # type: ignore[index,call-overload]
+    assert read_manifest(folder / good.folder)["models"]["mod"]["spec"]["routing"]["capacity"] == 0.25
+
+    read = SweepReport.model_validate_json((folder / "sweep.json").read_text())
+    assert read == report
+    assert GOOD in {entry.name for entry in read.cells}
+    assert "1 could not be built" in (folder / "sweep.html").read_text()
+    assert json.loads((folder / f"cells/{GOOD}.job.json").read_text())["config"]["latency"]["min_speedup"] == 0.0
+
+    again = Recorder()
+    resumed = sweep(*arguments, again, "mod-export sweep tiny.pt")
+    assert (again.counts, again.finished) == ([(2, 1)], [HUGE])
+    assert resumed.cells[0] == good
+
+    # A cell whose row was lost is done again, and its build folder is what saves the work.
+    (folder / f"cells/{GOOD}.json").unlink()
+    third = invoke("sweep", checkpoint, "-c", fast, "-o", folder, "--capacity", "0.25")
+    assert third.exit_code == 0, third.output
+    assert f"PASS  1 of 1 cells measured, every gate met: {folder}/sweep.html" in third.output
+    (cell,) = SweepReport.model_validate_json((folder / "sweep.json").read_text()).cells
+    assert [(one.dense_ms, one.mod_ms) for one in cell.measured] == [(row.dense_ms, row.mod_ms)]
+    assert "reused" in (folder / f"cells/{GOOD}.log").read_text()
+
+
+def test_exit_codes(cell: Any, failed: CellEntry, missed: CellEntry, report_of: Callable[..., SweepReport]) -> None:
+    assert exit_code_of(report_of(cell(8))) == 0
+    assert exit_code_of(report_of(cell(8), failed)) == 3
+    assert exit_code_of(report_of(failed, missed)) == 4
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
+def test_somebody_elses_folder(checkpoint: Path, fast: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    found = invoke("sweep", checkpoint, "-c", fast, "-o", tmp_path / "out")
+    assert found.exit_code == 2
+    assert f"out: holds files that are no sweep's ({name}); name an empty or new folder with -o" in found.output
+
+
+def test_a_file_instead_of_a_folder(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    found = invoke("sweep", checkpoint, "-c", fast, "-o", tmp_path / "out")
+    assert found.exit_code == 2
+    assert "out: cannot be written (" in found.output
+
+
+def test_two_sweeps_in_one_folder(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = invoke("sweep", checkpoint, "-c", fast, "-o", tmp_path / "out")
+    assert found.exit_code == 2
+    assert "out: another sweep is at work here; wait for it" in found.output
+
+
+def test_not_into_the_checkpoint(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    from mod_models.checkpoint import load_checkpoint, save_checkpoint
+
+    save_checkpoint(tmp_path / "model", load_checkpoint(checkpoint))
+    found = invoke("sweep", tmp_path / "model", "-c", fast, "-o", tmp_path / "model/out")
+    assert found.exit_code == 2
+    assert "out: lies in the checkpoint's own folder; name another folder with -o" in found.output
+    assert not (tmp_path / "model/out").exists()
+
+
+def test_what_cannot_be_asked_for(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    found = invoke("sweep", checkpoint, "-c", fast, "-o", tmp_path / "out", "--capacity", "7", "--seq", "9999")
+    assert found.exit_code == 2
+    assert "--seq 9999: longer than the model's 256 positions" in found.output
+    assert "--capacity 7: spec.routing.capacity: expected a share in (0, 1], got 7.0" in found.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_room_is_said(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    with pytest.raises(BuildFolderError, match=r"x/y: cannot be written \(.*\); free some space or name another"):
+        write_whole(tmp_path / "x/y", "text")
+
+
+def test_files_are_there_whole(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a/b.txt", "one")
+    write_whole(tmp_path / "a/b.txt", b"two")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.txt"]
+    assert (tmp_path / "a/b.txt").read_text() == "two"

@@ -1,0 +1,107 @@
+"""The sweep on a console."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mod_export.report.parity_entries import TextQuality
+from mod_export.sweep.schema import CellEntry, SweepReport
+from mod_export.sweep.text import SweepProgress, fidelity_text, perplexity_text, render_text
+
+
+def test_everything_that_follows(whole: SweepReport) -> None:
+    text = render_text(whole, "out")
+    lines = text.splitlines()
+    assert lines[0] == "tiny  mod_transformer, 45.00 k parameters, checkpoint abababababab"
+    assert lines[4].split() == [
+        "ort-cpu", "float32", "b1s128", "pass", "0.0625", "8", "10.0", "5.56", "1.80x", "[1.78,", "1.82]", "1.80x",
+        "9.000", "-",
+    ]  # fmt: skip
+    for line in (
+        "  ort-cpu float32 batch 1 seq 128: faster than dense up to capacity 0.125 (k 16); the next, 0.5, is not",
+        "  ort-cpu float32 batch 1 seq 512: faster than dense up to capacity 0.5 (k 256); every capacity tried",
+        "  ort-cpu float32 batch 1 capacity 0.0625, 0.125: faster than dense from seq 128 on; every length tried",
+        "  ort-cpu float32 batch 1 capacity 0.5: faster than dense from seq 512 on; 128 is not",
+        "  ort-cpu float32 batch 1 seq 128: k 8 costs what 16 does",
+        "    k 8, 16: 5.56 to 5.59 ms, the same within the noise; take 16",
+        "    k 64: 10.5 ms",
+        "  ort-cpu float32 batch 1 seq 512: every k tried is a step of its own: none can be raised for nothing",
+        "    capacity 0.125: 1.79x, perplexity 7.000",
+        "    not on the front: capacity 0.5",
+        "PASS  6 of 6 cells measured, every gate met: out/sweep.html",
+    ):
+        assert line in lines
+
+
+def test_failures_say_why_and_where(
+    cell: Any, failed: CellEntry, missed: CellEntry, report_of: Callable[..., SweepReport]
+) -> None:
+    lines = render_text(report_of(cell(8, 0.9), failed, missed), "out").splitlines()
+    for line in (
+        "c0.125-b2s128-ort-cpu failed: stage <onnx>: refused",
+        "  log: out/cells/c0.125-b2s128-ort-cpu.log",
+        "c9-wrong: ort-cpu b1s128 float32 mod: parity: wrong",
+        "  ort-cpu float32 batch 1 seq 128: at no capacity in the grid faster than dense",
+        "note: left out, because a gate was not met: c9-wrong",
+        "FAIL  of 3 cells 1 could not be built, 1 missed a gate: out/sweep.html",
+    ):
+        assert line in lines
+
+
+def test_one_cell_has_little_to_say(cell: Any, report_of: Callable[..., SweepReport]) -> None:
+    text = render_text(report_of(cell(8, capacity=None)), "out")
+    assert " own " in text
+    assert "which k to take" not in text
+    assert "speed against quality" not in text
+
+
+def test_control_characters_of_a_name_are_escaped(cell: Any, report_of: Callable[..., SweepReport]) -> None:
+    assert "\x1b" not in render_text(report_of(cell(8), name="a\x1b[2Jb"), "out")
+
+
+@pytest.mark.parametrize(("perplexity", "text"), [(3.5649, "3.565"), (1234.5, "1,234.500"), (1.23e9, "1.2e+09")])
+def test_perplexity(perplexity: float, text: str) -> None:
+    assert perplexity_text(perplexity) == text
+
+
+def test_fidelity_is_a_ratio_on_the_same_texts(cell: Any) -> None:
+    row = (
+        cell(8)
+        .measured[0]
+        .model_copy(update={"text": TextQuality(tokens=100, perplexity=4.2, reference_perplexity=4.0)})
+    )
+    assert fidelity_text(row) == "1.05000"
+
+
+@pytest.mark.parametrize(
+    ("verbosity", "lines"),
+    [
+        (-1, []),
+        (0, ["3 cells, 1 of them finished before", "*     2/3  x  measured  1.0 s  float32 2.00x [1.98, 2.02]"]),
+        (1, ["3 cells, 1 of them finished before", "*     2/3  x  measured  1.0 s  float32 2.00x [1.98, 2.02]",
+             "    out/cells/x.log"]),
+    ],
+)  # fmt: skip
+def test_progress(cell: Any, verbosity: int, lines: list[str]) -> None:
+    file = io.StringIO()
+    progress = SweepProgress(Console(file=file, width=40), verbosity, "out")
+    progress.planned(3, 1)
+    progress.cell_finished(cell(8, name="x", seconds=1.0))
+    assert [line.split() for line in file.getvalue().splitlines()] == [line.split() for line in lines]
+
+
+def test_progress_of_what_went_wrong(failed: CellEntry, missed: CellEntry) -> None:
+    file = io.StringIO()
+    progress = SweepProgress(Console(file=file, width=40), 0, "out")
+    progress.planned(2, 0)
+    progress.cell_finished(failed)
+    progress.cell_finished(missed)
+    _, first, second = file.getvalue().splitlines()
+    assert "failed" in first
+    assert first.endswith("stage <onnx>: refused")
+    assert "gate failed" in second
