@@ -14,7 +14,9 @@ __all__ = [
     "Dialect",
     "Engine",
     "Graph",
+    "Kernel",
     "ModelKind",
+    "Profile",
     "Variant",
     "engine_stem",
 ]
@@ -119,6 +121,32 @@ class Availability:
     def can_run(self, engine: Engine) -> bool:
         """Whether an engine of this target runs here."""
         return not self.refusal([engine])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One step of an engine's run, as the engine's own profiler names it.
+
+    Attributes:
+        name: of the kernel; for an engine that runs a graph the name of the node, or one made from it.
+        operator: what it computes, in the engine's words.
+        weights: state_dict names of the weights that it is known to read.
+        ms: milliseconds that it took in the run in which it was fastest: neighbours on the machine can only add to it.
+    """
+
+    name: str
+    operator: str
+    weights: tuple[str, ...] = ()
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Where the time of a run goes: the kernels of one run in the words of `profiler`, over `runs` runs."""
+
+    profiler: str
+    runs: int
+    kernels: tuple[Kernel, ...]
 
 
 def engine_stem(model: ModelKind, bucket: Bucket, dtype: DType, arch: str | None = None) -> str:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Variant
+from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Profile, Variant
 from mod_export.config import BuildConfig
 from mod_export.engine.feeds import check_feeds, check_outputs
+from mod_export.engine.inductor_trace import calls_of_package, kernels_of_calls
 from mod_export.environment import cpu_features, package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.protocols import EngineJob
@@ -122,18 +123,24 @@ class Inductor:
             "aot_inductor.metadata": metadata,
             # Otherwise the kernels are compiled for the number of threads that this process happens to have.
             "cpp.dynamic_threads": True,
+            # Marks every kernel for the profiler; where none listens, a mark costs a fraction of a microsecond.
+            "cpp.enable_kernel_profile": True,
         }
+        program = job.exported_program()
+        _forget_sources(program)
         try:
             with warnings.catch_warnings():
                 # torch's own code trips over its own deprecations while it compiles.
                 warnings.simplefilter("ignore")
                 torch._inductor.aoti_compile_and_package(
-                    job.exported_program(), package_path=str(destination), inductor_configs=options
+                    program, package_path=str(destination), inductor_configs=options
                 )
         except (exc.InductorError, exc.CppCompileError, RuntimeError) as error:
             raise EngineError(f"{destination.name}: AOTInductor failed: {str(error).splitlines()[0]}") from error
 
-    def load(self, root: Path, engine: Engine, config: BuildConfig) -> InductorRunner:
+    def load(
+        self, root: Path, engine: Engine, config: BuildConfig, weights: Mapping[str, np.ndarray] | None = None
+    ) -> InductorRunner:
         import torch
         from safetensors.torch import load_file
 
@@ -150,5 +157,26 @@ class Inductor:
                 f"{engine.path}: compiled for a CPU with {', '.join(sorted(missing))}, which this one lacks; build "
                 "again here"
             )
-        weights = load_file(root / engine.weights)
-        return InductorRunner(package, metadata, weights, f"inductor {engine.path}", config.latency.threads)
+        tensors = load_file(root / engine.weights)
+        tensors |= {name: torch.from_numpy(array) for name, array in (weights or {}).items()}
+        return InductorRunner(package, metadata, tensors, f"inductor {engine.path}", config.latency.threads)
+
+    def profile(
+        self, root: Path, engine: Engine, config: BuildConfig, feeds: Mapping[str, np.ndarray], runs: int
+    ) -> Profile:
+        with self.load(root, engine, config) as runner:
+            calls = calls_of_package(root / engine.path)
+            used = {name: array for name, array in feeds.items() if name in runner.inputs}
+            runner.run(used)
+            kernels = kernels_of_calls(lambda: runner.run(used), runs, calls, f"inductor {engine.path}")
+        return Profile(profiler=f"torch.profiler {package_version('torch')}", runs=runs, kernels=kernels)
+
+
+def _forget_sources(program: torch.export.ExportedProgram) -> None:
+    """Source lines of the model: each kernel's mark would copy them in every run, and show paths of this machine."""
+    import torch
+
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)

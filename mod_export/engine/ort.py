@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Variant
+from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Profile, Variant
 from mod_export.config import BuildConfig
 from mod_export.engine.feeds import check_feeds, check_outputs
+from mod_export.engine.ort_trace import kernels_from_trace
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.protocols import EngineJob
@@ -60,7 +62,15 @@ class OrtRunner:
 
 
 def session_from_onnx(
-    path: Path, weights_folder: Path, providers: Sequence[Any], threads: int, entries: Mapping[str, str]
+    path: Path,
+    weights_folder: Path,
+    providers: Sequence[Any],
+    threads: int,
+    entries: Mapping[str, str],
+    weights: Mapping[str, np.ndarray] | None = None,
+    *,
+    optimized: bool = True,
+    profile: Path | None = None,
 ) -> onnxruntime.InferenceSession:
     """Opens a session on a graph whose weights lie in another folder.
 
@@ -70,9 +80,12 @@ def session_from_onnx(
         providers: execution providers, each a name or (name, options).
         threads: threads inside an operator; 0 leaves ONNX Runtime's choice.
         entries: further session configuration.
+        weights: tensors that take the place of external data of the same name.
+        optimized: False leaves every node as it stands in the graph.
+        profile: start of the name of a file that ONNX Runtime writes its profile to.
 
     Raises:
-        EngineError: ONNX Runtime refuses the graph.
+        EngineError: ONNX Runtime refuses the graph, or one of `weights` is no external data of it.
     """
     import onnxruntime as ort
 
@@ -80,12 +93,20 @@ def session_from_onnx(
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
     options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights_folder.resolve()))
     # Threads of an idle session must not spin on the cores of the session that is being timed.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
     try:
+        if weights:
+            values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+            options.add_external_initializers(list(weights), values)
         return ort.InferenceSession(str(path), options, providers=list(providers))
     except _vendor_errors() as error:
         raise EngineError(f"{path.name}: ONNX Runtime refuses this graph: {str(error).splitlines()[0]}") from error
@@ -120,13 +141,17 @@ class _Ort(ABC):
         session_from_onnx(graph, graph.parent, [CPU], 1, {"session.disable_prepacking": "1"})
         destination.write_bytes(graph.read_bytes())
 
-    def load(self, root: Path, engine: Engine, config: BuildConfig) -> OrtRunner:
+    def load(
+        self, root: Path, engine: Engine, config: BuildConfig, weights: Mapping[str, np.ndarray] | None = None
+    ) -> OrtRunner:
         assert engine.weights is not None
-        session = self._session(root / engine.path, (root / engine.weights).parent, config)
+        session = self._session(root / engine.path, (root / engine.weights).parent, config, weights)
         return OrtRunner(session, f"{self.name} {engine.path}", config.latency.threads)
 
     @abstractmethod
-    def _session(self, path: Path, weights_folder: Path, config: BuildConfig) -> onnxruntime.InferenceSession: ...
+    def _session(
+        self, path: Path, weights_folder: Path, config: BuildConfig, weights: Mapping[str, np.ndarray] | None
+    ) -> onnxruntime.InferenceSession: ...
 
 
 class OrtCpu(_Ort):
@@ -145,8 +170,26 @@ class OrtCpu(_Ort):
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.ort_cpu.dtypes]
 
-    def _session(self, path: Path, weights_folder: Path, config: BuildConfig) -> onnxruntime.InferenceSession:
-        return session_from_onnx(path, weights_folder, [CPU], config.latency.threads, {})
+    def _session(
+        self, path: Path, weights_folder: Path, config: BuildConfig, weights: Mapping[str, np.ndarray] | None
+    ) -> onnxruntime.InferenceSession:
+        return session_from_onnx(path, weights_folder, [CPU], config.latency.threads, {}, weights)
+
+    def profile(
+        self, root: Path, engine: Engine, config: BuildConfig, feeds: Mapping[str, np.ndarray], runs: int
+    ) -> Profile:
+        assert engine.weights is not None
+        threads = config.latency.threads
+        with tempfile.TemporaryDirectory() as folder:
+            session = session_from_onnx(
+                root / engine.path, (root / engine.weights).parent, [CPU], threads, {}, profile=Path(folder) / "profile"
+            )
+            with OrtRunner(session, f"{self.name} {engine.path}", threads) as runner:
+                used = {name: array for name, array in feeds.items() if name in runner.inputs}
+                for _ in range(1 + runs):
+                    runner.run(used, ["logits"])
+            kernels = kernels_from_trace(Path(session.end_profiling()), runs)
+        return Profile(profiler=f"ONNX Runtime {package_version('onnxruntime')}", runs=runs, kernels=kernels)
 
 
 class OrtCuda(_Ort):
@@ -175,7 +218,9 @@ class OrtCuda(_Ort):
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.ort_cuda.dtypes]
 
-    def _session(self, path: Path, weights_folder: Path, config: BuildConfig) -> onnxruntime.InferenceSession:
+    def _session(
+        self, path: Path, weights_folder: Path, config: BuildConfig, weights: Mapping[str, np.ndarray] | None
+    ) -> onnxruntime.InferenceSession:
         # TF32 rounds float32 products to 10 bits, which no float32 parity gate would pass.
         options = {"device_id": str(config.target.ort_cuda.device), "use_tf32": "0"}
         try:
@@ -185,6 +230,7 @@ class OrtCuda(_Ort):
                 [(CUDA, options)],
                 config.latency.threads,
                 {"session.disable_cpu_ep_fallback": "1"},
+                weights,
             )
         except EngineError as error:
             raise TargetError(f"ort-cuda: no CUDA session on this machine: {error}") from error

@@ -228,7 +228,11 @@ class _Base:
         if result["error"]:
             raise EngineError(f"{job.graph.path}: {self.title} cannot build it: {errors or result['error']}")
 
-    def load(self, root: Path, engine: Engine, config: BuildConfig) -> TensorRTRunner:
+    def load(
+        self, root: Path, engine: Engine, config: BuildConfig, weights: Mapping[str, np.ndarray] | None = None
+    ) -> TensorRTRunner:
+        if weights:
+            raise EngineError(f"{engine.path}: a plan holds its own weights; others cannot take their place")
         found = _probe(self.library)
         if found["build_problem"] or self._run_problem(found):
             raise TargetError(f"{self.name}: cannot run {engine.path} here: {self._reason(found)}")

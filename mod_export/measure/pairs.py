@@ -24,9 +24,23 @@ def engine_pairs(engines: Sequence[Engine]) -> dict[Setting, dict[ModelKind, Eng
 
 
 def measure_pair(
-    root: Path, setting: Setting, pair: Mapping[ModelKind, Engine], vocab_size: int, config: BuildConfig
+    root: Path,
+    setting: Setting,
+    pair: Mapping[ModelKind, Engine],
+    vocab_size: int,
+    config: BuildConfig,
+    gate: float | None = None,
 ) -> Sequence[LatencyRow]:
-    """Loads both engines of the build folder `root` and samples them in turn on the same tokens."""
+    """Loads both engines of the build folder `root` and samples them in turn on the same tokens.
+
+    Args:
+        root: the build folder.
+        setting: what both engines have in common.
+        pair: the two engines.
+        vocab_size: the tokens are drawn below it.
+        config: how to sample.
+        gate: the speed-up that this setting must show, if any.
+    """
     builder = ENGINES[setting.target]
     batch = timing_batch(setting.bucket, vocab_size, config.seed)
     with builder.load(root, pair["mod"], config) as mod, builder.load(root, pair["dense"], config) as dense:
@@ -34,8 +48,8 @@ def measure_pair(
             {"mod": mod, "dense": dense},
             batch.feeds,
             setting,
-            warmup=config.latency.warmup,
-            samples=config.latency.samples,
+            config.latency,
             seed=config.seed,
+            gate=gate,
             outputs=["logits"],
         )

@@ -1,27 +1,28 @@
-"""From latency samples to a speed-up that can be defended: a ratio, its interval, and what FLOPs promised.
+"""From latency samples to a speed-up that can be defended: a ratio, its interval, a verdict, and what FLOPs promised.
 
-The ratio is of medians, because latency has outliers on one side only and a mean would follow them. The interval is a
-percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13) over *rounds*: the dense
-and the MoD sample of a round are drawn together, because they were taken together and share what disturbed the machine.
+The rounds are compared, not the samples: what the dense and the MoD engine gave in one round was taken together, and
+shares what disturbed the machine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mod_export.artifacts import Bucket, DType, ModelKind
+from mod_export.config import LatencyOptions
 from mod_export.errors import GraphError
 from mod_export.measure.cost import CostRow
+from mod_export.measure.decision import Comparison, Control, SpeedVerdict, compare, gate_reached
+from mod_export.measure.explain import PartTime, explain
 from mod_export.measure.latency import LatencyRow
+from mod_export.measure.order import block_of
+from mod_export.measure.sampling import TURNS, looks
 
-__all__ = ["SpeedupRow", "gated_bucket", "ratio_of_medians", "speedup_rows"]
+__all__ = ["Known", "SpeedupRow", "gate_of", "gated_bucket", "speedup_rows"]
 
-TAIL_PERCENT = 2.5
-"""Left out on either side of a 95 % interval, which is what report.json's field `ci95` is named for."""
+Roofline = Mapping[tuple[str, str, DType, ModelKind], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +34,17 @@ class SpeedupRow:
         bucket: name of the bucket.
         dtype: dtype of both engines.
         measured: median dense latency / median MoD latency.
-        ci95: 95 % bootstrap interval of `measured`.
+        ci95: interval of `measured` that holds with 95 % whenever sampling stopped; see `decision.compare`.
         predicted_flops: FLOPs of the dense graph / FLOPs of the MoD graph.
         efficiency: measured / predicted_flops.
-        gate: least `measured` that this row must reach; None where no gate applies.
+        gate: what the whole interval must reach; None where no gate applies.
         passed: whether it does; None where no gate applies. NaN never passes.
+        predicted_roofline: time of the dense graph / time of the MoD graph that the roofline predicts; None where it
+            was not measured.
+        verdict: `faster` when the interval lies above 1, otherwise `not faster` when it ends below 1 +
+            `latency.resolution`, otherwise `inconclusive`; also when the control does not cover 1.
+        reason: why it is not faster, or why nothing can be said; None for `faster`.
+        control: the MoD engine against itself.
     """
 
     target: str
@@ -49,26 +56,25 @@ class SpeedupRow:
     efficiency: float
     gate: float | None
     passed: bool | None
+    predicted_roofline: float | None = None
+    verdict: SpeedVerdict | None = None
+    reason: str | None = None
+    control: Control | None = None
 
 
-def ratio_of_medians(
-    dense_ms: Sequence[float], mod_ms: Sequence[float], *, resamples: int, seed: int
-) -> tuple[float, tuple[float, float]]:
-    """Median of `dense_ms` / median of `mod_ms`, and its 95 % bootstrap interval.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known beside samples and FLOPs; all of it may be missing.
 
-    Sample i of both is one round. The interval is widened, where it must be, to hold the ratio itself: a percentile
-    interval of few or oddly tied samples can miss it.
-
-    Costs: resamples x rounds numbers of memory, three times.
+    Attributes:
+        k_by_layer: name of the bucket -> layer -> tokens that this routed layer takes.
+        roofline_ms: (target, bucket, dtype, model) -> milliseconds that the roofline predicts.
+        parts: measured parts of engines.
     """
-    pair = np.array([dense_ms, mod_ms], dtype=np.float64)
-    dense, mod = np.median(pair, axis=1)
-    measured = float(dense / mod)
-    rounds = pair.shape[1]
-    draw = np.random.default_rng(seed).integers(0, rounds, size=(resamples, rounds))
-    dense_R, mod_R = np.median(pair[:, draw], axis=2)
-    low, high = np.percentile(dense_R / mod_R, (TAIL_PERCENT, 100 - TAIL_PERCENT))
-    return measured, (min(float(low), measured), max(float(high), measured))
+
+    k_by_layer: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    roofline_ms: Roofline = field(default_factory=dict)
+    parts: Sequence[PartTime] = ()
 
 
 def gated_bucket(buckets: Sequence[Bucket]) -> Bucket:
@@ -76,14 +82,19 @@ def gated_bucket(buckets: Sequence[Bucket]) -> Bucket:
     return max(buckets, key=lambda bucket: (bucket.batch * bucket.seq, bucket.seq))
 
 
+def gate_of(bucket: str, buckets: Sequence[Bucket], min_speedup: float) -> float | None:
+    """What the speed-up of this bucket must reach; None where no gate applies."""
+    return min_speedup if min_speedup > 0 and bucket == gated_bucket(buckets).name else None
+
+
 def speedup_rows(
     latency: Sequence[LatencyRow],
     cost: Sequence[CostRow],
     buckets: Sequence[Bucket],
+    options: LatencyOptions,
     *,
-    min_speedup: float,
-    resamples: int,
     seed: int,
+    known: Known | None = None,
 ) -> tuple[SpeedupRow, ...]:
     """One row for each setting in which both models were sampled, in the order of `latency`.
 
@@ -93,50 +104,100 @@ def speedup_rows(
         latency: rows of both models.
         cost: rows of both models for every bucket sampled.
         buckets: all buckets of the build.
-        min_speedup: gate at the largest bucket; 0 is no gate.
-        resamples: of the bootstrap.
+        options: those that the samples were taken with.
         seed: of the bootstrap.
+        known: what predictions and reasons are drawn from.
 
     Raises:
         GraphError: the FLOPs of a bucket were not counted.
     """
-    flops = {(row.model, row.bucket): row.flops for row in cost}
+    known = known or Known()
+    costs = {(row.model, row.bucket): row for row in cost}
     mod_rows = {(row.target, row.bucket, row.dtype): row for row in latency if row.model == "mod"}
-    gated = gated_bucket(buckets).name if min_speedup > 0 else None
     rows = []
     for dense in latency:
         mod = mod_rows.get((dense.target, dense.bucket, dense.dtype))
         if dense.model != "dense" or mod is None:
             continue
-        measured, ci95 = ratio_of_medians(dense.samples_ms, mod.samples_ms, resamples=resamples, seed=seed)
-        predicted = _flops(flops, "dense", dense.bucket) / _flops(flops, "mod", dense.bucket)
-        gate = min_speedup if dense.bucket == gated else None
+        pair = _cost(costs, "dense", dense.bucket), _cost(costs, "mod", dense.bucket)
+        gate = gate_of(dense.bucket, buckets, options.min_speedup)
+        found = _compared(dense, mod, options, seed)
+        predicted = pair[0].flops / pair[1].flops
         rows.append(
             SpeedupRow(
                 target=dense.target,
                 bucket=dense.bucket,
                 dtype=dense.dtype,
-                measured=measured,
-                ci95=ci95,
+                measured=found.measured,
+                ci95=found.ci95,
                 predicted_flops=predicted,
-                efficiency=measured / predicted,
+                efficiency=found.measured / predicted,
                 gate=gate,
-                passed=_passed(measured, gate),
+                passed=_passed(found, gate),
+                predicted_roofline=_roofline(known.roofline_ms, dense),
+                verdict=found.verdict,
+                reason=_reason(found, dense, mod, pair, buckets, known),
+                control=found.control,
             )
         )
     return tuple(rows)
 
 
-def _passed(measured: float, gate: float | None) -> bool | None:
+def _compared(dense: LatencyRow, mod: LatencyRow, options: LatencyOptions, seed: int) -> Comparison:
+    planned = looks(options, block_of(TURNS * len((dense, mod))))
+    return compare(dense.samples_RT, mod.samples_RT, options, looks=len(planned), seed=seed)
+
+
+def _passed(found: Comparison, gate: float | None) -> bool | None:
     if gate is None:
-        return None if math.isfinite(measured) else False
-    return measured >= gate
+        return None if math.isfinite(found.measured) else False
+    return gate_reached(found, gate) is True
 
 
-def _flops(flops: dict[tuple[ModelKind, str], int], model: ModelKind, bucket: str) -> int:
-    if (model, bucket) not in flops:
+def _roofline(roofline_ms: Roofline, row: LatencyRow) -> float | None:
+    dense, mod = (roofline_ms.get((row.target, row.bucket, row.dtype, kind)) for kind in ("dense", "mod"))
+    return dense / mod if dense is not None and mod else None
+
+
+def _reason(
+    found: Comparison,
+    dense: LatencyRow,
+    mod: LatencyRow,
+    cost: tuple[CostRow, CostRow],
+    buckets: Sequence[Bucket],
+    known: Known,
+) -> str | None:
+    if found.verdict == "faster":
+        return None
+    if found.verdict == "not faster":
+        return explain(
+            next(bucket for bucket in buckets if bucket.name == dense.bucket),
+            *cost,
+            dense_ms=dense.p50_ms,
+            k_by_layer=known.k_by_layer.get(dense.bucket),
+            parts=[
+                part
+                for part in known.parts
+                if (part.target, part.bucket, part.dtype) == (dense.target, dense.bucket, dense.dtype)
+            ],
+        )
+    if not found.control.covers_one:
+        low, high = found.control.ci99
+        return (
+            f"the control does not cover 1: the MoD engine against itself is {found.control.measured:.3f}x "
+            f"(99 % interval {low:.3f} to {high:.3f}), so this machine shows differences that are not there"
+        )
+    low, high = found.ci95
+    noise = "; ".join(dict.fromkeys(flag for row in (dense, mod) for flag in row.flags))
+    return f"the interval {low:.3f} to {high:.3f} of {len(mod.samples_ms)} samples allows both" + (
+        f" ({noise})" if noise else ""
+    )
+
+
+def _cost(costs: Mapping[tuple[ModelKind, str], CostRow], model: ModelKind, bucket: str) -> CostRow:
+    if (model, bucket) not in costs:
         raise GraphError(
             f"{model} {bucket}: the FLOPs of this graph were not counted, so its latency has nothing to be held "
             "against; count them with measure.cost.cost_row"
         )
-    return flops[model, bucket]
+    return costs[model, bucket]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
@@ -10,7 +11,9 @@ from mod_export.artifacts import Bucket, ModelKind
 from mod_export.measure.latency import Setting
 from mod_export.measure.statistics import SpeedupRow, gated_bucket
 
-__all__ = ["JudgedParity", "Verdict", "judge"]
+__all__ = ["JudgedFile", "JudgedParity", "Verdict", "judge"]
+
+QUIETER = "take more samples (latency.max_samples, latency.max_seconds), or a quieter machine"
 
 
 class JudgedParity(Protocol):
@@ -31,6 +34,17 @@ class JudgedParity(Protocol):
         """What missed its gate, each with number and gate; empty when the row passed."""
 
 
+class JudgedFile(Protocol):
+    """The part of a structure row that the verdict rests on."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def passed(self) -> bool: ...
+    @property
+    def reasons(self) -> Sequence[str]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The outcome of all gates. `reasons` is empty exactly when the status is `pass`."""
@@ -46,6 +60,7 @@ def judge(
     parity: Sequence[JudgedParity] | None,
     speedup: Sequence[SpeedupRow] | None,
     min_speedup: float,
+    structure: Sequence[JudgedFile] = (),
 ) -> Verdict:
     """The verdict over everything that this machine can run.
 
@@ -56,14 +71,15 @@ def judge(
             would mean nothing; None when parity was not asked for.
         speedup: likewise.
         min_speedup: the gate of the configuration; 0 is no gate, and then no speed-up row is required.
+        structure: what was found in the files without running them.
     """
+    reasons = [f"{row.path}: {reason}" for row in structure if not row.passed for reason in row.reasons]
     if not expected:
         nothing = (
             "nothing that was built can run on this machine, so no gate was evaluated; copy the build folder to where "
             "it runs and use mod-export validate and bench there"
         )
-        return Verdict(status="fail", reasons=(nothing,))
-    reasons: list[str] = []
+        return Verdict(status="fail", reasons=(*reasons, nothing))
     if parity is not None:
         for kind in get_args(ModelKind):
             of_kind = [row for row in parity if row.model == kind]
@@ -110,8 +126,12 @@ def _why(row: JudgedParity) -> Sequence[str]:
 
 def _too_slow(row: SpeedupRow) -> str:
     low, high = row.ci95
-    missed = "is not a number" if row.gate is None else f"does not reach the gate of {row.gate:.2f}x"
-    return (
-        f"{_name(row)}: speed-up {row.measured:.3f}x (95 % interval {low:.3f} to {high:.3f}, "
-        f"FLOPs predict {row.predicted_flops:.2f}x) {missed}"
-    )
+    found = f"{_name(row)}: speed-up {row.measured:.3f}x (95 % interval {low:.3f} to {high:.3f})"
+    if row.gate is None or not math.isfinite(row.measured):
+        return f"{found} is not a number"
+    gate = f"the gate of {row.gate:.2f}x"
+    if row.control is not None and not row.control.covers_one:
+        return f"{found} cannot be held against {gate}: {row.reason}; {QUIETER}"
+    if high < row.gate:
+        return f"{found} does not reach {gate}: {row.reason or f'FLOPs predict {row.predicted_flops:.2f}x'}"
+    return f"{found} is not clear of {gate}: {QUIETER}"

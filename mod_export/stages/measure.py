@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.artifacts import Engine, ModelKind
-from mod_export.measure.latency import LatencyRow, Setting
+from mod_export.measure.latency import Setting, latency_row
 from mod_export.measure.pairs import engine_pairs, measure_pair
+from mod_export.measure.statistics import gate_of
 from mod_export.stages.context import Context
 from mod_export.workspace import Step
 
@@ -22,24 +23,27 @@ def measure(context: Context) -> list[Step]:
     steps = []
     config = context.plan.config
     for setting, pair in engine_pairs(context.runnable()).items():
+        # Sampling goes on until the gate is settled: another gate may need more samples.
+        gate = gate_of(setting.bucket.name, context.plan.buckets, config.latency.min_speedup)
         inputs = {
             **context.conditions(list(pair.values())),
             "latency": config.latency.model_dump(exclude={"min_speedup", "bootstrap"}),
+            "gate": gate,
             "seed": config.seed,
         }
         step = context.step(
             f"latency/{setting.target}/{setting.bucket.name}-{setting.dtype}",
             inputs,
             [],
-            partial(_latency, context, setting, pair),
+            partial(_latency, context, setting, pair, gate),
         )
-        context.latency += [LatencyRow(**row) for row in step.result]
+        context.latency += [latency_row(row) for row in step.result]
         steps.append(step)
     return steps
 
 
 def _latency(
-    context: Context, setting: Setting, pair: Mapping[ModelKind, Engine], paths: Sequence[Path]
+    context: Context, setting: Setting, pair: Mapping[ModelKind, Engine], gate: float | None, paths: Sequence[Path]
 ) -> list[dict[str, Any]]:
     vocab_size = context.plan.model.loaded.vocab_size
-    return [asdict(row) for row in measure_pair(context.root, setting, pair, vocab_size, context.plan.config)]
+    return [asdict(row) for row in measure_pair(context.root, setting, pair, vocab_size, context.plan.config, gate)]

@@ -18,7 +18,8 @@ from mod_export.graph.capture import exported_from_module
 from mod_export.graph.onnx_export import onnx_from_exported
 from mod_export.graph.passes import PORTABLE, run_passes
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
-from mod_export.measure.cost import NO_RULE, PARTS, CostRow, cost_row
+from mod_export.measure.cost import PARTS, CostRow, cost_row
+from mod_export.measure.products import NO_RULE
 from mod_models.spec import EveryNth, ModelSpec, RoutingSpec
 from mod_models.transformer import Transformer
 

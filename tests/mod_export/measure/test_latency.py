@@ -1,150 +1,144 @@
-"""Sampling on real sessions of ONNX Runtime; nothing here depends on how fast the machine is."""
+"""Latency rows of real sessions: what is summed up, when sampling ends, and what is flagged."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime as ort  # noqa: TID253 - a test may load what it tests on.
 import pytest
-from numpy.typing import NDArray
+from small_sessions import FEEDS, Session
 
 from mod_export.artifacts import Bucket, ModelKind
+from mod_export.config import LatencyOptions
 from mod_export.errors import EngineError
-from mod_export.measure.latency import Setting, latency_rows, sample_latency
+from mod_export.measure.intervals import quantile_interval
+from mod_export.measure.latency import LatencyRow, Setting, latency_row, latency_rows
 from mod_export.protocols import Runner
 
 SETTING = Setting(target="ort-cpu", bucket=Bucket(1, 4), dtype="float32")
-FEEDS: dict[str, NDArray[np.generic]] = {
-    "x": np.arange(8, dtype=np.float32).reshape(2, 4),
-    "lengths": np.array([4], dtype=np.int64),
-}
 
 
-class Session:
-    """A real session on a tiny graph that writes down every run."""
-
-    def __init__(self, log: list[str], name: str, *, threads: int = 1, lengths: bool = False) -> None:
-        inputs = "float[2,4] x, int64[1] lengths" if lengths else "float[2,4] x"
-        body = "y = Add(x, x) z = Mul(x, x)"
-        graph = f'<ir_version: 10, opset_import: ["": 23]> g ({inputs}) => (float[2,4] y, float[2,4] z) {{ {body} }}'
-        model = onnx.parser.parse_model(graph)
-        self._session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-        self.inputs = tuple(item.name for item in self._session.get_inputs())
-        self.outputs: tuple[str, ...] = ("y", "z")
-        self.providers = tuple(self._session.get_providers())
-        self.threads = threads
-        self.fed: set[tuple[str, ...]] = set()
-        self.collected: list[bool] = []
-        self._log, self._name = log, name
-
-    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        self._log.append(self._name)
-        self.fed.add(tuple(feeds))
-        self.collected.append(gc.isenabled())
-        wanted = list(outputs or self.outputs)
-        return dict(zip(wanted, self._session.run(wanted, dict(feeds)), strict=True))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+def options(**fields: Any) -> LatencyOptions:
+    quick = {
+        "samples": 8,
+        "max_samples": 8,
+        "warmup": 1,
+        "max_warmup": 4,
+        "bootstrap": 100,
+        "min_speedup": 1.0,
+        "precision": 1.0,
+    }
+    return LatencyOptions(**quick | fields)
 
 
-def test_rows_hold_every_sample_and_its_conditions() -> None:
+def rows_of(runners: dict[ModelKind, Runner], **fields: Any) -> tuple[LatencyRow, ...]:
+    gate = fields.pop("gate", None)
+    return latency_rows(runners, FEEDS, SETTING, options(**fields), seed=0, gate=gate)
+
+
+def sleeping(*ms: float, runs: int = 4) -> Session:
+    """A session whose runs take about this long; of several durations each lasts for so many runs, in turn."""
+    return Session([], "sleeping", before_run=lambda number: time.sleep(ms[number // runs % len(ms)] / 1000))
+
+
+def test_rows_hold_every_sample_and_what_follows_from_them() -> None:
     log: list[str] = []
-    dense, mod = Session(log, "dense"), Session(log, "mod")
-    rows = latency_rows({"dense": dense, "mod": mod}, FEEDS, SETTING, warmup=3, samples=8, seed=0)
+    rows = rows_of({"dense": Session(log, "dense"), "mod": Session(log, "mod")})
     assert [row.model for row in rows] == ["dense", "mod"]
-    assert len(log) == 2 * (3 + 8)
+    assert 2 <= rows[0].warmup <= 4
+    assert len(log) == 2 * rows[0].warmup + 2 * 8
     for row in rows:
         assert (row.target, row.bucket, row.dtype) == ("ort-cpu", "b1s4", "float32")
-        assert (row.providers, row.threads, row.warmup) == (("CPUExecutionProvider",), 1, 3)
+        assert (row.providers, row.threads) == (("CPUExecutionProvider",), 1)
         assert len(row.samples_ms) == 8
         assert min(row.samples_ms) > 0
         assert row.p50_ms == np.median(row.samples_ms)
         assert (row.p90_ms, row.p99_ms) == tuple(np.percentile(row.samples_ms, (90, 99)))
         assert row.mean_ms == np.mean(row.samples_ms)
         assert row.stdev_ms == np.std(row.samples_ms, ddof=1)
+        assert row.cv == row.stdev_ms / row.mean_ms
+        assert row.p50_ci95 == quantile_interval(np.array(row.samples_ms), 0.5)
+        assert row.p90_ci95 is row.p99_ci95 is None
+        assert row.conditions is not None
+        assert row.samples_RT.shape == (4, 2)
+        assert row.samples_RT.reshape(-1).tolist() == list(row.samples_ms)
+    assert rows[0].conditions == rows[1].conditions
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_runners_take_turns_and_each_order_is_followed_by_its_reverse(count: int) -> None:
-    log: list[str] = []
-    names = "abc"[:count]
-    sample_latency([Session(log, name) for name in names], FEEDS, warmup=2, samples=10, seed=0)
-    rounds = ["".join(log[begin : begin + count]) for begin in range(0, len(log), count)]
-    assert len(rounds) == 12
-    assert all(sorted(one) == list(names) for one in rounds)
-    assert rounds[1::2] == [one[::-1] for one in rounds[::2]]
-    assert len(set(rounds)) > 1
+def test_a_row_survives_json() -> None:
+    for row in rows_of({"dense": Session([], "dense"), "mod": Session([], "mod")}):
+        assert latency_row(json.loads(json.dumps(asdict(row)))) == row
 
 
-def test_the_order_follows_the_seed() -> None:
-    def order(seed: int) -> list[str]:
-        log: list[str] = []
-        sample_latency([Session(log, name) for name in "ab"], FEEDS, warmup=0, samples=20, seed=seed)
-        return log
-
-    assert order(0) == order(0)
-    assert len({tuple(order(seed)) for seed in range(4)}) > 1
+def counts(rows: Sequence[LatencyRow]) -> set[int]:
+    return {len(row.samples_ms) for row in rows}
 
 
-def test_a_runner_is_fed_what_it_has_inputs_for() -> None:
-    dense, mod = Session([], "dense"), Session([], "mod", lengths=True)
-    latency_rows({"dense": dense, "mod": mod}, FEEDS, SETTING, warmup=1, samples=2, seed=0)
-    assert dense.fed == {("x",)}
-    assert mod.fed == {("x", "lengths")}
+def test_sampling_ends_when_the_comparison_is_settled() -> None:
+    clear: dict[ModelKind, Runner] = {"dense": sleeping(6), "mod": sleeping(1)}
+    (count,) = counts(rows_of(clear, max_samples=128))
+    assert count < 128
 
 
-def test_only_the_outputs_asked_for_are_fetched() -> None:
-    class Watched(Session):
-        def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-            asked.append(outputs)
-            return super().run(feeds, outputs)
-
-    asked: list[Sequence[str] | None] = []
-    sample_latency([Watched([], "a")], FEEDS, warmup=0, samples=1, seed=0, outputs=["z"])
-    sample_latency([Watched([], "a")], FEEDS, warmup=0, samples=1, seed=0)
-    assert asked == [["z"], None]
+def open_question() -> dict[ModelKind, Runner]:
+    """Both are fast and slow, eight to one, for different stretches: which rounds are drawn decides who is faster."""
+    return {"dense": sleeping(0.5, 4), "mod": sleeping(0.5, 4, runs=6)}
 
 
-@pytest.mark.parametrize("was_on", [True, False])
-def test_the_garbage_collector_rests_and_then_is_as_before(was_on: bool) -> None:
-    session = Session([], "a")
-    before = gc.isenabled()
-    (gc.enable if was_on else gc.disable)()
-    try:
-        sample_latency([session], FEEDS, warmup=1, samples=2, seed=0)
-        assert gc.isenabled() is was_on
-    finally:
-        (gc.enable if before else gc.disable)()
-    assert session.collected == [False] * 3
+def test_more_samples_are_taken_while_noise_leaves_it_open() -> None:
+    assert counts(rows_of(open_question(), max_samples=32)) == {32}
 
 
-def test_the_garbage_collector_comes_back_after_a_failing_run() -> None:
-    class Broken(Session):
-        def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-            raise EngineError("the device is gone")
-
-    with pytest.raises(EngineError, match="the device is gone"):
-        sample_latency([Broken([], "a")], FEEDS, warmup=1, samples=2, seed=0)
-    assert gc.isenabled()
+def test_a_gate_that_is_not_settled_needs_more_samples_too() -> None:
+    # Faster for certain, by 7 to 40, and the gate lies between.
+    pair: dict[ModelKind, Runner] = {"dense": sleeping(2, 8), "mod": sleeping(0.2)}
+    assert counts(rows_of(pair, max_samples=32, gate=15.0)) == {32}
 
 
-def test_progress_is_told_after_every_round() -> None:
-    told: list[int] = []
-    log: list[str] = []
-    runners: list[Runner] = [Session(log, "a"), Session(log, "b")]
-    sample_latency(runners, FEEDS, warmup=2, samples=3, seed=0, after_round=lambda: told.append(len(log)))
-    assert told == [2, 4, 6, 8, 10]
+def test_a_ratio_that_is_not_known_well_enough_needs_more_samples_too() -> None:
+    pair: dict[ModelKind, Runner] = {"dense": sleeping(2, 8), "mod": sleeping(0.2)}
+    assert counts(rows_of(pair, max_samples=32, precision=0.01)) == {32}
+
+
+def test_the_time_budget_ends_it_but_not_before_the_least_number() -> None:
+    assert counts(rows_of(open_question(), max_samples=100_000, max_seconds=0.0)) == {8}
+
+
+def test_a_single_model_is_sampled_as_often_as_asked() -> None:
+    (row,) = rows_of({"mod": Session([], "mod")}, samples=9, max_samples=500)
+    assert len(row.samples_ms) == 12
+    assert row.model == "mod"
+
+
+def test_a_warm_up_that_does_not_settle_is_said() -> None:
+    # The clock counts nanoseconds: no two runs take exactly as long.
+    rows = rows_of({"dense": sleeping(0.1), "mod": sleeping(0.1)}, warmup_tolerance=0.0, max_warmup=5)
+    assert [(row.stable, row.warmup) for row in rows] == [(False, 5)] * 2
+    assert all("not stable after 5 rounds of warm-up" in row.flags for row in rows)
+
+
+def test_drift_and_outliers_are_said() -> None:
+    def late(number: int) -> None:
+        time.sleep(0.001 if number < 30 else 0.004)
+
+    def sometimes(number: int) -> None:
+        time.sleep(0.05 if number % 8 == 7 else 0.002)
+
+    dense, mod = rows_of(
+        {"dense": Session([], "dense", before_run=late), "mod": Session([], "mod", before_run=sometimes)},
+        samples=48,
+        max_samples=48,
+    )
+    assert any(flag.startswith("drift: the last third of the samples is ") for flag in dense.flags), dense
+    assert any(flag.endswith(" % slower than the first") for flag in dense.flags)
+    assert dense.drift is not None
+    assert dense.drift > 1
+    assert mod.outliers >= 5
+    assert any(flag.endswith(" of 48 samples are outliers") for flag in mod.flags), mod
 
 
 def test_different_conditions_are_not_compared() -> None:
@@ -154,4 +148,4 @@ def test_different_conditions_are_not_compared() -> None:
         r"dense on CPUExecutionProvider with 4 threads; mod on CPUExecutionProvider with 1 threads\. Load all"
     )
     with pytest.raises(EngineError, match=message):
-        latency_rows(runners, FEEDS, SETTING, warmup=1, samples=2, seed=0)
+        rows_of(runners)

@@ -45,7 +45,9 @@ def test_both_are_measured(built: Path, config: BuildConfig) -> None:
     assert [row.model for row in rows] == ["mod", "dense"]
     for row in rows:
         assert (row.target, row.bucket, row.dtype) == ("ort-cpu", "b1s64", "float32")
-        assert (row.threads, row.warmup, len(row.samples_ms)) == (1, 1, 5)
+        # Whole blocks of four rounds with two samples each.
+        assert (row.threads, len(row.samples_ms)) == (1, 8)
+        assert row.warmup >= 2
         assert row.providers == ("CPUExecutionProvider",)
         assert all(sample > 0 for sample in row.samples_ms)
 

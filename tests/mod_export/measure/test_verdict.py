@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import pytest
 
 from mod_export.artifacts import Bucket
+from mod_export.measure.decision import Control
 from mod_export.measure.latency import Setting
 from mod_export.measure.statistics import SpeedupRow
 from mod_export.measure.verdict import Verdict, judge
@@ -27,10 +31,12 @@ class Parity:
 PARITY = [Parity(bucket.name, model) for bucket in (SMALL, LARGE) for model in ("mod", "dense")]
 
 
-def speedup(measured: float = 1.6, gate: float | None = 1.0, passed: bool | None = True) -> SpeedupRow:
+def speedup(
+    measured: float = 1.6, gate: float | None = 1.0, passed: bool | None = True, half: float = 0.01, **fields: Any
+) -> SpeedupRow:
     return SpeedupRow(
-        target="ort-cpu", bucket="b1s512", dtype="float32", measured=measured, ci95=(measured - 0.01, measured + 0.01),
-        predicted_flops=1.69, efficiency=measured / 1.69, gate=gate, passed=passed,
+        target="ort-cpu", bucket="b1s512", dtype="float32", measured=measured, ci95=(measured - half, measured + half),
+        predicted_flops=1.69, efficiency=measured / 1.69, gate=gate, passed=passed, **fields,
     )  # fmt: skip
 
 
@@ -63,18 +69,51 @@ def test_a_failed_row_without_reasons_still_fails() -> None:
     assert found.reasons == ("ort-cpu b1s512 float32 dense: parity: failed, and the check gave no reason",)
 
 
-def test_a_speedup_below_its_gate_is_a_reason_with_its_interval() -> None:
-    found = verdict(rows=[speedup(0.97, 1.0, False)])
+def reason(row: SpeedupRow, min_speedup: float = 1.0) -> str:
+    found = verdict(rows=[row], min_speedup=min_speedup)
     assert found.status == "fail"
-    assert found.reasons == (
-        "ort-cpu b1s512 float32: speed-up 0.970x (95 % interval 0.960 to 0.980, FLOPs predict 1.69x) "
-        "does not reach the gate of 1.00x",
+    (one,) = found.reasons
+    return one
+
+
+def test_a_speedup_below_its_gate_is_a_reason_with_its_interval() -> None:
+    assert reason(speedup(0.97, 1.0, False)) == (
+        "ort-cpu b1s512 float32: speed-up 0.970x (95 % interval 0.960 to 0.980) does not reach the gate of 1.00x: "
+        "FLOPs predict 1.69x"
     )
 
 
-def test_a_speedup_that_is_not_a_number_fails_even_without_a_gate() -> None:
-    (reason,) = verdict(rows=[speedup(math.nan, None, False)], min_speedup=0).reasons
-    assert reason.endswith("(95 % interval nan to nan, FLOPs predict 1.69x) is not a number")
+def test_what_is_known_of_its_cause_is_said() -> None:
+    row = speedup(0.97, 1.0, False, verdict="not faster", reason="FLOPs predict 1.02x; the head is 90 %")
+    assert reason(row).endswith("does not reach the gate of 1.00x: FLOPs predict 1.02x; the head is 90 %")
+
+
+def test_an_interval_around_the_gate_asks_for_more_samples() -> None:
+    assert reason(speedup(1.3, 1.3, False, half=0.1, verdict="faster"), 1.3) == (
+        "ort-cpu b1s512 float32: speed-up 1.300x (95 % interval 1.200 to 1.400) is not clear of the gate of 1.30x: "
+        "take more samples (latency.max_samples, latency.max_seconds), or a quieter machine"
+    )
+
+
+def test_a_control_that_misses_one_fails_the_gate() -> None:
+    control = Control(measured=1.04, ci99=(1.02, 1.06), covers_one=False)
+    row = speedup(1.6, 1.0, False, control=control, verdict="inconclusive", reason="the control does not cover 1")
+    assert reason(row) == (
+        "ort-cpu b1s512 float32: speed-up 1.600x (95 % interval 1.590 to 1.610) cannot be held against the gate of "
+        "1.00x: the control does not cover 1; take more samples (latency.max_samples, latency.max_seconds), or a "
+        "quieter machine"
+    )
+
+
+def test_an_inconclusive_speedup_without_a_gate_fails_nothing() -> None:
+    row = speedup(1.01, None, None, verdict="inconclusive", reason="noise")
+    assert verdict(rows=[row], min_speedup=0).status == "pass"
+
+
+@pytest.mark.parametrize("gate", [1.0, None])
+def test_a_speedup_that_is_not_a_number_fails_even_without_a_gate(gate: float | None) -> None:
+    found = reason(speedup(math.nan, gate, False), min_speedup=gate or 0)
+    assert found == "ort-cpu b1s512 float32: speed-up nanx (95 % interval nan to nan) is not a number"
 
 
 def test_nothing_that_runs_here_fails() -> None:
