@@ -66,6 +66,7 @@ class ErrorNumbers(Entry):
     max_abs: float
     mean_abs: float
     max_rel: float
+    rms: float | None = None
 
 
 class Gate(Entry):
@@ -77,6 +78,7 @@ class Gate(Entry):
     near_tie: float
     next_token_agreement: float
     noise: float | None = None
+    noise_rms: float | None = None
     max_kl: float | None = None
     max_perplexity_ratio: float | None = None
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 from mod_export.artifacts import ModelKind
 from mod_export.report.latency_entries import LatencyEntry, SpeedupEntry
 from mod_export.report.parity_entries import ErrorNumbers, InputAgreement, ParityEntry, RoutingAgreement
-from mod_export.report.schema import Artifact, BuildReport, Target
+from mod_export.report.schema import BuildReport, Target
+from mod_export.validate.allowance import ROUNDOFF
 
-__all__ = ["Deployment", "Gains", "Setting", "Untried", "deployments", "gains", "settings_of", "untried_targets"]
-
-
-State = Literal["passed", "failed", "not run here", "portable"]
+__all__ = [
+    "Gains",
+    "Sampling",
+    "Setting",
+    "Untried",
+    "agreement_by_input",
+    "allowed_error",
+    "broken_controls",
+    "gains",
+    "samplings",
+    "settings_of",
+    "untried_targets",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +70,18 @@ class Untried:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
-    """A file that serves the MoD model: the engines of a target, or, with `target` None, the portable graphs."""
+class Sampling:
+    """Whether a model may generate text token by token. `causal` is None where it was not probed.
 
-    target: str | None
-    artifact: Artifact
-    state: State
+    `engines` were probed with `suffixes` changed ends altogether; `statements` are what the probe said, without
+    repetition, those that refute causality first.
+    """
+
+    model: ModelKind
+    causal: bool | None
+    engines: int
+    suffixes: int
+    statements: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +120,13 @@ def gains(report: BuildReport) -> Gains:
         routed=sum(row.routing.routed for row in report.parity),
         agreed=sum(row.routing.agreed for row in report.parity),
         faults=sum(layer.faults for row in report.parity for layer in row.routing.layers),
-        by_input=_by_input(report.parity),
+        by_input=agreement_by_input(report.parity),
         max_abs=max(errors, key=lambda error: (math.isnan(error), error), default=None),
     )
 
 
-def _by_input(rows: Sequence[ParityEntry]) -> tuple[InputAgreement, ...]:
+def agreement_by_input(rows: Sequence[ParityEntry]) -> tuple[InputAgreement, ...]:
+    """The batches of one kind of input added up, in the order in which kinds first occur."""
     batches = [batch for row in rows for batch in row.routing.by_input if batch.routed]
     return tuple(
         InputAgreement(
@@ -121,23 +138,33 @@ def _by_input(rows: Sequence[ParityEntry]) -> tuple[InputAgreement, ...]:
     )
 
 
-def deployments(report: BuildReport) -> tuple[Deployment, ...]:
-    """What to deploy: engines that ran here, then those built for elsewhere, then portable graphs."""
-    passed: dict[tuple[str | None, str | None, str], bool] = {
-        (row.target, row.bucket, row.dtype): row.passed for row in report.parity if row.model == "mod"
-    }
-    states: dict[bool | None, State] = {True: "passed", False: "failed", None: "not run here"}
+def samplings(report: BuildReport) -> tuple[Sampling, ...]:
+    """One for each model: it may be used only if no engine of it was seen to look ahead."""
     found = []
-    for artifact in report.artifacts:
-        if artifact.model != "mod" or artifact.kind == "weights":
-            continue
-        if artifact.kind == "engine":
-            state = states[passed.get((artifact.target, artifact.bucket, artifact.dtype))]
-            found.append(Deployment(target=artifact.target, artifact=artifact, state=state))
-        elif artifact.target is None:
-            found.append(Deployment(target=None, artifact=artifact, state="portable"))
-    order = {"passed": 0, "failed": 0, "not run here": 1, "portable": 2}
-    return tuple(sorted(found, key=lambda deployment: (order[deployment.state], deployment.target or "")))
+    for model in get_args(ModelKind):
+        rows = sorted((row for row in report.causality if row.model == model), key=lambda row: row.causal)
+        found.append(
+            Sampling(
+                model=model,
+                causal=all(row.causal for row in rows) if rows else None,
+                engines=len(rows),
+                suffixes=sum(row.suffixes for row in rows),
+                statements=tuple(dict.fromkeys(row.statement for row in rows)),
+            )
+        )
+    return tuple(found)
+
+
+def allowed_error(row: ParityEntry) -> float:
+    """The largest error of a logit that passes: a multiple of the reference's rounding, or, without it, fixed."""
+    if row.noise is None or row.gate.noise is None:
+        return row.gate.max_abs
+    return row.gate.noise * row.noise * ROUNDOFF[row.dtype] / ROUNDOFF["float32"]
+
+
+def broken_controls(report: BuildReport) -> tuple[SpeedupEntry, ...]:
+    """Comparisons whose control, an engine against itself, was not 1: they prove nothing."""
+    return tuple(row for row in report.speedup if row.control is not None and not row.control.covers_one)
 
 
 def settings_of(report: BuildReport) -> tuple[Setting, ...]:

@@ -18,6 +18,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from mod_export.report.latency_entries import LatencyEntry
+from mod_export.report.remarks import control_text, disturbance_lines, reason_lines
 from mod_export.report.schema import BuildReport
 from mod_export.report.summary import Setting, Untried, gains, settings_of, untried_targets
 from mod_export.report.wording import (
@@ -38,10 +40,10 @@ UNBOUNDED = 10_000
 HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 COLUMNS = (
     "target", "bucket", "dtype", "parity", "routed alike", "max error", "dense ms", "MoD ms",
-    "speed-up [95 %]", "FLOPs say", "efficiency",
+    "speed-up [95 %]", "verdict", "FLOPs say", "efficiency",
 )  # fmt: skip
 FIRST_NUMBER = 4
-STACKS = ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9, 10))
+STACKS = ((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11))
 """Which columns stand on top of each other where the terminal is too narrow for all of them."""
 Cleaner = Callable[[str], str]
 GOOD, BAD, QUIET = "green", "bold red", "dim"
@@ -131,6 +133,7 @@ def _cells(setting: Setting, clean: Cleaner) -> list[Text]:
         Text(ms_text(dense.p50_ms) if dense else "-"),
         Text(ms_text(mod.p50_ms) if mod else "-"),
         _judged(interval_text(speedup), speedup.passed) if speedup else Text("-"),
+        Text((speedup.verdict if speedup else None) or "-"),
         Text(ratio_text(speedup.predicted_flops) if speedup else "-"),
         Text(f"{speedup.efficiency:.2f}" if speedup else "-"),
     ]
@@ -156,16 +159,31 @@ def _conditions(report: BuildReport, clean: Cleaner) -> list[Text]:
             [f"routed alike: {inputs}; {difference_text(found.routed - found.agreed, found.faults)}"] if inputs else []
         )
     if report.latency:
-        ran = dict.fromkeys((row.target, row.providers, row.threads, len(row.samples_ms)) for row in report.latency)
-        lines += [
-            f"latency: {target} on {', '.join(providers)}, {threads_text(threads)}, {samples} samples in turn"
-            for target, providers, threads, samples in ran
-        ]
+        lines += _sampled(report.latency)
     gated = [row for row in report.speedup if row.gate is not None]
     if report.speedup:
         gate = f"; gate {gated[0].gate:.2f}x at {gated[0].bucket}" if gated else "; no gate on speed-up"
         lines.append(f"speed-up: median dense / median MoD, with a 95 % bootstrap interval{gate}")
+        control = control_text(report.speedup)
+        lines += [f"control: {control}"] if control else []
+    lines += [*reason_lines(report.speedup), *disturbance_lines(report.latency)]
     return [Text(clean(line), style=QUIET) for line in lines]
+
+
+def _sampled(rows: Sequence[LatencyEntry]) -> list[str]:
+    """On what each target ran, and how many samples were taken: sampling ends when a comparison is settled."""
+    counts: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
+    for row in rows:
+        counts.setdefault((row.target, row.providers, row.threads), []).append(len(row.samples_ms))
+    return [
+        f"latency: {target} on {', '.join(providers)}, {threads_text(threads)}, "
+        f"{_range(min(found), max(found))} samples in turn"
+        for (target, providers, threads), found in counts.items()
+    ]
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _not_run(untried: Sequence[Untried], clean: Cleaner) -> list[Text]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
 
 from pydantic import JsonValue
 
@@ -12,18 +15,40 @@ from mod_export.report.parity_entries import InputAgreement, LayerAgreement, Rou
 __all__ = [
     "agreement_text",
     "bytes_text",
+    "ci_text",
     "count_text",
     "difference_text",
     "error_text",
     "flops_text",
     "interval_text",
     "ms_text",
+    "percent_text",
+    "place_text",
     "printable",
     "ratio_text",
+    "setting_text",
     "share_text",
     "threads_text",
+    "token_text",
     "value_text",
+    "verdicts_text",
 ]
+
+
+class OfSetting(Protocol):
+    """Any row of one target, bucket and dtype."""
+
+    @property
+    def target(self) -> str: ...
+    @property
+    def bucket(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def setting_text(row: OfSetting) -> str:
+    """What a row is about: ort-cpu b1s512 float32."""
+    return f"{row.target} {row.bucket} {row.dtype}"
 
 
 def ms_text(ms: float) -> str:
@@ -40,6 +65,21 @@ def interval_text(row: SpeedupEntry) -> str:
     """A speed-up with its interval: 1.68x [1.66, 1.69]."""
     low, high = row.ci95
     return f"{ratio_text(row.measured)} [{low:.2f}, {high:.2f}]"
+
+
+def ci_text(interval: tuple[float, float] | None) -> str:
+    """An interval of milliseconds: [112, 114]; nothing where there is none."""
+    return "" if interval is None else f"[{ms_text(interval[0])}, {ms_text(interval[1])}]"
+
+
+def verdicts_text(rows: Sequence[SpeedupEntry]) -> str:
+    """How many settings have which verdict, in full: faster in 3 of 4 settings, inconclusive in 1."""
+    count = Counter(row.verdict for row in rows if row.verdict is not None)
+    settings = f"{len(rows)} setting{'' if len(rows) == 1 else 's'}"
+    if not count:
+        return f"median latency in {settings}"
+    named = [f"{verdict} in {count[verdict]}" for verdict in ("faster", "not faster", "inconclusive") if count[verdict]]
+    return ", ".join([f"{named[0]} of {settings}", *named[1:]])
 
 
 def error_text(error: float) -> str:
@@ -68,6 +108,21 @@ def share_text(share: float) -> str:
     if math.isnan(share):
         return "nan"
     return "100 %" if share >= 1 else f"{math.floor(share * 10_000) / 100:.2f} %"
+
+
+def percent_text(share: float | None) -> str:
+    """A share that is no agreement, such as a coefficient of variation: 1.2 %; a dash where there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def place_text(place: float) -> str:
+    """A coordinate, to a hundredth of a percent of a figure's width: finer than any screen."""
+    return f"{place:.2f}".rstrip("0").rstrip(".")
+
+
+def token_text(text: str) -> str:
+    """A token that can be seen: a line feed gets a sign before it, and what is empty gets one of its own."""
+    return text.replace("\n", "\N{RETURN SYMBOL}\n") or "\N{EMPTY SET}"
 
 
 def count_text(count: float) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from report_evidence import causality, judged, parts, roofline, routing_map, speedup, spread
 
 from mod_export.artifacts import Bucket, DType, ModelKind
 from mod_export.measure.cost import CostRow
-from mod_export.measure.latency import LatencyRow, Setting
-from mod_export.measure.statistics import speedup_rows
 from mod_export.measure.verdict import Verdict
 from mod_export.report import BuildReport
 
@@ -25,6 +24,7 @@ MEDIANS_MS = {
     ("inductor", "b1s512"): {"dense": 746.0, "mod": 448.0},
 }
 PROVIDERS = {"ort-cpu": ("CPUExecutionProvider",), "inductor": ("AOTInductor cpu",)}
+SUFFIX = {"ort-cpu": "onnx", "inductor": "pt2"}
 INPUTS = ("padded", "random", "text", "ties")
 ROUTED_LAYERS = (1, 3, 5, 7, 9, 11)
 KINDS: tuple[ModelKind, ...] = ("dense", "mod")
@@ -41,13 +41,22 @@ def failed_report() -> BuildReport:
     """The same build with a routing fault in one layer of one engine, and a speed-up below its gate."""
     content = _content()
     row = next(row for row in content["parity"] if (row["target"], row["bucket"], row["model"]) == _FAULTY)
-    row["routing"]["layers"][2] |= {"agreed": 253, "near_ties": 1, "faults": 2}
+    row["routing"]["layers"][2] |= {"agreed": 253, "near_ties": 1, "faults": 2, "worst_flip": 0.031}
     row["routing"]["by_input"][2]["agreed"] -= 3
     row["routing"] |= {"agreed": row["routing"]["agreed"] - 3, "near_ties": 1}
     reasons = ("text: layer 5 routing: 2 tokens differ by more than a near-tie",)
     row |= {"passed": False, "reasons": list(reasons), "error": {"max_abs": 3.1e-3, "mean_abs": 2e-6, "max_rel": 0.04}}
-    slow = [r for r in content["speedup"] if r["target"] == "inductor"][-1]
+    row |= {"located": {"layer": "layers.5.router", "operator": "node_linear_31", "input": "text", "error": 0.031,
+                        "allowed": 4.4e-06}}  # fmt: skip
+    unsure, lost, slow = (next(r for r in content["speedup"] if (r["target"], r["bucket"]) == key) for key in _SLOW)
+    unsure |= {"verdict": "inconclusive", "reason": "the control is 1.040 [1.020, 1.060] and should be 1",
+               "measured": 1.03, "ci95": [0.97, 1.09],
+               "control": {"measured": 1.04, "ci99": [1.02, 1.06], "covers_one": False}}  # fmt: skip
+    lost |= {"verdict": "not faster", "reason": "the head takes 61 % of the FLOPs, and MoD does not touch it",
+             "measured": 1.004, "ci95": [0.999, 1.008], "predicted_roofline": 1.01}  # fmt: skip
     slow |= {"gate": 1.8, "passed": False}
+    flags = ["drift: the last third of the samples is 8.3% slower than the first", "7 of 30 samples are outliers"]
+    content["latency"][-1] |= {"flags": flags, "drift": 0.083, "outliers": 7, "stable": False}
     content["verdict"] = Verdict(
         status="fail",
         reasons=(
@@ -70,12 +79,13 @@ def renamed() -> Callable[[BuildReport, str], BuildReport]:
 
 
 _FAULTY = ("inductor", "b1s512", "mod")
+_SLOW = (("ort-cpu", "b1s128"), ("inductor", "b1s128"), ("inductor", "b1s512"))
 
 
 def _content() -> dict[str, Any]:
     latency = [_latency(*key, kind) for key in MEDIANS_MS for kind in KINDS]
     cost = [_cost(bucket, kind) for bucket in BUCKETS for kind in KINDS]
-    speedup = speedup_rows(latency, cost, BUCKETS, min_speedup=1.0, resamples=2000, seed=0)
+    flops = {(row.bucket, row.model): row.flops_by_part for row in cost}
     return {
         "schema_version": 1,
         "command": "mod-export build checkpoints/medium.pt -o build/medium",
@@ -115,8 +125,18 @@ def _content() -> dict[str, Any]:
         ],
         "parity": [_parity(*key, kind) for key in MEDIANS_MS for kind in reversed(KINDS)],
         "latency": latency,
-        "speedup": [{name: getattr(row, name) for name in row.__slots__} for row in speedup],
+        "speedup": [speedup(*key) for key in MEDIANS_MS],
         "cost": cost,
+        "structure": [
+            {"path": f"graphs/{kind}-{bucket.name}.onnx", "checked": ["weights", "shapes"], "passed": True,
+             "reasons": []}
+            for bucket in BUCKETS for kind in KINDS
+        ],
+        "causality": [causality(*key, kind) for key in MEDIANS_MS for kind in reversed(KINDS)],
+        "routing_maps": [routing_map("b1s128", ROUTED_LAYERS)],
+        "roofline": [roofline()],
+        "parts": [part for key in MEDIANS_MS for kind in KINDS
+                  for part in parts(*key, kind, flops[key[1], kind], MEDIANS_MS[key][kind])],
     }  # fmt: skip
 
 
@@ -128,17 +148,17 @@ def _target(name: str, available: bool, ran: bool, reason: str) -> dict[str, Any
     return {"target": name, "available": available, "reason": reason, "ran": ran}
 
 
-def _latency(target: str, bucket: str, kind: ModelKind) -> LatencyRow:
+def _latency(target: str, bucket: str, kind: ModelKind) -> dict[str, Any]:
     rng = random.Random(f"{target} {bucket} {kind}")
     median = MEDIANS_MS[target, bucket][kind]
     samples_ms = tuple(round(median * (1 + abs(rng.gauss(0, 0.02)) + rng.gauss(0, 0.002)), 4) for _ in range(30))
     p50, p90, p99 = (float(value) for value in np.percentile(samples_ms, (50, 90, 99)))
-    setting = Setting(target=target, bucket=next(b for b in BUCKETS if b.name == bucket), dtype="float32")
-    return LatencyRow(
-        target=setting.target, bucket=bucket, dtype=setting.dtype, model=kind, providers=PROVIDERS[target], threads=1,
-        warmup=5, samples_ms=samples_ms, p50_ms=p50, p90_ms=p90, p99_ms=p99,
-        mean_ms=float(np.mean(samples_ms)), stdev_ms=float(np.std(samples_ms, ddof=1)),
-    )  # fmt: skip
+    return {
+        "target": target, "bucket": bucket, "dtype": "float32", "model": kind, "providers": PROVIDERS[target],
+        "threads": 1, "warmup": 5, "samples_ms": samples_ms, "p50_ms": p50, "p90_ms": p90, "p99_ms": p99,
+        "mean_ms": float(np.mean(samples_ms)), "stdev_ms": float(np.std(samples_ms, ddof=1)),
+        **spread(samples_ms, p50, p90, p99),
+    }  # fmt: skip
 
 
 def _cost(bucket: Bucket, kind: ModelKind) -> CostRow:
@@ -169,6 +189,8 @@ def _parity(target: str, bucket: str, kind: ModelKind) -> dict[str, Any]:
             "near_ties": 0,
             "faults": 0,
             "min_margin": 0.0013 * layer,
+            "score_bound": 3.1e-6 * layer,
+            "worst_flip": None,
         }
         for layer in (ROUTED_LAYERS if kind == "mod" else ())
     ]
@@ -179,8 +201,11 @@ def _parity(target: str, bucket: str, kind: ModelKind) -> dict[str, Any]:
         "routing": {"layers": layers, "routed": routed, "agreed": routed, "near_ties": 0, "min_margin": margin,
                     "by_input": [{"input": name, "routed": routed // 4, "agreed": routed // 4} for name in INPUTS]},
         "error": {"max_abs": 6.1e-06 if kind == "mod" else 4.8e-06, "mean_abs": 4.0e-07, "max_rel": 2.2e-05},
-        "next_token_agreement": 1.0, "gate": {"max_abs": 1e-4, "near_tie": 1e-4, "next_token_agreement": 0.999},
-        "passed": True, "reasons": [],
+        "next_token_agreement": 1.0,
+        "gate": {"max_abs": 1e-4, "near_tie": 1e-4, "next_token_agreement": 0.999, "noise": 16.0,
+                 "noise_rms": 4.0, "max_kl": 1e-8,
+                 "max_perplexity_ratio": 1.0001},
+        "passed": True, "reasons": [], **judged(kind, f"engines/{target}/{kind}-{bucket}-float32.{SUFFIX[target]}"),
     }  # fmt: skip
 
 
@@ -195,7 +220,7 @@ def _artifacts() -> list[dict[str, Any]]:
         for kind in reversed(KINDS):
             one: dict[str, Any] = {"model": kind, "bucket": bucket}
             files.append(artifact(f"graphs/{kind}-{bucket}.onnx", "graph", 301_122, **one))
-            for target, suffix in (("ort-cpu", "onnx"), ("inductor", "pt2")):
+            for target, suffix in SUFFIX.items():
                 path = f"engines/{target}/{kind}-{bucket}-float32.{suffix}"
                 files.append(artifact(path, "engine", 412_033, target=target, **one))
             for dtype in dtypes:

@@ -1,113 +1,20 @@
-"""report.html in a real browser, driven over the DevTools pipe: two file descriptors and JSON, no library."""
+"""report.html in a real browser: quiet, alone, readable, and everything interactive works by mouse and by keyboard."""
 
 from __future__ import annotations
 
-import base64
-import fcntl
 import json
-import os
-import select
-import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
+from headless_chromium import BROWSER, DESK, NAMES, PHONE, Chromium
 
 from mod_export.report import BuildReport, render_html
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-BROWSER = next((found for found in map(shutil.which, NAMES) if found), None)
-PHONE, DESK = 390, 1200
-PATIENCE_S = 60
+Opened = Callable[..., Chromium]
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: none of {', '.join(NAMES)} is installed")
-
-
-class Chromium:
-    """One headless page. Events that come while waiting for an answer are kept in `events`."""
-
-    def __init__(self, profile: Path) -> None:
-        assert BROWSER is not None
-        pipes = (*os.pipe(), *os.pipe())
-        # 3 and 4 are where Chromium looks, and the pipes may lie there, so they are moved out of the way first.
-        to_read, self._write, self._read, to_write = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 20) for fd in pipes)
-        for fd in pipes:
-            os.close(fd)
-        script = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
-        flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run")
-        self._process = subprocess.Popen(
-            ["/bin/bash", "-c", script, BROWSER, *flags, f"--user-data-dir={profile}", "about:blank"],
-            pass_fds=(to_read, to_write),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(to_read)
-        os.close(to_write)
-        self._buffer = b""
-        self._number = 0
-        self.events: list[dict[str, Any]] = []
-        self._session: str | None = None
-
-    def attach(self) -> None:
-        target = next(t for t in self("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        attached = self("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = attached["sessionId"]
-
-    def __call__(self, method: str, **params: Any) -> dict[str, Any]:
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
-        while (answer := self._next()).get("id") != self._number:
-            self.events.append(answer)
-        assert "error" not in answer, answer
-        result: dict[str, Any] = answer["result"]
-        return result
-
-    def wait_for(self, event: str) -> None:
-        while not any(item["method"] == event for item in self.events):
-            self.events.append(self._next())
-
-    def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._read], [], [], PATIENCE_S)
-            assert ready, f"the browser has been silent for {PATIENCE_S} s"
-            chunk = os.read(self._read, 1 << 20)
-            assert chunk, "the browser has gone"
-            self._buffer += chunk
-        message, _, self._buffer = self._buffer.partition(b"\0")
-        answer: dict[str, Any] = json.loads(message)
-        return answer
-
-    def evaluate(self, expression: str) -> Any:
-        found = self("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"]["value"]
-
-    def open(self, page: Path, width: int, scheme: str) -> None:
-        for domain in ("Page", "Network", "Log", "Runtime"):
-            self(f"{domain}.enable")
-        self("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width == PHONE)
-        self("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.events.clear()
-        self("Page.navigate", url=page.as_uri())
-        self.wait_for("Page.loadEventFired")
-
-    def screenshot(self, path: Path) -> None:
-        image = self("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(image["data"]))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(timeout=PATIENCE_S)
-        os.close(self._write)
-        os.close(self._read)
 
 
 @pytest.fixture(scope="module")
@@ -120,74 +27,220 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
         yield browser
 
 
+@pytest.fixture
+def opened(chromium: Chromium, tmp_path: Path) -> Opened:
+    """Opens the page of a report."""
+
+    def open_(report: BuildReport, width: int = DESK, scheme: str = "light") -> Chromium:
+        page = tmp_path / "report.html"
+        page.write_text(render_html(report), encoding="utf-8")
+        chromium.open(page, width, scheme)
+        return chromium
+
+    return open_
+
+
+def complaints(chromium: Chromium) -> list[dict[str, Any]]:
+    noisy = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")
+    return [event for event in chromium.events if event["method"] in noisy]
+
+
 @pytest.mark.parametrize("width", [PHONE, DESK])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_quiet_and_fits(
-    chromium: Chromium, tmp_path: Path, report: BuildReport, width: int, scheme: str
+    opened: Opened, tmp_path: Path, failed_report: BuildReport, width: int, scheme: str
 ) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(render_html(report), encoding="utf-8")
-    chromium.open(page, width, scheme)
-
-    assert [
-        event for event in chromium.events if event["method"] in ("Log.entryAdded", "Runtime.exceptionThrown")
-    ] == []
+    chromium = opened(failed_report, width, scheme)
+    chromium.evaluate(OPEN_ALL)
+    assert complaints(chromium) == []
     asked = [
         event["params"]["request"]["url"] for event in chromium.events if event["method"] == "Network.requestWillBeSent"
     ]
-    assert [url for url in asked if not url.startswith("data:")] == [page.as_uri()]
+    assert [url for url in asked if not url.startswith("data:")] == [(tmp_path / "report.html").as_uri()]
     assert chromium.evaluate("document.documentElement.scrollWidth") <= width
-    too_wide = "[...document.querySelectorAll('td, th, pre, h1, summary, p, .axis span')]"
-    too_wide += (
-        ".filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('thead')).map(e => e.textContent)"
-    )
-    assert chromium.evaluate(too_wide) == []
+    assert chromium.evaluate(TOO_WIDE) == []
 
 
-def test_a_name_made_of_markup_runs_nothing(chromium: Chromium, tmp_path: Path, report: BuildReport) -> None:
+def test_the_policy_stops_what_the_page_does_not_hold(opened: Opened, report: BuildReport) -> None:
+    chromium = opened(report)
+    added = "document.head.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
+    assert chromium.evaluate(f"{added}; window.ran === undefined") is True
+    assert any("Content Security Policy" in json.dumps(event) for event in complaints(chromium))
+
+
+def test_a_name_made_of_markup_runs_nothing(opened: Opened, report: BuildReport) -> None:
     name = "</title><script>document.title = 'run'</script><img src=x onerror=\"document.title='run'\">"
-    page = tmp_path / "report.html"
-    named = report.model_copy(update={"model": report.model.model_copy(update={"name": name})})
-    page.write_text(render_html(named), encoding="utf-8")
-    chromium.open(page, DESK, "light")
-    assert chromium.evaluate("document.scripts.length + document.images.length") == 0
+    chromium = opened(report.model_copy(update={"model": report.model.model_copy(update={"name": name})}))
+    assert chromium.evaluate("document.scripts.length + document.images.length") == 1
     assert chromium.evaluate("document.querySelector('h1').textContent") == name
     assert chromium.evaluate("document.title").startswith("PASS: </title><script>")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("layer", ["all", "5"])
 def test_text_stands_out_from_its_background(
-    chromium: Chromium, tmp_path: Path, failed_report: BuildReport, scheme: str
+    opened: Opened, failed_report: BuildReport, scheme: str, layer: str
 ) -> None:
     """WCAG 2.2, 1.4.3: a contrast of at least 4.5 for every piece of text."""
-    page = tmp_path / "report.html"
-    page.write_text(render_html(failed_report), encoding="utf-8")
-    chromium.open(page, DESK, scheme)
-    assert chromium.evaluate(CONTRAST) == []
+    chromium = opened(failed_report, DESK, scheme)
+    chromium.evaluate(OPEN_ALL)
+    chromium.evaluate(f"document.querySelector('.map input[value=\"{layer}\"]').click()")
+    assert chromium.evaluate(COLORS + CONTRAST) == []
 
 
-CONTRAST = """
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_marks_of_figures_stand_out(opened: Opened, failed_report: BuildReport, scheme: str) -> None:
+    """WCAG 2.2, 1.4.11: a contrast of at least 3 for what a figure is made of."""
+    chromium = opened(failed_report, DESK, scheme)
+    assert chromium.evaluate(COLORS + MARKS) == []
+
+
+def test_a_token_is_found_by_keyboard(opened: Opened, report: BuildReport) -> None:
+    chromium = opened(report)
+    chromium.evaluate("document.querySelector('.map input[type=range]').focus()")
+    for _ in range(4):
+        chromium.press("ArrowRight")
+    (found,) = report.routing_maps
+    told = chromium.evaluate("document.querySelector('.map output').textContent")
+    ran = [f"layer {layer.layer}" for layer in found.layers if 4 in layer.routed]
+    assert ran
+    assert told.startswith(f"position 4, \u201c{found.tokens[4]}\u201d: ran in {', '.join(ran)} (scores: layer 1 ")
+    for layer in found.layers:
+        assert f"layer {layer.layer} {layer.scores[4]:.3f}{' +' if 4 in layer.routed else ''}" in told
+    slider = "document.querySelector('.map input[type=range]')"
+    assert chromium.evaluate(f"{slider}.getAttribute('aria-valuetext')") == told
+    assert chromium.evaluate("[...document.querySelectorAll('.t')].findIndex(t => t.matches('.here'))") == 4
+    chromium.press("End")
+    assert chromium.evaluate("document.querySelector('.map output').textContent").startswith("position 127, ")
+
+
+def test_a_token_is_found_by_pointing(opened: Opened, report: BuildReport) -> None:
+    chromium = opened(report)
+    box = chromium.evaluate(BOX.replace("SELECTOR", ".t:nth-of-type(9)"))
+    chromium.point(*box)
+    assert chromium.evaluate("document.querySelector('.map output').textContent").startswith(
+        "position 8, \u201cp\u201d: "
+    )
+    lane = chromium.evaluate(BOX.replace("SELECTOR", ".positions .lane:nth-child(2) .plot > svg"))
+    chromium.point(*lane)
+    assert chromium.evaluate("document.querySelector('.map output').textContent").startswith("position 64, ")
+    assert (
+        chromium.evaluate("document.querySelector('.positions .cursor').getAttribute('x1')") == f"{100 * 64.5 / 128}%"
+    )
+
+
+def test_a_layer_is_chosen_by_keyboard(opened: Opened, report: BuildReport) -> None:
+    chromium = opened(report)
+    chromium.evaluate("document.querySelector('.map input[value=all]').focus()")
+    chromium.press("ArrowRight")
+    chromium.press("ArrowRight")
+    lit = chromium.evaluate("[...document.querySelectorAll('.t')].flatMap((t, i) => t.matches('.on') ? [i] : [])")
+    layer = report.routing_maps[0].layers[1]
+    assert chromium.evaluate("document.querySelector('.map').dataset.layer") == str(layer.layer)
+    assert tuple(lit) == layer.routed
+    assert chromium.evaluate("document.querySelectorAll('.positions .lane:not(.off)').length") == 1
+
+
+def test_a_sample_is_found_by_keyboard_and_by_pointing(opened: Opened, report: BuildReport) -> None:
+    chromium = opened(report)
+    chromium.evaluate(OPEN_ALL)
+    chromium.evaluate("document.querySelector('[data-bins] input').focus()")
+    chromium.press("ArrowRight")
+    dense, mod = (next(row for row in report.latency if row.model == kind) for kind in ("dense", "mod"))
+    told = f"sample 2: dense {dense.samples_ms[1]:.0f} ms, MoD {mod.samples_ms[1]:.0f} ms"
+    assert chromium.evaluate("document.querySelector('[data-bins] output').textContent") == told
+    chromium.point(*chromium.evaluate(BOX.replace("SELECTOR", "[data-bins] .plot > svg")))
+    assert chromium.evaluate("document.querySelector('[data-bins] output').textContent").startswith("sample 16: dense ")
+
+
+def test_without_script_nothing_that_needs_it_is_shown(chromium: Chromium, opened: Opened, report: BuildReport) -> None:
+    chromium("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        opened(report)
+        assert chromium.evaluate("[...document.querySelectorAll('.controls')].some(c => c.checkVisibility())") is False
+        assert chromium.evaluate("document.querySelector('.tokens').checkVisibility()") is True
+        assert chromium.evaluate("document.querySelectorAll('.scores tbody tr').length") == 128
+        assert complaints(chromium) == []
+    finally:
+        chromium("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_paper_shows_what_is_folded_on_the_screen(opened: Opened, report: BuildReport) -> None:
+    chromium = opened(report, DESK, "dark")
+    folded = "[...document.querySelectorAll('details:not(.bulk) > :not(summary)')]"
+    hidden = f"document.body.offsetHeight; {folded}.filter(e => !e.checkVisibility() || !e.offsetHeight).length"
+    assert chromium.evaluate(hidden) > 0
+    was_open = chromium.evaluate("document.querySelectorAll('details[open]').length")
+    chromium("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert chromium.evaluate(hidden) == 0
+    assert chromium.evaluate("getComputedStyle(document.body).color") == "rgb(23, 32, 43)"
+    chromium("Emulation.setEmulatedMedia", media="", features=[])
+    assert chromium.pdf().startswith(b"%PDF-")
+    assert chromium.evaluate("document.querySelectorAll('details[open]').length") == was_open
+
+
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_assistive_technology_finds_names_and_tables(opened: Opened, failed_report: BuildReport, width: int) -> None:
+    chromium = opened(failed_report, width)
+    chromium.evaluate(OPEN_ALL)
+    nodes = chromium("Accessibility.getFullAXTree")["nodes"]
+    by_role: dict[str, list[str]] = {}
+    for node in nodes:
+        if not node.get("ignored"):
+            by_role.setdefault(node["role"]["value"], []).append(node.get("name", {}).get("value", ""))
+    assert len(by_role["table"]) == chromium.evaluate("document.querySelectorAll('table').length")
+    for role in ("slider", "radio", "link", "image", "region", "columnheader", "rowheader"):
+        assert by_role[role], role
+        assert all(by_role[role]), role
+    assert len(by_role["slider"]) == len(by_role["status"]) == 5
+
+
+OPEN_ALL = "document.querySelectorAll('details').forEach(d => { d.open = true; })"
+BOX = """
 (() => {
-  const rgb = text => text.match(/[\\d.]+/g).map(Number);
-  const light = color => {
-    const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-    const [r, g, b] = color.slice(0, 3).map(c => linear(c / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = e => {
-    for (; e; e = e.parentElement) {
-      const color = rgb(getComputedStyle(e).backgroundColor);
-      if (color.length === 3 || color[3] === 1) return color;
-    }
-    return [255, 255, 255];
-  };
-  const poor = [];
-  for (const e of document.querySelectorAll('body *')) {
-    if (![...e.childNodes].some(n => n.nodeType === 3 && n.data.trim())) continue;
-    const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-    const contrast = (a + 0.05) / (b + 0.05);
-    if (contrast < 4.5) poor.push(`${e.textContent.trim().slice(0, 40)}: ${contrast.toFixed(2)}`);
-  }
-  return poor;
+  const e = document.querySelector('SELECTOR');
+  e.scrollIntoView({block: 'center'});
+  const box = e.getBoundingClientRect();
+  return [box.left + box.width / 2, box.top + box.height / 2];
 })()
+"""
+TOO_WIDE = """
+[...document.querySelectorAll('td, th, pre, h1, summary, p, output, fieldset, .flag, .axis span')]
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('thead, .scroll'))
+  .map(e => e.textContent)
+"""
+COLORS = """
+const rgb = text => text.match(/[\\d.]+/g).map(Number);
+const light = color => {
+  const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const [r, g, b] = color.slice(0, 3).map(c => linear(c / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const behind = e => {
+  for (; e; e = e.parentElement) {
+    const color = rgb(getComputedStyle(e).backgroundColor);
+    if (color.length === 3 || color[3] === 1) return color;
+  }
+  return [255, 255, 255];
+};
+const contrast = (one, other) => {
+  const [a, b] = [light(one), light(other)].sort((x, y) => y - x);
+  return (a + 0.05) / (b + 0.05);
+};
+"""
+CONTRAST = """
+[...document.querySelectorAll('body *:not(title, script)')]
+  .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
+  .map(e => [contrast(rgb(getComputedStyle(e).color), behind(e)), e.textContent.trim().slice(0, 40)])
+  .filter(([ratio]) => ratio < 4.5)
+"""
+MARKS = """
+[...document.querySelectorAll('.point, .predicted, .mean, .median, .series, .quantile, .one, .gate, .control, .noise, '
+  + '.bound, .ran, .roof, [class^=part-]:not(.faint), .key')]
+  .map(e => {
+    const style = getComputedStyle(e);
+    const color = e.matches('.key') ? style.backgroundColor : style.stroke !== 'none' ? style.stroke : style.fill;
+    return [contrast(rgb(color), behind(e.closest('section'))), e.getAttribute('class')];
+  })
+  .filter(([ratio]) => ratio < 3)
 """

@@ -61,12 +61,13 @@ def test_entries_have_the_fields_of_the_rows_they_come_from(entry: Any, row: Any
     assert list(entry.model_fields) == [field.name for field in dataclasses.fields(row)]
 
 
-def test_the_fields_are_those_that_users_script_against() -> None:
-    """A field may be added here; one that is renamed or removed needs a new schema version."""
+def test_no_field_of_the_first_report_is_missing() -> None:
+    """The golden is never regenerated: a field that is renamed or removed needs a new schema version."""
     schema = BuildReport.model_json_schema()
-    found = {"BuildReport": sorted(schema["properties"])}
-    found |= {name: sorted(part["properties"]) for name, part in schema["$defs"].items() if "properties" in part}
-    assert found == json.loads(GOLDEN.read_text(encoding="utf-8"))
+    found = {"BuildReport": schema["properties"]}
+    found |= {name: part["properties"] for name, part in schema["$defs"].items() if "properties" in part}
+    for name, fields in json.loads(GOLDEN.read_text(encoding="utf-8")).items():
+        assert sorted(set(fields) - set(found[name])) == [], name
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema_version": 1', "[" * 10_000])

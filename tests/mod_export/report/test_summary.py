@@ -2,8 +2,17 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from mod_export.report import BuildReport
-from mod_export.report.summary import deployments, gains, settings_of, untried_targets
+from mod_export.report.summary import (
+    allowed_error,
+    broken_controls,
+    gains,
+    samplings,
+    settings_of,
+    untried_targets,
+)
 
 
 def test_settings_are_joined_by_target_bucket_and_dtype(report: BuildReport) -> None:
@@ -70,34 +79,41 @@ def test_gains_of_nothing_are_nothing(report: BuildReport) -> None:
     assert (found.speedups, found.slowest, found.fastest, found.max_abs) == (0, None, None, None)
 
 
-def test_what_is_deployed_is_the_model_and_not_its_twin(failed_report: BuildReport) -> None:
-    found = deployments(failed_report)
-    assert {item.artifact.model for item in found} == {"mod"}
-    assert {(item.target, item.artifact.bucket): item.state for item in found if item.artifact.dtype == "float32"} == {
-        ("inductor", "b1s128"): "passed",
-        ("inductor", "b1s512"): "failed",
-        ("ort-cpu", "b1s128"): "passed",
-        ("ort-cpu", "b1s512"): "passed",
-        ("tensorrt-rtx", "b1s128"): "not run here",
-        ("tensorrt-rtx", "b1s512"): "not run here",
-        (None, "b1s128"): "portable",
-        (None, "b1s512"): "portable",
-    }
-    states = [item.state for item in found]
-    assert states.index("not run here") > states.index("failed")
-    assert states[-2:] == ["portable", "portable"]
-
-
-def test_the_graph_of_a_target_is_a_step_and_nothing_to_deploy(report: BuildReport) -> None:
-    graph = next(artifact for artifact in report.artifacts if artifact.kind == "graph")
-    of_target = graph.model_copy(update={"target": "tensorrt-rtx", "path": "graphs/tensorrt-rtx/mod.onnx"})
-    found = deployments(report.model_copy(update={"artifacts": (graph, of_target)}))
-    assert [item.artifact.path for item in found] == [graph.path]
-
-
 def test_built_targets_come_before_those_that_are_missing(report: BuildReport) -> None:
     assert [(item.target, item.built) for item in untried_targets(report)] == [
         ("tensorrt-rtx", True),
         ("ort-cuda", False),
         ("tensorrt", False),
     ]
+
+
+def test_one_engine_that_looks_ahead_speaks_for_its_model(report: BuildReport) -> None:
+    mod, dense = samplings(report)
+    assert (mod.model, mod.causal, mod.engines, mod.suffixes) == ("mod", False, 4, 48)
+    assert (dense.model, dense.causal, len(dense.statements)) == ("dense", True, 1)
+    harmless = tuple(
+        row.model_copy(update={"causal": True, "statement": "nothing moved"}) if row.bucket == "b1s512" else row
+        for row in report.causality
+    )
+    mod, _ = samplings(report.model_copy(update={"causality": harmless}))
+    assert mod.causal is False
+    assert mod.statements == (report.causality[0].statement, "nothing moved")
+
+
+def test_what_was_not_probed_is_unknown(report: BuildReport) -> None:
+    assert [item.causal for item in samplings(report.model_copy(update={"causality": ()}))] == [None, None]
+
+
+def test_controls_that_miss_one_are_named(report: BuildReport, failed_report: BuildReport) -> None:
+    assert broken_controls(report) == ()
+    assert [(row.target, row.bucket) for row in broken_controls(failed_report)] == [("ort-cpu", "b1s128")]
+
+
+def test_the_allowed_error_follows_the_noise_where_it_was_measured(report: BuildReport) -> None:
+    row = report.parity[0]
+    assert row.noise is not None
+    assert allowed_error(row) == pytest.approx(16 * row.noise)
+    assert allowed_error(row.model_copy(update={"dtype": "float16"})) == pytest.approx(16 * 2**13 * row.noise)
+    assert allowed_error(row.model_copy(update={"noise": None})) == row.gate.max_abs
+    old = row.model_copy(update={"gate": row.gate.model_copy(update={"noise": None})})
+    assert allowed_error(old) == row.gate.max_abs

@@ -79,6 +79,22 @@ def test_a_setting_that_was_only_timed_has_dashes(report: BuildReport) -> None:
     assert row.split()[3:6] == ["-"] * 3
 
 
+def test_how_many_samples_were_taken_is_said_as_a_range(report: BuildReport) -> None:
+    first, *rest = report.latency
+    more = first.model_copy(update={"samples_ms": first.samples_ms * 40})
+    assert "latency: ort-cpu on CPUExecutionProvider, 1 thread, 30 to 1,200 samples in turn\n" in render_text(
+        report.model_copy(update={"latency": (more, *rest)}), "b"
+    )
+
+
+def test_speedups_of_before_there_were_verdicts(report: BuildReport) -> None:
+    old = {"verdict": None, "control": None, "reason": None}
+    rows = tuple(row.model_copy(update=old) for row in report.speedup)
+    text = render_text(report.model_copy(update={"speedup": rows}), "b")
+    assert "control:" not in text
+    assert next(line for line in text.splitlines() if line.startswith("ort-cpu")).split()[-3] == "-"
+
+
 def test_no_gate_is_said(report: BuildReport) -> None:
     rows = tuple(row.model_copy(update={"gate": None, "passed": None}) for row in report.speedup)
     assert "; no gate on speed-up\n" in render_text(report.model_copy(update={"speedup": rows}), "b")

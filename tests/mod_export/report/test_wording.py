@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,18 +13,32 @@ from mod_export.report.parity_entries import InputAgreement
 from mod_export.report.wording import (
     agreement_text,
     bytes_text,
+    ci_text,
     count_text,
     difference_text,
     error_text,
     flops_text,
     interval_text,
     ms_text,
+    percent_text,
+    place_text,
     printable,
     ratio_text,
+    setting_text,
     share_text,
     threads_text,
+    token_text,
     value_text,
+    verdicts_text,
 )
+
+
+def speedup(**fields: Any) -> SpeedupEntry:
+    row = {
+        "target": "t", "bucket": "b1s8", "dtype": "float32", "measured": 1.678, "ci95": (1.655, 1.694),
+        "predicted_flops": 1.69, "efficiency": 0.99, "gate": None, "passed": None,
+    }  # fmt: skip
+    return SpeedupEntry.model_validate(row | fields)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +101,7 @@ def test_bytes_have_binary_prefixes(count: int, text: str) -> None:
 
 
 def test_ratios_and_errors() -> None:
-    row = SpeedupEntry(
-        target="t", bucket="b", dtype="float32", measured=1.678, ci95=(1.655, 1.694), predicted_flops=1.69,
-        efficiency=0.99, gate=None, passed=None,
-    )  # fmt: skip
-    assert interval_text(row) == "1.68x [1.66, 1.69]"
+    assert interval_text(speedup()) == "1.68x [1.66, 1.69]"
     assert ratio_text(math.nan) == "nanx"
     assert [error_text(error) for error in (0.0, 2.14e-6, math.nan, math.inf)] == ["0", "2.1e-06", "nan", "inf"]
 
@@ -111,3 +122,43 @@ def test_printable_text_can_be_written_anywhere(text: str, encoding: str) -> Non
 def test_printable_keeps_what_it_is_told_to() -> None:
     assert printable("a\nb\x00", keep="\n") == "a\nb\\x00"
     assert printable("\ud800") == "\\ud800"
+
+
+def test_intervals_of_milliseconds() -> None:
+    assert (ci_text((112.4, 114.6)), ci_text((1.0, 2.5)), ci_text(None)) == ("[112, 115]", "[1.00, 2.50]", "")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "text"),
+    [
+        (["faster"], "faster in 1 of 1 setting"),
+        (["inconclusive", "faster", "faster"], "faster in 2 of 3 settings, inconclusive in 1"),
+        (["not faster", "inconclusive"], "not faster in 1 of 2 settings, inconclusive in 1"),
+        (["not faster", None], "not faster in 1 of 2 settings"),
+        ([None, None], "median latency in 2 settings"),
+    ],
+)
+def test_verdicts_are_counted_and_none_is_left_out(verdicts: list[str | None], text: str) -> None:
+    assert verdicts_text([speedup(verdict=verdict) for verdict in verdicts]) == text
+
+
+def test_settings_have_a_name() -> None:
+    assert setting_text(speedup()) == "t b1s8 float32"
+
+
+def test_small_shares_and_their_absence() -> None:
+    assert [percent_text(share) for share in (0.0123, 0.0, -0.01, None)] == ["1.2 %", "0.0 %", "-1.0 %", "-"]
+
+
+@given(st.floats(min_value=0, max_value=100))
+def test_places_are_short_and_near(place: float) -> None:
+    assert abs(float(place_text(place)) - place) <= 0.005 + 1e-9
+    assert len(place_text(place)) <= 5
+
+
+def test_places_of_whole_percents_keep_their_zeros() -> None:
+    assert [place_text(place) for place in (0.0, 10.0, 100.0, 12.5)] == ["0", "10", "100", "12.5"]
+
+
+def test_a_token_can_be_seen() -> None:
+    assert [token_text(text) for text in ("def", "\n", "", " ")] == ["def", "\u23ce\n", "\u2205", " "]

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from mod_export.report import BuildReport
+from mod_export.report.deployment import deployments
+
+
+def test_what_is_deployed_is_the_model_and_not_its_twin(failed_report: BuildReport) -> None:
+    found = deployments(failed_report)
+    assert {item.artifact.model for item in found} == {"mod"}
+    assert {(item.target, item.artifact.bucket): item.state for item in found if item.artifact.dtype == "float32"} == {
+        ("inductor", "b1s128"): "passed",
+        ("inductor", "b1s512"): "failed",
+        ("ort-cpu", "b1s128"): "passed",
+        ("ort-cpu", "b1s512"): "passed",
+        ("tensorrt-rtx", "b1s128"): "not run here",
+        ("tensorrt-rtx", "b1s512"): "not run here",
+        (None, "b1s128"): "portable",
+        (None, "b1s512"): "portable",
+    }
+    states = [item.state for item in found]
+    assert states.index("not run here") > states.index("failed")
+    assert states[-2:] == ["portable", "portable"]
+
+
+def test_the_graph_of_a_target_is_a_step_and_nothing_to_deploy(report: BuildReport) -> None:
+    graph = next(artifact for artifact in report.artifacts if artifact.kind == "graph")
+    of_target = graph.model_copy(update={"target": "tensorrt-rtx", "path": "graphs/tensorrt-rtx/mod.onnx"})
+    found = deployments(report.model_copy(update={"artifacts": (graph, of_target)}))
+    assert [item.artifact.path for item in found] == [graph.path]
+
+
+def test_a_deployment_knows_what_was_found_for_it(report: BuildReport) -> None:
+    found = {item.artifact.path: item for item in deployments(report)}
+    setting = found["engines/ort-cpu/mod-b1s512-float32.onnx"].setting
+    assert setting is not None
+    assert setting.speedup == report.speedup[1]
+    assert found["graphs/mod-b1s512.onnx"].setting is None
+
+
+def test_a_graph_that_was_judged_by_its_path_says_so(report: BuildReport) -> None:
+    row = report.parity[0].model_copy(update={"artifact": "graphs/mod-b1s128.onnx", "target": "graph", "passed": False})
+    found = {item.artifact.path: item.state for item in deployments(report.model_copy(update={"parity": (row,)}))}
+    assert found["graphs/mod-b1s128.onnx"] == "failed"
+    assert found["graphs/mod-b1s512.onnx"] == "portable"
+    assert found["engines/ort-cpu/mod-b1s128-float32.onnx"] == "not run here"

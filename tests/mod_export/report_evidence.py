@@ -1,0 +1,116 @@
+"""What validation and measurement found, as they would tell it: entries of report.json for tests of the report."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from mod_export.artifacts import ModelKind
+
+TEXT = '''    def popitem(self):
+        """Remove and return a pair."""
+        key = next(iter(self))
+        value = self[key]
+        del self[key]
+        return key, value
+'''
+STATEMENTS: dict[ModelKind, str] = {
+    "mod": (
+        "must not be used for autoregressive sampling: changing the end of a text changed logits from position 37 on "
+        "before the change, by up to 4.7; it scores whole texts"
+    ),
+    "dense": "no logit before the change moved in 12 tries: nothing speaks against autoregressive sampling",
+}
+SPEEDUPS: dict[tuple[str, str], dict[str, Any]] = {
+    ("ort-cpu", "b1s128"): {"measured": 1.515055, "ci95": [1.504940, 1.527600], "predicted_flops": 1.660997},
+    ("ort-cpu", "b1s512"): {"measured": 1.678734, "ci95": [1.666731, 1.697393], "predicted_flops": 1.686406},
+    ("inductor", "b1s128"): {"measured": 1.442120, "ci95": [1.431462, 1.450171], "predicted_flops": 1.660997},
+    ("inductor", "b1s512"): {"measured": 1.667580, "ci95": [1.648390, 1.681934], "predicted_flops": 1.686406},
+}
+PARTS = ("routing", "attention_projections", "attention", "mlp", "head", "other")
+
+
+def speedup(target: str, bucket: str) -> dict[str, Any]:
+    """A MoD model that is faster, a gate at the largest bucket, and a control that holds 1."""
+    row = SPEEDUPS[target, bucket]
+    gate = 1.0 if bucket == "b1s512" else None
+    return {
+        "target": target, "bucket": bucket, "dtype": "float32", **row,
+        "efficiency": row["measured"] / row["predicted_flops"], "gate": gate, "passed": None if gate is None else True,
+        "predicted_roofline": row["predicted_flops"] - 0.07, "verdict": "faster", "reason": None,
+        "control": {"measured": 1.002, "ci99": [0.996, 1.009], "covers_one": True},
+    }  # fmt: skip
+
+
+def spread(samples_ms: tuple[float, ...], p50: float, p90: float, p99: float) -> dict[str, Any]:
+    """Intervals, spread and conditions of one row of latency."""
+    ordered = sorted(samples_ms)
+    mean = sum(samples_ms) / len(samples_ms)
+    stdev = (sum((sample - mean) ** 2 for sample in samples_ms) / (len(samples_ms) - 1)) ** 0.5
+    return {
+        "p50_ci95": [0.997 * p50, 1.004 * p50], "p90_ci95": [0.995 * p90, 1.008 * p90],
+        "p99_ci95": [0.99 * p99, 1.02 * p99], "cv": stdev / mean, "drift": 0.004, "outliers": 1, "flags": [],
+        "iqr_ms": ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4], "stable": True,
+        "conditions": {"threads_used": 1.0, "frequency_mhz": [2445.0, 2448.0], "load": 0.42, "other_load": 0.013},
+    }  # fmt: skip
+
+
+def judged(kind: ModelKind, artifact: str) -> dict[str, Any]:
+    """The fields of a row of parity beside routing and error."""
+    return {
+        "artifact": artifact,
+        "noise": 2.1e-06 if kind == "mod" else 1.9e-06,
+        "kl": 3.2e-12,
+        "text": {"tokens": 2032, "perplexity": 18.2914, "reference_perplexity": 18.2914},
+        "ties_exact": True if kind == "mod" else None,
+        "located": None,
+    }
+
+
+def causality(target: str, bucket: str, kind: ModelKind) -> dict[str, Any]:
+    """MoD looks ahead, its dense twin does not."""
+    return {
+        "target": target, "bucket": bucket, "dtype": "float32", "model": kind, "suffixes": 12,
+        "causal": kind == "dense", "earliest_change": 37 if kind == "mod" else None,
+        "largest_change": 4.7 if kind == "mod" else 9.5e-07, "statement": STATEMENTS[kind],
+    }  # fmt: skip
+
+
+def routing_map(bucket: str, layers: tuple[int, ...]) -> dict[str, Any]:
+    """A text of as many characters as the bucket has places, at which every layer takes the best eighth."""
+    count = int(bucket.removeprefix("b1s"))
+    tokens = [*(TEXT * (count // len(TEXT) + 1))[:count]]
+    rng = random.Random(bucket)
+    made = []
+    for layer in layers:
+        scores = [round(rng.gauss(0, 1) + (2 if token.isalpha() and before == " " else 0), 4)
+                  for token, before in zip(tokens, [" ", *tokens], strict=False)]  # fmt: skip
+        best = sorted(range(count), key=lambda position, scores=scores: -scores[position])[: count // 8]
+        made.append({"layer": layer, "k": count // 8, "routed": sorted(best), "scores": scores})
+    return {"bucket": bucket, "tokens": tokens, "layers": made}
+
+
+def roofline() -> dict[str, Any]:
+    """One dtype on one thread."""
+    return {
+        "dtype": "float32", "threads": 1, "gemm_gflops": 78.4, "bandwidth_gbs": 11.9,
+        "method": "best of 20 products of 1024 x 1024, and of 20 copies of 256 MiB", "measured_at": "2026-11-21 16:40",
+    }  # fmt: skip
+
+
+def parts(target: str, bucket: str, kind: ModelKind, flops_by_part: dict[str, int], total_ms: float) -> list[Any]:
+    """What each part needs, and what the profile says; that of torch cannot tell routing."""
+    weights = {part: flops_by_part[part] / 72e6 for part in PARTS} | {"other": 0.03 * total_ms}
+    scale = total_ms / sum(weights.values())
+    untold = {"routing"} if target == "inductor" else set()
+    return [
+        {
+            "target": target, "bucket": bucket, "dtype": "float32", "model": kind, "part": part,
+            "flops": flops_by_part[part], "bytes": 4_000_000 + flops_by_part[part] // 60,
+            "predicted_ms": flops_by_part[part] / 78.4e6,
+            "measured_ms": None if part in untold else scale * weights[part],
+            "share": None if part in untold else scale * weights[part] / total_ms,
+            "profiler": "ONNX Runtime" if target == "ort-cpu" else "torch.profiler",
+        }
+        for part in PARTS
+    ]  # fmt: skip
