@@ -7,16 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["ErrorNumbers", "LayerRouting", "error_between", "next_token_agreement", "routing_of_layer", "smallest"]
+__all__ = [
+    "ErrorNumbers",
+    "LayerRouting",
+    "divergence",
+    "error_between",
+    "negative_log_likelihood",
+    "next_token_shortfalls",
+    "routing_of_layer",
+    "smallest",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorNumbers:
-    """max_abs and mean_abs in the units of the logits; max_rel is max_abs over the reference's root mean square."""
+    """max_abs, mean_abs and rms in the units of the logits; max_rel is max_abs over the reference's rms."""
 
     max_abs: float
     mean_abs: float
     max_rel: float
+    rms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +40,7 @@ class LayerRouting:
         agreed: of those, how many the candidate routes too.
         distances: for each token that only one side routes, |score - k-th score| / rms(scores of the row).
         min_margin: smallest (k-th score - next score) / rms over the rows that have a next one; None if none has.
+        noise: largest |score - score in float64| / rms of any real token; None where there is no float64 run.
         malformed: why the candidate's positions are no selection at all (not ascending, out of range); empty if sound.
     """
 
@@ -39,6 +50,7 @@ class LayerRouting:
     agreed: int
     distances: tuple[float, ...]
     min_margin: float | None
+    noise: float | None = None
     malformed: str = ""
 
 
@@ -48,17 +60,47 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
     with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
         difference = np.abs(candidate_NV.astype(np.float64) - reference)
     largest = float(difference.max())
-    rms = float(np.sqrt(np.mean(reference**2)))
-    return ErrorNumbers(max_abs=largest, mean_abs=float(difference.mean()), max_rel=largest / rms if rms else largest)
+    scale = _rms(reference)
+    return ErrorNumbers(
+        max_abs=largest,
+        mean_abs=float(difference.mean()),
+        max_rel=largest / scale if scale else largest,
+        rms=_rms(difference),
+    )
 
 
-def next_token_agreement(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> float:
-    """Share of tokens whose most probable next token is the same; 0 where the candidate is not finite."""
-    same_N = candidate_NV.argmax(-1) == reference_NV.argmax(-1)
-    return float(np.mean(same_N & np.isfinite(candidate_NV).all(-1)))
+def next_token_shortfalls(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> np.ndarray:
+    """By how much the reference prefers its own most probable next token to the candidate's: float64 (N,).
+
+    In the units of the logits; 0 where they agree, infinity where the candidate is not finite.
+    """
+    chosen_N1 = candidate_NV.argmax(-1, keepdims=True)
+    short_N = reference_NV.max(-1) - np.take_along_axis(reference_NV, chosen_N1, -1)[:, 0]
+    return np.where(np.isfinite(candidate_NV).all(-1), short_N.astype(np.float64), np.inf)
 
 
-def routing_of_layer(layer: int, candidate_BK: np.ndarray, score_BS: np.ndarray, lengths_B: np.ndarray) -> LayerRouting:
+def divergence(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> float:
+    """Mean Kullback-Leibler divergence KL(reference || candidate) of the next-token distributions, in nats."""
+    candidate, reference = _log_softmax(candidate_NV), _log_softmax(reference_NV)
+    return float(np.mean(np.sum(np.exp(reference) * (reference - candidate), axis=-1)))
+
+
+def negative_log_likelihood(logits_BSV: np.ndarray, ids_BS: np.ndarray) -> tuple[float, int]:
+    """Sum over the tokens of a text that have one before them of -log p(token | what is before it), in nats, and how
+    many there are. Perplexity is exp(sum / count).
+    """
+    target_BS1 = ids_BS[:, 1:, None]
+    log_p = np.take_along_axis(_log_softmax(logits_BSV[:, :-1]), target_BS1, axis=-1)
+    return float(-log_p.sum()), target_BS1.size
+
+
+def routing_of_layer(
+    layer: int,
+    candidate_BK: np.ndarray,
+    score_BS: np.ndarray,
+    lengths_B: np.ndarray,
+    exact_BS: np.ndarray | None = None,
+) -> LayerRouting:
     """Compares a candidate's selection with the definition applied to the reference's scores.
 
     The definition: the k largest scores of the row's real tokens, ties to the earlier token.
@@ -68,24 +110,28 @@ def routing_of_layer(layer: int, candidate_BK: np.ndarray, score_BS: np.ndarray,
         candidate_BK: int64, what the candidate routed.
         score_BS: float32, the reference's scores, computed with the candidate's routing in all layers.
         lengths_B: int64, real tokens of each row.
+        exact_BS: float64, the same scores of the same model in float64.
     """
     k = candidate_BK.shape[1]
     malformed = _malformed(candidate_BK, score_BS.shape[1], lengths_B)
     routed = agreed = 0
     distances: list[float] = []
     margins: list[float] = []
-    for row_K, score_S, length in zip(candidate_BK, score_BS, lengths_B, strict=True):
-        score_L = score_S[:length].astype(np.float64)
+    noises: list[float] = []
+    for b, (row_K, length) in enumerate(zip(candidate_BK, lengths_B, strict=True)):
+        score_L = score_BS[b, :length].astype(np.float64)
         order = np.argsort(-score_L, kind="stable")
         kept = min(k, int(length))
         wanted, got = set(order[:kept].tolist()), set(row_K[row_K < length].tolist())
-        rms = float(np.sqrt(np.mean(score_L**2))) or 1.0
+        scale = _rms(score_L) or 1.0
         threshold = score_L[order[kept - 1]]
         routed += kept
         agreed += len(wanted & got)
-        distances += _distances(score_L, wanted ^ got, threshold, rms)
+        distances += _distances(score_L, wanted ^ got, threshold, scale)
         if kept < length:
-            margins.append(float(threshold - score_L[order[kept]]) / rms)
+            margins.append(float(threshold - score_L[order[kept]]) / scale)
+        if exact_BS is not None:
+            noises.append(float(np.abs(score_L - exact_BS[b, :length]).max()) / scale)
     return LayerRouting(
         layer=layer,
         k=k,
@@ -93,6 +139,7 @@ def routing_of_layer(layer: int, candidate_BK: np.ndarray, score_BS: np.ndarray,
         agreed=agreed,
         distances=tuple(distances),
         min_margin=smallest(margins),
+        noise=None if exact_BS is None else float(np.max(noises)),
         malformed=malformed,
     )
 
@@ -102,10 +149,22 @@ def smallest(values: Sequence[float]) -> float | None:
     return float(np.min(values)) if values else None
 
 
-def _distances(score_L: np.ndarray, flipped: set[int], threshold: float, rms: float) -> list[float]:
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2)))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        shifted -= shifted.max(-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return shifted
+
+
+def _distances(score_L: np.ndarray, flipped: set[int], threshold: float, scale: float) -> list[float]:
     # A position that no real token has cannot be a near-tie of anything.
     return [
-        float(abs(score_L[i] - threshold)) / rms if 0 <= i < len(score_L) else float("inf") for i in sorted(flipped)
+        float(abs(score_L[i] - threshold)) / scale if 0 <= i < len(score_L) else float("inf") for i in sorted(flipped)
     ]
 
 

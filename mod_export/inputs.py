@@ -1,8 +1,9 @@
-"""What engines are fed: seeded, and of four kinds, because each finds other faults.
+"""What engines are fed: seeded, and of five kinds, because each finds other faults.
 
 `text` is what the model was trained for; `random` reaches ids and scores that text does not; `padded` has rows that are
 shorter than the bucket, then rows that are shorter than k; `ties` repeats one token, so that the scores of
-whole stretches are equal or nearly so and the rule for ties has to decide.
+whole stretches are equal or nearly so and the rule for ties has to decide; `near_ties` are random rows chosen, by
+whoever has a reference to ask, for how close the scores on either side of the selection's edge are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mod_export.protocols import LoadedModel
 
 __all__ = ["KINDS", "Batch", "parity_batches", "timing_batch"]
 
-KINDS = ("text", "random", "padded", "ties")
+KINDS = ("text", "random", "padded", "ties", "near_ties")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,10 +39,22 @@ class Batch:
         return np.arange(self.ids_BS.shape[1]) < self.lengths_B[:, None]
 
 
-def parity_batches(loaded: LoadedModel, bucket: Bucket, seed: int, per_kind: int) -> list[Batch]:
-    """Batches of every kind; `text` is left out when the model's vocabulary has no text here."""
+def parity_batches(loaded: LoadedModel, bucket: Bucket, seed: int, per_kind: int, texts: int = 1) -> list[Batch]:
+    """Batches of every kind; `text` is left out when the model's vocabulary has no text here.
+
+    Args:
+        loaded: the model.
+        bucket: the shape.
+        seed: of everything.
+        per_kind: batches of each kind.
+        texts: least number of batches of text, which perplexity is averaged over.
+    """
     rng = np.random.default_rng(seed)
     batches = []
+    for i in range(per_kind, texts):
+        text_BS = loaded.sample_ids(bucket.batch, bucket.seq, seed + i)
+        if text_BS is not None:
+            batches.append(Batch("text", text_BS, np.full(bucket.batch, bucket.seq, dtype=np.int64)))
     for i in range(per_kind):
         random_BS = rng.integers(0, loaded.vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
         text_BS = loaded.sample_ids(bucket.batch, bucket.seq, seed + i)

@@ -11,7 +11,8 @@ from google.protobuf.message import DecodeError
 
 from mod_export.artifacts import Dialect, DType
 from mod_export.errors import GraphError, LimitError
-from mod_export.graph.nodes import constant_array, is_standard, place_of
+from mod_export.graph.nodes import constant_array, is_standard
+from mod_export.graph.places import place_of
 
 __all__ = ["check_dialect", "check_external_data"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from mod_export.errors import GraphError
+from mod_export.graph.places import place_of
 
-__all__ = ["NodeWriter", "constant_array", "is_standard", "place_of", "require_static_shape", "static_shape"]
-
-SCOPES = "pkg.torch.onnx.name_scopes"
-NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
+__all__ = ["NodeWriter", "constant_array", "is_standard", "require_static_shape", "static_shape"]
 
 
 def is_standard(node: ir.Node, *op_types: str) -> bool:
@@ -49,39 +46,6 @@ def require_static_shape(value: ir.Value | None, node: ir.Node) -> tuple[int, ..
             "shape inference"
         )
     return shape
-
-
-def place_of(node: ir.Node) -> str:
-    """Where a node stands, for messages: `layers.3 (node_TopK_12)`, or its name alone.
-
-    The exporter notes the modules that a node came from, but not for what a module's other methods do; such a node is
-    placed by the latest layer among the nearest ones that it draws on.
-    """
-    name = node.name or node.op_type
-    seen: set[ir.Node] = {node}
-    frontier, found = [node], []
-    while frontier:
-        current = frontier.pop()
-        layer = _own_layer(current)
-        if layer is not None:
-            found.append(layer)
-            continue
-        for producer in current.predecessors():
-            if producer not in seen:
-                seen.add(producer)
-                frontier.append(producer)
-    return f"{max(found)[1]} ({name})" if found else name
-
-
-def _own_layer(node: ir.Node) -> tuple[int, str] | None:
-    """(number, name) of the layer in the node's module path or in the names of its weights."""
-    texts = [node.metadata_props.get(SCOPES, "")]
-    texts += [value.name for value in node.inputs if value is not None and value.is_initializer() and value.name]
-    for text in texts:
-        match = NUMBERED.search(text)
-        if match:
-            return int(match[2]), match[1]
-    return None
 
 
 class NodeWriter:

@@ -19,8 +19,10 @@ from onnxscript import optimizer
 from mod_export.artifacts import Bucket
 from mod_export.errors import GraphError
 
-__all__ = ["IR_VERSION", "OPSET", "assert_capacity", "check_model", "onnx_from_exported"]
+__all__ = ["EXPORTERS", "IR_VERSION", "OPSET", "assert_capacity", "check_model", "onnx_from_exported"]
 
+EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
+"""What an exported graph depends on beside the model."""
 OPSET = 23
 """The lowest opset with Attention and RMSNormalization as single operators, taken by every target."""
 IR_VERSION = 10

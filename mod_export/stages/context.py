@@ -8,19 +8,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mod_export.artifacts import Bucket, DType, Engine, Graph, ModelKind
-from mod_export.environment import describe_machine, package_version, source_digest
+from mod_export.environment import describe_machine, versions
 from mod_export.graph.capture import exported_from_module
 from mod_export.measure.cost import CostRow
 from mod_export.measure.latency import LatencyRow
+from mod_export.measure.parts import PartRow
+from mod_export.measure.roofline import Roofline
+from mod_export.measure.work import Work
 from mod_export.plan import Plan
-from mod_export.validate.parity import ParityRow
+from mod_export.validate.causality import CausalityRow
+from mod_export.validate.maps import RoutingMapRow
 from mod_export.validate.reference import Reference
+from mod_export.validate.rows import ParityRow
+from mod_export.validate.structure import StructureRow
 from mod_export.workspace import Step, Workspace
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Captures", "Context", "versions"]
+__all__ = ["Captures", "Context"]
 
 
 class Captures:
@@ -55,8 +61,15 @@ class Context:
         self.target_graphs: dict[tuple[str, DType, ModelKind, Bucket], Graph] = {}
         self.engines: list[Engine] = []
         self.cost: list[CostRow] = []
+        self.weight_digests: dict[str, dict[str, str]] = {}
+        self.structure: list[StructureRow] = []
         self.parity: list[ParityRow] = []
+        self.causality: list[CausalityRow] = []
+        self.maps: list[RoutingMapRow] = []
         self.latency: list[LatencyRow] = []
+        self.work: dict[str, tuple[Work, ...]] = {}
+        self.rooflines: list[Roofline] = []
+        self.parts: list[PartRow] = []
         self._references: dict[ModelKind, Reference] = {}
         self._each_step = each_step
 
@@ -84,6 +97,8 @@ class Context:
             "checkpoint": model.checkpoint_sha256,
             "architecture": model.architecture,
             "code": model.code_sha256,
+            # The spec is the checkpoint's, but for a capacity that was replaced.
+            "spec": self.plan.loaded(kind).spec,
             "kind": kind,
         }
 
@@ -97,6 +112,11 @@ class Context:
             self._references[kind] = Reference(self.plan.loaded(kind))
         return self._references[kind]
 
+    def all_graphs(self) -> list[Graph]:
+        """Portable graphs and those of targets, each once."""
+        graphs = (*self.graphs.values(), *self.target_graphs.values())
+        return list({graph.path: graph for graph in graphs}.values())
+
     def runnable(self) -> list[Engine]:
         """Engines that run here: their target does, and it is their GPU if they were built for one."""
         return [engine for engine in self.engines if self.plan.availability[engine.target].can_run(engine)]
@@ -109,10 +129,16 @@ class Context:
             "weights": [hash_of(self.weights_path(engine.model, engine.dtype)) for engine in engines],
             "threads": self.plan.config.latency.threads,
             "machine": [self.machine["cpu"], self.machine["cores"], self.machine["gpu"]],
-            "versions": {**versions("mod_export", "torch"), **self.plan.targets[engines[0].target].versions()},
+            "versions": {
+                **versions("mod_export", "torch", "onnxruntime"),
+                **{
+                    name: found
+                    for engine in engines
+                    for name, found in self.plan.targets[engine.target].versions().items()
+                },
+            },
         }
 
-
-def versions(*names: str) -> dict[str, str | None]:
-    """Installed versions, as an input of a step; of this package the source itself."""
-    return {name: source_digest(name) if name == "mod_export" else package_version(name) for name in names}
+    def versions(self, *names: str) -> dict[str, Any]:
+        """Versions as an input of a step, this package's source among them."""
+        return {"versions": versions("mod_export", *names)}

@@ -12,16 +12,17 @@ import psutil
 
 from mod_export.artifacts import Bucket, Engine, Graph, ModelKind, Variant, engine_stem
 from mod_export.engine.ort import CPU, OrtRunner, session_from_onnx
-from mod_export.environment import package_version
+from mod_export.environment import package_version, versions
 from mod_export.errors import GraphError, LimitError
 from mod_export.graph.dialect import check_dialect
 from mod_export.graph.onnx_export import assert_capacity
 from mod_export.graph.passes import needs_rewrite, run_passes
 from mod_export.inputs import parity_batches
 from mod_export.protocols import EngineBuilder
-from mod_export.stages.context import Context, versions
+from mod_export.stages.context import Context
 from mod_export.stages.graphs import save_graph
-from mod_export.validate.parity import compare_runner, judge
+from mod_export.validate.parity import compare_runner
+from mod_export.validate.rows import judge
 from mod_export.workspace import Step
 
 if TYPE_CHECKING:

@@ -11,14 +11,16 @@ from typing import Any
 import onnx_ir as ir
 
 from mod_export.artifacts import DTYPES, Bucket, DType, Graph, ModelKind
+from mod_export.environment import versions
 from mod_export.errors import GraphError
 from mod_export.graph.capture import prove_static
-from mod_export.graph.onnx_export import assert_capacity, check_model, onnx_from_exported
+from mod_export.graph.digests import digests_of_tensors
+from mod_export.graph.onnx_export import EXPORTERS, assert_capacity, check_model, onnx_from_exported
 from mod_export.graph.passes import PORTABLE, run_passes
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
 from mod_export.measure.cost import CostRow, cost_row
 from mod_export.plan import KINDS
-from mod_export.stages.context import Context, versions
+from mod_export.stages.context import Context
 from mod_export.workspace import Step
 
 __all__ = ["capture", "onnx", "save_graph"]
@@ -28,7 +30,6 @@ FLOATS: Mapping[DType, ir.DataType] = {
     "float16": ir.DataType.FLOAT16,
     "bfloat16": ir.DataType.BFLOAT16,
 }
-EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
 
 
 def capture(context: Context) -> list[Step]:
@@ -116,12 +117,19 @@ def save_graph(context: Context, model: ir.Model, graph: Graph, destination: Pat
 
 def _weights_step(context: Context, prefix: str, dtype: DType) -> Step:
     kind: ModelKind = "dense" if prefix.endswith("baseline") else "mod"
-    return context.step(
-        f"weights/{prefix}-{dtype}",
-        {**context.identity(kind), "dtype": dtype, "versions": versions("mod_export")},
-        [context.weights_path(kind, dtype)],
-        lambda paths: write_weights(paths[0], state_of(context.captures.module(kind)), dtype),
-    )
+    path = context.weights_path(kind, dtype)
+
+    def make(paths: Sequence[Path]) -> dict[str, str]:
+        state = state_of(context.captures.module(kind))
+        # Of the tensors in memory, before they are written: what is in the file later has to be these.
+        digests = digests_of_tensors(state, dtype)
+        write_weights(paths[0], state, dtype)
+        return digests
+
+    inputs = {**context.identity(kind), "dtype": dtype, "versions": versions("mod_export")}
+    step = context.step(f"weights/{prefix}-{dtype}", inputs, [path], make)
+    context.weight_digests[path] = step.result
+    return step
 
 
 def _prefixes(context: Context) -> Sequence[str]:

@@ -7,8 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mod_export.environment import versions
+from mod_export.graph.onnx_export import EXPORTERS
 from mod_export.measure.latency import Setting
-from mod_export.measure.statistics import SpeedupRow, speedup_rows
+from mod_export.measure.parts import roofline_ms
+from mod_export.measure.statistics import Known, SpeedupRow, speedup_rows
 from mod_export.measure.verdict import judge
 from mod_export.plan import KINDS
 from mod_export.report import BuildReport, render_html
@@ -48,6 +51,7 @@ def _report(context: Context, stages: Sequence[Stage], command: str) -> BuildRep
         parity=context.parity,
         speedup=speedup,
         min_speedup=plan.config.latency.min_speedup,
+        structure=context.structure,
     )
     return BuildReport.model_validate(
         {
@@ -66,23 +70,28 @@ def _report(context: Context, stages: Sequence[Stage], command: str) -> BuildRep
             "stages": list(stages),
             "artifacts": _artifacts(context),
             "targets": _targets(context),
+            "structure": context.structure,
             "parity": context.parity,
+            "causality": context.causality,
+            "routing_maps": context.maps,
             "latency": context.latency,
             "speedup": speedup,
             "cost": context.cost,
+            "roofline": context.rooflines,
+            "parts": context.parts,
         }
     )
 
 
 def _speedup(context: Context) -> Sequence[SpeedupRow]:
-    options = context.plan.config.latency
+    k_by_layer = {bucket.name: graph.k_by_layer for (kind, bucket), graph in context.graphs.items() if kind == "mod"}
     return speedup_rows(
         context.latency,
         context.cost,
         context.plan.buckets,
-        min_speedup=options.min_speedup,
-        resamples=options.bootstrap,
+        context.plan.config.latency,
         seed=context.plan.config.seed,
+        known=Known(k_by_layer=k_by_layer, roofline_ms=roofline_ms(context.parts), parts=context.parts),
     )
 
 
@@ -130,8 +139,12 @@ def _header(context: Context) -> dict[str, Any]:
         }
     return {
         "models": models,
+        "graphs": [asdict(graph) for graph in context.all_graphs()],
+        "weight_digests": context.weight_digests,
+        "exporters": versions(*EXPORTERS),
         "engines": [asdict(engine) for engine in context.engines],
         "cost": [asdict(row) for row in context.cost],
+        "work": {path: [asdict(one) for one in work] for path, work in context.work.items()},
         "buckets": [asdict(bucket) for bucket in plan.buckets],
         "config": plan.config.model_dump(mode="json", by_alias=True),
         "versions": {name: context.machine[name] for name in ("mod_export", "torch", "onnx", "onnxruntime")},

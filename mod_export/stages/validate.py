@@ -1,44 +1,103 @@
-"""Stage validate: everything that runs here against eager PyTorch."""
+"""Stage validate: files against the checkpoint, and everything that runs here against eager PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mod_export.artifacts import Engine, engine_stem
+from mod_export.artifacts import Graph, engine_stem
 from mod_export.stages.context import Context
-from mod_export.validate.parity import ParityRow, parity_of_engine
+from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
+from mod_export.validate.causality import CausalityRow
+from mod_export.validate.findings import batches_of, causality_of, parity_of
+from mod_export.validate.maps import RoutingMapRow, routing_map
+from mod_export.validate.rows import ParityRow
+from mod_export.validate.structure import StructureRow, structure_of_graph, structure_of_weights
 from mod_export.workspace import Step
 
 __all__ = ["validate"]
 
 
 def validate(context: Context) -> list[Step]:
-    """Parity of every engine that runs here."""
-    steps = []
-    config = context.plan.config
-    for engine in context.runnable():
-        inputs = {
-            **context.conditions([engine]),
-            "gate": config.parity.gate(engine.dtype).model_dump(),
-            "batches": config.parity.batches_per_kind,
-            "seed": config.seed,
-            "checkpoint": context.identity(engine.model),
-        }
-        step = context.step(
-            f"parity/{engine.target}/{engine_stem(engine.model, engine.bucket, engine.dtype)}",
-            inputs,
-            [],
-            partial(_parity, context, engine),
-        )
+    """Structure of every file, parity and causality of every candidate, and a routing map of every bucket."""
+    engines = candidates_from_engines(context.runnable(), context.all_graphs())
+    graphs = candidates_from_graphs(
+        context.all_graphs(), engines, partial(_weights_of, context), context.workspace.hash_of
+    )
+    steps = [_structure(context)]
+    for candidate in (*engines, *graphs):
+        step = _step(context, "parity", candidate, partial(_parity, context, candidate))
         context.parity.append(ParityRow(**step.result))
         steps.append(step)
+    for candidate in engines:
+        step = _step(context, "causality", candidate, partial(_causality, context, candidate))
+        context.causality.append(CausalityRow(**step.result))
+        steps.append(step)
+    return [*steps, *_maps(context)]
+
+
+def _weights_of(context: Context, graph: Graph) -> str:
+    return context.weights_path(graph.model, graph.dtype)
+
+
+def _structure(context: Context) -> Step:
+    hash_of = context.workspace.hash_of
+    graphs = {graph.path: graph for graph in context.all_graphs()}
+    for candidate in candidates_from_engines(context.engines, context.all_graphs()):
+        if candidate.graph is not None:
+            graphs[candidate.path] = candidate.graph
+    files = {path: hash_of(path) for path in (*context.weight_digests, *graphs)}
+    inputs = {"files": files, "weights": context.weight_digests, **context.versions("onnx_ir")}
+    vocab_size = {kind: context.plan.loaded(kind).vocab_size for kind in ("mod", "dense")}
+
+    def make(paths: Sequence[Path]) -> list[dict[str, Any]]:
+        rows = [structure_of_weights(context.root, path, found) for path, found in context.weight_digests.items()]
+        rows += [structure_of_graph(context.root, path, one, vocab_size[one.model]) for path, one in graphs.items()]
+        return [asdict(row) for row in rows]
+
+    step = context.step("structure", inputs, [], make)
+    context.structure += [StructureRow(**row) for row in step.result]
+    return step
+
+
+def _step(context: Context, what: str, candidate: Candidate, make: Callable[[Sequence[Path]], dict[str, Any]]) -> Step:
+    config = context.plan.config
+    hash_of = context.workspace.hash_of
+    inputs = {
+        **context.conditions([candidate.engine] if candidate.engine else []),
+        "file": hash_of(candidate.path),
+        "weights": hash_of(context.weights_path(candidate.model, candidate.dtype)),
+        "parity": config.parity.model_dump(),
+        "seed": config.seed,
+        "checkpoint": context.identity(candidate.model),
+    }
+    stem = engine_stem(candidate.model, candidate.bucket, candidate.dtype)
+    return context.step(f"{what}/{candidate.target}/{stem}", inputs, [], make)
+
+
+def _parity(context: Context, candidate: Candidate, paths: Sequence[Path]) -> dict[str, Any]:
+    return asdict(parity_of(context.root, candidate, context.reference(candidate.model), context.plan.config))
+
+
+def _causality(context: Context, candidate: Candidate, paths: Sequence[Path]) -> dict[str, Any]:
+    return asdict(causality_of(context.root, candidate, context.reference(candidate.model), context.plan.config))
+
+
+def _maps(context: Context) -> list[Step]:
+    steps = []
+    for bucket in context.plan.buckets:
+        inputs = {"checkpoint": context.identity("mod"), "seed": context.plan.config.seed, **context.versions("torch")}
+
+        def make(paths: Sequence[Path], bucket: Any = bucket) -> dict[str, Any] | None:
+            batches = batches_of(context.reference("mod"), bucket, context.plan.config)
+            found = routing_map(context.reference("mod"), bucket, batches)
+            return None if found is None else asdict(found)
+
+        step = context.step(f"map/{bucket.name}", inputs, [], make)
+        if step.result is not None:
+            context.maps.append(RoutingMapRow(**step.result))
+        steps.append(step)
     return steps
-
-
-def _parity(context: Context, engine: Engine, paths: Sequence[Path]) -> dict[str, Any]:
-    loaded, reference = context.plan.loaded(engine.model), context.reference(engine.model)
-    return asdict(parity_of_engine(context.root, engine, loaded, reference, context.plan.config))

@@ -1,4 +1,5 @@
-"""The table of checks. Each looks at one comparison and one gate and gives its reasons to fail, none when it holds.
+"""The table of checks. Each looks at all comparisons of one candidate and at what is allowed, and gives its reasons to
+fail, none when it holds.
 
 Every condition is written so that a NaN fails it: `not value <= limit`, never `value > limit`.
 """
@@ -8,44 +9,101 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mod_export.config import ParityGate
+import numpy as np
+
+from mod_export.validate.allowance import Allowance
 
 if TYPE_CHECKING:
     from mod_export.validate.parity import Comparison
 
-__all__ = ["CHECKS", "check_error", "check_next_token", "check_routing"]
+__all__ = [
+    "CHECKS",
+    "check_divergence",
+    "check_error",
+    "check_next_token",
+    "check_outputs",
+    "check_perplexity",
+    "check_routing",
+]
 
 
-def check_routing(found: Comparison, gate: ParityGate) -> Sequence[str]:
+def check_outputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+    """The engine gives what its model has to give, and nothing else."""
+    return [f"outputs: {problem}" for one in found for problem in one.problems]
+
+
+def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Positions are a selection, and every token that is routed differently is a near-tie."""
     reasons = []
-    for layer in found.layers:
+    for kind, layer in ((one.kind, layer) for one in found for layer in one.layers):
+        where = f"{kind}: layer {layer.layer} routing"
         if layer.malformed:
-            reasons.append(f"layer {layer.layer} routing: {layer.malformed}")
-        faults = [distance for distance in layer.distances if not distance <= gate.near_tie]
+            reasons.append(f"{where}: {layer.malformed}")
+        bound = allowed.score_bound(layer.layer)
+        faults = [distance for distance in layer.distances if not distance <= bound]
         if faults:
             reasons.append(
-                f"layer {layer.layer} routing: {len(faults)} tokens differ by more than a near-tie, "
-                f"the worst is {max(faults):.3g} from the k-th score, allowed {gate.near_tie:g}"
+                f"{where}: {len(faults)} tokens differ by more than a near-tie, "
+                f"the worst is {max(faults):.3g} from the k-th score, allowed {bound:.3g}"
             )
     return reasons
 
 
-def check_error(found: Comparison, gate: ParityGate) -> Sequence[str]:
-    """The largest error of a logit, given the same routing."""
-    if not found.error.max_abs <= gate.max_abs:
-        return [f"logits: max abs error {found.error.max_abs:.3g} given the same routing, allowed {gate.max_abs:g}"]
+def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+    """The largest error of a logit, and the root mean square of all, given the same routing."""
+    reasons = []
+    for one in found:
+        if not one.error.max_abs <= allowed.max_abs:
+            reasons.append(
+                f"{one.kind}: logits: max abs error {one.error.max_abs:.3g} given the same routing, "
+                f"allowed {allowed.max_abs:.3g}"
+            )
+        if allowed.rms is not None and not one.error.rms <= allowed.rms:
+            reasons.append(
+                f"{one.kind}: logits: root mean square error {one.error.rms:.3g} given the same routing, "
+                f"allowed {allowed.rms:.3g}"
+            )
+    return reasons
+
+
+def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+    """The most probable next token, where float32 can tell which one it is: over all inputs, because one is short."""
+    least = allowed.gate.next_token_agreement
+    agreed = float(np.mean(np.concatenate([one.shortfalls for one in found]) <= allowed.next_token_slack))
+    if not agreed >= least:
+        return [f"next token: {agreed:.4%} agree given the same routing, at least {least:.4%} must"]
     return []
 
 
-def check_next_token(found: Comparison, gate: ParityGate) -> Sequence[str]:
-    """The most probable next token."""
-    if not found.next_token_agreement >= gate.next_token_agreement:
+def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+    """The distribution of the next token."""
+    return [
+        f"{one.kind}: next token: divergence {one.kl:.3g} nats given the same routing, allowed {allowed.gate.max_kl:g}"
+        for one in found
+        if not one.kl <= allowed.gate.max_kl
+    ]
+
+
+def check_perplexity(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+    """What the model makes of real text, over all of it."""
+    texts = [one.text for one in found if one.text is not None]
+    if not texts:
+        return []
+    tokens = sum(text.tokens for text in texts)
+    nats = abs(sum(text.nll for text in texts) - sum(text.reference_nll for text in texts)) / tokens
+    if not nats <= np.log(allowed.gate.max_perplexity_ratio):
         return [
-            f"next token: {found.next_token_agreement:.4%} agree given the same routing, "
-            f"at least {gate.next_token_agreement:.4%} must"
+            f"text: log perplexity is {nats:.3g} nats from the reference's given the same routing, allowed a factor of "
+            f"{allowed.gate.max_perplexity_ratio:g}"
         ]
     return []
 
 
-CHECKS: tuple[Callable[[Comparison, ParityGate], Sequence[str]], ...] = (check_routing, check_error, check_next_token)
+CHECKS: tuple[Callable[[Sequence[Comparison], Allowance], Sequence[str]], ...] = (
+    check_outputs,
+    check_routing,
+    check_error,
+    check_next_token,
+    check_divergence,
+    check_perplexity,
+)

@@ -1,13 +1,20 @@
-"""The reference: the eager float32 model, as PyTorch runs it, with and without somebody else's routing."""
+"""The reference: the eager model as PyTorch runs it, in float32 and in float64, with and without somebody's routing.
+
+The float32 run is what a candidate is held against. The float64 run says how much of the float32 result is rounding:
+no candidate in float32 can be asked to be nearer to the reference than the reference is to the truth.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
+import psutil
 
 from mod_export.inputs import Batch
 from mod_export.protocols import LoadedModel
@@ -17,13 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Reference", "Traced"]
 
+Found = TypeVar("Found")
 KEPT_BYTES = 2**30
-"""Logits of free runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
+"""Logits of runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
+FLOAT64_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """One run: logits float32 (B, S, V); layer -> scores float32 (B, S); layer -> positions int64 (B, k)."""
+    """One run: logits (B, S, V); layer -> scores (B, S); layer -> positions int64 (B, k). Floats are of one dtype."""
 
     logits_BSV: np.ndarray
     scores: Mapping[int, np.ndarray]
@@ -31,33 +40,58 @@ class Traced:
 
 
 class Reference:
-    """Runs the eager model. A free run depends on nothing but the batch, so it is kept for the next target."""
+    """Runs the eager model. A run depends on nothing but batch and routing, so it is kept for the next target."""
 
     name = "eager float32"
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
-        self._module: torch.nn.Module = loaded.module()
-        self._free: dict[str, Traced] = {}
+    def __init__(self, loaded: LoadedModel, module: torch.nn.Module | None = None) -> None:
+        """`module` takes the place of the model's own one, for probes that change its weights."""
+        self.loaded = loaded
+        self.module: torch.nn.Module = loaded.module() if module is None else module
+        self._kept: dict[str, Traced] = {}
+        self._remembered: dict[str, object] = {}
+
+    def remembered(self, name: str, find: Callable[[], Found]) -> Found:
+        """Something that was found out with this reference and holds as long as it does."""
+        if name not in self._remembered:
+            self._remembered[name] = find()
+        return cast("Found", self._remembered[name])
 
     def free(self, batch: Batch) -> Traced:
-        """The model's own routing."""
-        key = _digest(batch)
-        if key not in self._free:
-            traced = self.forced(batch, {})
-            kept = sum(known.logits_BSV.nbytes for known in self._free.values())
-            if kept + traced.logits_BSV.nbytes > KEPT_BYTES:
-                return traced
-            self._free[key] = traced
-        return self._free[key]
+        """The model's own routing, in float32."""
+        return self.forced(batch, {})
 
     def forced(self, batch: Batch, routing: Mapping[int, np.ndarray]) -> Traced:
-        """The given positions in the layers that `routing` names, whatever their scores."""
+        """In float32, with the given positions in the layers that `routing` names, whatever their scores."""
+        return self._run(batch, routing, "float32")
+
+    def exact(self, batch: Batch, routing: Mapping[int, np.ndarray]) -> Traced | None:
+        """The same in float64; None where the memory of this machine does not hold the model a second time."""
+        return None if self._double is None else self._run(batch, routing, "float64")
+
+    @cached_property
+    def _double(self) -> torch.nn.Module | None:
+        needed = FLOAT64_BYTES * sum(tensor.numel() for tensor in self.loaded.weights.values())
+        return copy.deepcopy(self.module).double() if needed < psutil.virtual_memory().available // 2 else None
+
+    def _run(self, batch: Batch, routing: Mapping[int, np.ndarray], dtype: str) -> Traced:
+        key = _digest(batch, routing, dtype)
+        if key in self._kept:
+            return self._kept[key]
+        module = self.module if dtype == "float32" else self._double
+        assert module is not None
+        traced = self._trace(module, batch, routing)
+        kept = sum(known.logits_BSV.nbytes for known in self._kept.values())
+        if kept + traced.logits_BSV.nbytes <= KEPT_BYTES:
+            self._kept[key] = traced
+        return traced
+
+    def _trace(self, module: torch.nn.Module, batch: Batch, routing: Mapping[int, np.ndarray]) -> Traced:
         import torch
 
         with torch.no_grad():
-            logits_BSV, decided = self._loaded.trace(
-                self._module,
+            logits_BSV, decided = self.loaded.trace(
+                module,
                 torch.from_numpy(batch.ids_BS),
                 torch.from_numpy(batch.lengths_B),
                 {layer: torch.from_numpy(index_BK) for layer, index_BK in routing.items()},
@@ -69,8 +103,11 @@ class Reference:
         )
 
 
-def _digest(batch: Batch) -> str:
-    digest = hashlib.sha256(repr(batch.ids_BS.shape).encode())
+def _digest(batch: Batch, routing: Mapping[int, np.ndarray], dtype: str) -> str:
+    digest = hashlib.sha256(f"{dtype} {batch.ids_BS.shape}".encode())
     digest.update(batch.ids_BS.tobytes())
     digest.update(batch.lengths_B.tobytes())
+    for layer, index_BK in sorted(routing.items()):
+        digest.update(f"{layer} {index_BK.shape}".encode())
+        digest.update(index_BK.tobytes())
     return digest.hexdigest()

@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from mod_export.artifacts import Dialect, DType
 from mod_export.errors import GraphError, LimitError
-from mod_export.graph.nodes import NodeWriter, constant_array, is_standard, place_of
+from mod_export.graph.nodes import NodeWriter, constant_array, is_standard
+from mod_export.graph.places import place_of
 
 __all__ = ["CastFloats", "narrowed_initializers"]
 

@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from mod_export.artifacts import Dialect, DType
 from mod_export.errors import GraphError
-from mod_export.graph.nodes import NodeWriter, is_standard, place_of, require_static_shape
+from mod_export.graph.nodes import NodeWriter, is_standard, require_static_shape
+from mod_export.graph.places import place_of
 
 __all__ = ["DecomposeAttention"]
 

@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from mod_export.artifacts import Dialect, DType
 from mod_export.errors import LimitError
-from mod_export.graph.nodes import NodeWriter, is_standard, place_of, require_static_shape
+from mod_export.graph.nodes import NodeWriter, is_standard, require_static_shape
+from mod_export.graph.places import place_of
 from mod_export.graph.positions import has_unique_targets
 
 __all__ = ["PlainScatter", "reduction_of"]

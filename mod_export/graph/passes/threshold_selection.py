@@ -18,7 +18,8 @@ import onnx_ir as ir
 
 from mod_export.artifacts import Dialect, DType
 from mod_export.errors import LimitError
-from mod_export.graph.nodes import NodeWriter, constant_array, is_standard, place_of, require_static_shape
+from mod_export.graph.nodes import NodeWriter, constant_array, is_standard, require_static_shape
+from mod_export.graph.places import place_of
 
 __all__ = ["ThresholdSelection"]
 

@@ -6,7 +6,8 @@ import pytest
 from small_graphs import make_spec, parsed, portable_graph
 
 from mod_export.errors import GraphError
-from mod_export.graph.nodes import NodeWriter, constant_array, place_of, require_static_shape, static_shape
+from mod_export.graph.nodes import NodeWriter, constant_array, require_static_shape, static_shape
+from mod_export.graph.places import place_of
 
 
 def test_nodes_of_a_routed_block_are_placed_in_it() -> None:

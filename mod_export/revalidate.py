@@ -1,0 +1,169 @@
+"""Validation of a finished build folder again, on this machine, with or without the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mod_export.artifacts import Engine, Graph, ModelKind
+from mod_export.config import BuildConfig
+from mod_export.environment import versions
+from mod_export.errors import BuildError, BuildFolderError, CheckpointError
+from mod_export.graph.onnx_export import EXPORTERS
+from mod_export.measure.latency import Setting
+from mod_export.measure.verdict import Verdict, judge
+from mod_export.model import model_from_checkpoint, model_from_weights
+from mod_export.protocols import LoadedModel
+from mod_export.runtime import engines_of, graphs_of, opened_folder, runnable_engines
+from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
+from mod_export.validate.causality import CausalityRow
+from mod_export.validate.findings import causality_of, parity_of
+from mod_export.validate.fresh import FreshGraphs, structure_of_export
+from mod_export.validate.reference import Reference
+from mod_export.validate.rows import ParityRow, failed_row
+from mod_export.validate.structure import (
+    StructureRow,
+    structure_of_file,
+    structure_of_graph,
+    structure_of_weights,
+)
+
+__all__ = ["Validation", "validate_folder"]
+
+KINDS: tuple[ModelKind, ...] = ("mod", "dense")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What was found in a build folder on this machine."""
+
+    structure: list[StructureRow]
+    parity: list[ParityRow]
+    causality: list[CausalityRow]
+    verdict: Verdict
+
+
+def validate_folder(
+    root: Path, config: BuildConfig | None, targets: Sequence[str], checkpoint: Path | None = None
+) -> Validation:
+    """Everything again: files, weights, graphs, and whatever runs here against eager PyTorch.
+
+    The reference is rebuilt from the folder's own spec and weights, or from `checkpoint`. A file that is not the one
+    that was built is a finding, not an error: it is looked at like any other, but for compiled code, which is not run.
+
+    Raises:
+        BuildFolderError: not a whole build folder.
+        CheckpointError: `checkpoint` cannot be read, or is not the one that the folder was built from.
+        TargetError: nothing to run.
+    """
+    manifest = opened_folder(root, verify=False)
+    config = config or BuildConfig.model_validate(manifest["config"])
+    engines = runnable_engines(root, manifest, targets)
+    structure = structure_of_folder(root, manifest)
+    changed = {row.path for row in structure if not row.passed}
+    graphs = graphs_of(manifest)
+    judged = candidates_from_engines(engines, graphs)
+    if not targets:
+        judged += candidates_from_graphs(
+            graphs,
+            judged,
+            lambda graph: _weights_path(manifest, graph),
+            lambda path: str(manifest["files"][path]["sha256"]),
+        )
+    references = {kind: Reference(_restored(root, manifest, kind, checkpoint)) for kind in KINDS}
+    structure += _against_fresh_exports(root, manifest, references)
+    parity, causality = [], []
+    for candidate in judged:
+        if candidate.graph is None and candidate.path in changed:
+            parity.append(_unrun_row(candidate, config))
+            continue
+        parity.append(parity_of(root, candidate, references[candidate.model], config))
+        if candidate.engine is not None and parity[-1].inputs:
+            causality.append(causality_of(root, candidate, references[candidate.model], config))
+    verdict = judge(
+        _settings(engines), _buckets(engines), parity=parity, speedup=None, min_speedup=0, structure=structure
+    )
+    return Validation(structure=structure, parity=parity, causality=causality, verdict=verdict)
+
+
+def structure_of_folder(root: Path, manifest: dict[str, Any]) -> list[StructureRow]:
+    """Every file against its hash, weights against the checkpoint's fingerprints, graphs against their references."""
+    rows = [structure_of_file(root, path, entry) for path, entry in manifest["files"].items()]
+    rows += [structure_of_weights(root, path, found) for path, found in manifest["weight_digests"].items()]
+    graphs = graphs_of(manifest)
+    named = {graph.path: graph for graph in graphs}
+    for candidate in candidates_from_engines(engines_of(manifest), graphs):
+        if candidate.graph is not None:
+            named[candidate.path] = candidate.graph
+    vocab_size = {kind: entry["vocab_size"] for kind, entry in manifest["models"].items()}
+    return rows + [structure_of_graph(root, path, graph, vocab_size[graph.model]) for path, graph in named.items()]
+
+
+def _against_fresh_exports(
+    root: Path, manifest: dict[str, Any], references: Mapping[ModelKind, Reference]
+) -> list[StructureRow]:
+    """Every graph against a fresh export; none where other versions would export, and differ for good reasons."""
+    if manifest["exporters"] != versions(*EXPORTERS):
+        return []
+    fresh, graphs, rows = FreshGraphs(root), graphs_of(manifest), []
+    engines = candidates_from_engines(engines_of(manifest), graphs)
+    files = {graph.path: graph for graph in graphs} | {one.path: one.graph for one in engines if one.graph is not None}
+    for path, graph in files.items():
+        weights = _weights_path(manifest, graph)
+        try:
+            rows.append(structure_of_export(root, path, fresh.graph(graph, weights, references[graph.model])))
+        except (BuildError, BuildFolderError) as error:
+            rows.append(StructureRow(path=path, checked=(), passed=False, reasons=(f"no fresh export: {error}",)))
+    return rows
+
+
+def _weights_path(manifest: dict[str, Any], graph: Graph) -> str:
+    path: str = manifest["models"][graph.model]["weights"]
+    return path.removesuffix("float32.data") + f"{graph.dtype}.data"
+
+
+def _restored(root: Path, manifest: dict[str, Any], kind: ModelKind, checkpoint: Path | None) -> LoadedModel:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    entry = manifest["models"][kind]
+    if checkpoint is not None and entry["checkpoint_sha256"] == manifest["models"]["mod"]["checkpoint_sha256"]:
+        model = model_from_checkpoint(checkpoint)
+        if model.checkpoint_sha256 != entry["checkpoint_sha256"]:
+            raise CheckpointError(
+                f"{checkpoint}: is not the checkpoint that {root} was built from (SHA-256 "
+                f"{model.checkpoint_sha256[:12]}, expected {entry['checkpoint_sha256'][:12]})"
+            )
+        return model.of_kind(kind)
+    try:
+        tensors = load_file(root / entry["weights"])
+        weights = {name: tensors[name] for name in entry["tensors"]}
+    except (SafetensorError, KeyError, OSError) as error:
+        raise BuildFolderError(
+            f"{root / entry['weights']}: the reference cannot be rebuilt from it ({error}); build again"
+        ) from error
+    return model_from_weights(
+        entry["name"], entry["architecture"], entry["spec"], weights, entry["checkpoint_sha256"]
+    ).loaded
+
+
+def _unrun_row(candidate: Candidate, config: BuildConfig) -> ParityRow:
+    return failed_row(
+        "not run: it is compiled code, and not the file that was built",
+        config.parity.gate(candidate.dtype),
+        target=candidate.target,
+        bucket=candidate.bucket,
+        dtype=candidate.dtype,
+        model=candidate.model,
+        artifact=candidate.path,
+    )
+
+
+def _settings(engines: Sequence[Engine]) -> list[Setting]:
+    return list(dict.fromkeys(Setting(target=e.target, bucket=e.bucket, dtype=e.dtype) for e in engines))
+
+
+def _buckets(engines: Sequence[Engine]) -> list[Any]:
+    return sorted({engine.bucket for engine in engines})

@@ -1,0 +1,91 @@
+"""What rounding can explain: the gates of the configuration, applied to the rounding of the model at hand.
+
+A fixed tolerance is too wide for a small, well-conditioned model, where a wrong gate hides below it, and too narrow for
+a deep one with large logits. So the reference is run in float64 as well, and its own float32 error is the unit: the
+error of a float32 candidate is of the same size, whatever the order in which it sums. For 16-bit floats the unit grows
+with the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2: errors are linear in
+it to first order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mod_export.artifacts import DType
+from mod_export.config import ParityGate
+
+if TYPE_CHECKING:
+    from mod_export.validate.parity import Comparison
+
+__all__ = ["Allowance", "allowance"]
+
+ROUNDOFF: dict[DType, float] = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Half the distance between 1 and the next number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """What one engine may differ by.
+
+    Attributes:
+        gate: of the configuration.
+        max_abs: largest error of a logit.
+        rms: root mean square of the errors, None where only a fixed tolerance is known.
+        scores: layer -> largest distance, as a share of the row's root mean square, at which a token that is routed
+            differently is a near-tie.
+        noise: largest rounding error of the reference, None where it was not measured.
+    """
+
+    gate: ParityGate
+    max_abs: float
+    rms: float | None
+    scores: Mapping[int, float]
+    noise: float | None
+
+    @property
+    def next_token_slack(self) -> float:
+        """Two logits that are nearer than this are equal as far as float32 can tell, whatever the engine's dtype."""
+        return 0.0 if self.noise is None else 2 * self.gate.noise * self.noise
+
+    def score_bound(self, layer: int) -> float:
+        """For layers without a measurement the fixed tolerance."""
+        return self.scores.get(layer, self.gate.near_tie)
+
+
+def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Allowance:
+    """Pools the reference's rounding over all inputs, because on a single small one it can be lucky.
+
+    Args:
+        found: what was compared, each with the noise of its own inputs.
+        gate: of `dtype`.
+        dtype: of the engine.
+    """
+    noises = [one.noise for one in found if one.noise is not None]
+    if not noises or len(noises) < len(found):
+        return Allowance(gate=gate, max_abs=gate.max_abs, rms=None, scores={}, noise=None)
+    coarser = ROUNDOFF[dtype] / ROUNDOFF["float32"]
+    by_layer: dict[int, list[float]] = {}
+    for layer in (layer for one in found for layer in one.layers):
+        by_layer.setdefault(layer.layer, []).append(layer.noise or 0.0)
+    # Two scores are compared, each with its own error; and no score is known better than to its last digits.
+    scores = {
+        layer: 2 * gate.noise * coarser * _largest([*many, 2 * ROUNDOFF["float32"]])
+        for layer, many in by_layer.items()
+    }
+    noise = _largest([one.max_abs for one in noises])
+    return Allowance(
+        gate=gate,
+        max_abs=gate.noise * coarser * noise,
+        rms=gate.noise_rms * coarser * _largest([one.rms for one in noises]),
+        scores=scores,
+        noise=noise,
+    )
+
+
+def _largest(values: Sequence[float]) -> float:
+    """NaN as soon as one of them is not finite: a reference that overflows would otherwise allow everything."""
+    return float(np.max(values)) if np.isfinite(values).all() else float("nan")

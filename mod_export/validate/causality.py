@@ -1,0 +1,114 @@
+"""Whether the logits of a token depend on what comes after it: asked of the engine itself, as a black box.
+
+The end of a text is replaced, and the logits before the replaced part are compared. A model that generates one token
+at a time must not change them. Top-k over a whole sequence does, by construction: a later token can take the place of
+an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mod_export.artifacts import DType, ModelKind
+from mod_export.inputs import Batch
+from mod_export.protocols import Runner
+
+__all__ = ["CausalityRow", "cuts", "probe_causality"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalityRow:
+    """One row of the report's `causality`. `earliest_change` is a position, None where no logit moved."""
+
+    target: str
+    bucket: str
+    dtype: DType
+    model: ModelKind
+    suffixes: int
+    causal: bool
+    earliest_change: int | None
+    largest_change: float
+    statement: str
+
+
+def cuts(seq: int, count: int) -> list[int]:
+    """Where texts are cut: `count` positions spread over the sequence, the last token alone among them."""
+    return sorted({int(cut) for cut in np.linspace(max(1, seq // 4), seq - 1, count)}) if seq > 1 else []
+
+
+def probe_causality(
+    runner: Runner,
+    batch: Batch,
+    *,
+    vocab_size: int,
+    suffixes: int,
+    tolerance: float,
+    seed: int,
+    target: str,
+    bucket: str,
+    dtype: DType,
+    model: ModelKind,
+) -> CausalityRow:
+    """Replaces several endings of a batch of full rows by random tokens.
+
+    Args:
+        runner: the engine.
+        batch: full rows of the bucket.
+        vocab_size: of the model.
+        suffixes: endings to try; fewer where the bucket is short.
+        tolerance: change of a logit that rounding can explain, in the units of the logits.
+        seed: of the endings.
+        target: for the row, as the next three.
+        bucket: its name.
+        dtype: of the engine.
+        model: `mod` or `dense`.
+
+    Raises:
+        EngineError: the engine cannot be run.
+    """
+    rng = np.random.default_rng(seed)
+    base_BSV = _logits(runner, batch.ids_BS, batch.lengths_B)
+    tried: Sequence[int] = cuts(batch.ids_BS.shape[1], suffixes)
+    earliest: int | None = None
+    largest = 0.0
+    for cut in tried:
+        ids_BS = batch.ids_BS.copy()
+        # Adding 1 to V - 1 modulo V: every token of the ending is another one.
+        ids_BS[:, cut:] = (ids_BS[:, cut:] + rng.integers(1, vocab_size, ids_BS[:, cut:].shape)) % vocab_size
+        with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which is no causal answer either.
+            change_BC = np.abs(_logits(runner, ids_BS, batch.lengths_B)[:, :cut] - base_BSV[:, :cut]).max(-1)
+        largest = float(np.maximum(largest, change_BC.max()))
+        moved_C = ~(change_BC <= tolerance).all(0)
+        if moved_C.any():
+            position = int(moved_C.argmax())
+            earliest = position if earliest is None else min(earliest, position)
+    return CausalityRow(
+        target=target,
+        bucket=bucket,
+        dtype=dtype,
+        model=model,
+        suffixes=len(tried),
+        causal=earliest is None,
+        earliest_change=earliest,
+        largest_change=largest,
+        statement=_statement(earliest, len(tried), largest),
+    )
+
+
+def _statement(earliest: int | None, suffixes: int, largest: float) -> str:
+    if earliest is not None:
+        return (
+            f"must not be used for autoregressive sampling: changing the end of a text changed logits from position "
+            f"{earliest} on before the change, by up to {largest:.2g}; it scores whole texts"
+        )
+    if not suffixes:
+        return "not probed: with a single token there is nothing before a change; ask a longer bucket"
+    return f"no logit before the change moved in {suffixes} tries: nothing speaks against autoregressive sampling"
+
+
+def _logits(runner: Runner, ids_BS: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
+    feeds = {"input_ids": ids_BS, "lengths": lengths_B}
+    return runner.run({name: array for name, array in feeds.items() if name in runner.inputs}, ["logits"])["logits"]

@@ -1,0 +1,128 @@
+"""A fresh export of the model at hand: what every graph of the build folder must be, node by node.
+
+Exporting is deterministic: the same spec, bucket and versions give the same bytes, whatever the weights' values. So a
+graph that differs from a fresh export has been changed since, or was never made from this model, and if the change is
+too small to be seen in any output, it is seen here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from mod_export.artifacts import Graph
+from mod_export.engine import ENGINES
+from mod_export.errors import GraphError
+from mod_export.graph.capture import exported_from_module
+from mod_export.graph.files import graph_from_bytes, graph_from_file
+from mod_export.graph.onnx_export import onnx_from_exported
+from mod_export.graph.passes import PORTABLE, needs_rewrite, run_passes
+from mod_export.graph.places import module_of
+from mod_export.graph.weights import ONNX_DTYPES, WeightsFile, bind_weights, state_of
+from mod_export.validate.reference import Reference
+from mod_export.validate.structure import StructureRow, structure_row
+
+__all__ = ["FreshGraphs", "structure_of_export"]
+
+FRESH = ("what a fresh export gives",)
+SHOWN = 4
+
+
+class FreshGraphs:
+    """Fresh exports for one build folder, each portable graph made once."""
+
+    _made: dict[str, bytes] = {}  # noqa: RUF012 - shared on purpose: graphs without weights are small, making them is slow.
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def graph(self, graph: Graph, weights: str, reference: Reference) -> bytes:
+        """The graph as a build would write it now, with references to the weights files of the folder.
+
+        Args:
+            graph: which one.
+            weights: a weights file of its model, such as graphs/weights-float32.data.
+            reference: of its model.
+
+        Raises:
+            BuildError: it cannot be exported, or the weights files have no place for it.
+            BuildFolderError: a weights file is missing, or not one.
+        """
+        start = weights.rpartition("-")[0]
+        portable = self._portable(graph, f"{start}-float32.data", reference)
+        if graph.target is None or not needs_rewrite(ENGINES[graph.target].dialect, graph.dtype):
+            return portable
+        model = graph_from_bytes(portable)
+        self._bind(model, [f"{start}-float32.data"])
+        run_passes(model, ENGINES[graph.target].dialect, graph.dtype)
+        self._bind(model, [f"{start}-{dtype}.data" for dtype in sorted({graph.dtype, "float32"})])
+        return ir.to_proto(model).SerializeToString()
+
+    def _portable(self, graph: Graph, weights: str, reference: Reference) -> bytes:
+        places = WeightsFile.open(self._root / weights).entries
+        key = json.dumps([reference.loaded.spec, graph.model, graph.bucket.name, sorted(places.items())], default=str)
+        if key not in self._made:
+            program = exported_from_module(reference.module, graph.bucket, graph.model)
+            routed = [layer for layer, k in graph.k_by_layer.items() if k]
+            model = onnx_from_exported(program, state_of(reference.module), routed)
+            run_passes(model, PORTABLE, "float32")
+            self._bind(model, [weights])
+            self._made[key] = ir.to_proto(model).SerializeToString()
+        return self._made[key]
+
+    def _bind(self, model: ir.Model, weights: list[str]) -> None:
+        files = [WeightsFile.open(self._root / path) for path in weights]
+        of_dtype = {ONNX_DTYPES[next(iter(file.entries.values()))[0]]: file for file in files if file.entries}
+        bind_weights(model, of_dtype, self._root / "graphs")
+
+
+def structure_of_export(root: Path, path: str, fresh: bytes) -> StructureRow:
+    """Whether an ONNX file is what a fresh export of its model gives, byte for byte or at least node by node.
+
+    Args:
+        root: the build folder.
+        path: of the file.
+        fresh: from `FreshGraphs`.
+    """
+    file = root / path
+    if file.is_file() and file.read_bytes() == fresh:
+        return structure_row(path, FRESH, [])
+    try:
+        found, expected = (_entries(ir.to_proto(one)) for one in (graph_from_file(file), graph_from_bytes(fresh)))
+    except GraphError as error:
+        return structure_row(path, FRESH, [str(error)])
+    reasons = [f"not what a fresh export gives: {difference}" for difference in _differences(found, expected)]
+    return structure_row(path, FRESH, reasons)
+
+
+def _entries(proto: onnx.ModelProto) -> dict[str, tuple[str, ir.Node | None]]:
+    """Everything a graph holds: where -> (what it is, the node if it is one)."""
+    model = ir.from_proto(proto)
+    entries: dict[str, tuple[str, ir.Node | None]] = {"opset": (str(dict(model.opset_imports)), None)}
+    for value in (*proto.graph.input, *proto.graph.output):
+        entries[f"input or output {value.name}"] = (value.SerializeToString(deterministic=True).hex(), None)
+    for tensor in proto.graph.initializer:
+        entries[f"initializer {tensor.name}"] = (tensor.SerializeToString(deterministic=True).hex(), None)
+    for node, written in zip(model.graph, proto.graph.node, strict=True):
+        written.ClearField("metadata_props")
+        entries[f"node {node.name or node.op_type}"] = (written.SerializeToString(deterministic=True).hex(), node)
+    return entries
+
+
+def _differences(
+    found: Mapping[str, tuple[str, ir.Node | None]], expected: Mapping[str, tuple[str, ir.Node | None]]
+) -> list[str]:
+    """The first few entries that one graph has and the other has not, or has differently."""
+    listed = []
+    for name in dict.fromkeys((*found, *expected)):
+        if found.get(name, ("",))[0] == expected.get(name, ("",))[0]:
+            continue
+        what = "added" if name not in expected else "missing" if name not in found else "changed"
+        node = (found.get(name) or expected[name])[1]
+        listed.append(f"{name} {what}" + (f" in {module_of(node)}" if node is not None else ""))
+    more = [f"and {len(listed) - SHOWN} more differences"] if len(listed) > SHOWN else []
+    return listed[:SHOWN] + more

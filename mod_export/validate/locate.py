@@ -1,0 +1,213 @@
+"""Where a candidate that failed parts from what it should be: the layer, and in a graph the operator.
+
+An ONNX file is compared with a fresh export of the same model, value by value, on the same kernels without any
+optimisation: what is the same graph gives the same bits, so the first value that differs at all is where the fault is,
+however small. An engine that shows no values inside is asked by depth: the layers above a depth are silenced by zero
+weights, in the engine and in the reference, and bisection finds the layer with which the fault appears.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from mod_export.artifacts import Engine
+from mod_export.config import BuildConfig
+from mod_export.engine import ENGINES
+from mod_export.engine.ort import CPU, OrtRunner, session_from_onnx
+from mod_export.graph.files import graph_from_bytes, graph_from_file
+from mod_export.graph.places import module_of, numbered_layer
+from mod_export.inputs import Batch
+from mod_export.protocols import LoadedModel
+from mod_export.validate.parity import compare_runner
+from mod_export.validate.reference import Reference
+from mod_export.validate.rows import judge
+
+__all__ = ["LocatedRow", "locate_by_depth", "locate_in_graph"]
+
+AT_ONCE = 64
+"""Values that are held in memory together while graphs are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocatedRow:
+    """`located` of a parity row: layer (or module), operator, kind of input, largest difference there, allowed one."""
+
+    layer: str
+    operator: str | None
+    input: str
+    error: float | None
+    allowed: float | None
+
+    def __str__(self) -> str:
+        at = f", {self.operator}" if self.operator else ""
+        by = (
+            ""
+            if self.error is None
+            else f": differs by {self.error:.3g} from a fresh export, which should give the same bits"
+        )
+        return f"parts first in {self.layer}{at}{by}"
+
+
+def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch]) -> LocatedRow | None:
+    """Compares an ONNX file of the build folder with a fresh export, on the batches in turn until one tells them apart.
+
+    Args:
+        root: the build folder.
+        path: of the file.
+        fresh: what it is meant to be, from `FreshGraphs`.
+        batches: what failed first.
+
+    Returns:
+        The first difference; None where both give the same bits everywhere, so that the fault is not in the graph.
+
+    Raises:
+        BuildError: one of the two cannot be made or run.
+    """
+    candidate, expected_graph = graph_from_file(root / path), graph_from_bytes(fresh)
+    names = _shared_values(candidate, expected_graph)
+    ours_by, theirs_by = _producers(candidate), _producers(expected_graph)
+    with _opened(candidate, root, names) as ours, _opened(expected_graph, root, names) as theirs:
+        for batch in batches:
+            feeds = {name: array for name, array in batch.feeds.items() if name in ours.inputs}
+            for start in range(0, len(names), AT_ONCE):
+                chunk = names[start : start + AT_ONCE]
+                found, expected = ours.run(feeds, chunk), theirs.run(feeds, chunk)
+                for name in chunk:
+                    if not np.array_equal(found[name], expected[name], equal_nan=True):
+                        rewired, module = _rewired(ours_by[name], theirs_by[name], theirs_by)
+                        operator = ", which ".join(filter(None, (_operator(ours_by[name]), rewired)))
+                        error = _largest(found[name], expected[name])
+                        return LocatedRow(layer=module, operator=operator, input=batch.kind, error=error, allowed=0.0)
+    return None
+
+
+def _shared_values(candidate: ir.Model, fresh: ir.Model) -> list[str]:
+    """Names that both graphs compute, in the candidate's order; a changed shape or dtype counts as a difference too."""
+    theirs = _producers(fresh)
+    return [name for name in _producers(candidate) if name in theirs]
+
+
+def _producers(model: ir.Model) -> dict[str, ir.Node]:
+    """Name of a value whose type the graph states -> the node that computes it."""
+    return {
+        value.name: node for node in model.graph for value in node.outputs if value.name and value.dtype is not None
+    }
+
+
+def _rewired(ours: ir.Node, theirs: ir.Node, known: Collection[str]) -> tuple[str, str]:
+    """What a node reads in place of what it should read: in words, and the module to blame; empty when it does not.
+
+    A node that reads another value of the sound graph leaves out whatever made the right one. A value that the sound
+    graph does not have is the node's own fault.
+    """
+    for found, expected in zip(ours.inputs, theirs.inputs, strict=False):
+        if found is None or expected is None or found.name == expected.name:
+            continue
+        producer = expected.producer()
+        blamed = module_of(producer if producer is not None and found.name in known else theirs)
+        return f"reads {_described(found)} in place of {_described(expected)}", blamed
+    return "", module_of(theirs)
+
+
+def _described(value: ir.Value) -> str:
+    producer = value.producer()
+    return f"{value.name} ({module_of(producer)})" if producer is not None else str(value.name)
+
+
+class _opened:  # noqa: N801 - reads as the context manager that it is.
+    """A graph with these values as its outputs, on ONNX Runtime's CPU kernels as they stand, nothing fused."""
+
+    def __init__(self, model: ir.Model, root: Path, names: Sequence[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        by_name = {value.name: value for node in model.graph for value in node.outputs}
+        model.graph.outputs[:] = [by_name[name] for name in names]
+        path = Path(self._folder.name) / "values.onnx"
+        path.write_bytes(ir.to_proto(model).SerializeToString())
+        self._path, self._weights = path, root / "graphs"
+
+    def __enter__(self) -> OrtRunner:
+        session = session_from_onnx(self._path, self._weights, [CPU], 1, {}, optimized=False)
+        return OrtRunner(session, "values of a graph", 1)
+
+    def __exit__(self, *exc: object) -> None:
+        self._folder.cleanup()
+
+
+def _operator(node: ir.Node) -> str:
+    return f"{node.op_type} {node.name}"
+
+
+def _largest(found: np.ndarray, expected: np.ndarray) -> float | None:
+    if found.shape != expected.shape:
+        return None
+    with np.errstate(invalid="ignore"):
+        return float(np.abs(found.astype(np.float64) - expected.astype(np.float64)).max())
+
+
+def locate_by_depth(
+    root: Path, engine: Engine, reference: Reference, batches: Sequence[Batch], config: BuildConfig
+) -> LocatedRow | None:
+    """Finds the layer by silencing those above it.
+
+    None where the engine holds its own weights, or where these inputs do not show the fault.
+
+    Raises:
+        BuildError: the engine does not take other weights, or cannot be run.
+    """
+    layers = _layers(reference.loaded)
+    if engine.weights is None or not layers:
+        return None
+    low, high = 0, len(layers)
+    if not _fails(root, engine, reference, batches, config, []):
+        return None
+    if _fails(root, engine, reference, batches, config, layers):
+        where = "the model outside its layers, or the same in all of them"
+        return LocatedRow(layer=where, operator=None, input=batches[0].kind, error=None, allowed=None)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fails(root, engine, reference, batches, config, layers[middle:]):
+            high = middle
+        else:
+            low = middle
+    return LocatedRow(layer=layers[low], operator=None, input=batches[0].kind, error=None, allowed=None)
+
+
+def _fails(
+    root: Path,
+    engine: Engine,
+    reference: Reference,
+    batches: Sequence[Batch],
+    config: BuildConfig,
+    silenced: Sequence[str],
+) -> bool:
+    zeros = dict(_silence(reference.loaded, silenced))
+    module = copy.deepcopy(reference.module)
+    parameters = dict(module.named_parameters())
+    for name in zeros:
+        parameters[name].data.zero_()
+    with ENGINES[engine.target].load(root, engine, config, zeros) as runner:
+        found = compare_runner(runner, Reference(reference.loaded, module), batches)
+    gate = config.parity.gate(engine.dtype)
+    row = judge(found, gate, target=engine.target, bucket=engine.bucket, dtype=engine.dtype, model=engine.model)
+    return not row.passed
+
+
+def _layers(loaded: LoadedModel) -> list[str]:
+    """Module paths of the layers, in their order."""
+    found = {numbered_layer(name) for name in loaded.weights}
+    return [name for _, name in sorted(one for one in found if one is not None)]
+
+
+def _silence(loaded: LoadedModel, layers: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Zeros for the weights of these layers. Their scores are then all equal, and go to the first tokens everywhere."""
+    for name, tensor in loaded.weights.items():
+        layer = numbered_layer(name)
+        if layer is not None and layer[1] in layers:
+            yield name, np.zeros(tuple(tensor.shape), np.float32)

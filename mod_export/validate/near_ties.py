@@ -1,0 +1,68 @@
+"""Rows on which a router that is a little less precise than it should be takes other tokens.
+
+Among a few dozen random rows, those are kept in which the scores at rank k and k + 1 are closest in some layer: close
+enough for the rounding of a shorter float to swap them, and too far apart for that of float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mod_export.artifacts import Bucket
+from mod_export.inputs import Batch
+from mod_export.validate.reference import Reference
+
+__all__ = ["near_tie_batches"]
+
+MOST_TOKENS = 2**14
+MOST_ROWS = 256
+MOST_BATCHES = 4
+FAR = 2.0**-17
+"""A hundred times the unit roundoff of float32: margins below it can be swapped by rounding alone."""
+
+
+def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Batch]:
+    """Batches of the rows with the smallest margins of each layer; none for a model that routes nothing here.
+
+    Costs one run of the reference for up to MOST_TOKENS tokens.
+    """
+    rng = np.random.default_rng(seed)
+    runs = max(2, min(MOST_ROWS, MOST_TOKENS // bucket.seq) // bucket.batch)
+    full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
+    rows: list[np.ndarray] = []
+    margins: dict[int, list[float]] = {}
+    for _ in range(runs):
+        ids_BS = rng.integers(0, reference.loaded.vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
+        traced = reference.free(Batch("near_ties", ids_BS, full_B))
+        rows += list(ids_BS)
+        for layer, index_BK in traced.routed.items():
+            margins.setdefault(layer, []).extend(_margins(traced.scores[layer], index_BK.shape[1]))
+    best: dict[int, None] = {}
+    for rank in range(len(rows)):
+        for found in margins.values():
+            best.setdefault(int(np.argsort(found)[rank]), None)
+    # Several rows for each layer, because a swap is likely and not certain even where it can happen.
+    count = min(MOST_BATCHES, runs // 2) if margins else 0
+    chosen = [rows[index] for index in best]
+    return [
+        Batch("near_ties", np.stack(chosen[i * bucket.batch : (i + 1) * bucket.batch]), full_B) for i in range(count)
+    ]
+
+
+def _margins(score_BS: np.ndarray, k: int) -> list[float]:
+    """(k-th score - next score) / |k-th score| of each row; infinite where a coarser float would not swap the two.
+
+    Rounding keeps the order of scores or makes them equal, and equal scores go to the earlier token. So only a token
+    that is left out and stands before the k-th one tells a coarse router from an exact one.
+    """
+    if k >= score_BS.shape[1]:
+        return [np.inf] * len(score_BS)
+    score_BS = score_BS.astype(np.float64)
+    order_BS = np.argsort(-score_BS, axis=1, kind="stable")
+    ordered_BS = np.take_along_axis(score_BS, order_BS, axis=1)
+    rms_B = np.sqrt(np.mean(score_BS**2, axis=1))
+    gap_B = ordered_BS[:, k - 1] - ordered_BS[:, k]
+    told_B = (gap_B > FAR * rms_B) & (order_BS[:, k] < order_BS[:, k - 1])
+    # The distance between neighbouring floats grows with their size.
+    size_B = np.maximum(np.abs(ordered_BS[:, k - 1]), FAR * rms_B)
+    return [float(gap / size) if told else np.inf for gap, size, told in zip(gap_B, size_B, told_B, strict=True)]

@@ -1,0 +1,186 @@
+"""What files say without being run: every weight is the checkpoint's, every shape is what the spec says.
+
+One element of one weight can be wrong by a percent and move no logit by more than rounding. So weights are not judged
+by what they do but by what they are: each tensor's bytes against the fingerprint that was taken of the checkpoint's own
+tensor when the folder was built, and each graph's references against the place of the tensor in that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from mod_export.artifacts import DType, Graph
+from mod_export.engine import ENGINES
+from mod_export.errors import BuildError, BuildFolderError, GraphError
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.digests import digests_of_file
+from mod_export.graph.files import graph_from_file
+from mod_export.graph.nodes import is_standard, static_shape
+from mod_export.graph.passes import PORTABLE
+from mod_export.graph.places import place_of
+from mod_export.graph.weights import ONNX_DTYPES, WeightsFile
+from mod_export.workspace import changed_file
+
+__all__ = ["StructureRow", "structure_of_file", "structure_of_graph", "structure_of_weights"]
+
+FLOATS: dict[DType, ir.DataType] = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+}
+SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructureRow:
+    """One row of the report's `structure`: what was looked at in one file, and what was wrong."""
+
+    path: str
+    checked: tuple[str, ...]
+    passed: bool
+    reasons: tuple[str, ...]
+
+
+def structure_of_file(root: Path, path: str, entry: Mapping[str, object]) -> StructureRow:
+    """Whether a file is the one that was built.
+
+    Args:
+        root: the build folder.
+        path: relative to it.
+        entry: {bytes, sha256} of the manifest.
+    """
+    problem = changed_file(root, path, entry)
+    return structure_row(path, ("the bytes that were built",), [problem] if problem else [])
+
+
+def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> StructureRow:
+    """Every tensor of a weights file against its fingerprint.
+
+    Args:
+        root: the build folder.
+        path: relative to it.
+        expected: name -> SHA-256 of the checkpoint's tensor in the file's dtype, taken before the file was written.
+    """
+    try:
+        found = digests_of_file(root / path)
+    except BuildFolderError as error:
+        return structure_row(path, ("tensors",), [str(error)])
+    wrong = [name for name, digest in expected.items() if name in found and found[name] != digest]
+    missing = [name for name in expected if name not in found]
+    more = [name for name in found if name not in expected]
+    reasons = [
+        f"{_listed(names)}: {what}"
+        for names, what in (
+            (wrong, "not the checkpoint's values"),
+            (missing, "missing"),
+            (more, "not a tensor of the checkpoint"),
+        )
+        if names
+    ]
+    return structure_row(path, (f"{len(expected)} tensors are the checkpoint's, bit for bit",), reasons)
+
+
+def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int) -> StructureRow:
+    """Weights, outputs, operators and precision of an ONNX file.
+
+    Args:
+        root: the build folder.
+        path: of the file: `graph.path`, or an engine that is such a graph.
+        graph: what it is meant to be.
+        vocab_size: of the model.
+    """
+    try:
+        model = graph_from_file(root / path)
+        reasons = [
+            *_outputs(model, graph, vocab_size),
+            *_references(model, root, graph.dtype),
+            *_precision(model, graph.dtype),
+            *_operators(model, graph),
+        ]
+    except (GraphError, BuildFolderError) as error:
+        reasons = [str(error)]
+    checked = ("outputs", "every weight is a reference to the checkpoint's tensor", "operators", "precision")
+    return structure_row(path, checked, list(dict.fromkeys(reasons)))
+
+
+def _outputs(model: ir.Model, graph: Graph, vocab_size: int) -> Iterator[str]:
+    B, S = graph.bucket.batch, graph.bucket.seq
+    expected = {"logits": (B, S, vocab_size)} | {f"routed_{i}": (B, k) for i, k in graph.k_by_layer.items() if k}
+    found = {value.name: static_shape(value) for value in model.graph.outputs}
+    for name, shape in expected.items():
+        if name not in found:
+            yield f"no output {name}"
+        elif found[name] != shape:
+            yield f"output {name} has shape {found[name]}, expected {shape}"
+    yield from (f"output {name} is not one of this model" for name in found if name not in expected)
+
+
+def _references(model: ir.Model, root: Path, dtype: DType) -> Iterator[str]:
+    """Every initializer that has the name of a weight must be a reference to that very tensor."""
+    names = {str(tensor.location) for tensor in map(_external, model.graph.initializers.values()) if tensor is not None}
+    files = {name: WeightsFile.open(root / "graphs" / name) for name in sorted(names)}
+    tensors = {name: (file.name, *entry) for file in files.values() for name, entry in file.entries.items()}
+    for name, value in model.graph.initializers.items():
+        shape = static_shape(value)
+        tensor = _external(value)
+        if tensor is None:
+            if name in tensors:
+                yield f"{name}: a value of its own in the graph instead of the shared weights"
+            continue
+        entry = files[str(tensor.location)].entries.get(name)
+        if entry is None:
+            yield f"{name}: refers to {tensor.location}, which has no tensor of this name"
+            continue
+        stored, stored_shape, offset, length = entry
+        if (tensor.offset, tensor.length) != (offset, length):
+            other = next(
+                (n for n, e in files[str(tensor.location)].entries.items() if e[2] == tensor.offset), "other bytes"
+            )
+            yield f"{name}: refers to {other} in {tensor.location}"
+        elif (ONNX_DTYPES.get(stored), stored_shape) != (value.dtype, shape):
+            yield f"{name}: is {value.dtype} {shape} in the graph and {stored} {stored_shape} in {tensor.location}"
+
+
+def _external(value: ir.Value) -> ir.ExternalTensor | None:
+    return value.const_value if isinstance(value.const_value, ir.ExternalTensor) else None
+
+
+def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
+    """No float of another width than the graph's and float32; and scores are compared in float32."""
+    allowed = {ir.DataType.FLOAT, FLOATS[dtype]}
+    for node in model.graph:
+        made = {value.dtype for value in node.outputs if value.dtype is not None}
+        if is_standard(node, "Cast"):
+            made.add(ir.DataType(node.attributes.get_int("to", 0)))
+        wrong = {one for one in made if one.is_floating_point()} - allowed
+        if wrong:
+            listed = _listed(sorted(map(str, wrong)))
+            yield f"{place_of(node)}: {node.op_type} computes in {listed}, this graph is {dtype}"
+        if is_standard(node, "TopK") and _is_coarse(node.inputs[0]):
+            yield f"{place_of(node)}: TopK compares {node.inputs[0].dtype} scores, expected float32"  # type: ignore[union-attr]
+
+
+def _is_coarse(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
+    dialect = PORTABLE if graph.target is None else ENGINES[graph.target].dialect
+    try:
+        check_dialect(model, dialect, graph.dtype)
+    except BuildError as error:
+        return str(error).splitlines()
+    return []
+
+
+def structure_row(path: str, checked: tuple[str, ...], reasons: Sequence[str]) -> StructureRow:
+    return StructureRow(path=path, checked=checked, passed=not reasons, reasons=tuple(reasons))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from comparisons import GATE, GOOD, LAYER, with_noise
+
+from mod_export.artifacts import DTYPES, DType
+from mod_export.validate.allowance import ROUNDOFF, allowance
+
+
+def test_without_a_float64_run_the_fixed_tolerances_hold() -> None:
+    found = allowance([GOOD], GATE, "float32")
+    assert (found.max_abs, found.rms, found.noise) == (GATE.max_abs, None, None)
+    assert found.score_bound(3) == found.score_bound(99) == GATE.near_tie
+    assert found.next_token_slack == 0.0
+
+
+def test_one_input_without_a_float64_run_is_enough_to_fall_back() -> None:
+    assert allowance([with_noise(1e-5), GOOD], GATE, "float32").max_abs == GATE.max_abs
+
+
+def test_nothing_compared() -> None:
+    assert allowance([], GATE, "float32").max_abs == GATE.max_abs
+
+
+def test_rounding_is_pooled_over_the_inputs_and_scaled_by_the_gates() -> None:
+    found = allowance([with_noise(1e-6), with_noise(3e-6), with_noise(2e-6)], GATE, "float32")
+    assert found.noise == 3e-6
+    assert found.max_abs == pytest.approx(16 * 3e-6)
+    assert found.rms == pytest.approx(4 * 3e-6)
+    assert found.next_token_slack == pytest.approx(2 * 16 * 3e-6)
+
+
+def test_each_layer_has_the_bound_of_its_own_scores() -> None:
+    layers = (replace(LAYER, layer=1, noise=1e-6), replace(LAYER, layer=3, noise=5e-6))
+    worse = (replace(LAYER, layer=1, noise=2e-6), replace(LAYER, layer=3, noise=4e-6))
+    noisy = with_noise(1e-6)
+    found = allowance([replace(noisy, layers=layers), replace(noisy, layers=worse)], GATE, "float32")
+    assert found.score_bound(1) == pytest.approx(2 * 16 * 2e-6)
+    assert found.score_bound(3) == pytest.approx(2 * 16 * 5e-6)
+    assert found.score_bound(2) == GATE.near_tie
+
+
+def test_no_score_is_known_better_than_to_its_last_digits() -> None:
+    """A linear router over a single feature rounds nothing, and its scores are float32 all the same."""
+    found = allowance([with_noise(1e-6, scores=0.0)], GATE, "float32")
+    assert found.score_bound(3) == 2 * 16 * 2 * ROUNDOFF["float32"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shorter_floats_round_in_proportion_to_their_unit(dtype: DType) -> None:
+    coarser = {"float32": 1, "float16": 2**13, "bfloat16": 2**16}[dtype]
+    exact, found = (allowance([with_noise(1e-6, scores=1e-6)], GATE, one) for one in ("float32", dtype))
+    assert found.max_abs == coarser * exact.max_abs
+    assert found.rms == pytest.approx(coarser * 4e-6)
+    assert found.score_bound(3) == coarser * exact.score_bound(3)
+    # Which token is the most probable is asked of the reference's own float32 logits.
+    assert found.next_token_slack == exact.next_token_slack
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reference_that_is_not_finite_allows_nothing(bad: float, order: int) -> None:
+    found = allowance([with_noise(1e-6, 1e-6), with_noise(bad, bad)][::order], GATE, "float32")
+    assert math.isnan(found.max_abs)
+    assert found.rms is not None
+    assert math.isnan(found.rms)
+    assert math.isnan(found.score_bound(3))

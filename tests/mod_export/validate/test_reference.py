@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from mod_export.inputs import Batch
+from mod_export.validate import reference as reference_module
+from mod_export.validate.reference import Reference
+from mod_models.architecture import LoadedTransformer
+
+
+def test_a_run_is_plain_arrays(reference: Reference, batches: list[Batch]) -> None:
+    traced = reference.free(batches[0])
+    assert traced.logits_BSV.shape == (2, 16, 256)
+    assert traced.logits_BSV.dtype == np.float32
+    assert {layer: (found.shape, found.dtype) for layer, found in traced.routed.items()} == dict.fromkeys(
+        (0, 1), ((2, 4), np.dtype(np.int64))
+    )
+    assert {found.dtype for found in traced.scores.values()} == {np.dtype(np.float32)}
+
+
+def test_runs_are_kept_by_content(loaded: LoadedTransformer, batches: list[Batch]) -> None:
+    kept, one = Reference(loaded), batches[0]
+    again = Batch("another", one.ids_BS.copy(), one.lengths_B.copy())
+    assert kept.free(one) is kept.free(again)
+    assert kept.free(Batch(one.kind, one.ids_BS, one.lengths_B - 1)) is not kept.free(one)
+    routing = {1: np.tile(np.arange(4), (2, 1))}
+    assert kept.forced(one, routing) is kept.forced(again, copy.deepcopy(routing))
+    assert kept.forced(one, routing) is not kept.free(one)
+    assert kept.forced(one, {0: routing[1]}) is not kept.forced(one, routing)
+    assert kept.exact(one, routing) is not kept.forced(one, routing)
+
+
+def test_no_more_runs_are_kept_than_there_is_room_for(
+    loaded: LoadedTransformer, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_module, "KEPT_BYTES", 0)
+    bounded = Reference(loaded)
+    first, second = bounded.free(batches[0]), bounded.free(batches[0])
+    assert first is not second
+    np.testing.assert_array_equal(first.logits_BSV, second.logits_BSV)
+
+
+def test_a_forced_reference_routes_what_it_is_told(reference: Reference, batches: list[Batch]) -> None:
+    free = reference.free(batches[0])
+    forced = reference.forced(batches[0], {1: np.tile(np.arange(4), (2, 1))})
+    assert forced.routed[1].tolist() == [[0, 1, 2, 3]] * 2
+    np.testing.assert_array_equal(forced.routed[0], free.routed[0])
+    np.testing.assert_array_equal(forced.scores[0], free.scores[0])
+    assert not np.array_equal(forced.logits_BSV, free.logits_BSV)
+
+
+def test_float64_says_what_float32_rounds_away(reference: Reference, batches: list[Batch]) -> None:
+    for batch in batches:
+        free = reference.free(batch)
+        exact = reference.exact(batch, free.routed)
+        assert exact is not None
+        assert exact.logits_BSV.dtype == exact.scores[0].dtype == np.float64
+        error = np.abs(exact.logits_BSV - free.logits_BSV)[batch.real_BS]
+        assert 1e-8 < error.max() < 1e-5
+        for layer, score_BS in free.scores.items():
+            np.testing.assert_array_equal(exact.routed[layer], free.routed[layer])
+            # Computed in float64, and not cast to it.
+            assert np.any(exact.scores[layer].astype(np.float32).astype(np.float64) != exact.scores[layer])
+            np.testing.assert_allclose(exact.scores[layer][batch.real_BS], score_BS[batch.real_BS], atol=1e-5)
+
+
+def test_the_float32_model_stays_what_it_is(loaded: LoadedTransformer, batches: list[Batch]) -> None:
+    used = Reference(loaded)
+    before = used.free(batches[0]).logits_BSV
+    used.exact(batches[0], {})
+    assert {parameter.dtype for parameter in used.module.parameters()} == {torch.float32}
+    np.testing.assert_array_equal(Reference(loaded, used.module).free(batches[0]).logits_BSV, before)
+
+
+def test_no_float64_where_the_model_does_not_fit_twice(
+    loaded: LoadedTransformer, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How much memory is free is the environment.
+    memory = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert Reference(loaded).exact(batches[0], {}) is None
+
+
+def test_what_was_found_out_is_remembered_by_name(loaded: LoadedTransformer) -> None:
+    remembers, asked = Reference(loaded), []
+
+    def find() -> str:
+        asked.append(1)
+        return f"answer {len(asked)}"
+
+    assert [remembers.remembered(name, find) for name in ("one", "one", "other")] == ["answer 1", "answer 1", "answer 2"]
+    assert Reference(loaded).remembered("one", find) == "answer 3"
+
+
+def test_a_module_of_ones_own(reference: Reference, batches: list[Batch]) -> None:
+    changed = copy.deepcopy(reference.module)
+    dict(changed.named_parameters())["layers.0.mlp.down_proj.weight"].data.zero_()
+    other = Reference(reference.loaded, changed)
+    assert other.module is changed
+    assert not np.array_equal(other.free(batches[0]).logits_BSV, reference.free(batches[0]).logits_BSV)
+    exact = other.exact(batches[0], other.free(batches[0]).routed)
+    assert exact is not None
+    np.testing.assert_allclose(
+        exact.logits_BSV[batches[0].real_BS], other.free(batches[0]).logits_BSV[batches[0].real_BS], atol=1e-5
+    )

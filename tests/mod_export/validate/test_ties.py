@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import lively_checkpoint, make_spec
+
+from mod_export.config import BuildConfig
+from mod_export.inputs import Batch
+from mod_export.validate.candidates import Candidate
+from mod_export.validate.ties import ties_of_runs, zeroed_routers
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import Checkpoint
+
+BATCH = Batch("padded", np.zeros((2, 6), np.int64), np.array([6, 2]))
+
+
+@pytest.mark.parametrize("router", ["linear", "linear_bias", "mlp"])
+def test_a_router_of_zeros_scores_all_tokens_alike(router: str) -> None:
+    spec = make_spec(router=router)
+    loaded = LoadedTransformer(lively_checkpoint(spec))
+    zeros = zeroed_routers(loaded)
+    assert zeros
+    assert all(name in loaded.weights for name in zeros)
+    assert {tuple(array.shape) for array in zeros.values()} == {tuple(loaded.weights[name].shape) for name in zeros}
+    weights = {name: tensor * (name not in zeros) for name, tensor in loaded.weights.items()}
+    silenced = LoadedTransformer(Checkpoint(spec=spec, weights=weights))
+    ids_BS = torch.arange(16)[None].expand(2, -1)
+    _, decided = silenced.trace(silenced.module(), ids_BS, torch.tensor([16, 9]), None)
+    for routing in decided.values():
+        assert routing.score_BS.unique().numel() == 1
+
+
+def test_a_dense_model_has_no_router() -> None:
+    assert zeroed_routers(LoadedTransformer(lively_checkpoint(make_spec())).dense()) == {}
+
+
+def test_the_first_real_tokens_of_each_row() -> None:
+    # The second row has two real tokens; what stands in its third place is padding, whichever.
+    assert ties_of_runs([{"logits": np.ones(3), "routed_1": np.array([[0, 1, 2], [0, 1, 5]])}], [BATCH]) == []
+
+
+@pytest.mark.parametrize(
+    ("routed", "wrong"), [([[0, 1, 3], [0, 1, 2]], 1), ([[3, 4, 5], [0, 1, 2]], 3), ([[0, 1, 2], [0, 2, 3]], 1)]
+)
+def test_places_that_go_to_somebody_else_are_counted(routed: list[list[int]], wrong: int) -> None:
+    assert ties_of_runs([{"routed_7": np.array(routed)}], [BATCH]) == [
+        f"padded: layer 7 routing: {wrong} places do not go to the earlier of tokens with equal scores"
+    ]
+
+
+def test_the_same_is_said_once() -> None:
+    found = {"routed_7": np.array([[1, 2, 3], [0, 1, 2]])}
+    assert len(ties_of_runs([found, found], [BATCH, BATCH])) == 1
+
+
+def test_an_engine_with_equal_scores(
+    folder: Path, candidate: Candidate, config: BuildConfig, loaded: LoadedTransformer, batches: list[Batch]
+) -> None:
+    with candidate.open(folder, config, zeroed_routers(loaded)) as runner:
+        outputs = [runner.run(batch.feeds) for batch in batches]
+    assert ties_of_runs(outputs, batches) == []
+    with candidate.open(folder, config) as runner:
+        assert ties_of_runs([runner.run(batches[0].feeds)], batches[:1])
