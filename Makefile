@@ -6,7 +6,7 @@ STAMP := .venv/installed
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo bench test check clean
+.PHONY: install demo bench test check schema clean
 
 install: $(STAMP)
 
@@ -25,6 +25,9 @@ demo: install
 bench: demo
 	$(BIN)/mod-export bench build/demo-timed
 
+faults: install
+	$(BIN)/python tests/faults/rates.py
+
 test: install
 	$(BIN)/pytest --numprocesses 2 --dist worksteal --cov --cov-report=
 	$(BIN)/coverage report --fail-under=90
@@ -35,6 +38,9 @@ check: install
 	mkdir -p build/types && ln -sfn ../../models build/types/mod_models
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+schema: install
+	$(BIN)/python -m mod_export.report.json_schema > docs/report.schema.json
 
 clean:
 	rm -rf build .venv

@@ -153,19 +153,69 @@ def _build(
 
 
 @cli.command()
+@click.argument("model", type=PATH)
+@click.option("--capacity", "capacities", metavar="C,...", multiple=True, help="Default: the model's own.")
+@click.option("--seq", "seqs", metavar="S,...", multiple=True, help="Lengths; default: the configuration's.")
+@click.option("--batch", "batches", metavar="B,...", multiple=True, help="Default: the configuration's.")
+@click.option("--target", "targets", metavar="T,...", multiple=True, help="Default: the first that can run here.")
+@config_option
+@click.option("-o", "--out", metavar="DIR", type=PATH, help="Folder of the sweep; default build/NAME-sweep.")
+@click.option("--ray", "ray_address", metavar="ADDRESS", help="Spread the cells over this Ray cluster.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
+@verbose_option
+@_command
+def sweep(
+    model: Path,
+    capacities: Sequence[str],
+    seqs: Sequence[str],
+    batches: Sequence[str],
+    targets: Sequence[str],
+    config_file: Path | None,
+    out: Path | None,
+    ray_address: str | None,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    """Build and measure MODEL over a grid: break-even, which k to take, speed against quality."""
+    from rich.console import Console
+
+    from mod_export.model import look_at_checkpoint
+
+    config = _config(config_file, ())
+    look_at_checkpoint(model)
+
+    from mod_export.sweep.grid import Asked
+    from mod_export.sweep.run import exit_code_of
+    from mod_export.sweep.run import sweep as run
+    from mod_export.sweep.text import SweepProgress, render_text
+
+    folder = out or Path("build") / f"{model.resolve().name.removesuffix('.pt') or 'model'}-sweep"
+    asked = Asked(capacities=capacities, seqs=seqs, batches=batches, targets=targets)
+    progress = SweepProgress(Console(stderr=True), -1 if quiet else int(verbose), str(folder))
+    report = run(model, config, folder, asked, ray_address, progress, " ".join(["mod-export", *sys.argv[1:]]))
+    click.echo(render_text(report, str(folder)), nl=False)
+    return exit_code_of(report)
+
+
+@cli.command()
 @folder_argument
 @target_option
 @config_option
+@click.option(
+    "--model", "checkpoint", metavar="MODEL", type=PATH, help="Compare with this checkpoint, not the folder's weights."
+)
 @verbose_option
 @_command
-def validate(folder: Path, targets: Sequence[str], config_file: Path | None, verbose: bool) -> int:
-    """Check parity of a build folder again, on this machine, without the checkpoint."""
-    from mod_export.folder import validate_folder
-    from mod_export.report.rows import render_parity
+def validate(
+    folder: Path, targets: Sequence[str], config_file: Path | None, checkpoint: Path | None, verbose: bool
+) -> int:
+    """Check a build folder again, on this machine: files, weights, parity and causality, without the checkpoint."""
+    from mod_export.report.validation import render_validation
+    from mod_export.revalidate import validate_folder
 
-    rows, verdict = validate_folder(folder, _config(config_file, ()) if config_file else None, targets)
-    click.echo(render_parity(rows, verdict), nl=False)
-    return 0 if verdict.status == "pass" else GATE_FAILED
+    found = validate_folder(folder, _config(config_file, ()) if config_file else None, targets, checkpoint)
+    click.echo(render_validation(found.structure, found.parity, found.causality, found.verdict), nl=False)
+    return 0 if found.verdict.status == "pass" else GATE_FAILED
 
 
 @cli.command()

@@ -23,6 +23,7 @@ from mod_export.errors import ConfigError
 
 __all__ = [
     "BuildConfig",
+    "CostOptions",
     "InductorOptions",
     "LatencyOptions",
     "OrtCpuOptions",
@@ -57,6 +58,7 @@ def _each_once(items: tuple[T, ...]) -> tuple[T, ...]:
 Names = Annotated[tuple[T, ...], AfterValidator(_each_once)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=1, le=100_000)]
+Samples = Annotated[int, Field(ge=5, le=100_000)]
 Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -115,15 +117,28 @@ class TargetOptions(_Section):
 
 
 class ParityGate(_Section):
-    """What a candidate must meet, against eager float32, for one dtype. Reasons: docs/numerics.md."""
+    """What a candidate must meet, against eager float32, for one dtype. Reasons: docs/numerics.md.
 
+    Rounding is measured on the model at hand: eager float32 against the same model in float64, on the same inputs and
+    routing. The gates `noise` and `noise_rms` are multiples of that, scaled to the dtype's unit roundoff. `max_abs` and
+    `near_tie` stand in for them where the model is too large for float64 on this machine.
+    """
+
+    noise: Tolerance
+    """Largest error of a logit and of a router score, as a multiple of the largest rounding error of the reference."""
+    noise_rms: Tolerance
+    """Root mean square of the errors of the logits, as a multiple of that of the reference's rounding errors."""
     max_abs: Tolerance
     """Largest absolute error of any real token's logits, given the same routing."""
     near_tie: Tolerance
     """A token may be routed differently when its score lies within this distance of the k-th one, as a share of the
     root mean square of the row's scores. Outside it a difference is a fault."""
     next_token_agreement: Share
-    """Smallest share of positions whose most probable next token is the same."""
+    """Smallest share of positions whose most probable next token is the same, or as probable as rounding can tell."""
+    max_kl: Tolerance
+    """Largest mean divergence of the next-token distribution from the reference's, in nats, of any input."""
+    max_perplexity_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    """Perplexity on held-out text over the reference's, or the reference's over it, whichever is larger."""
 
 
 class ParityOptions(_Section):
@@ -133,7 +148,11 @@ class ParityOptions(_Section):
     float16: ParityGate
     bfloat16: ParityGate
     batches_per_kind: Count = 1
-    """Batches of each kind of input (text, random, padded, ties) for every bucket."""
+    """Batches of each kind of input (text, random, padded, ties, near_ties) for every bucket."""
+    text_batches: Count = 4
+    """Least number of batches of held-out text: what perplexity is averaged over."""
+    suffixes: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Endings of a text that the causality probe tries."""
 
     def gate(self, dtype: DType) -> ParityGate:
         """The gate of one dtype."""
@@ -144,16 +163,43 @@ class ParityOptions(_Section):
 class LatencyOptions(_Section):
     """How latency is sampled and what speed-up the build must show."""
 
-    samples: Annotated[int, Field(ge=5, le=100_000)] = 30
-    """Interleaved samples of each of the two models."""
+    samples: Samples = 40
+    """Least number of interleaved samples of each of the two models; whole blocks of rounds are taken."""
+    max_samples: Samples = 640
+    """Most samples of each model: they are doubled until the comparison is settled. No more than `samples` if less."""
+    max_seconds: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 15.0
+    """Time for warming up and sampling one comparison, beyond which only what `warmup` and `samples` demand is run."""
     warmup: Count = 5
+    """Rounds of a window of the warm-up, which ends when two windows in a row have the same median."""
+    max_warmup: Count = 50
+    """Most rounds of a warm-up that does not become stable."""
+    warmup_tolerance: Share = 0.05
+    """How far two medians may lie apart and still be the same, as a share of the earlier."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 1
     """Threads of every CPU engine, the same for both models; 0 leaves the library's own choice. One is the default
     because it is what can be compared between machines and runs."""
     bootstrap: Annotated[int, Field(ge=100, le=100_000)] = 2000
-    """Resamples behind the 95 % interval of the ratio."""
+    """Resamples behind the intervals of the ratios."""
+    resolution: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.02
+    """The smallest speed-up worth a name, as a share: an interval that ends below 1 + resolution is `not faster`."""
+    precision: Share = 0.1
+    """Sampling goes on, within its budget, while the interval of the ratio is wider than this share of the ratio."""
+    disturbance: Share = 0.1
+    """What is off by more than this share is flagged: outliers among the samples, CPU time that other processes took,
+    a change of the CPU's clock."""
     min_speedup: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Gate: the measured ratio dense / MoD of every runnable target at the largest bucket. 0 means no gate."""
+    """Gate: what the interval of the ratio dense / MoD must reach as a whole, for every runnable target at the largest
+    bucket. 0 means no gate."""
+
+
+class CostOptions(_Section):
+    """How the cost model is held against measurements."""
+
+    profile_runs: Annotated[int, Field(ge=0, le=1000)] = 7
+    """Runs of each engine under its own profiler, after one that does not count; 0 profiles nothing. The fastest time
+    of each kernel counts."""
+    measure_again: bool = False
+    """Measures this machine's roofline anew instead of taking it from the cache."""
 
 
 class BuildConfig(_Section):
@@ -167,6 +213,7 @@ class BuildConfig(_Section):
     target: TargetOptions = TargetOptions()
     parity: ParityOptions
     latency: LatencyOptions
+    cost: CostOptions = CostOptions()
 
     @model_validator(mode="before")
     @classmethod

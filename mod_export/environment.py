@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["cpu_features", "describe_machine", "package_version", "source_digest"]
+__all__ = ["cpu_features", "describe_machine", "package_version", "source_digest", "versions"]
 
 PACKAGES = {
     "mod_export": ("mod-export",),
@@ -58,6 +58,11 @@ def source_digest(package: str) -> str:
         for path in sorted(root.rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def versions(*names: str) -> dict[str, str | None]:
+    """Installed versions of PACKAGES; of this package the source itself."""
+    return {name: source_digest(name) if name == "mod_export" else package_version(name) for name in names}
 
 
 def describe_machine() -> dict[str, Any]:

@@ -53,17 +53,10 @@ def _model(path: Path) -> str:
 
 
 def _graph(path: Path) -> str:
-    import onnx_ir as ir
-    from google.protobuf.message import DecodeError
+    from mod_export.graph.files import graph_from_file
 
-    try:
-        model = ir.load(path)
-    except (DecodeError, OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise GraphError(f"{path}: not a readable ONNX graph ({reason})") from error
+    model = graph_from_file(path)
     operators = Counter(node.op_type for node in model.graph)
-    if not operators:
-        raise GraphError(f"{path}: not a readable ONNX graph (no operator in it)")
     lines = [
         f"{path.name}  opset {model.opset_imports.get('')}  IR {model.ir_version}  {sum(operators.values())} nodes",
         *(f"in   {value.name} {value.dtype} {value.shape}" for value in model.graph.inputs),

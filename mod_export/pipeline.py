@@ -1,6 +1,6 @@
 """The order of the stages, and nothing else.
 
-load > capture > onnx > passes > engines > validate > measure > report
+load > capture > onnx > passes > engines > validate > measure > profile > report
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mod_export.stages.engines import build_engines, passes
 from mod_export.stages.graphs import capture, onnx
 from mod_export.stages.measure import measure
 from mod_export.stages.outcome import write_report
+from mod_export.stages.profile import profile
 from mod_export.stages.validate import validate
 from mod_export.workspace import Step, Workspace, peak_rss_bytes, reset_peak_rss
 
@@ -33,6 +34,7 @@ AFTER_LOAD: tuple[tuple[str, Callable[[Context], Sequence[Step]]], ...] = (
     ("engines", build_engines),
     ("validate", validate),
     ("measure", measure),
+    ("profile", profile),
 )
 """Between reading the checkpoint and writing the report."""
 
@@ -46,7 +48,13 @@ class Observer(Protocol):
 
 
 def build(
-    checkpoint: Path, config: BuildConfig, root: Path, baseline: Path | None, observer: Observer, command: str
+    checkpoint: Path,
+    config: BuildConfig,
+    root: Path,
+    baseline: Path | None,
+    observer: Observer,
+    command: str,
+    capacity: float | None = None,
 ) -> BuildReport:
     """Runs every stage. A failing stage leaves what was whole before it, and the next run resumes there.
 
@@ -57,6 +65,7 @@ def build(
         baseline: a dense checkpoint to compare with instead of the dense twin.
         observer: is told of stages and steps.
         command: as typed, for the report.
+        capacity: of every routed layer, in place of the checkpoint's own.
 
     Raises:
         ModExportError: a stage failed; its notes name the stages that were done.
@@ -65,6 +74,7 @@ def build(
     with contextlib.ExitStack() as opened:
         with _stage("load", stages, observer) as steps:
             model = model_from_checkpoint(checkpoint)
+            model = model if capacity is None else model.with_capacity(capacity)
             plan = make_plan(model, model_from_checkpoint(baseline) if baseline else None, config, root)
             # Not before the request is known to be sound: a refused one leaves nothing behind.
             context = Context(plan, opened.enter_context(Workspace(root)), observer.step_started)

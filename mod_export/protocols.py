@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
-from mod_export.artifacts import Availability, Bucket, Dialect, DType, Engine, Graph, ModelKind, Variant
+from mod_export.artifacts import Availability, Bucket, Dialect, DType, Engine, Graph, ModelKind, Profile, Variant
 from mod_export.config import BuildConfig
 
 if TYPE_CHECKING:
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     import onnx_ir
     import torch
 
-__all__ = ["Architecture", "EngineBuilder", "EngineJob", "GraphPass", "LoadedModel", "ReferenceTrace", "Runner"]
+__all__ = [
+    "Architecture",
+    "EngineBuilder",
+    "EngineJob",
+    "EngineProfiler",
+    "GraphPass",
+    "LoadedModel",
+    "ReferenceTrace",
+    "Runner",
+]
 
 
 class ReferenceTrace(Protocol):
@@ -52,8 +61,24 @@ class LoadedModel(Protocol):
     @property
     def max_positions(self) -> int: ...
 
+    @property
+    def capacity(self) -> float | None:
+        """Share of a row's tokens, or number of tokens, that every routed layer takes; None where layers differ, and
+        for a dense model.
+        """
+
+    def with_capacity(self, capacity: float) -> LoadedModel:
+        """The same weights and the same declarations, with this capacity in every routed layer.
+
+        Raises:
+            ValueError: a dense model, or no capacity of the model's rule, with a message for the user.
+        """
+
     def k_by_layer(self, seq: int) -> dict[int, int]:
         """Tokens that each routed layer takes out of `seq`; empty for a dense model. Layers with k = 0 are included."""
+
+    def router_weights(self) -> Sequence[str]:
+        """Names of the weights that, all zero, make the scores of every token equal; empty for a dense model."""
 
     def module(self) -> torch.nn.Module:
         """Eager float32 module in eval mode: (input_ids int64 (B, S), lengths int64 (B,)) -> (logits (B, S, V),
@@ -77,6 +102,9 @@ class LoadedModel(Protocol):
 
         int64 (batch, seq), or None when the model's vocabulary has no such text here.
         """
+
+    def token_texts(self, ids_S: np.ndarray) -> Sequence[str] | None:
+        """What a person can read of each of the ids int64 (S,), or None when they stand for no text."""
 
 
 @runtime_checkable
@@ -191,10 +219,41 @@ class EngineBuilder(Protocol):
 
     suffix: ClassVar[str]
 
-    def load(self, root: Path, engine: Engine, config: BuildConfig) -> Runner:
+    def load(
+        self, root: Path, engine: Engine, config: BuildConfig, weights: Mapping[str, np.ndarray] | None = None
+    ) -> Runner:
         """Loads an engine of the build folder `root`.
+
+        Args:
+            root: the build folder.
+            engine: one of its engines.
+            config: the resolved configuration.
+            weights: tensors that take the place of those of the same name in the weights file, for probes. Only for
+                engines that have a weights file (`Engine.weights`).
 
         Raises:
             TargetError: this machine cannot run it.
-            EngineError: the file is not a usable engine.
+            EngineError: the file is not a usable engine, or takes no other weights.
+        """
+
+
+@runtime_checkable
+class EngineProfiler(Protocol):
+    """An engine builder whose engines run on this machine's processor and can say where their time goes there."""
+
+    def profile(
+        self, root: Path, engine: Engine, config: BuildConfig, feeds: Mapping[str, np.ndarray], runs: int
+    ) -> Profile:
+        """Profiles an engine of the build folder `root`, in a session of its own: the one that is timed stays clean.
+
+        Args:
+            root: the build folder.
+            engine: one of its engines.
+            config: the resolved configuration.
+            feeds: input name -> array; those that the engine has no input for are left out.
+            runs: runs that count; one more comes before them.
+
+        Raises:
+            TargetError: this machine cannot run it.
+            EngineError: the file is not a usable engine, or the profiler failed.
         """

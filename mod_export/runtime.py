@@ -15,14 +15,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from mod_export.artifacts import Bucket, Engine, ModelKind
+from mod_export.artifacts import Bucket, Engine, Graph, ModelKind
 from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
 from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.protocols import Runner
 from mod_export.workspace import read_manifest, verify_files
 
-__all__ = ["Deployment", "engines_of", "load", "opened_folder"]
+__all__ = ["Deployment", "engines_of", "graphs_of", "load", "opened_folder", "runnable_engines"]
 
 
 def opened_folder(root: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -39,12 +39,45 @@ def opened_folder(root: Path, *, verify: bool = True) -> dict[str, Any]:
     return manifest
 
 
+def graphs_of(manifest: dict[str, Any]) -> list[Graph]:
+    """The ONNX graphs that a manifest lists."""
+    return [
+        Graph(
+            **{
+                **item,
+                "bucket": Bucket(item["bucket"]["batch"], item["bucket"]["seq"]),
+                "k_by_layer": {int(layer): k for layer, k in item["k_by_layer"].items()},
+            }
+        )
+        for item in manifest["graphs"]
+    ]
+
+
 def engines_of(manifest: dict[str, Any]) -> list[Engine]:
     """The engines that a manifest lists."""
     return [
         Engine(**{**item, "bucket": Bucket(item["bucket"]["batch"], item["bucket"]["seq"])})
         for item in manifest["engines"]
     ]
+
+
+def runnable_engines(root: Path, manifest: dict[str, Any], targets: Sequence[str]) -> list[Engine]:
+    """The folder's engines whose target runs here, all of them or those named.
+
+    Raises:
+        TargetError: nothing in it runs here, or a named target is not in it or cannot run.
+    """
+    engines = engines_of(manifest)
+    names = list(dict.fromkeys(engine.target for engine in engines))
+    missing = [name for name in targets if name not in names]
+    if missing:
+        raise TargetError(f"{root}: holds no engine for {', '.join(missing)}; built for {', '.join(names)}")
+    found = {name: ENGINES[name].availability() for name in (targets or names)}
+    refusals = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
+    refused = [f"{name}: {reason}" for name, reason in refusals.items() if reason]
+    if refused and (targets or len(refused) == len(found)):
+        raise TargetError(f"{root}: cannot run here: {'; '.join(refused)}")
+    return [engine for engine in engines if engine.target in found and found[engine.target].can_run(engine)]
 
 
 def load(root: str | Path, target: str | None = None, dtype: str | None = None, model: ModelKind = "mod") -> Deployment:

@@ -29,6 +29,7 @@ __all__ = [
     "MANIFEST",
     "Step",
     "Workspace",
+    "changed_file",
     "check_root",
     "peak_rss_bytes",
     "read_manifest",
@@ -276,16 +277,18 @@ def verify_files(root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _damaged(root: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    problems = []
-    for name, entry in files.items():
-        path = root / name
-        if path.is_symlink() or not path.is_file():
-            problems.append(f"{name} is missing or not a regular file")
-        elif path.stat().st_size != entry["bytes"]:
-            problems.append(f"{name} has {path.stat().st_size} bytes, {entry['bytes']} were written")
-        elif _sha256(path) != entry["sha256"]:
-            problems.append(f"{name} has been changed since it was built (SHA-256 differs)")
-    return problems
+    problems = {name: changed_file(root, name, entry) for name, entry in files.items()}
+    return [f"{name} {problem}" for name, problem in problems.items() if problem]
+
+
+def changed_file(root: Path, name: str, entry: Mapping[str, Any]) -> str:
+    """What is wrong with a file, given its entry {bytes, sha256} in the manifest; empty when it is what was built."""
+    path = root / name
+    if path.is_symlink() or not path.is_file():
+        return "is missing or not a regular file"
+    if path.stat().st_size != entry["bytes"]:
+        return f"has {path.stat().st_size} bytes, {entry['bytes']} were written"
+    return "" if _sha256(path) == entry["sha256"] else "has been changed since it was built (SHA-256 differs)"
 
 
 def reset_peak_rss() -> None:

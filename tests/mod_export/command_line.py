@@ -21,6 +21,7 @@ targets = ["ort-cpu"]
 
 [latency]
 samples = 5
+max_samples = 8
 warmup = 1
 bootstrap = 100
 min_speedup = 0.0

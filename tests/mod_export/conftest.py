@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ targets = ["ort-cpu"]
 
 [latency]
 samples = 5
+max_samples = 8
 warmup = 1
 bootstrap = 100
 min_speedup = 0.0
@@ -75,6 +77,14 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if base.name.startswith("popen-") else base) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(shared_folder: Path) -> Iterator[None]:
+    """Keeps the roofline that builds measure out of the user's cache, and all workers of this run at one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(shared_folder / "cache"))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,8 @@ OPTIONS = {
     "targets": ["--help", "--verbose", "-h", "-v"],
     "config show": ["--help", "--verbose", "-h", "-v", "config_file"],
     "demo": ["--help", "--out", "--quiet", "--verbose", "-h", "-o", "-q", "-v"],
+    "sweep": ["--batch", "--capacity", "--config", "--help", "--out", "--quiet", "--ray", "--seq", "--target",
+              "--verbose", "-c", "-h", "-o", "-q", "-v", "model"],
 }  # fmt: skip
 """What users script against: a name is added on purpose, and none is taken away."""
 
@@ -103,7 +105,8 @@ def test_0_all_gates_passed(tmp_path: Path, checkpoint: Path, config_file: Path,
     assert found.stdout.endswith(f"PASS  every gate met: {built_copy}\n")
     lines = found.stderr.splitlines()
     assert [line.split()[:2] for line in lines] == [
-        ["*", name] for name in ("load", "capture", "onnx", "passes", "engines", "validate", "measure", "report")
+        ["*", name]
+        for name in ("load", "capture", "onnx", "passes", "engines", "validate", "measure", "profile", "report")
     ]
     written = (tmp_path / "deep/rows.json").read_text()
     assert written == (built_copy / "report.json").read_text()

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mod_export.compare import error_between, next_token_agreement, routing_of_layer, smallest
+from mod_export.compare import (
+    divergence,
+    error_between,
+    negative_log_likelihood,
+    next_token_shortfalls,
+    routing_of_layer,
+    smallest,
+)
 
 LIMIT = 1e6
 
@@ -139,6 +146,7 @@ def test_error_in_numbers() -> None:
     candidate_NV = np.array([[3.0, -4.5], [0.25, 0.0]], dtype=np.float32)
     found = error_between(candidate_NV, reference_NV)
     assert (found.max_abs, found.mean_abs, found.max_rel) == (0.5, 0.1875, 0.5 / 2.5)
+    assert found.rms == pytest.approx(math.sqrt((0.5**2 + 0.25**2) / 4))
 
 
 def test_error_against_zeros_is_absolute() -> None:
@@ -158,10 +166,65 @@ def test_error_is_not_a_number_where_the_logits_are_not(bad: float) -> None:
     assert math.isnan(found.max_abs)
     assert math.isnan(found.mean_abs)
     assert math.isnan(found.max_rel)
+    assert math.isnan(found.rms)
 
 
-def test_next_token() -> None:
-    reference_NV = np.array([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=np.float32)
-    candidate_NV = np.array([[0.0, 9.0], [0.0, 1.0], [np.nan, 1.0], [0.0, np.inf]], dtype=np.float32)
-    assert next_token_agreement(candidate_NV, reference_NV) == 0.25
-    assert next_token_agreement(reference_NV, reference_NV) == 1.0
+def test_rounding_of_scores_is_measured_in_units_of_the_row() -> None:
+    score_BS = np.array([[3.0, 4.0, 9.0], [1.0, 1.0, 1.0]], dtype=np.float32)
+    exact_BS = score_BS + np.array([[0.0, 0.5, 99.0], [0.25, 0.0, 0.0]])
+    index_BK, lengths_B = np.array([[1], [0]]), np.array([2, 3])
+    found = routing_of_layer(0, index_BK, score_BS, lengths_B, exact_BS)
+    assert found.noise == pytest.approx(max(0.5 / math.sqrt(12.5), 0.25))  # What padding scores is nobody's business.
+    assert routing_of_layer(0, index_BK, score_BS, lengths_B).noise is None
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_rounding_is_not_a_number_where_the_scores_are_not(row: int) -> None:
+    score_BS = np.array([[3.0, 2.0], [3.0, 2.0]], dtype=np.float32)
+    exact_BS = score_BS.astype(np.float64)
+    exact_BS[row, 1] = np.nan
+    found = routing_of_layer(0, np.array([[0], [0]]), score_BS, np.array([2, 2]), exact_BS)
+    assert found.noise is not None
+    assert math.isnan(found.noise)
+
+
+def test_shortfalls_of_the_next_token() -> None:
+    reference_NV = np.array([[0.0, 1.0], [1.0, 0.25], [0.0, 1.0], [0.0, 1.0], [2.0, 2.0]], dtype=np.float32)
+    candidate_NV = np.array([[0.0, 9.0], [0.0, 1.0], [np.nan, 1.0], [0.0, np.inf], [0.0, 1.0]], dtype=np.float32)
+    found = next_token_shortfalls(candidate_NV, reference_NV)
+    # Right; not the reference's choice by 0.75; not numbers; one of two that the reference likes equally.
+    assert found.tolist() == [0.0, 0.75, math.inf, math.inf, 0.0]
+    assert found.dtype == np.float64
+    assert next_token_shortfalls(reference_NV, reference_NV).tolist() == [0.0] * 5
+
+
+def test_a_reference_that_is_not_a_number_has_no_next_token() -> None:
+    reference_NV = np.array([[np.nan, 1.0]], dtype=np.float32)
+    assert not next_token_shortfalls(np.zeros((1, 2), dtype=np.float32), reference_NV)[0] <= 0
+
+
+def test_divergence_in_nats() -> None:
+    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
+    expected = float(np.sum(p * np.log(p / q)))
+    # Logits are known up to a constant, and large ones must not overflow.
+    logits_NV = [np.log(one)[None].astype(np.float32) + shift for one, shift in ((q, 5000.0), (p, -3.0))]
+    assert divergence(*logits_NV) == pytest.approx(expected, rel=1e-3)
+    assert divergence(logits_NV[1], logits_NV[1]) == 0.0
+
+
+@given(arrays.arrays(np.float32, (3, 4), elements=st.floats(-30, 30, width=32)), st.integers(0, 3))
+def test_divergence_is_never_negative(logits_NV: np.ndarray, roll: int) -> None:
+    assert divergence(np.roll(logits_NV, roll, axis=0), logits_NV) >= -1e-12
+
+
+def test_divergence_of_what_is_not_a_number() -> None:
+    for bad in (np.nan, np.inf):
+        assert math.isnan(divergence(np.array([[bad, 0.0]]), np.zeros((1, 2))))
+
+
+def test_negative_log_likelihood_of_the_tokens_that_have_one_before_them() -> None:
+    p_BSV = np.array([[[0.5, 0.5], [0.25, 0.75], [0.9, 0.1]]])
+    nll, tokens = negative_log_likelihood(np.log(p_BSV), np.array([[0, 1, 0]]))
+    assert tokens == 2
+    assert nll == pytest.approx(-math.log(0.5) - math.log(0.25))  # The first token and the last logits say nothing.
+    assert math.exp(nll / tokens) == pytest.approx(math.sqrt(2 * 4))

@@ -216,15 +216,16 @@ def test_bench_a_moved_folder(built_copy: Path) -> None:
     assert [(row.bucket, row.model) for row in latency] == [
         (bucket, kind) for bucket in ("b1s64", "b2s32") for kind in ("mod", "dense")
     ]
-    assert all(len(row.samples_ms) == config.latency.samples for row in latency)
+    assert all(len(row.samples_ms) >= config.latency.samples for row in latency)
     assert [row.bucket for row in speedup] == ["b1s64", "b2s32"]
 
 
 def test_a_config_of_ones_own(built_copy: Path) -> None:
     config = BuildConfig.model_validate(read_manifest(built_copy)["config"])
-    latency = config.latency.model_copy(update={"samples": 7})
+    latency = config.latency.model_copy(update={"samples": 9})
     rows, _, _ = bench_folder(built_copy, config.model_copy(update={"latency": latency}), ())
-    assert {len(row.samples_ms) for row in rows} == {7}
+    # Whole blocks of rounds are taken.
+    assert {len(row.samples_ms) for row in rows} == {16}
 
 
 def test_neither_needs_the_modules_that_are_not_theirs(built_copy: Path) -> None:

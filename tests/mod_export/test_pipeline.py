@@ -33,7 +33,7 @@ from mod_models.spec import ModelSpec
 STAGES = ("load", *(name for name, _ in AFTER_LOAD), "report")
 STAGE_OF = {
     "load": "load", "capture": "capture", "weights": "onnx", "graph": "onnx", "rewrite": "passes", "engine": "engines",
-    "parity": "validate", "latency": "measure",
+    "parity": "validate", "latency": "measure", "work": "profile", "profile": "profile",
 }  # fmt: skip
 
 
@@ -87,6 +87,7 @@ def changed(config: BuildConfig, field: str, value: Any) -> BuildConfig:
 BUCKETS = ("b1s64", "b2s32")
 PARITY = {f"parity/ort-cpu/{kind}-{bucket}-float32" for kind in ("mod", "dense") for bucket in BUCKETS}
 LATENCY = {f"latency/ort-cpu/{bucket}-float32" for bucket in BUCKETS}
+PROFILE = {f"profile/ort-cpu/{kind}-{bucket}-float32" for kind in ("mod", "dense") for bucket in BUCKETS}
 
 
 def of_bucket(bucket: str) -> set[str]:
@@ -96,18 +97,28 @@ def of_bucket(bucket: str) -> set[str]:
         for kind in ("mod", "dense")
         for step, dtype in (
             ("capture/", ""), ("graph/", ""), ("engine/ort-cpu/", "-float32"), ("parity/ort-cpu/", "-float32"),
+            ("work/ort-cpu/", "-float32"), ("profile/ort-cpu/", "-float32"),
         )
     }  # fmt: skip
     return {*of_kinds, f"latency/ort-cpu/{bucket}-float32"}
 
 
 CHANGES: dict[str, tuple[Any, set[str]]] = {
-    "seed": (1, PARITY | LATENCY),
+    "cost/profile_runs": (2, PROFILE),
+    "cost/measure_again": (True, set()),
+    "seed": (1, PARITY | LATENCY | PROFILE),
     "latency/samples": (6, LATENCY),
     "latency/warmup": (2, LATENCY),
-    "latency/threads": (2, PARITY | LATENCY),
+    "latency/threads": (2, PARITY | LATENCY | PROFILE),
+    "latency/max_samples": (9, LATENCY),
+    "latency/max_seconds": (14.0, LATENCY),
+    "latency/max_warmup": (49, LATENCY),
+    "latency/warmup_tolerance": (0.06, LATENCY),
+    "latency/resolution": (0.03, LATENCY),
+    "latency/precision": (0.2, LATENCY),
+    "latency/disturbance": (0.2, LATENCY),
     "latency/bootstrap": (200, set()),
-    "latency/min_speedup": (0.01, set()),
+    "latency/min_speedup": (0.01, {"latency/ort-cpu/b1s64-float32"}),
     "parity/batches_per_kind": (2, PARITY),
     "parity/float32/max_abs": (2e-3, PARITY),
     "parity/float32/near_tie": (2e-3, PARITY),

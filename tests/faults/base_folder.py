@@ -1,0 +1,129 @@
+"""Sound build folders that faults are planted into, and the signature that hides that they were.
+
+A file that was changed has another hash, which `validate` would report at once. That proves nothing about the checks
+that look for faults, so every planted folder is signed again: its manifest has the hashes of the faulty files, as if
+the build itself had made them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from mod_export import workspace
+from mod_export.artifacts import Bucket
+from mod_export.config import BuildConfig, config_from_toml
+from mod_export.graph.capture import exported_from_module
+from mod_export.graph.onnx_export import onnx_from_exported
+from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.graph.weights import WeightsFile, bind_weights, state_of
+from mod_export.pipeline import build
+from mod_export.report.schema import Stage
+from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec, RoutingSpec
+
+__all__ = [
+    "BUCKET",
+    "CAPACITY_ONE_MORE",
+    "CAPACITY_ROUNDED_DOWN",
+    "COMPILED",
+    "GRAPHS",
+    "SPEC",
+    "Silent",
+    "build_folder",
+    "checkpoint_with",
+    "portable_graph_of",
+    "sign",
+]
+
+SPEC = ModelSpec(
+    vocab_size=256, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ff=64, max_positions=64,
+    routing=RoutingSpec(capacity=0.25),
+)  # fmt: skip
+BUCKET = "b2s32"
+CAPACITY_ONE_MORE = replace(SPEC, routing=RoutingSpec(capacity=9 / 32))
+CAPACITY_ROUNDED_DOWN = replace(SPEC, routing=RoutingSpec(capacity=7 / 32))
+"""What 0.249 x 32 gives when it is rounded in another way than 0.25 x 32."""
+STD = 0.15
+"""Of the weights: large enough that every block changes the result, as in a trained model."""
+
+GRAPHS = """
+buckets = [[2, 16], [2, 32]]
+targets = ["ort-cpu", "tensorrt-rtx"]
+[target.tensorrt-rtx]
+dtypes = ["float16"]
+architectures = ["sm89"]
+[latency]
+samples = 5
+warmup = 1
+bootstrap = 100
+min_speedup = 0.0
+"""
+COMPILED = """
+buckets = [[2, 32]]
+targets = ["inductor"]
+[latency]
+samples = 5
+warmup = 1
+bootstrap = 100
+min_speedup = 0.0
+"""
+
+
+class Silent:
+    """Observes a build and says nothing."""
+
+    def stage_started(self, name: str) -> None: ...
+    def step_started(self, name: str) -> None: ...
+    def stage_finished(self, stage: Stage) -> None: ...
+
+
+def checkpoint_with(spec: ModelSpec, seed: int, std: float) -> Checkpoint:
+    """Weights of this standard deviation, norms around one."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.empty_like(tensor).normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
+        for name, tensor in random_checkpoint(spec, seed).weights.items()
+    }
+    return Checkpoint(spec=spec, weights=weights)
+
+
+def build_folder(folder: Path, toml: str, checkpoint: Checkpoint | None = None) -> Path:
+    """A finished build of a checkpoint, by default of SPEC; `folder` holds the checkpoint and the configuration too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(folder / "model.pt", checkpoint or checkpoint_with(SPEC, 1, STD))
+    (folder / "c.toml").write_text(toml, encoding="utf-8")
+    config: BuildConfig = config_from_toml(folder / "c.toml")
+    report = build(folder / "model.pt", config, folder / "build", None, Silent(), "mod-export build model.pt")
+    assert report.verdict.status == "pass", report.verdict.reasons
+    return folder / "build"
+
+
+def sign(root: Path) -> None:
+    """Makes the manifest agree with the files as they are now."""
+    path = root / workspace.MANIFEST
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest.pop(workspace.CHECKSUM)
+    entries = [manifest["files"], *(record["outputs"] for record in manifest["steps"].values())]
+    for files in entries:
+        for name in files:
+            data = (root / name).read_bytes()
+            files[name] = {**files[name], "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest[workspace.CHECKSUM] = workspace._checksum(manifest)
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def portable_graph_of(root: Path, spec: ModelSpec) -> bytes:
+    """The graph of another spec at BUCKET, with references to the weights of the folder."""
+    module = Checkpoint(spec=spec, weights=checkpoint_with(SPEC, 1, STD).weights).module()
+    layers = [layer for layer, k in spec.k_by_layer(32).items() if k]
+    model = onnx_from_exported(exported_from_module(module, Bucket(2, 32), "other"), state_of(module), layers)
+    run_passes(model, PORTABLE, "float32")
+    weights = WeightsFile.open(root / "graphs" / "weights-float32.data")
+    bind_weights(model, {ir.DataType.FLOAT: weights}, root / "graphs")
+    return bytes(ir.to_proto(model).SerializeToString())

@@ -1,0 +1,81 @@
+"""AOTInductor packages of models that compute something else than their weights and spec say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from base_folder import SPEC, STD, checkpoint_with
+from torch import Tensor
+from torch.nn import functional
+
+from mod_export.artifacts import Bucket, Graph, Variant
+from mod_export.config import config_from_toml
+from mod_export.engine.inductor import Inductor
+from mod_export.graph.capture import exported_from_module
+from mod_models import transformer
+from mod_models.routing import select_topk
+from mod_models.transformer import Attention, Transformer, rotate
+
+__all__ = ["write_packages"]
+
+
+class Acausal(Attention):
+    """Attention that forgot its mask."""
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = rotate(self._heads(self.q_proj(x_BTD)), cos, sin), rotate(self._heads(self.k_proj(x_BTD)), cos, sin)
+        y = functional.scaled_dot_product_attention(q, k, self._heads(self.v_proj(x_BTD)), enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def later_ties(score_BS: Tensor, real_BS: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    index_BK, _ = select_topk(score_BS.flip(1), real_BS.flip(1), k)
+    index_BK = (score_BS.shape[1] - 1 - index_BK).flip(1)
+    return index_BK, torch.gather(real_BS, 1, index_BK)
+
+
+def no_padding(score_BS: Tensor, real_BS: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return select_topk(score_BS, torch.ones_like(real_BS), k)
+
+
+def residual(module: Transformer) -> None:
+    block = module.layers[1]
+    block.routing = replace(block.routing, combine="double_residual")  # type: ignore[arg-type]
+
+
+def mask(module: Transformer) -> None:
+    module.layers[2].attention.__class__ = Acausal
+
+
+@dataclass
+class Job:
+    """What the builder asks for."""
+
+    program: torch.export.ExportedProgram
+    graph: Graph
+    root: Path = Path()
+    weights: str = ""
+
+    def exported_program(self) -> torch.export.ExportedProgram:
+        return self.program
+
+
+def write_packages(folder: Path) -> None:
+    """Compiles every faulty model into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    changes: dict[str, Callable[[Transformer], None]] = {"residual": residual, "mask": mask}
+    selections = {"ties": later_ties, "pads": no_padding}
+    for name in (*changes, *selections):
+        module = checkpoint_with(SPEC, 1, STD).module()
+        changes.get(name, lambda module: None)(module)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transformer, "select_topk", selections.get(name, select_topk))
+            program = exported_from_module(module, Bucket(2, 32), name)
+        graph = Graph(
+            path="", model="mod", bucket=Bucket(2, 32), dtype="float32", target=None, k_by_layer=SPEC.k_by_layer(32)
+        )
+        Inductor().build(Job(program, graph), Variant(dtype="float32"), folder / f"{name}.pt2", config_from_toml(None))

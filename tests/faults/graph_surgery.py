@@ -1,0 +1,128 @@
+"""Tools to plant a fault in an exported graph: finding nodes by their layer, and putting others between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from mod_export.graph.nodes import static_shape
+from mod_export.graph.places import module_of
+
+__all__ = ["Surgery"]
+
+
+class Surgery:
+    """An ONNX file of a build folder that is about to be damaged. `save` writes it back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model = ir.load(path)
+        self.graph = self.model.graph
+        self._count = 0
+
+    def save(self) -> None:
+        # References to weights stay references: only their place is written.
+        self.path.write_bytes(ir.to_proto(self.model).SerializeToString())
+
+    def nodes(self, layer: int | None, op_type: str) -> list[ir.Node]:
+        """Nodes of one type, in their order; of one layer, or with None of the whole graph."""
+        return [
+            node
+            for node in self.graph
+            if node.op_type == op_type and (layer is None or module_of(node) == f"layers.{layer}")
+        ]
+
+    def node(self, layer: int | None, op_type: str, index: int) -> ir.Node:
+        return self.nodes(layer, op_type)[index]
+
+    def take(self, layer: int) -> ir.Node:
+        """The TopK that selects."""
+        return next(node for node in self.nodes(layer, "TopK") if node.attributes.get_int("largest", 1))
+
+    def output(self, name: str) -> ir.Value:
+        return next(value for value in self.graph.outputs if value.name == name)
+
+    def constant(self, array: np.ndarray) -> ir.Value:
+        self._count += 1
+        name = f"planted_{self._count}"
+        tensor = ir.tensor(array, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+        self.graph.register_initializer(value)
+        return value
+
+    def op(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | np.ndarray | None],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        like: ir.Value | None = None,
+        outputs: int = 1,
+    ) -> ir.Value:
+        """Puts a node before another; the result has shape and dtype of `like`, by default of the first input."""
+        values = [self.constant(item) if isinstance(item, np.ndarray) else item for item in inputs]
+        self._count += 1
+        model = like if like is not None else values[0]
+        assert model is not None
+        made = [ir.Value(name=f"planted_{self._count}_{i}") for i in range(outputs)]
+        target = (attributes or {}).get("to")
+        made[0].dtype, made[0].shape = model.dtype if target is None else ir.DataType(target), model.shape
+        node = ir.Node(
+            "", op_type, values, ir.convenience.convert_attributes(dict(attributes or {})), outputs=made,
+            name=f"planted_{op_type}_{self._count}",
+        )  # fmt: skip
+        self.graph.insert_before(before, node)
+        return made[0]
+
+    def feed(self, node: ir.Node, index: int, op_type: str, *others: np.ndarray, **attributes: Any) -> None:
+        """Puts an operation between a node and one of its inputs."""
+        value = node.inputs[index]
+        node.replace_input_with(index, self.op(node, op_type, [value, *others], attributes))
+
+    def replace(self, value: ir.Value, other: ir.Value) -> None:
+        """Whoever reads `value` reads `other`; an output of the graph keeps its name."""
+        if value.is_graph_output():
+            name = value.name
+            value.name = f"{name}_before"
+            for index, output in enumerate(self.graph.outputs):
+                if output is value:
+                    self.graph.outputs[index] = other
+            other.name = name
+        ir.convenience.replace_all_uses_with(value, other)
+
+    def after(self, value: ir.Value, op_type: str, *others: np.ndarray, **attributes: Any) -> ir.Value:
+        """Puts an operation between a value and whoever reads it; a graph output keeps its name."""
+        producer = value.producer()
+        assert producer is not None
+        made = self.op(producer, op_type, [value, *others], attributes)
+        node = made.producer()
+        assert node is not None
+        self.graph.remove(node)
+        self.graph.insert_after(producer, node)
+        self.replace(value, made)
+        node.replace_input_with(0, value)
+        return made
+
+    def embed(self, name: str, array: np.ndarray) -> None:
+        """Gives a weight a value of its own, in the graph."""
+        self.graph.initializers[name].const_value = ir.tensor(np.ascontiguousarray(array), name=name)
+
+    def weight(self, name: str) -> np.ndarray:
+        """A weight's value."""
+        tensor = self.graph.initializers[name].const_value
+        assert isinstance(tensor, ir.ExternalTensor)
+        path = self.path.parents[1] / "graphs" / str(tensor.location)
+        if not path.exists():
+            path = self.path.parents[2] / "graphs" / str(tensor.location)
+        dtype = {ir.DataType.FLOAT: np.float32, ir.DataType.FLOAT16: np.float16}[tensor.dtype]
+        data = path.read_bytes()[tensor.offset : tensor.offset + tensor.length]  # type: ignore[operator]
+        return np.frombuffer(data, dtype).reshape(static_shape(self.graph.initializers[name]) or ()).copy()
+
+    def repoint(self, name: str, other: str) -> None:
+        """Makes a weight refer to the place of another."""
+        self.graph.initializers[name].const_value = self.graph.initializers[other].const_value

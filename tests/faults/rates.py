@@ -1,0 +1,121 @@
+"""How many planted faults are caught, and how many sound builds are suspected: what `make faults` prints.
+
+    python tests/faults/rates.py [--clean N] [--processes N] [--only TEXT]
+
+Exit code 1 when a fault was missed, or named in the wrong place, or a sound build was suspected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from base_folder import COMPILED, GRAPHS, Silent, build_folder
+from compiled_faults import write_packages
+from planting import FAULTS, Outcome, outcome_of
+from random_specs import random_build
+
+from mod_export.config import config_from_toml
+from mod_export.pipeline import build
+from mod_export.revalidate import validate_folder
+from mod_models.checkpoint import save_checkpoint
+
+CLEAN_BUILDS = 200
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clean", type=int, default=CLEAN_BUILDS, help="sound builds of random models")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", default="", help="only faults with this text in their name")
+    options = parser.parse_args(arguments)
+    begin = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="faults-") as folder,
+        ProcessPoolExecutor(options.processes, get_context("spawn"), initializer=quiet) as pool,
+    ):
+        chosen = [name for name in FAULTS if options.only in name]
+        missed = print_faults(chosen, pool, Path(folder))
+        alarms = print_alarms(options.clean, pool, Path(folder))
+    print(f"{time.monotonic() - begin:,.0f} s")
+    return 1 if missed or alarms else 0
+
+
+def quiet() -> None:
+    """One thread for each process, and no warnings of torch's exporter."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def print_faults(names: Sequence[str], pool: ProcessPoolExecutor, folder: Path) -> int:
+    """A line for each fault; returns how many were not caught, or not where they are."""
+    waiting = [
+        pool.submit(build_folder, folder / "graphs", GRAPHS),
+        pool.submit(build_folder, folder / "aot", COMPILED),
+    ]
+    packages = pool.submit(write_packages, folder / "packages")
+    sound, compiled = (one.result() for one in waiting)
+    packages.result()
+    width = max(map(len, names), default=0)
+    print(f"{'fault':<{width}}  caught  running  looking  place")
+    caught = by_running = local = 0
+    for name, outcome in zip(names, pool.map(partial(plant, sound, compiled, folder), names), strict=True):
+        caught += outcome.caught
+        by_running += outcome.by_running
+        local += FAULTS[name].where is not None
+        marks = [("yes" if found else "-") for found in (outcome.by_running, outcome.by_looking)]
+        state = "yes" if outcome.caught else "NO"
+        print(f"{name:<{width}}  {state:<6}  {marks[0]:<7}  {marks[1]:<7}  {FAULTS[name].where or '-'}", flush=True)
+        if not outcome.caught:
+            print("".join(f"    {reason}\n" for reason in outcome.reasons) or "    passed\n", end="")
+    print(
+        f"planted faults: {len(names)}, caught: {caught} ({caught / max(1, len(names)):.1%}), "
+        f"by running alone: {by_running}, local ones whose place was named: {local if caught == len(names) else '?'}"
+    )
+    return len(names) - caught
+
+
+def plant(sound: Path, compiled: Path, folder: Path, name: str) -> Outcome:
+    fault = FAULTS[name]
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        return outcome_of(fault, compiled if fault.compiled else sound, folder / "packages", Path(scratch))
+
+
+def print_alarms(count: int, pool: ProcessPoolExecutor, folder: Path) -> int:
+    """A line for each sound build that was suspected; returns how many."""
+    alarms = 0
+    worst = 0.0
+    for seed, (reasons, ratio) in enumerate(pool.map(partial(build_clean, folder), range(count))):
+        worst = max(worst, ratio)
+        alarms += bool(reasons)
+        if reasons:
+            print(f"sound build {seed} was suspected:", *reasons, sep="\n    ", flush=True)
+    print(f"sound builds: {count}, false alarms: {alarms}, largest error / rounding of the reference: {worst:.2f}")
+    return alarms
+
+
+def build_clean(folder: Path, seed: int) -> tuple[tuple[str, ...], float]:
+    """Builds and validates a random model; what was said against it, and its largest error in units of rounding."""
+    drawn = random_build(seed)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        root = Path(scratch)
+        save_checkpoint(root / "model.pt", drawn.checkpoint)
+        (root / "c.toml").write_text(drawn.toml, encoding="utf-8")
+        config = config_from_toml(root / "c.toml")
+        report = build(root / "model.pt", config, root / "build", None, Silent(), "mod-export build model.pt")
+        found = validate_folder(root / "build", None, ())
+    ratios: Iterator[float] = (row.error["max_abs"] / row.noise for row in found.parity if row.noise)
+    return (*report.verdict.reasons, *found.verdict.reasons), max(ratios, default=0.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

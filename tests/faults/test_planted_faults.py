@@ -1,0 +1,52 @@
+"""Every planted fault is caught by `validate`, where it is; sound folders are not suspected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planting import FAULTS, outcome_of
+from random_specs import random_build
+from rates import build_clean
+
+from mod_export.revalidate import validate_folder
+
+FEW_CLEAN = 4
+ONNX_FAULTS = [name for name, fault in FAULTS.items() if not fault.compiled]
+COMPILED_FAULTS = [name for name, fault in FAULTS.items() if fault.compiled]
+
+
+def test_there_are_as_many_as_promised() -> None:
+    assert len(FAULTS) >= 40
+
+
+@pytest.mark.parametrize("name", ONNX_FAULTS)
+def test_a_fault_in_a_graph_or_a_file(name: str, sound: Path, tmp_path: Path) -> None:
+    found = outcome_of(FAULTS[name], sound, Path(), tmp_path)
+    assert found.caught, (found.place, found.reasons)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED_FAULTS)
+def test_a_fault_in_compiled_code(name: str, compiled: Path, packages: Path, tmp_path: Path) -> None:
+    found = outcome_of(FAULTS[name], compiled, packages, tmp_path)
+    assert found.caught, (found.place, found.reasons)
+
+
+def test_a_sound_folder_passes(sound: Path, compiled: Path) -> None:
+    for root in (sound, compiled):
+        found = validate_folder(root, None, ())
+        assert found.verdict.status == "pass", found.verdict.reasons
+        assert all(row.passed for row in found.structure)
+
+
+@pytest.mark.parametrize("seed", range(FEW_CLEAN))
+def test_sound_builds_of_random_models_pass(seed: int, tmp_path: Path) -> None:
+    """`make faults` builds 200 of them."""
+    reasons, ratio = build_clean(tmp_path, seed)
+    assert reasons == ()
+    assert ratio > 0
+
+
+def test_random_models_differ() -> None:
+    assert len({repr(random_build(seed).checkpoint.spec) for seed in range(20)}) == 20

@@ -1,0 +1,46 @@
+"""What validation finds on one input, written down by hand: numbers small enough to follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mod_export.compare import ErrorNumbers, LayerRouting
+from mod_export.config import ParityGate
+from mod_export.validate.allowance import Allowance, allowance
+from mod_export.validate.parity import Comparison, TextNumbers
+
+GATE = ParityGate(
+    noise=16.0, noise_rms=4.0, max_abs=1e-3, near_tie=1e-2, next_token_agreement=0.9, max_kl=1e-3,
+    max_perplexity_ratio=1.01,
+)  # fmt: skip
+LAYER = LayerRouting(layer=3, k=2, routed=4, agreed=4, distances=(), min_margin=0.5)
+TEXT = TextNumbers(tokens=9, nll=18.0, reference_nll=18.0)
+
+
+def errors(value: float) -> ErrorNumbers:
+    return ErrorNumbers(max_abs=value, mean_abs=value, max_rel=value, rms=value)
+
+
+GOOD = Comparison(kind="text", layers=(LAYER,), error=errors(1e-5), shortfalls=np.zeros(10), kl=1e-9, text=TEXT)
+"""Everything agrees, and no float64 run says what rounding does."""
+
+
+def with_error(value: float) -> Comparison:
+    return replace(GOOD, error=errors(value))
+
+
+def with_noise(value: float, scores: float = 0.0) -> Comparison:
+    """The reference is this far from its own float64 run, in logits and in scores."""
+    return replace(GOOD, noise=errors(value), layers=(replace(LAYER, noise=scores),))
+
+
+def with_routing(*distances: float, malformed: str = "") -> Comparison:
+    """Tokens of layer 5 are routed differently, at these distances from the k-th score."""
+    return replace(GOOD, layers=(LAYER, replace(LAYER, layer=5, distances=distances, malformed=malformed)))
+
+
+def allowed_by(*found: Comparison) -> Allowance:
+    """What a float32 engine may differ by on these inputs."""
+    return allowance(found or (GOOD,), GATE, "float32")

@@ -1,0 +1,49 @@
+"""The profile stage of a real build: what stands in the report and in the manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mod_export.measure.gap import gaps_of
+from mod_export.measure.node_parts import NODE_PARTS
+from mod_export.report import BuildReport, report_from_json
+from mod_export.workspace import read_manifest
+
+
+@pytest.fixture
+def report(built: Path) -> BuildReport:
+    return report_from_json((built / "report.json").read_text(encoding="utf-8"))
+
+
+def test_every_engine_has_its_parts(report: BuildReport) -> None:
+    engines = {(a.target, a.bucket, a.dtype, a.model) for a in report.artifacts if a.kind == "engine"}
+    assert {(row.target, row.bucket, row.dtype, row.model) for row in report.parts} == engines
+    for engine in engines:
+        parts = [r.part for r in report.parts if (r.target, r.bucket, r.dtype, r.model) == engine]
+        assert parts == [part for part in NODE_PARTS if part in parts]
+        assert "other" not in parts
+
+
+def test_the_roofline_predicts_the_speedup(report: BuildReport) -> None:
+    (roofline,) = report.roofline
+    assert (roofline.dtype, roofline.threads) == ("float32", 1)
+    assert roofline.gemm_gflops > 0
+    assert roofline.bandwidth_gbs > 0
+    gaps = {(gap.target, gap.bucket, gap.dtype): gap for gap in gaps_of(report.parts)}
+    assert len(gaps) == len(report.speedup) == 2
+    for row in report.speedup:
+        assert row.predicted_roofline == pytest.approx(gaps[row.target, row.bucket, row.dtype].predicted)
+        # FLOPs and bytes of four layers, two of them with an eighth of the tokens.
+        assert 1.1 < row.predicted_roofline < 2
+
+
+def test_the_manifest_holds_the_work(built: Path) -> None:
+    manifest = read_manifest(built)
+    assert set(manifest["work"]) == {engine["path"] for engine in manifest["engines"]}
+    for work in manifest["work"].values():
+        assert {item["part"] for item in work} <= set(NODE_PARTS)
+        assert all(item["nodes"] for item in work)
+    names = [step for step in manifest["steps"] if step.startswith(("work/", "profile/"))]
+    assert len(names) == 2 * len(manifest["engines"])
