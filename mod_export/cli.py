@@ -100,6 +100,7 @@ def _command(function: Callable[..., int]) -> Callable[..., None]:
 @config_option
 @click.option("-o", "--out", metavar="DIR", type=PATH, help="Build folder; default build/NAME.")
 @click.option("--baseline", metavar="MODEL", type=PATH, help="A dense checkpoint instead of the dense twin.")
+@click.option("--capacity", metavar="C", type=float, help="Of every routed layer, instead of the checkpoint's own.")
 @target_option
 @click.option("--report", metavar="FILE", type=PATH, help="Write report.json here as well.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
@@ -110,6 +111,7 @@ def build(
     config_file: Path | None,
     out: Path | None,
     baseline: Path | None,
+    capacity: float | None,
     targets: Sequence[str],
     report: Path | None,
     quiet: bool,
@@ -117,11 +119,18 @@ def build(
 ) -> int:
     """Build MODEL (model.pt, or a folder of config.json and model.safetensors) for every target."""
     folder = out or Path("build") / (model.resolve().name.removesuffix(".pt") or "model")
-    return _build(model, _config(config_file, targets), folder, baseline, report, -1 if quiet else int(verbose))
+    verbosity = -1 if quiet else int(verbose)
+    return _build(model, _config(config_file, targets), folder, baseline, report, verbosity, capacity)
 
 
 def _build(
-    model: Path, config: BuildConfig, folder: Path, baseline: Path | None, report_file: Path | None, verbosity: int
+    model: Path,
+    config: BuildConfig,
+    folder: Path,
+    baseline: Path | None,
+    report_file: Path | None,
+    verbosity: int,
+    capacity: float | None = None,
 ) -> int:
     from rich.console import Console
 
@@ -143,7 +152,7 @@ def _build(
 
     progress = Progress(Console(stderr=True), verbosity)
     try:
-        report = run(model, config, folder, baseline, progress, " ".join(["mod-export", *sys.argv[1:]]))
+        report = run(model, config, folder, baseline, progress, " ".join(["mod-export", *sys.argv[1:]]), capacity)
     finally:
         progress.stop()
     if report_file is not None:

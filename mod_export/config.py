@@ -120,8 +120,8 @@ class ParityGate(_Section):
     """What a candidate must meet, against eager float32, for one dtype. Reasons: docs/numerics.md.
 
     Rounding is measured on the model at hand: eager float32 against the same model in float64, on the same inputs and
-    routing. The gates `noise` and `noise_rms` are multiples of that, scaled to the dtype's unit roundoff. `max_abs` and
-    `near_tie` stand in for them where the model is too large for float64 on this machine.
+    routing. The gates `noise` and `noise_rms` are multiples of that, scaled to the dtype's unit roundoff. `max_abs` stands
+    in for them where the model is too large for float64 on this machine.
     """
 
     noise: Tolerance
@@ -131,8 +131,8 @@ class ParityGate(_Section):
     max_abs: Tolerance
     """Largest absolute error of any real token's logits, given the same routing."""
     near_tie: Tolerance
-    """A token may be routed differently when its score lies within this distance of the k-th one, as a share of the
-    root mean square of the row's scores. Outside it a difference is a fault."""
+    """Largest distance from the k-th score, as a share of the root mean square of the row's scores, at which a token
+    that is routed differently can be a near-tie, however large the rounding. Outside it a difference is a fault."""
     next_token_agreement: Share
     """Smallest share of positions whose most probable next token is the same, or as probable as rounding can tell."""
     max_kl: Tolerance

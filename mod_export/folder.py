@@ -8,9 +8,12 @@ from typing import Any
 
 from mod_export.artifacts import Bucket, Engine
 from mod_export.config import BuildConfig
+from mod_export.environment import describe_machine
 from mod_export.measure.cost import CostRow
 from mod_export.measure.latency import LatencyRow, Setting
 from mod_export.measure.pairs import engine_pairs, measure_pair
+from mod_export.measure.parts import roofline_ms
+from mod_export.measure.profiles import profile_engines
 from mod_export.measure.statistics import Known, SpeedupRow, gate_of, speedup_rows
 from mod_export.measure.verdict import Verdict, judge
 from mod_export.runtime import opened_folder, runnable_engines
@@ -39,13 +42,14 @@ def bench_folder(
             root, setting, pair, vocab_size, config, gate_of(setting.bucket.name, buckets, config.latency.min_speedup)
         )
     ]
+    _, parts = profile_engines(root, engines, manifest, describe_machine(), config)
     speedup = speedup_rows(
         latency,
         [CostRow(**row) for row in manifest["cost"]],
         buckets,
         config.latency,
         seed=config.seed,
-        known=Known(k_by_layer=_k_by_layer(manifest)),
+        known=Known(k_by_layer=_k_by_layer(manifest), roofline_ms=roofline_ms(parts), parts=parts),
     )
     verdict = judge(_settings(engines), buckets, parity=None, speedup=speedup, min_speedup=config.latency.min_speedup)
     return latency, speedup, verdict

@@ -83,7 +83,7 @@ def build(
             with _stage(name, stages, observer) as steps:
                 steps += work(context)
         with _stage("report", stages, observer):
-            return write_report(context, stages, command)
+            return write_report(context, stages, command, capacity)
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ class ModelSpec:
 
     @property
     def capacity(self) -> float | None:
-        """The capacity of every routed layer; None where a schedule gives them different ones, and for a dense model."""
+        """The capacity of every routed layer; None where a schedule gives them different ones, and if it is dense."""
         if self.routing is None:
             return None
         capacity = self.routing.capacity

@@ -90,10 +90,12 @@ class BuildReport(Entry):
     `BuildReport.model_validate({"schema_version": 1, "verdict": verdict, ..., "latency": latency_rows, ...})`
 
     `command` is what was typed, for whoever wants to repeat it; None where nothing was typed.
+    `capacity` is the one that took the place of the checkpoint's own; None where none did.
     """
 
     schema_version: Literal[1]
     command: str | None = None
+    capacity: float | None = None
     verdict: VerdictEntry
     model: ModelEntry
     environment: dict[str, JsonValue]

@@ -156,10 +156,8 @@ def samplings(report: BuildReport) -> tuple[Sampling, ...]:
 
 
 def allowed_error(row: ParityEntry) -> float:
-    """The largest error of a logit that passes: a multiple of the reference's rounding, or, without it, fixed."""
-    if row.noise is None or row.gate.noise is None:
-        return row.gate.max_abs
-    return row.gate.noise * row.noise * ROUNDOFF[row.dtype] / ROUNDOFF["float32"]
+    """The largest error of a logit that passes; older reports state the fixed one alone."""
+    return row.gate.max_abs if row.allowed_max_abs is None else row.allowed_max_abs
 
 
 def broken_controls(report: BuildReport) -> tuple[SpeedupEntry, ...]:

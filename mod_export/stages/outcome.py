@@ -21,11 +21,11 @@ from mod_export.stages.context import Context
 __all__ = ["write_report"]
 
 
-def write_report(context: Context, stages: Sequence[Stage], command: str) -> BuildReport:
+def write_report(context: Context, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
     """Judges, writes report.json and report.html, and closes the build folder."""
     reused = all(stage.status == "reused" for stage in stages)
     own = Stage(name="report", status="reused" if reused else "built", seconds=0.0, peak_rss_bytes=None)
-    report = _report(context, [*stages, own], command)
+    report = _report(context, [*stages, own], command, capacity)
 
     def write(paths: Sequence[Path]) -> None:
         paths[0].write_text(report.to_json(), encoding="utf-8")
@@ -37,7 +37,7 @@ def write_report(context: Context, stages: Sequence[Stage], command: str) -> Bui
     return report
 
 
-def _report(context: Context, stages: Sequence[Stage], command: str) -> BuildReport:
+def _report(context: Context, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
     plan = context.plan
     settings = list(
         dict.fromkeys(
@@ -57,6 +57,7 @@ def _report(context: Context, stages: Sequence[Stage], command: str) -> BuildRep
         {
             "schema_version": SCHEMA_VERSION,
             "command": command,
+            "capacity": capacity,
             "verdict": verdict,
             "model": {
                 "name": plan.model.name,

@@ -73,7 +73,10 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
         by_layer.setdefault(layer.layer, []).append(layer.noise or 0.0)
     # Two scores are compared, each with its own error; and no score is known better than to its last digits.
     scores = {
-        layer: 2 * gate.noise * coarser * _largest([*many, 2 * ROUNDOFF["float32"]])
+        # np.minimum, unlike min, keeps a NaN.
+        layer: float(
+            np.minimum(gate.near_tie, 2 * gate.noise * coarser * _largest([*many, 2 * ROUNDOFF["float32"]]))
+        )
         for layer, many in by_layer.items()
     }
     noise = _largest([one.max_abs for one in noises])

@@ -65,9 +65,8 @@ def _ties(
     root: Path, candidate: Candidate, loaded: LoadedModel, batches: Sequence[Batch], config: BuildConfig
 ) -> tuple[bool | None, list[str]]:
     """Whether every tie goes to the earlier token; None where the candidate holds its own weights or routes nothing."""
-    zeros = zeroed_routers(loaded)
-    routed = any(loaded.k_by_layer(candidate.bucket.seq).values())
-    if candidate.weights is None or not zeros or not routed:
+    zeros = zeroed_routers(loaded, candidate.bucket.seq)
+    if candidate.weights is None or not zeros:
         return None, []
     chosen = [batch for batch in batches if batch.kind in ("random", "padded")]
     with candidate.open(root, config, zeros) as runner:

@@ -64,7 +64,8 @@ class FreshGraphs:
 
     def _portable(self, graph: Graph, weights: str, reference: Reference) -> bytes:
         places = WeightsFile.open(self._root / weights).entries
-        key = json.dumps([reference.loaded.spec, graph.model, graph.bucket.name, sorted(places.items())], default=str)
+        about = [reference.loaded.spec, graph.model, graph.bucket.name, weights, sorted(places.items())]
+        key = json.dumps(about, default=str)
         if key not in self._made:
             program = exported_from_module(reference.module, graph.bucket, graph.model)
             routed = [layer for layer, k in graph.k_by_layer.items() if k]
@@ -78,6 +79,9 @@ class FreshGraphs:
         files = [WeightsFile.open(self._root / path) for path in weights]
         of_dtype = {ONNX_DTYPES[next(iter(file.entries.values()))[0]]: file for file in files if file.entries}
         bind_weights(model, of_dtype, self._root / "graphs")
+        left = [name for name, value in model.graph.initializers.items() if value.const_value is None]
+        if left:
+            raise GraphError(f"{', '.join(weights)}: no place for {', '.join(left[:SHOWN])} of a fresh export")
 
 
 def structure_of_export(root: Path, path: str, fresh: bytes) -> StructureRow:

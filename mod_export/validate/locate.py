@@ -8,6 +8,7 @@ weights, in the engine and in the reference, and bisection finds the layer with 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -121,23 +122,17 @@ def _described(value: ir.Value) -> str:
     return f"{value.name} ({module_of(producer)})" if producer is not None else str(value.name)
 
 
-class _opened:  # noqa: N801 - reads as the context manager that it is.
+@contextlib.contextmanager
+def _opened(model: ir.Model, root: Path, names: Sequence[str]) -> Iterator[OrtRunner]:
     """A graph with these values as its outputs, on ONNX Runtime's CPU kernels as they stand, nothing fused."""
-
-    def __init__(self, model: ir.Model, root: Path, names: Sequence[str]) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        by_name = {value.name: value for node in model.graph for value in node.outputs}
-        model.graph.outputs[:] = [by_name[name] for name in names]
-        path = Path(self._folder.name) / "values.onnx"
+    by_name = {value.name: value for node in model.graph for value in node.outputs}
+    model.graph.outputs[:] = [by_name[name] for name in names]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "values.onnx"
         path.write_bytes(ir.to_proto(model).SerializeToString())
-        self._path, self._weights = path, root / "graphs"
-
-    def __enter__(self) -> OrtRunner:
-        session = session_from_onnx(self._path, self._weights, [CPU], 1, {}, optimized=False)
-        return OrtRunner(session, "values of a graph", 1)
-
-    def __exit__(self, *exc: object) -> None:
-        self._folder.cleanup()
+        session = session_from_onnx(path, root / "graphs", [CPU], 1, {}, optimized=False)
+        with OrtRunner(session, "values of a graph", 1) as runner:
+            yield runner
 
 
 def _operator(node: ir.Node) -> str:

@@ -34,6 +34,7 @@ class ParityRow:
     routing: dict[str, Any]
     error: dict[str, float]
     noise: float | None
+    allowed_max_abs: float
     next_token_agreement: float
     kl: float
     text: dict[str, float] | None
@@ -73,6 +74,7 @@ def judge(
             "rms": _worst(found.error.rms for found in comparisons),
         },
         noise=allowed.noise,
+        allowed_max_abs=allowed.max_abs,
         next_token_agreement=min((found.agreement for found in comparisons), default=0.0),
         kl=_worst(found.kl for found in comparisons),
         text=_text(comparisons),

@@ -11,15 +11,22 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mod_export.graph.places import numbered_layer
 from mod_export.inputs import Batch
 from mod_export.protocols import LoadedModel
 
 __all__ = ["ties_of_runs", "zeroed_routers"]
 
 
-def zeroed_routers(loaded: LoadedModel) -> dict[str, np.ndarray]:
-    """Zeros for every weight of a router, float32."""
-    return {name: np.zeros(tuple(loaded.weights[name].shape), np.float32) for name in loaded.router_weights()}
+def zeroed_routers(loaded: LoadedModel, seq: int) -> dict[str, np.ndarray]:
+    """Zeros, float32, for every weight of a router that takes tokens out of `seq`: an idle one is in no graph."""
+    idle = {layer for layer, k in loaded.k_by_layer(seq).items() if not k}
+    layers = {name: numbered_layer(name) for name in loaded.router_weights()}
+    return {
+        name: np.zeros(tuple(loaded.weights[name].shape), np.float32)
+        for name, layer in layers.items()
+        if layer is None or layer[0] not in idle
+    }
 
 
 def ties_of_runs(outputs: Sequence[Mapping[str, np.ndarray]], batches: Sequence[Batch]) -> list[str]:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from manifests import rewrite_manifest
 
 import mod_export
 from mod_export.artifacts import Bucket
 from mod_export.engine import ENGINES
 from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.model import Model
-from mod_export.runtime import Deployment, engines_of, opened_folder
+from mod_export.runtime import Deployment, engines_of, graphs_of, opened_folder, runnable_engines
 from mod_export.workspace import read_manifest
 
 TOLERANCE = 1e-5
@@ -220,13 +218,6 @@ def test_what_the_folder_does_not_hold(
         mod_export.load(built, **arguments)
 
 
-def rewrite_manifest(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    manifest = read_manifest(root)
-    change(manifest)
-    checksum = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (root / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum}))
-
-
 def test_nothing_runs_here(built_copy: Path) -> None:
     found = ENGINES["ort-cuda"].availability()
     if found.runs:
@@ -262,3 +253,41 @@ def test_damaged_files(built_copy: Path) -> None:
     with pytest.raises(BuildFolderError, match=r"graphs/weights-float32\.data has 1000 bytes, \d+ were written"):
         mod_export.load(built_copy)
     assert opened_folder(built_copy, verify=False)["models"]["mod"]["vocab_size"] == 256
+
+
+def test_graphs_and_engines_are_read_back_from_the_manifest(built: Path) -> None:
+    manifest = read_manifest(built)
+    graphs = {graph.path: graph for graph in graphs_of(manifest)}
+    assert graphs.keys() == {f"graphs/{kind}-{bucket}.onnx" for kind in ("mod", "dense") for bucket in ("b1s64", "b2s32")}
+    routed = graphs["graphs/mod-b1s64.onnx"]
+    # JSON has no numbers for keys.
+    assert routed.k_by_layer == {1: 8, 3: 8}
+    assert (routed.bucket, routed.dtype, routed.target, routed.model) == (Bucket(1, 64), "float32", None, "mod")
+    assert graphs["graphs/dense-b2s32.onnx"].k_by_layer == {}
+    assert {engine.bucket for engine in engines_of(manifest)} == {Bucket(1, 64), Bucket(2, 32)}
+
+
+def test_engines_that_run_here(built: Path) -> None:
+    manifest = read_manifest(built)
+    assert runnable_engines(built, manifest, []) == runnable_engines(built, manifest, ["ort-cpu"]) == engines_of(manifest)
+
+
+def test_engines_of_a_target_that_is_not_in_the_folder(built: Path) -> None:
+    with pytest.raises(TargetError, match=r"built: holds no engine for inductor, abacus; built for ort-cpu$"):
+        runnable_engines(built, read_manifest(built), ["inductor", "ort-cpu", "abacus"])
+
+
+def test_engines_of_a_target_that_cannot_run_here(built: Path) -> None:
+    found = ENGINES["ort-cuda"].availability()
+    if found.runs:
+        pytest.skip("CUDA runs here")
+    everywhere = read_manifest(built)
+    everywhere["engines"] = [*everywhere["engines"], *({**e, "target": "ort-cuda"} for e in everywhere["engines"])]
+    reason = rf"built: cannot run here: ort-cuda: {re.escape(found.reason)}$"
+    with pytest.raises(TargetError, match=reason):
+        runnable_engines(built, everywhere, ["ort-cuda"])
+    # Not asked for, it is left out.
+    assert {engine.target for engine in runnable_engines(built, everywhere, [])} == {"ort-cpu"}
+    elsewhere = {**everywhere, "engines": everywhere["engines"][4:]}
+    with pytest.raises(TargetError, match=reason):
+        runnable_engines(built, elsewhere, [])

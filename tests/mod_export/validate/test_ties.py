@@ -21,7 +21,7 @@ BATCH = Batch("padded", np.zeros((2, 6), np.int64), np.array([6, 2]))
 def test_a_router_of_zeros_scores_all_tokens_alike(router: str) -> None:
     spec = make_spec(router=router)
     loaded = LoadedTransformer(lively_checkpoint(spec))
-    zeros = zeroed_routers(loaded)
+    zeros = zeroed_routers(loaded, 16)
     assert zeros
     assert all(name in loaded.weights for name in zeros)
     assert {tuple(array.shape) for array in zeros.values()} == {tuple(loaded.weights[name].shape) for name in zeros}
@@ -34,7 +34,14 @@ def test_a_router_of_zeros_scores_all_tokens_alike(router: str) -> None:
 
 
 def test_a_dense_model_has_no_router() -> None:
-    assert zeroed_routers(LoadedTransformer(lively_checkpoint(make_spec())).dense()) == {}
+    assert zeroed_routers(LoadedTransformer(lively_checkpoint(make_spec())).dense(), 16) == {}
+
+
+def test_a_router_that_takes_no_token_is_left_alone() -> None:
+    loaded = LoadedTransformer(lively_checkpoint(make_spec(capacity=(0.05, 0.5))))
+    assert loaded.k_by_layer(16) == {0: 0, 2: 8}
+    assert list(zeroed_routers(loaded, 16)) == ["layers.2.router.projection.weight"]
+    assert zeroed_routers(loaded, 1) == {}
 
 
 def test_the_first_real_tokens_of_each_row() -> None:
@@ -59,7 +66,7 @@ def test_the_same_is_said_once() -> None:
 def test_an_engine_with_equal_scores(
     folder: Path, candidate: Candidate, config: BuildConfig, loaded: LoadedTransformer, batches: list[Batch]
 ) -> None:
-    with candidate.open(folder, config, zeroed_routers(loaded)) as runner:
+    with candidate.open(folder, config, zeroed_routers(loaded, 16)) as runner:
         outputs = [runner.run(batch.feeds) for batch in batches]
     assert ties_of_runs(outputs, batches) == []
     with candidate.open(folder, config) as runner:

@@ -1,0 +1,114 @@
+"""Faults of weights inside a graph, and of the head."""
+
+from __future__ import annotations
+
+import numpy as np
+from fault_table import f32, fault, i64, shape_of
+from graph_surgery import Surgery
+
+
+@fault("weights of two layers swapped", "layers.0")
+def swapped_layers(s: Surgery) -> None:
+    one, other = "layers.0.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight"
+    a, b = s.graph.initializers[one].const_value, s.graph.initializers[other].const_value
+    s.graph.initializers[one].const_value, s.graph.initializers[other].const_value = b, a
+
+
+@fault("routers of two layers swapped", "layers.1")
+def swapped_routers(s: Surgery) -> None:
+    one, other = s.node(1, "MatMul", 0), s.node(3, "MatMul", 0)
+    a, b = one.inputs[1].producer(), other.inputs[1].producer()  # type: ignore[union-attr]
+    assert a is not None
+    assert b is not None
+    first, second = a.inputs[0], b.inputs[0]
+    a.replace_input_with(0, second)
+    b.replace_input_with(0, first)
+
+
+@fault("one weight transposed", "layers.2")
+def transposed(s: Surgery) -> None:
+    product = s.node(2, "MatMul", 0)
+    product.replace_input_with(1, s.graph.initializers["layers.2.attention.q_proj.weight"])
+
+
+@fault("gate and up projection swapped", "layers.2")
+def gate_up(s: Surgery) -> None:
+    gate, up = s.nodes(2, "MatMul")[4:6]
+    a, b = gate.inputs[1], up.inputs[1]
+    anchor = s.node(2, "MatMul", 0)
+    for node, name, like in ((gate, "up", a), (up, "gate", b)):
+        weight = s.graph.initializers[f"layers.2.mlp.{name}_proj.weight"]
+        node.replace_input_with(1, s.op(anchor, "Transpose", [weight], {"perm": [1, 0]}, like=like))
+
+
+@fault("one element of one weight changed by 1 %", "layers.2")
+def one_element(s: Surgery) -> None:
+    name = "layers.2.mlp.up_proj.weight"
+    array = s.weight(name)
+    array[3, 5] *= np.float32(1.01)
+    s.embed(name, array)
+
+
+@fault("one element of one weight changed by 1 %, under another name", "layers.2")
+def one_element_renamed(s: Surgery) -> None:
+    array = s.weight("layers.2.mlp.down_proj.weight")
+    array[3, 5] *= np.float32(1.01)
+    s.node(2, "MatMul", -1).replace_input_with(1, s.constant(np.ascontiguousarray(array.T)))
+
+
+@fault("one weight rounded to bfloat16", "layers.3")
+def rounded(s: Surgery) -> None:
+    name = "layers.3.attention.o_proj.weight"
+    bits = s.weight(name).view(np.uint32)
+    s.embed(name, ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32))
+
+
+@fault("one weight rounded to eight bits", "layers.0")
+def quantized(s: Surgery) -> None:
+    name = "layers.0.mlp.gate_proj.weight"
+    array = s.weight(name)
+    step = np.abs(array).max() / 127
+    s.embed(name, (np.round(array / step) * step).astype(np.float32))
+
+
+@fault("a weight refers to the place of another", "layers.3")
+def repointed(s: Surgery) -> None:
+    s.repoint("layers.3.mlp.up_proj.weight", "layers.3.mlp.gate_proj.weight")
+
+
+@fault("NaN in one output element", None)
+def nan_output(s: Surgery) -> None:
+    shape = shape_of(s.output("logits"))
+    poison = np.zeros(shape, np.float32)
+    poison[0, 5, 7] = np.nan
+    s.after(s.output("logits"), "Add", poison)
+
+
+@fault("one logit wrong by 0.001", None)
+def one_logit(s: Surgery) -> None:
+    wrong = np.zeros(shape_of(s.output("logits")), np.float32)
+    wrong[-1, 9, 3] = 1e-3
+    s.after(s.output("logits"), "Add", wrong)
+
+
+@fault("logits of the token before", None)
+def shifted_logits(s: Surgery) -> None:
+    seq = shape_of(s.output("logits"))[1]
+    s.after(s.output("logits"), "Gather", i64(0, *range(seq - 1)), axis=1)
+
+
+@fault("logits scaled", None)
+def scaled_logits(s: Surgery) -> None:
+    s.after(s.output("logits"), "Mul", f32(1.0005))
+
+
+@fault("infinite logits", None)
+def infinite(s: Surgery) -> None:
+    s.after(s.output("logits"), "Div", f32(0.0))
+
+
+@fault("embedding of the next token id", "embedding")
+def next_id(s: Surgery) -> None:
+    gather = next(node for node in s.nodes(None, "Gather") if node.inputs[0].name == "embedding.weight")  # type: ignore[union-attr]
+    shifted = s.op(gather, "Add", [gather.inputs[1], i64(1)])
+    gather.replace_input_with(1, s.op(gather, "Mod", [shifted, i64(256)]))

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from mod_export.artifacts import Bucket, DType, Engine, Graph
+from mod_export.config import BuildConfig
+from mod_export.errors import EngineError
+from mod_export.runtime import engines_of, graphs_of
+from mod_export.validate import candidates as candidates_module
+from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
+from mod_export.workspace import read_manifest
+
+B = Bucket(1, 64)
+
+
+def graph_of(path: str, dtype: DType = "float32", target: str | None = None, bucket: Bucket = B) -> Graph:
+    return Graph(path=path, model="mod", bucket=bucket, dtype=dtype, target=target, k_by_layer={1: 8})
+
+
+def engine_of(path: str, target: str = "ort-cpu", dtype: DType = "float32") -> Engine:
+    return Engine(target=target, model="mod", bucket=B, dtype=dtype, path=path, weights="graphs/weights-float32.data")
+
+
+PORTABLE = graph_of("graphs/mod-b1s64.onnx")
+
+
+def test_an_engine_that_is_a_graph_knows_which() -> None:
+    own = graph_of("graphs/mod-b1s64.ort-cuda.float16.onnx", "float16", "ort-cuda")
+    engines = [
+        engine_of("engines/ort-cpu/e.onnx"),
+        engine_of("engines/ort-cuda/e.onnx", "ort-cuda", "float16"),
+        engine_of("engines/inductor/e.pt2", "inductor"),
+    ]
+    first, second, third = candidates_from_engines(engines, [own, PORTABLE])
+    assert (first.graph, second.graph, third.graph) == (PORTABLE, own, None)
+    assert [one.engine for one in (first, second, third)] == engines
+    assert (second.target, second.dtype, second.path, second.weights) == (
+        "ort-cuda", "float16", "engines/ort-cuda/e.onnx", "graphs/weights-float32.data"
+    )  # fmt: skip
+
+
+def test_graphs_of_a_folder_that_no_engine_holds(built: Path) -> None:
+    """Every engine of this folder is its portable graph, byte for byte: only what differs is run on its own."""
+    manifest = read_manifest(built)
+    engines = candidates_from_engines(engines_of(manifest), graphs_of(manifest))
+    assert {one.graph and one.graph.path for one in engines} == {graph.path for graph in graphs_of(manifest)}
+
+    def judged(hashes: dict[str, str]) -> list[Candidate]:
+        return candidates_from_graphs(
+            graphs_of(manifest), engines, lambda graph: f"{graph.dtype}.data", lambda path: hashes[path]
+        )
+
+    hashes = {path: entry["sha256"] for path, entry in manifest["files"].items()}
+    assert judged(hashes) == []
+    (other,) = judged(hashes | {"graphs/dense-b2s32.onnx": "0" * 64})
+    assert (other.target, other.path, other.model, other.bucket.name) == (
+        "portable", "graphs/dense-b2s32.onnx", "dense", "b2s32"
+    )  # fmt: skip
+    assert (other.weights, other.engine) == ("float32.data", None)
+
+
+def graphs_only(*graphs: Graph) -> list[str]:
+    return [one.target for one in candidates_from_graphs(graphs, [], lambda graph: "w.data", lambda path: path)]
+
+
+def test_graphs_of_targets_that_cannot_run_here_are_run_in_their_place() -> None:
+    half = graph_of("h.onnx", "float16", "tensorrt-rtx")
+    assert graphs_only(PORTABLE, half) == ["portable", "tensorrt-rtx graph"]
+
+
+def test_there_are_no_bfloat16_kernels() -> None:
+    assert graphs_only(graph_of("b.onnx", "bfloat16", "tensorrt")) == []
+
+
+def test_a_graph_that_finds_no_room_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 x 4 bytes x 32 heads x 1024 x 1024 are a quarter of a GiB, and may be half of what is free."""
+    long = graph_of("l.onnx", bucket=Bucket(1, 1024))
+    for free, run in ((2**30, ["portable"]), (2**29, [])):
+        # How much memory is free is the environment.
+        memory = psutil.virtual_memory()._replace(available=free)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        assert graphs_only(long) == run
+
+
+def test_without_onnx_runtime_no_graph_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is installed is the environment, too.
+    monkeypatch.setattr(candidates_module, "package_version", lambda name: None)
+    assert graphs_only(PORTABLE) == []
+
+
+def test_engines_and_graphs_are_opened_alike(folder: Path, candidate: Candidate, config: BuildConfig) -> None:
+    assert candidate.graph is not None
+    alone = Candidate(
+        target="portable", bucket=candidate.bucket, dtype="float32", model="mod", path=candidate.graph.path,
+        weights=candidate.weights, graph=candidate.graph, engine=None,
+    )  # fmt: skip
+    feeds = {"input_ids": np.arange(32).reshape(2, 16), "lengths": np.array([16, 9])}
+    name = "layers.1.mlp.down_proj.weight"
+    zeros = {name: np.zeros((32, 48), np.float32)}
+    results = []
+    for weights in (None, zeros):
+        for one in (candidate, alone):
+            with one.open(folder, config, weights) as runner:
+                results.append(runner.run(feeds)["logits"])
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[2], results[3])
+    assert not np.array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_other_weights_must_be_weights(folder: Path, candidate: Candidate, config: BuildConfig, engine: bool) -> None:
+    assert candidate.graph is not None
+    one = candidate if engine else Candidate(
+        target="portable", bucket=candidate.bucket, dtype="float32", model="mod", path=candidate.graph.path,
+        weights=candidate.weights, graph=candidate.graph, engine=None,
+    )  # fmt: skip
+    with pytest.raises(EngineError, match=r"ONNX Runtime refuses this graph: .*layers\.9\.weight"):
+        one.open(folder, config, {"layers.9.weight": np.zeros(3, np.float32)})

@@ -1,0 +1,232 @@
+"""Where a fault is: planted into real graphs, and looked for with and without a view inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from mod_export.config import BuildConfig
+from mod_export.errors import EngineError, GraphError
+from mod_export.graph.nodes import NodeWriter
+from mod_export.graph.places import module_of
+from mod_export.inputs import Batch
+from mod_export.report.parity_entries import Located
+from mod_export.validate import locate
+from mod_export.validate.candidates import Candidate
+from mod_export.validate.locate import LocatedRow, locate_by_depth, locate_in_graph
+from mod_export.validate.reference import Reference
+
+ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
+Change = Callable[[ir.Model], object]
+
+
+def change_engine(folder: Path, change: Change) -> bytes:
+    """Plants a fault; returns the bytes that were right."""
+    fresh = (folder / ENGINE).read_bytes()
+    model = ir.load(folder / ENGINE)
+    change(model)
+    (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
+    return fresh
+
+
+@pytest.fixture
+def found(folder: Path, batches: list[Batch]) -> Callable[[Change], LocatedRow | None]:
+    return lambda change: locate_in_graph(folder, ENGINE, change_engine(folder, change), batches)
+
+
+Found = Callable[[Change], LocatedRow | None]
+
+
+def nodes(model: ir.Model, layer: int, op_type: str) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == op_type and module_of(node) == f"layers.{layer}"]
+
+
+def scaled(model: ir.Model, node: ir.Node, factor: float) -> None:
+    """Multiplies what a node reads first."""
+    value = node.inputs[0]
+    assert value is not None
+    assert value.dtype is not None
+    writer = NodeWriter(model.graph, node, "fault")
+    constant = writer.constant(f"{node.name}_factor", np.array(factor, np.float32))
+    node.replace_input_with(0, writer.op("Mul", [value, constant], value.dtype, value.shape))
+
+
+def test_a_graph_that_is_right_has_no_place(found: Found) -> None:
+    assert found(lambda model: None) is None
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_first_node_that_differs(found: Found, layer: int) -> None:
+    row = found(lambda model: scaled(model, nodes(model, layer, "MatMul")[-1], 1.0001))
+    assert row is not None
+    assert (row.layer, row.allowed) == (f"layers.{layer}", 0.0)
+    assert row.operator is not None
+    assert row.operator.startswith("MatMul ")
+    assert ", which reads " in row.operator
+    assert row.error is not None
+    assert 0 < row.error < 1e-3
+    assert str(row) == (
+        f"parts first in layers.{layer}, {row.operator}: differs by {row.error:.3g} from a fresh export, which should "
+        "give the same bits"
+    )
+
+
+def test_a_single_bit_is_enough(found: Found) -> None:
+    row = found(lambda model: scaled(model, nodes(model, 1, "MatMul")[-1], 1 + 2.0**-23))
+    assert row is not None
+    assert row.layer == "layers.1"
+
+
+def test_outside_the_layers_the_module_is_named(found: Found) -> None:
+    def change(model: ir.Model) -> None:
+        scaled(model, next(node for node in model.graph if module_of(node) == "norm"), 2.0)
+
+    row = found(change)
+    assert row is not None
+    # A norm of twice the stream is the same, but for rounding and epsilon.
+    assert row.layer == "norm"
+
+
+def test_a_node_that_reads_another_value_leaves_out_whoever_made_the_right_one(found: Found) -> None:
+    """The last norm reads what layer 1 was given: it is layer 1 that is missing, and not the norm that is wrong."""
+
+    def change(model: ir.Model) -> None:
+        norm = next(node for node in model.graph if module_of(node) == "norm")
+        norm.replace_input_with(0, nodes(model, 1, "MatMul")[0].inputs[0])
+
+    row = found(change)
+    assert row is not None
+    assert row.layer == "layers.1"
+    assert row.operator is not None
+    assert row.operator.startswith("RMSNormalization ")
+    assert ", which reads " in row.operator
+    assert row.operator.endswith(" (layers.1)")
+
+
+def test_an_attribute(found: Found) -> None:
+    def change(model: ir.Model) -> None:
+        nodes(model, 1, "Attention")[0].attributes["scale"] = ir.AttrFloat32("scale", 0.5)
+
+    row = found(change)
+    assert row is not None
+    assert row.layer == "layers.1"
+    assert row.operator is not None
+    assert row.operator.startswith("Attention ")
+    assert "which reads" not in row.operator
+
+
+def test_what_is_not_a_number(found: Found) -> None:
+    row = found(lambda model: scaled(model, nodes(model, 0, "MatMul")[2], float("nan")))
+    assert row is not None
+    assert row.layer == "layers.0"
+    assert row.error is not None
+    assert np.isnan(row.error)
+
+
+def test_a_value_of_another_shape_has_no_difference_in_numbers(found: Found) -> None:
+    def change(model: ir.Model) -> None:
+        logits = model.graph.outputs[0]
+        last = logits.producer()
+        assert last is not None
+        writer = NodeWriter(model.graph, last, "fault")
+        last.replace_input_with(0, writer.op("Concat", [last.inputs[0]] * 2, ir.DataType.FLOAT, None, {"axis": 1}))
+        logits.shape = None
+
+    row = found(change)
+    assert row is not None
+    # The head is the embedding, transposed.
+    assert (row.layer, row.error) == ("embedding", None)
+    assert str(row) == f"parts first in embedding, {row.operator}"
+
+
+def test_inputs_are_tried_in_turn_until_one_shows_it(folder: Path, batches: list[Batch]) -> None:
+    """A fault of padding shows on padded rows only."""
+
+    def change(model: ir.Model) -> None:
+        less = next(node for node in model.graph if node.op_type == "Less")
+        less.op_type = "LessOrEqual"
+
+    fresh = change_engine(folder, change)
+    full = [batch for batch in batches if batch.real_BS.all()]
+    assert locate_in_graph(folder, ENGINE, fresh, full) is None
+    row = locate_in_graph(folder, ENGINE, fresh, batches)
+    assert row is not None
+    assert row.input == "padded"
+
+
+def test_many_values_are_compared_a_few_at_a_time(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locate, "AT_ONCE", 3)
+    row = found(lambda model: scaled(model, nodes(model, 1, "MatMul")[-1], 1.5))
+    assert row is not None
+    assert row.layer == "layers.1"
+
+
+@pytest.mark.parametrize("data", [None, b"", b"not a graph at all"])
+def test_what_is_no_graph(folder: Path, batches: list[Batch], data: bytes | None) -> None:
+    fresh = (folder / ENGINE).read_bytes()
+    (folder / ENGINE).unlink() if data is None else (folder / ENGINE).write_bytes(data)
+    with pytest.raises(GraphError, match=r"mod-b2s16-float32\.onnx: not a readable ONNX graph \("):
+        locate_in_graph(folder, ENGINE, fresh, batches)
+
+
+def test_a_graph_that_does_not_run(folder: Path, batches: list[Batch]) -> None:
+    def change(model: ir.Model) -> None:
+        nodes(model, 1, "MatMul")[0].op_type = "NoSuchOperator"
+
+    fresh = change_engine(folder, change)
+    with pytest.raises(EngineError, match=r"values\.onnx: ONNX Runtime refuses this graph: .*NoSuchOperator"):
+        locate_in_graph(folder, ENGINE, fresh, batches)
+
+
+def test_rows_are_what_the_report_takes() -> None:
+    row = LocatedRow(layer="layers.1", operator=None, input="text", error=None, allowed=None)
+    assert Located.model_validate(asdict(row)).layer == "layers.1"
+    assert str(row) == "parts first in layers.1"
+
+
+# By depth: the engine is asked for its logits only, with the weights of layers silenced.
+
+
+@pytest.fixture
+def by_depth(
+    folder: Path, candidate: Candidate, reference: Reference, batches: list[Batch], config: BuildConfig
+) -> Callable[[Change], LocatedRow | None]:
+    def search(change: Change) -> LocatedRow | None:
+        assert candidate.engine is not None
+        change_engine(folder, change)
+        return locate_by_depth(folder, candidate.engine, reference, batches[:1], config)
+
+    return search
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_layer_with_which_the_fault_appears(by_depth: Found, layer: int) -> None:
+    row = by_depth(lambda model: scaled(model, nodes(model, layer, "MatMul")[-1], 1.5))
+    assert row is not None
+    assert (row.layer, row.operator, row.error) == (f"layers.{layer}", None, None)
+    assert str(row) == f"parts first in layers.{layer}"
+
+
+def test_a_fault_outside_the_layers(by_depth: Found) -> None:
+    row = by_depth(lambda model: scaled(model, model.graph.outputs[0].producer(), 1.5))  # type: ignore[arg-type]
+    assert row is not None
+    assert row.layer == "the model outside its layers, or the same in all of them"
+
+
+def test_a_fault_that_these_inputs_do_not_show(by_depth: Found) -> None:
+    assert by_depth(lambda model: None) is None
+
+
+def test_an_engine_with_its_own_weights_cannot_be_asked(
+    folder: Path, candidate: Candidate, reference: Reference, batches: list[Batch], config: BuildConfig
+) -> None:
+    assert candidate.engine is not None
+    plan = replace(candidate.engine, weights=None)
+    assert locate_by_depth(folder, plan, reference, batches[:1], config) is None

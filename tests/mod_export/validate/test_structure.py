@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+from graph_folders import write_graph
+from safetensors.torch import load_file, save_file
+from small_graphs import make_spec
+
+from mod_export.artifacts import Bucket, Graph
+from mod_export.engine import ENGINES
+from mod_export.graph.digests import digests_of_tensors
+from mod_export.graph.nodes import NodeWriter
+from mod_export.graph.weights import state_of
+from mod_export.report.parity_entries import StructureEntry
+from mod_export.validate.candidates import Candidate
+from mod_export.validate.reference import Reference
+from mod_export.validate.structure import StructureRow, structure_of_file, structure_of_graph, structure_of_weights
+
+WEIGHTS = "graphs/weights-float32.data"
+ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
+DOWN, UP = "layers.1.mlp.down_proj.weight", "layers.1.mlp.up_proj.weight"
+
+
+def entry_of(path: Path) -> dict[str, object]:
+    data = path.read_bytes()
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def test_a_file_that_was_built(folder: Path) -> None:
+    row = structure_of_file(folder, WEIGHTS, entry_of(folder / WEIGHTS))
+    assert row == StructureRow(path=WEIGHTS, checked=("the bytes that were built",), passed=True, reasons=())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda path: path.unlink(), r"is missing or not a regular file"),
+        (lambda path: path.write_bytes(b"short"), r"has 5 bytes, \d+ were written"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), r"has been changed since it was built \(SHA-256"),
+    ],
+)
+def test_a_file_that_was_not(folder: Path, change: Callable[[Path], object], reason: str) -> None:
+    entry = entry_of(folder / WEIGHTS)
+    change(folder / WEIGHTS)
+    row = structure_of_file(folder, WEIGHTS, entry)
+    assert not row.passed
+    assert re.match(reason, row.reasons[0])
+
+
+def weights_row(folder: Path, reference: Reference, change: Callable[[dict[str, torch.Tensor]], object]) -> StructureRow:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+    return structure_of_weights(folder, WEIGHTS, digests_of_tensors(state_of(reference.module), "float32"))
+
+
+def test_weights_are_the_checkpoints_bit_for_bit(folder: Path, reference: Reference) -> None:
+    row = weights_row(folder, reference, lambda tensors: None)
+    assert row.passed
+    assert row.checked == (f"{len(state_of(reference.module))} tensors are the checkpoint's, bit for bit",)
+
+
+def test_one_bit_of_one_weight(folder: Path, reference: Reference) -> None:
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[DOWN].view(torch.int32)[3, 4] ^= 1
+
+    row = weights_row(folder, reference, flip)
+    assert (row.passed, row.reasons) == (False, (f"{DOWN}: not the checkpoint's values",))
+
+
+def test_weights_missing_too_many_and_changed(folder: Path, reference: Reference) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in sorted(name for name in tensors if "attention" in name):
+            tensors[name] *= 2
+        tensors["extra"] = tensors.pop("norm.weight")
+
+    row = weights_row(folder, reference, change)
+    changed, missing, more = row.reasons
+    listed = [f"layers.0.attention.{name}_proj.weight" for name in ("q", "k", "v", "o")]
+    assert changed == f"layers.0.attention_norm.weight, {', '.join(listed[:3])} and 6 more: not the checkpoint's values"
+    assert missing == "norm.weight: missing"
+    assert more == "extra: not a tensor of the checkpoint"
+
+
+def test_what_is_no_weights_file(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"not weights")
+    row = structure_of_weights(folder, WEIGHTS, {"a": "0"})
+    assert row.reasons == (f"{folder / WEIGHTS}: not a weights file, or damaged; delete it and build again",)
+    (folder / WEIGHTS).unlink()
+    row = structure_of_weights(folder, WEIGHTS, {"a": "0"})
+    assert "expected a regular file of weights" in row.reasons[0]
+
+
+Change = Callable[[ir.Model], object]
+
+
+@pytest.fixture
+def reasons_of(folder: Path, candidate: Candidate) -> Callable[[Change], tuple[str, ...]]:
+    """What is found in the engine's graph once it is changed."""
+
+    def reasons(change: Change) -> tuple[str, ...]:
+        assert candidate.graph is not None
+        model = ir.load(folder / ENGINE)
+        change(model)
+        (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
+        row = structure_of_graph(folder, ENGINE, candidate.graph, 256)
+        assert row.passed == (not row.reasons)
+        assert (row.path, row.checked[0]) == (ENGINE, "outputs")
+        return row.reasons
+
+    return reasons
+
+
+Reasons = Callable[[Change], tuple[str, ...]]
+
+
+def test_a_sound_graph(reasons_of: Reasons) -> None:
+    assert reasons_of(lambda model: None) == ()
+
+
+def test_outputs_are_those_of_the_spec(reasons_of: Reasons) -> None:
+    def change(model: ir.Model) -> None:
+        logits, first, second = model.graph.outputs
+        logits.shape = ir.Shape([2, 16, 255])
+        second.name = "routed_7"
+        model.graph.outputs[:] = [logits, first, second]
+
+    assert reasons_of(change)[:3] == (
+        "output logits has shape (2, 16, 255), expected (2, 16, 256)",
+        "no output routed_1",
+        "output routed_7 is not one of this model",
+    )
+
+
+def test_a_weight_of_the_graphs_own(reasons_of: Reasons, reference: Reference) -> None:
+    def embed(model: ir.Model) -> None:
+        array = state_of(reference.module)[DOWN].detach().numpy()
+        model.graph.initializers[DOWN].const_value = ir.tensor(array, name=DOWN)
+
+    assert reasons_of(embed) == (f"{DOWN}: a value of its own in the graph instead of the shared weights",)
+
+
+def external(model: ir.Model, name: str) -> ir.ExternalTensor:
+    tensor = model.graph.initializers[name].const_value
+    assert isinstance(tensor, ir.ExternalTensor)
+    return tensor
+
+
+def moved(tensor: ir.ExternalTensor, offset: int, name: str = "weights-float32.data") -> ir.ExternalTensor:
+    return ir.ExternalTensor(name, offset, tensor.length, tensor.dtype, shape=tensor.shape, name=str(tensor.name))  # type: ignore[arg-type]
+
+
+def test_references_that_point_elsewhere(reasons_of: Reasons) -> None:
+    def swap(model: ir.Model) -> None:
+        down, up = external(model, DOWN), external(model, "norm.weight")
+        assert up.offset is not None
+        assert down.offset is not None
+        model.graph.initializers[DOWN].const_value = moved(down, up.offset)
+        model.graph.initializers["norm.weight"].const_value = moved(up, down.offset + 4)
+
+    assert set(reasons_of(swap)) == {
+        f"{DOWN}: refers to norm.weight in weights-float32.data",
+        "norm.weight: refers to other bytes in weights-float32.data",
+    }
+
+
+def test_references_under_another_name(reasons_of: Reasons) -> None:
+    def rename(model: ir.Model) -> None:
+        value = model.graph.initializers.pop(DOWN)
+        tensor = value.const_value
+        assert isinstance(tensor, ir.ExternalTensor)
+        value.name = "renamed"
+        value.const_value = moved(tensor, tensor.offset or 0)
+        model.graph.initializers["renamed"] = value
+
+    assert reasons_of(rename) == ("renamed: refers to weights-float32.data, which has no tensor of this name",)
+
+
+def test_a_weight_of_another_shape(reasons_of: Reasons, folder: Path) -> None:
+    def reshape(model: ir.Model) -> None:
+        tensor = external(model, UP)
+        value = model.graph.initializers[UP]
+        value.shape = ir.Shape([32, 48])
+        value.const_value = ir.ExternalTensor(
+            "weights-float32.data", tensor.offset, tensor.length, tensor.dtype, shape=ir.Shape([32, 48]), name=UP
+        )
+
+    assert reasons_of(reshape) == (f"{UP}: is FLOAT (32, 48) in the graph and F32 (48, 32) in weights-float32.data",)
+
+
+def test_weights_from_a_file_that_is_not_there(reasons_of: Reasons) -> None:
+    def elsewhere(model: ir.Model) -> None:
+        model.graph.initializers[DOWN].const_value = moved(external(model, DOWN), 0, "stale.data")
+
+    (reason,) = reasons_of(elsewhere)
+    assert "graphs/stale.data: expected a regular file of weights" in reason
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE])
+def test_a_float_of_another_width(reasons_of: Reasons, dtype: ir.DataType) -> None:
+    def cast(model: ir.Model) -> None:
+        (router, *_) = [node for node in model.graph if node.op_type == "MatMul"]
+        writer = NodeWriter(model.graph, router, "coarse")
+        value = writer.op("Cast", [router.inputs[0]], dtype, (2, 16, 32), {"to": int(dtype)})
+        router.replace_input_with(0, writer.op("Cast", [value], ir.DataType.FLOAT, (2, 16, 32), {"to": 1}))
+
+    (reason,) = [reason for reason in reasons_of(cast) if "computes in" in reason]
+    assert reason.startswith("layers.0 (")
+    assert reason.endswith(f": Cast computes in {dtype}, this graph is float32")
+
+
+def test_scores_that_are_compared_in_half_precision(reasons_of: Reasons) -> None:
+    def coarse(model: ir.Model) -> None:
+        take = next(node for node in model.graph if node.op_type == "TopK" and node.attributes.get_int("largest", 1))
+        writer = NodeWriter(model.graph, take, "coarse")
+        half = writer.op("Cast", [take.inputs[0]], ir.DataType.FLOAT16, (2, 16), {"to": 10})
+        take.replace_input_with(0, half)
+
+    reasons = reasons_of(coarse)
+    assert any(
+        reason.startswith("layers.0 (") and reason.endswith(": TopK compares FLOAT16 scores, expected float32")
+        for reason in reasons
+    )
+
+
+def test_an_operator_that_the_dialect_has_not(reasons_of: Reasons) -> None:
+    def foreign(model: ir.Model) -> None:
+        node = next(node for node in model.graph if node.op_type == "Sigmoid")
+        node.domain = "com.vendor"
+        model.opset_imports["com.vendor"] = 1
+
+    assert any("com.vendor" in reason for reason in reasons_of(foreign))
+
+
+@pytest.mark.parametrize("data", [None, b"", b"not a graph at all", b"\x08\x0a"])
+def test_what_is_no_graph(folder: Path, candidate: Candidate, data: bytes | None) -> None:
+    assert candidate.graph is not None
+    (folder / ENGINE).unlink() if data is None else (folder / ENGINE).write_bytes(data)
+    row = structure_of_graph(folder, ENGINE, candidate.graph, 256)
+    assert not row.passed
+    assert row.reasons[0].startswith(f"{folder / ENGINE}: not a readable ONNX graph (")
+
+
+def test_a_graph_in_half_precision(tmp_path: Path) -> None:
+    job = write_graph(tmp_path, make_spec(), Bucket(2, 16), ENGINES["tensorrt"].dialect, "float16")
+    graph: Graph = replace(job.graph, target="tensorrt")
+    row = structure_of_graph(tmp_path, graph.path, graph, 40)
+    assert row.passed, row.reasons
+    # The same graph, taken for one in float32.
+    row = structure_of_graph(tmp_path, graph.path, replace(graph, dtype="float32"), 40)
+    assert any("computes in FLOAT16, this graph is float32" in reason for reason in row.reasons)
+
+
+def test_rows_are_plain_data_and_what_the_report_takes(folder: Path) -> None:
+    row = structure_of_file(folder, WEIGHTS, {"bytes": 1, "sha256": ""})
+    assert StructureEntry.model_validate(row).passed is False
+    data = json.loads(json.dumps(asdict(row)))
+    assert StructureEntry.model_validate({**data}) == StructureEntry.model_validate(row)
