@@ -32,6 +32,8 @@ def deployments(report: BuildReport) -> tuple[Deployment, ...]:
     by_path = {row.artifact: row.passed for row in judged if row.artifact is not None}
     by_setting = {(row.target, row.bucket, row.dtype): row.passed for row in judged}
     settings = {(one.target, one.bucket, one.dtype): one for one in settings_of(report)}
+    # A portable graph is often the very file that ONNX Runtime runs: what was found for one holds for the other.
+    by_bytes = {item.sha256: by_path[item.path] for item in report.artifacts if item.path in by_path}
     states: dict[bool | None, State] = {True: "passed", False: "failed"}
     found = []
     for artifact in report.artifacts:
@@ -42,7 +44,7 @@ def deployments(report: BuildReport) -> tuple[Deployment, ...]:
             passed = by_path.get(artifact.path, by_setting.get(key))
             state, setting = states.get(passed, "not run here"), settings.get(key)
         elif artifact.target is None:
-            state, setting = states.get(by_path.get(artifact.path), "portable"), None
+            state, setting = states.get(by_bytes.get(artifact.sha256), "portable"), None
         else:
             continue
         found.append(Deployment(target=artifact.target, artifact=artifact, state=state, setting=setting))

@@ -43,3 +43,12 @@ def test_a_graph_that_was_judged_by_its_path_says_so(report: BuildReport) -> Non
     assert found["graphs/mod-b1s128.onnx"] == "failed"
     assert found["graphs/mod-b1s512.onnx"] == "portable"
     assert found["engines/ort-cpu/mod-b1s128-float32.onnx"] == "not run here"
+
+
+def test_a_graph_that_an_engine_holds_is_judged_with_it(report: BuildReport) -> None:
+    engine = next(item for item in report.artifacts if item.path == "engines/ort-cpu/mod-b1s128-float32.onnx")
+    graph = next(item for item in report.artifacts if item.path == "graphs/mod-b1s128.onnx")
+    row = report.parity[0].model_copy(update={"artifact": engine.path, "passed": True})
+    artifacts = (engine, graph.model_copy(update={"sha256": engine.sha256}))
+    found = deployments(report.model_copy(update={"parity": (row,), "artifacts": artifacts}))
+    assert [(item.artifact.path, item.state) for item in found] == [(engine.path, "passed"), (graph.path, "passed")]

@@ -1,0 +1,282 @@
+"""`mod-export validate` on a finished build folder: moved, damaged, with and without its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import invoke
+from manifests import file_entry, rewrite_manifest
+from safetensors.torch import load_file, save_file
+
+from mod_export.config import BuildConfig, config_from_toml
+from mod_export.engine import ENGINES
+from mod_export.errors import BuildFolderError, CheckpointError, TargetError
+from mod_export.pipeline import Observer, build
+from mod_export.revalidate import Validation, validate_folder
+from mod_export.workspace import read_manifest
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
+
+ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"
+GRAPH = "graphs/dense-b2s32.onnx"
+WEIGHTS = "graphs/weights-float32.data"
+DOWN = "layers.2.mlp.down_proj.weight"
+
+
+def failed(found: Validation) -> set[str]:
+    """Files that something was found in."""
+    return {row.path for row in found.structure if not row.passed}
+
+
+def flip(path: Path) -> None:
+    """Changes one bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_moved_folder_passes_without_its_checkpoint(built_copy: Path) -> None:
+    found = validate_folder(built_copy, None, ())
+    assert found.verdict.status == "pass", found.verdict.reasons
+    assert failed(found) == set()
+    manifest = read_manifest(built_copy)
+    checked: dict[str, set[str]] = {}
+    for row in found.structure:
+        checked.setdefault(row.path, set()).update(row.checked)
+    assert checked.keys() == manifest["files"].keys()
+    for path, what in checked.items():
+        assert "the bytes that were built" in what
+        assert ("what a fresh export gives" in what) == path.endswith(".onnx")
+    assert any("tensors are the checkpoint's, bit for bit" in what for what in checked[WEIGHTS])
+    cells = [("ort-cpu", bucket, kind) for bucket in ("b1s64", "b2s32") for kind in ("mod", "dense")]
+    assert [(row.target, row.bucket, row.model) for row in found.parity] == cells
+    assert [(row.target, row.bucket, row.model) for row in found.causality] == cells
+    assert [row.causal for row in found.causality] == [False, True] * 2
+    # What was found at the time is found again.
+    told = json.loads((built_copy / "report.json").read_text())
+    for row, then in zip(found.parity, told["parity"], strict=True):
+        assert row.routing["agreed"] == then["routing"]["agreed"]
+        assert row.error["max_abs"] == pytest.approx(then["error"]["max_abs"])
+
+
+def test_a_named_target_is_judged_and_nothing_else(built_copy: Path) -> None:
+    found = validate_folder(built_copy, None, ["ort-cpu"])
+    assert found.verdict.status == "pass", found.verdict.reasons
+    assert {row.target for row in found.parity} == {"ort-cpu"}
+
+
+def test_a_configuration_of_ones_own(built_copy: Path, config: BuildConfig) -> None:
+    gate = config.parity.float32.model_copy(update={"noise_rms": 0.0})
+    strict = config.model_copy(update={"parity": config.parity.model_copy(update={"float32": gate, "suffixes": 2})})
+    found = validate_folder(built_copy, strict, ["ort-cpu"])
+    assert found.verdict.status == "fail"
+    assert all("root mean square error" in reason for reason in found.verdict.reasons)
+    assert {row.suffixes for row in found.causality} == {2}
+    # Nothing is wrong with the graph, so that no place is named.
+    assert all(row.located is None for row in found.parity)
+
+
+def test_the_command_prints_what_was_found(built_copy: Path) -> None:
+    said = invoke("validate", built_copy)
+    assert (said.exit_code, said.stderr) == (0, "")
+    assert said.stdout.splitlines()[-1] == "PASS"
+    assert "weights are the checkpoint's, bit for bit" in said.stdout
+    assert "mod: must not be used for autoregressive sampling: " in said.stdout
+
+
+@pytest.mark.parametrize("name", [ENGINE, GRAPH, "report.html"])
+def test_a_changed_file_is_a_finding_with_its_path(name: str, built_copy: Path) -> None:
+    flip(built_copy / name)
+    said = invoke("validate", built_copy)
+    assert (said.exit_code, said.stderr) == (4, ""), said.output
+    assert f"  - {name}: has been changed since it was built (SHA-256 differs)\n" in said.stdout
+    assert said.stdout.splitlines()[-1] == "FAIL"
+
+
+@pytest.mark.parametrize("name", [ENGINE, GRAPH, "report.html"])
+def test_a_missing_file_is_one_too(name: str, built_copy: Path) -> None:
+    (built_copy / name).unlink()
+    found = validate_folder(built_copy, None, ())
+    assert f"{name}: is missing or not a regular file" in found.verdict.reasons
+    assert failed(found) == {name}
+    # What was not touched still passes.
+    assert [(row.bucket, row.model) for row in found.parity if not row.passed] == (
+        [("b1s64", "mod")] if name == ENGINE else []
+    )
+
+
+def change_weight(root: Path, *, sign: bool) -> None:
+    tensors = load_file(root / WEIGHTS)
+    tensors[DOWN][1, 2] *= 1.01
+    save_file(tensors, root / WEIGHTS)
+    if sign:
+        rewrite_manifest(root, lambda manifest: manifest["files"].update({WEIGHTS: file_entry(root / WEIGHTS)}))
+
+
+@pytest.mark.parametrize("sign", [True, False])
+def test_one_element_of_one_weight(built_copy: Path, sign: bool) -> None:
+    """The reference is rebuilt from the same file, so that nothing but its fingerprint can give it away."""
+    change_weight(built_copy, sign=sign)
+    found = validate_folder(built_copy, None, ())
+    assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
+    assert (f"{WEIGHTS}: has been changed since it was built (SHA-256 differs)" in found.verdict.reasons) != sign
+    assert failed(found) == {WEIGHTS}
+    assert all(row.passed for row in found.parity)
+
+
+def test_with_the_checkpoint_a_changed_weight_is_seen_in_the_logits_too(built_copy: Path, checkpoint: Path) -> None:
+    tensors = load_file(built_copy / WEIGHTS)
+    tensors[DOWN] *= 1.5
+    save_file(tensors, built_copy / WEIGHTS)
+    found = validate_folder(built_copy, None, (), checkpoint)
+    assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
+    assert not any(row.passed for row in found.parity)
+
+
+def test_the_checkpoint_it_was_built_from(built_copy: Path, checkpoint: Path) -> None:
+    said = invoke("validate", built_copy, "--model", checkpoint, "--target", "ort-cpu")
+    assert (said.exit_code, said.stderr) == (0, ""), said.output
+
+
+def test_another_checkpoint(built: Path, tmp_path: Path, tiny_spec: ModelSpec) -> None:
+    save_checkpoint(tmp_path / "other.pt", random_checkpoint(tiny_spec, 1))
+    message = r"other\.pt: is not the checkpoint that .*built was built from \(SHA-256 [0-9a-f]{12}, expected [0-9a-f]{12}\)$"
+    with pytest.raises(CheckpointError, match=message):
+        validate_folder(built, None, (), tmp_path / "other.pt")
+    said = invoke("validate", built, "--model", tmp_path / "other.pt")
+    assert (said.exit_code, said.stdout) == (2, "")
+
+
+def test_a_checkpoint_that_is_not_there(built: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"absent\.pt: no such file or folder"):
+        validate_folder(built, None, (), tmp_path / "absent.pt")
+
+
+def test_a_capacity_that_replaced_the_checkpoints_own(
+    checkpoint: Path, config: BuildConfig, recorder: Observer, tmp_path: Path
+) -> None:
+    small = config.model_copy(update={"buckets": ((1, 16),)})
+    build(checkpoint, small, tmp_path / "half", None, recorder, "mod-export build", capacity=0.5)
+    found = validate_folder(tmp_path / "half", None, (), checkpoint)
+    assert found.verdict.status == "pass", found.verdict.reasons
+    assert found.parity[0].routing["layers"][0]["k"] == 8
+
+
+def unreadable(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def without(path: Path) -> None:
+    tensors = load_file(path)
+    del tensors[DOWN]
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, unreadable, without])
+def test_without_its_weights_there_is_no_reference_but_the_checkpoint(
+    built_copy: Path, checkpoint: Path, damage: Callable[[Path], object]
+) -> None:
+    damage(built_copy / WEIGHTS)
+    message = rf"moved/{WEIGHTS}: the reference cannot be rebuilt from it \(.*\); build again$"
+    with pytest.raises(BuildFolderError, match=message):
+        validate_folder(built_copy, None, ())
+    found = validate_folder(built_copy, None, (), checkpoint)
+    assert WEIGHTS in failed(found)
+    assert not any(row.passed for row in found.parity)
+
+
+def test_versions_that_would_export_otherwise_are_not_held_against_it(built_copy: Path) -> None:
+    """Another torch writes other graphs. What can be said without it still is."""
+    rewrite_manifest(built_copy, lambda manifest: manifest["exporters"].update(torch="1.0"))
+    found = validate_folder(built_copy, None, ["ort-cpu"])
+    assert found.verdict.status == "pass", found.verdict.reasons
+    assert not any("what a fresh export gives" in row.checked for row in found.structure)
+    flip(built_copy / ENGINE)
+    assert ENGINE in failed(validate_folder(built_copy, None, ["ort-cpu"]))
+
+
+def with_package(root: Path) -> Callable[[dict[str, Any]], None]:
+    """A compiled engine beside the others, and not the one that was built."""
+    path = "engines/inductor/mod-b1s64-float32.pt2"
+    (root / path).parent.mkdir()
+    (root / path).write_bytes(b"built")
+    entry = file_entry(root / path)
+    (root / path).write_bytes(b"other")
+
+    def change(manifest: dict[str, Any]) -> None:
+        (engine,) = [one for one in manifest["engines"] if one["path"] == ENGINE]
+        manifest["engines"].append({**engine, "target": "inductor", "path": path})
+        manifest["files"][path] = entry
+
+    return change
+
+
+def test_compiled_code_that_was_changed_is_not_run(built_copy: Path) -> None:
+    if not ENGINES["inductor"].availability().runs:
+        pytest.skip("torch is not here")
+    rewrite_manifest(built_copy, with_package(built_copy))
+    found = validate_folder(built_copy, None, ["inductor"])
+    (row,) = found.parity
+    assert row.reasons == ["not run: it is compiled code, and not the file that was built"]
+    assert (row.target, row.artifact, row.passed) == ("inductor", "engines/inductor/mod-b1s64-float32.pt2", False)
+    assert found.causality == []
+    assert any(
+        reason == "inductor b1s64 float32 mod: parity: not run: it is compiled code, and not the file that was built"
+        for reason in found.verdict.reasons
+    )
+
+
+def test_a_target_that_is_not_in_the_folder(built: Path) -> None:
+    with pytest.raises(TargetError, match=r"built: holds no engine for inductor, abacus; built for ort-cpu$"):
+        validate_folder(built, None, ["inductor", "ort-cpu", "abacus"])
+
+
+def test_a_target_that_cannot_run_here(built_copy: Path) -> None:
+    found = ENGINES["ort-cuda"].availability()
+    if found.runs:
+        pytest.skip("CUDA runs here")
+
+    def elsewhere(manifest: dict[str, Any]) -> None:
+        for engine in manifest["engines"]:
+            engine["target"] = "ort-cuda"
+
+    rewrite_manifest(built_copy, elsewhere)
+    with pytest.raises(TargetError, match=rf"moved: cannot run here: ort-cuda: {re.escape(found.reason)}$"):
+        validate_folder(built_copy, None, ())
+
+
+def test_an_unfinished_build(built_copy: Path) -> None:
+    rewrite_manifest(built_copy, lambda manifest: manifest.pop("files"))
+    with pytest.raises(
+        BuildFolderError, match=r"moved: the build was not finished; run the same build again, it resumes"
+    ):
+        validate_folder(built_copy, None, ())
+
+
+def test_an_architecture_that_is_not_installed(built_copy: Path) -> None:
+    rewrite_manifest(built_copy, lambda manifest: manifest["models"]["mod"].update(architecture="mamba"))
+    said = invoke("validate", built_copy)
+    assert said.exit_code == 2
+    assert said.stderr == "error: architecture 'mamba' is not installed here; known: mod_transformer\n"
+
+
+def test_the_folder_is_left_as_it_was(built_copy: Path, tmp_path: Path) -> None:
+    before = Path(shutil.copytree(built_copy, tmp_path / "before"))
+    validate_folder(built_copy, None, ["ort-cpu"])
+    names = sorted(str(path.relative_to(before)) for path in before.rglob("*"))
+    assert names == sorted(str(path.relative_to(built_copy)) for path in built_copy.rglob("*"))
+    assert all((before / name).is_dir() or (before / name).read_bytes() == (built_copy / name).read_bytes() for name in names)
+
+
+def test_a_configuration_file(built_copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[parity]\nsuffixes = 1\n", encoding="utf-8")
+    assert config_from_toml(tmp_path / "c.toml").parity.suffixes == 1
+    said = invoke("validate", built_copy, "-c", tmp_path / "c.toml", "--target", "ort-cpu")
+    assert said.exit_code == 0, said.output
+    assert "no logit before the change moved in 1 tries" in said.stdout
