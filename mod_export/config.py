@@ -120,8 +120,8 @@ class ParityGate(_Section):
     """What a candidate must meet, against eager float32, for one dtype. Reasons: docs/numerics.md.
 
     Rounding is measured on the model at hand: eager float32 against the same model in float64, on the same inputs and
-    routing. The gates `noise` and `noise_rms` are multiples of that, scaled to the dtype's unit roundoff. `max_abs` stands
-    in for them where the model is too large for float64 on this machine.
+    routing. The gates `noise` and `noise_rms` are multiples of that, scaled to the dtype's unit roundoff. `max_abs`
+    stands in for them where the model is too large for float64 on this machine.
     """
 
     noise: Tolerance

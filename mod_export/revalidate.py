@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mod_export.artifacts import Engine, Graph, ModelKind
 from mod_export.config import BuildConfig
@@ -29,6 +29,9 @@ from mod_export.validate.structure import (
     structure_of_graph,
     structure_of_weights,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Validation", "validate_folder"]
 
@@ -125,9 +128,6 @@ def _weights_path(manifest: dict[str, Any], graph: Graph) -> str:
 
 
 def _restored(root: Path, manifest: dict[str, Any], kind: ModelKind, checkpoint: Path | None) -> LoadedModel:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     entry = manifest["models"][kind]
     if checkpoint is not None and entry["checkpoint_sha256"] == manifest["models"]["mod"]["checkpoint_sha256"]:
         model = model_from_checkpoint(checkpoint)
@@ -136,17 +136,26 @@ def _restored(root: Path, manifest: dict[str, Any], kind: ModelKind, checkpoint:
                 f"{checkpoint}: is not the checkpoint that {root} was built from (SHA-256 "
                 f"{model.checkpoint_sha256[:12]}, expected {entry['checkpoint_sha256'][:12]})"
             )
-        return model.of_kind(kind)
+        # With the folder's spec all the same: its capacity may be another than the checkpoint's own.
+        weights = model.of_kind(kind).weights
+    else:
+        weights = _weights_of_folder(root, entry)
+    return model_from_weights(
+        entry["name"], entry["architecture"], entry["spec"], weights, entry["checkpoint_sha256"]
+    ).loaded
+
+
+def _weights_of_folder(root: Path, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         tensors = load_file(root / entry["weights"])
-        weights = {name: tensors[name] for name in entry["tensors"]}
+        return {name: tensors[name] for name in entry["tensors"]}
     except (SafetensorError, KeyError, OSError) as error:
         raise BuildFolderError(
             f"{root / entry['weights']}: the reference cannot be rebuilt from it ({error}); build again"
         ) from error
-    return model_from_weights(
-        entry["name"], entry["architecture"], entry["spec"], weights, entry["checkpoint_sha256"]
-    ).loaded
 
 
 def _unrun_row(candidate: Candidate, config: BuildConfig) -> ParityRow:

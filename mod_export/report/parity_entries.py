@@ -111,9 +111,10 @@ class ParityEntry(Entry):
 
     `artifact` is the file that was judged. `inputs` names the kinds of input; the routing of a dense engine has no
     layers. `noise` is the largest difference of a logit between the reference and the same model in float64, on the
-    same inputs and routing: what rounding alone does to the reference. `allowed_max_abs` is the largest error that passes. `kl` is the mean divergence of the next-token
-    distribution from the reference's in nats, of the worst input. `ties_exact` says whether exactly equal scores were
-    given to the earlier token, None where that could not be provoked. `located` is there when the row failed.
+    same inputs and routing: what rounding alone does to the reference. `allowed_max_abs` is the largest error that
+    passes. `kl` is the mean divergence of the next-token distribution from the reference's in nats, of the worst input.
+    `ties_exact` says whether exactly equal scores were given to the earlier token, None where that could not be
+    provoked. `located` is there when the row failed.
     """
 
     target: str

@@ -11,7 +11,6 @@ from mod_export.artifacts import ModelKind
 from mod_export.report.latency_entries import LatencyEntry, SpeedupEntry
 from mod_export.report.parity_entries import ErrorNumbers, InputAgreement, ParityEntry, RoutingAgreement
 from mod_export.report.schema import BuildReport, Target
-from mod_export.validate.allowance import ROUNDOFF
 
 __all__ = [
     "Gains",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mod_export.artifacts import Graph, engine_stem
+from mod_export.inputs import parity_batches
 from mod_export.stages.context import Context
 from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
 from mod_export.validate.causality import CausalityRow
-from mod_export.validate.findings import batches_of, causality_of, parity_of
+from mod_export.validate.findings import causality_of, parity_of, tolerance_of
 from mod_export.validate.maps import RoutingMapRow, routing_map
 from mod_export.validate.rows import ParityRow
 from mod_export.validate.structure import StructureRow, structure_of_graph, structure_of_weights
@@ -28,12 +29,19 @@ def validate(context: Context) -> list[Step]:
         context.all_graphs(), engines, partial(_weights_of, context), context.workspace.hash_of
     )
     steps = [_structure(context)]
+    parity = context.plan.config.parity
     for candidate in (*engines, *graphs):
-        step = _step(context, "parity", candidate, partial(_parity, context, candidate))
+        options = {
+            "gate": parity.gate(candidate.dtype).model_dump(),
+            "batches_per_kind": parity.batches_per_kind,
+            "text_batches": parity.text_batches,
+        }
+        step = _step(context, "parity", candidate, options, partial(_parity, context, candidate))
         context.parity.append(ParityRow(**step.result))
         steps.append(step)
     for candidate in engines:
-        step = _step(context, "causality", candidate, partial(_causality, context, candidate))
+        options = {"gate": tolerance_of(parity.gate(candidate.dtype)), "suffixes": parity.suffixes}
+        step = _step(context, "causality", candidate, options, partial(_causality, context, candidate))
         context.causality.append(CausalityRow(**step.result))
         steps.append(step)
     return [*steps, *_maps(context)]
@@ -63,15 +71,20 @@ def _structure(context: Context) -> Step:
     return step
 
 
-def _step(context: Context, what: str, candidate: Candidate, make: Callable[[Sequence[Path]], dict[str, Any]]) -> Step:
-    config = context.plan.config
+def _step(
+    context: Context,
+    what: str,
+    candidate: Candidate,
+    options: Mapping[str, Any],
+    make: Callable[[Sequence[Path]], dict[str, Any]],
+) -> Step:
     hash_of = context.workspace.hash_of
     inputs = {
         **context.conditions([candidate.engine] if candidate.engine else []),
         "file": hash_of(candidate.path),
         "weights": hash_of(context.weights_path(candidate.model, candidate.dtype)),
-        "parity": config.parity.model_dump(),
-        "seed": config.seed,
+        "options": options,
+        "seed": context.plan.config.seed,
         "checkpoint": context.identity(candidate.model),
     }
     stem = engine_stem(candidate.model, candidate.bucket, candidate.dtype)
@@ -92,7 +105,7 @@ def _maps(context: Context) -> list[Step]:
         inputs = {"checkpoint": context.identity("mod"), "seed": context.plan.config.seed, **context.versions("torch")}
 
         def make(paths: Sequence[Path], bucket: Any = bucket) -> dict[str, Any] | None:
-            batches = batches_of(context.reference("mod"), bucket, context.plan.config)
+            batches = parity_batches(context.plan.model.loaded, bucket, context.plan.config.seed, 1)
             found = routing_map(context.reference("mod"), bucket, batches)
             return None if found is None else asdict(found)
 

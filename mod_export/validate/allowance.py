@@ -74,9 +74,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
     # Two scores are compared, each with its own error; and no score is known better than to its last digits.
     scores = {
         # np.minimum, unlike min, keeps a NaN.
-        layer: float(
-            np.minimum(gate.near_tie, 2 * gate.noise * coarser * _largest([*many, 2 * ROUNDOFF["float32"]]))
-        )
+        layer: float(np.minimum(gate.near_tie, 2 * gate.noise * coarser * _largest([*many, 2 * ROUNDOFF["float32"]])))
         for layer, many in by_layer.items()
     }
     noise = _largest([one.max_abs for one in noises])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mod_export.artifacts import Bucket
-from mod_export.config import BuildConfig
+from mod_export.config import BuildConfig, ParityGate
 from mod_export.errors import BuildError, BuildFolderError, TargetError
 from mod_export.inputs import Batch, parity_batches
 from mod_export.protocols import LoadedModel, Runner
@@ -24,7 +24,7 @@ from mod_export.validate.reference import Reference
 from mod_export.validate.rows import ParityRow, failed_row, judge
 from mod_export.validate.ties import ties_of_runs, zeroed_routers
 
-__all__ = ["batches_of", "causality_of", "parity_of"]
+__all__ = ["batches_of", "causality_of", "parity_of", "tolerance_of"]
 
 
 def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig) -> list[Batch]:
@@ -112,13 +112,18 @@ def _failing_first(batches: Sequence[Batch], reasons: Sequence[str]) -> list[Bat
     return sorted(batches, key=lambda batch: batch.kind not in kinds)
 
 
+def tolerance_of(gate: ParityGate) -> dict[str, float]:
+    """The part of a gate that the probe of causality depends on."""
+    return {"noise": gate.noise, "max_abs": gate.max_abs}
+
+
 def causality_of(root: Path, candidate: Candidate, reference: Reference, config: BuildConfig) -> CausalityRow:
     """Asks a candidate whether its logits depend on what comes later.
 
     Raises:
         BuildError: it cannot be run.
     """
-    batch = batches_of(reference, candidate.bucket, config)[0]
+    batch = parity_batches(reference.loaded, candidate.bucket, config.seed, 1)[0]
     with candidate.open(root, config) as runner:
         found: list[Comparison] = compare_runner(runner, reference, [batch])
         allowed = allowance(found, config.parity.gate(candidate.dtype), candidate.dtype)

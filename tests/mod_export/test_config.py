@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from mod_export import config as config_module
-from mod_export.artifacts import DTYPES, Bucket
+from mod_export.artifacts import DTYPES, Bucket, DType
 from mod_export.config import BuildConfig, config_from_toml, toml_from_config
 from mod_export.errors import ConfigError
 
 CONFIGS = sorted(path.name for path in files("mod_export_configs").iterdir() if path.name.endswith(".toml"))
 PACKAGE = Path(__file__).parents[2] / "mod_export"
+GATES = ("noise", "noise_rms", "max_abs", "near_tie", "next_token_agreement", "max_kl", "max_perplexity_ratio")
 
 
 def problems_of(tmp_path: Path, text: str) -> list[str]:
@@ -117,10 +118,42 @@ def test_values_out_of_range(tmp_path: Path, text: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("key", ["max_abs", "near_tie", "next_token_agreement"])
+@pytest.mark.parametrize("key", GATES)
 def test_a_gate_is_a_finite_number(tmp_path: Path, key: str, value: str) -> None:
     (problem,) = problems_of(tmp_path, f"[parity.float32]\n{key} = {value}\n")
     assert problem.startswith(f"parity.float32.{key}: input should be a finite number")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "[parity.float32]\nnoise = -1.0",
+            "parity.float32.noise: input should be greater than or equal to 0, got -1.0",
+        ),
+        (
+            "[parity.bfloat16]\nmax_perplexity_ratio = 0.99",
+            "parity.bfloat16.max_perplexity_ratio: input should be greater than or equal to 1, got 0.99",
+        ),
+        ("[parity]\nsuffixes = 0", "parity.suffixes: input should be greater than or equal to 1, got 0"),
+        ("[parity]\nsuffixes = 1001", "parity.suffixes: input should be less than or equal to 1000, got 1001"),
+        ("[parity]\ntext_batches = 0", "parity.text_batches: input should be greater than or equal to 1, got 0"),
+        ("[parity.float16]\nmax_kll = 1.0", "parity.float16.max_kll: unknown key, did you mean 'max_kl'?"),
+    ],
+)
+def test_parity_out_of_range(tmp_path: Path, text: str, problem: str) -> None:
+    assert problems_of(tmp_path, text) == [problem]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_shorter_floats_are_no_tighter(dtype: DType) -> None:
+    """The multiples of rounding, `noise` and `noise_rms`, are of each dtype's own unit."""
+    parity = config_from_toml(None).parity
+    gate, exact = parity.gate(dtype), parity.gate("float32")
+    for name in ("max_abs", "near_tie", "max_kl", "max_perplexity_ratio"):
+        assert getattr(gate, name) >= getattr(exact, name)
+    assert gate.next_token_agreement <= exact.next_token_agreement
+    assert gate.noise_rms <= gate.noise
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -160,7 +193,13 @@ def test_problems_without_a_file_have_no_path() -> None:
 pairs = st.tuples(st.integers(1, 64), st.integers(1, 4096))
 numbers = st.floats(0, 1e6, allow_nan=False)
 shares = st.floats(0, 1, allow_nan=False)
-gates = st.fixed_dictionaries({"max_abs": numbers, "near_tie": numbers, "next_token_agreement": shares})
+gates = st.fixed_dictionaries(
+    {
+        **dict.fromkeys(("noise", "noise_rms", "max_abs", "near_tie", "max_kl"), numbers),
+        "next_token_agreement": shares,
+        "max_perplexity_ratio": st.floats(1, 1e6, allow_nan=False),
+    }
+)
 configs = st.fixed_dictionaries(
     {
         "buckets": st.lists(pairs, max_size=4).map(tuple),
@@ -226,9 +265,7 @@ def test_no_gate_has_a_default_in_code() -> None:
         if field.is_required()
     }
     assert required == {
-        ("ParityGate", "max_abs"),
-        ("ParityGate", "near_tie"),
-        ("ParityGate", "next_token_agreement"),
+        *(("ParityGate", name) for name in GATES),
         ("ParityOptions", "float32"),
         ("ParityOptions", "float16"),
         ("ParityOptions", "bfloat16"),
@@ -245,7 +282,8 @@ def _is_section(item: object) -> bool:
 @pytest.mark.parametrize("path", sorted((PACKAGE / "validate").glob("*.py")), ids=lambda path: path.name)
 def test_no_tolerance_stands_in_code(path: Path) -> None:
     numbers = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-    assert {number for number in numbers if isinstance(number, float)} <= {0.0, 1.0}
+    # Two is the base of what floats are made of.
+    assert {number for number in numbers if isinstance(number, float)} <= {0.0, 1.0, 2.0}
 
 
 def test_config_error_keeps_its_problems() -> None:

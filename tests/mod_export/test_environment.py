@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 import mod_export
-from mod_export.environment import PACKAGES, cpu_features, describe_machine, package_version, source_digest
+from mod_export.environment import (
+    PACKAGES,
+    cpu_features,
+    describe_machine,
+    package_version,
+    source_digest,
+    versions,
+)
 
 
 @pytest.fixture
@@ -31,6 +38,19 @@ def test_versions() -> None:
     assert package_version("onnxruntime") is not None
     with pytest.raises(KeyError, match="numpy"):
         package_version("numpy")
+
+
+def test_versions_by_name_and_of_this_package_its_source() -> None:
+    assert versions("torch", "onnx") == {"torch": package_version("torch"), "onnx": package_version("onnx")}
+    assert versions("mod_export") == {"mod_export": source_digest("mod_export")}
+    assert versions() == {}
+    with pytest.raises(KeyError, match="numpy"):
+        versions("numpy")
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "absent", ("no-such-distribution",))
+    assert versions("absent") == {"absent": None}
 
 
 def test_the_machine_is_described_as_plain_data() -> None:

@@ -258,7 +258,9 @@ def test_damaged_files(built_copy: Path) -> None:
 def test_graphs_and_engines_are_read_back_from_the_manifest(built: Path) -> None:
     manifest = read_manifest(built)
     graphs = {graph.path: graph for graph in graphs_of(manifest)}
-    assert graphs.keys() == {f"graphs/{kind}-{bucket}.onnx" for kind in ("mod", "dense") for bucket in ("b1s64", "b2s32")}
+    assert graphs.keys() == {
+        f"graphs/{kind}-{bucket}.onnx" for kind in ("mod", "dense") for bucket in ("b1s64", "b2s32")
+    }
     routed = graphs["graphs/mod-b1s64.onnx"]
     # JSON has no numbers for keys.
     assert routed.k_by_layer == {1: 8, 3: 8}
@@ -269,7 +271,9 @@ def test_graphs_and_engines_are_read_back_from_the_manifest(built: Path) -> None
 
 def test_engines_that_run_here(built: Path) -> None:
     manifest = read_manifest(built)
-    assert runnable_engines(built, manifest, []) == runnable_engines(built, manifest, ["ort-cpu"]) == engines_of(manifest)
+    assert (
+        runnable_engines(built, manifest, []) == runnable_engines(built, manifest, ["ort-cpu"]) == engines_of(manifest)
+    )
 
 
 def test_engines_of_a_target_that_is_not_in_the_folder(built: Path) -> None:

@@ -100,6 +100,48 @@ def test_no_sample_for_another_vocabulary(loaded: LoadedTransformer) -> None:
     assert loaded.sample_ids(1, 4, seed=0) is None
 
 
+def test_tokens_of_bytes_can_be_read(loaded: LoadedTransformer) -> None:
+    bytes_model = LoadedTransformer(Checkpoint(spec=make_spec(vocab_size=256), weights={}))
+    assert bytes_model.token_texts(np.array([72, 105, 10, 0, 233])) == ["H", "i", "\n", "\x00", "\xe9"]
+    assert loaded.token_texts(np.array([1, 2])) is None
+
+
+@pytest.mark.parametrize(
+    ("router", "parts"),
+    [
+        ("linear", ["projection.weight"]),
+        ("linear_bias", ["projection.weight", "projection.bias"]),
+        ("mlp", ["hidden.weight", "hidden.bias", "projection.weight", "projection.bias"]),
+    ],
+)
+def test_weights_of_routers(router: str, parts: list[str]) -> None:
+    """Not those of the predictors beside them, which decide nothing here."""
+    loaded = LoadedTransformer(lively_checkpoint(make_spec(router=router, predictor_hidden=2)))
+    assert any(".predictor." in name for name in loaded.weights)
+    assert sorted(loaded.router_weights()) == sorted(f"layers.{i}.router.{part}" for i in (0, 2) for part in parts)
+    assert loaded.dense().router_weights() == []
+
+
+@pytest.mark.parametrize("router", ["linear", "linear_bias", "mlp"])
+def test_a_float64_model_routes_and_gates_in_float64(router: str) -> None:
+    """Its distance from float32 is what rounding does, so that nothing in it may be rounded to float32."""
+    spec = make_spec(router=router)
+    loaded = LoadedTransformer(lively_checkpoint(spec))
+    ids_BS, lengths_B = distinct_ids(spec, 2, 8), torch.tensor([8, 5])
+    logits_BSV, decided = loaded.trace(loaded.module().double(), ids_BS, lengths_B, None)
+    assert logits_BSV.dtype == torch.float64
+    for routing in decided.values():
+        assert routing.score_BS.dtype == torch.float64
+        assert not torch.equal(routing.score_BS, routing.score_BS.float().double())
+    single_BSV, _ = loaded.trace(
+        loaded.module(), ids_BS, lengths_B, {layer: routing.index_BK for layer, routing in decided.items()}
+    )
+    real_BS = torch.arange(8) < lengths_B[:, None]
+    error = (logits_BSV - single_BSV)[real_BS].abs().max().item()
+    # The tables of RoPE are float32 in both.
+    assert 0 < error < 1e-5
+
+
 @pytest.mark.parametrize("spec", [SPEC.to_dict(), dict(MOD_TRANSFORMER.timed_spec())], ids=["tiny", "timed"])
 def test_random(tmp_path: Path, spec: dict[str, object]) -> None:
     spec = {**spec, "vocab_size": 32, "d_model": 8}

@@ -19,8 +19,9 @@ from mod_export.graph.capture import exported_from_module
 from mod_export.graph.weights import state_of, write_weights
 from mod_export.inputs import parity_batches
 from mod_export.stages.engines import Job
-from mod_export.validate.parity import compare_runner, judge
+from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
+from mod_export.validate.rows import judge
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
@@ -104,6 +105,18 @@ def test_packages_hold_code_and_share_the_weights(root: Path, loaded: LoadedTran
         Inductor().load(root, engine_of(bucket, "graphs/other.data"), CONFIG) as two,
     ):
         assert not np.array_equal(one.run(feeds(bucket))["logits"], two.run(feeds(bucket))["logits"])
+
+
+@pytest.mark.slow
+def test_other_weights_take_the_place_of_those_in_the_file(root: Path, loaded: LoadedTransformer) -> None:
+    bucket = BUCKETS[0]
+    zeros = {"embedding.weight": np.zeros(tuple(loaded.weights["embedding.weight"].shape), np.float32)}
+    with (
+        Inductor().load(root, engine_of(bucket), CONFIG) as own,
+        Inductor().load(root, engine_of(bucket), CONFIG, zeros) as silenced,
+    ):
+        assert np.ptp(silenced.run(feeds(bucket))["logits"]) == 0
+        assert np.ptp(own.run(feeds(bucket))["logits"]) > 0
 
 
 @pytest.mark.slow

@@ -55,6 +55,36 @@ def test_a_runner_finds_its_weights_in_another_folder(built: Path, config: Build
         assert list(runner.run(feeds(), ["routed_3"])) == ["routed_3"]
 
 
+def test_other_weights_take_the_place_of_those_in_the_file(built: Path, config: BuildConfig) -> None:
+    zeros = {name: np.zeros((256, 32), np.float32) for name in ("embedding.weight",)}
+    with (
+        OrtCpu().load(built, engine("ort-cpu"), config) as own,
+        OrtCpu().load(built, engine("ort-cpu"), config, zeros) as silenced,
+    ):
+        assert np.ptp(own.run(feeds())["logits"]) > 0
+        assert np.ptp(silenced.run(feeds())["logits"]) == 0
+        # And of nobody else's.
+        assert np.ptp(own.run(feeds())["logits"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        (
+            {"layers.9.weight": np.zeros(3, np.float32)},
+            r"Failed to find existing initializer with name layers\.9\.weight",
+        ),
+        ({"embedding.weight": np.zeros((256, 31), np.float32)}, "."),
+        ({"embedding.weight": np.zeros((256, 32), np.float16)}, "."),
+    ],
+)
+def test_weights_that_are_not_the_engines_are_refused(
+    built: Path, config: BuildConfig, weights: dict[str, np.ndarray], reason: str
+) -> None:
+    with pytest.raises(EngineError, match=rf"^mod-b1s64-float32\.onnx: ONNX Runtime refuses this graph: .*{reason}"):
+        OrtCpu().load(built, engine("ort-cpu"), config, weights)
+
+
 def test_threads_are_those_of_the_configuration(built: Path, config: BuildConfig) -> None:
     latency = config.latency.model_copy(update={"threads": 2})
     with OrtCpu().load(built, engine("ort-cpu"), config.model_copy(update={"latency": latency})) as runner:

@@ -272,6 +272,13 @@ def test_loading_needs_the_device_that_it_was_built_for(monkeypatch: pytest.Monk
         RTX.load(tmp_path, engine_of("e.engine", "sm120"), CONFIG)
 
 
+@pytest.mark.parametrize("builder", [TensorRT(), RTX], ids=lambda builder: builder.name)
+def test_a_plan_takes_no_other_weights(tmp_path: Path, builder: TensorRT | TensorRTRTX) -> None:
+    message = r"^e\.engine: a plan holds its own weights; others cannot take their place$"
+    with pytest.raises(EngineError, match=message):
+        builder.load(tmp_path, engine_of("e.engine", None, builder.name), CONFIG, {"norm.weight": np.zeros(1)})
+
+
 @needs_rtx
 def test_a_file_that_is_no_engine_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "e.engine").write_bytes(b"not a plan")

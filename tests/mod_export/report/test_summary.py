@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from mod_export.report import BuildReport
 from mod_export.report.summary import (
     allowed_error,

@@ -52,12 +52,19 @@ def test_no_score_is_known_better_than_to_its_last_digits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shorter_floats_round_in_proportion_to_their_unit(dtype: DType) -> None:
     coarser = {"float32": 1, "float16": 2**13, "bfloat16": 2**16}[dtype]
-    exact, found = (allowance([with_noise(1e-6, scores=1e-6)], GATE, one) for one in ("float32", dtype))
+    gate = GATE.model_copy(update={"near_tie": 1e3})
+    exact, found = (allowance([with_noise(1e-6, scores=1e-6)], gate, one) for one in ("float32", dtype))
     assert found.max_abs == coarser * exact.max_abs
     assert found.rms == pytest.approx(coarser * 4e-6)
     assert found.score_bound(3) == coarser * exact.score_bound(3)
     # Which token is the most probable is asked of the reference's own float32 logits.
     assert found.next_token_slack == exact.next_token_slack
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rounding_makes_a_near_tie_of_what_is_far_from_one(dtype: DType) -> None:
+    found = allowance([with_noise(1e-6, scores=0.1)], GATE, dtype)
+    assert found.score_bound(3) == GATE.near_tie
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -22,9 +22,7 @@ TEXT = Batch("text", np.random.default_rng(0).integers(0, 256, (2, 16)), np.arra
 
 def probe(model: ir.Model, *, tolerance: float = 1e-5, suffixes: int = 4, batch: Batch = TEXT) -> CausalityRow:
     with OrtRunner(session(model), "candidate", 1) as runner:
-        return probe_causality(
-            runner, batch, vocab_size=256, suffixes=suffixes, tolerance=tolerance, seed=0, **ABOUT
-        )
+        return probe_causality(runner, batch, vocab_size=256, suffixes=suffixes, tolerance=tolerance, seed=0, **ABOUT)
 
 
 def running(function: str, batch: int = 2, seq: int = 16) -> ir.Model:
@@ -124,9 +122,7 @@ def test_a_row_says_how_many_endings_were_tried() -> None:
 def test_a_single_token_says_nothing() -> None:
     row = probe(running("y = Identity (x)", 1, 1), batch=Batch("text", TEXT.ids_BS[:1, :1], np.array([1])))
     assert row.suffixes == 0
-    assert row.statement == (
-        "not probed: with a single token there is nothing before a change; ask a longer bucket"
-    )
+    assert row.statement == ("not probed: with a single token there is nothing before a change; ask a longer bucket")
 
 
 def test_rows_are_plain_data_and_what_the_report_takes(graph: ir.Model) -> None:

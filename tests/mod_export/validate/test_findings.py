@@ -18,7 +18,7 @@ from mod_export.graph.nodes import NodeWriter
 from mod_export.graph.passes import PORTABLE
 from mod_export.graph.places import module_of
 from mod_export.validate.candidates import Candidate
-from mod_export.validate.findings import batches_of, causality_of, parity_of
+from mod_export.validate.findings import batches_of, causality_of, parity_of, tolerance_of
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint
@@ -62,9 +62,7 @@ def test_a_dense_engine_has_no_ties(
     assert (row.ties_exact, row.routing["layers"]) == (None, [])
 
 
-def test_a_layer_that_routes_nothing_in_this_bucket(
-    tmp_path: Path, candidate: Candidate, config: BuildConfig
-) -> None:
+def test_a_layer_that_routes_nothing_in_this_bucket(tmp_path: Path, candidate: Candidate, config: BuildConfig) -> None:
     """Its weights are in the file and in no graph, so that nobody can replace them there."""
     spec = make_spec(layers=(0, 1), capacity=(0.01, 0.25), capacity_rule="floor")
     assert spec.k_by_layer(16) == {0: 0, 1: 4}
@@ -170,6 +168,24 @@ def test_causality(folder: Path, candidate: Candidate, reference: Reference, con
     assert (row.target, row.bucket, row.dtype, row.model) == ("ort-cpu", "b2s16", "float32", "mod")
     assert row.suffixes == config.parity.suffixes == 4
     assert not row.causal
+
+
+def test_causality_depends_on_the_gates_that_say_so(
+    folder: Path, candidate: Candidate, reference: Reference, config: BuildConfig
+) -> None:
+    """A build asks again when these change, and only then."""
+
+    def with_gate(**numbers: float) -> BuildConfig:
+        gate = config.parity.float32.model_copy(update=numbers)
+        return config.model_copy(update={"parity": config.parity.model_copy(update={"float32": gate})})
+
+    others = with_gate(noise_rms=0.0, near_tie=0.0, next_token_agreement=1.0, max_kl=0.0, max_perplexity_ratio=1.0)
+    assert tolerance_of(others.parity.float32) == tolerance_of(config.parity.float32)
+    row = causality_of(folder, candidate, reference, config)
+    assert causality_of(folder, candidate, reference, others) == row
+    blind = with_gate(noise=1e9)
+    assert tolerance_of(blind.parity.float32) != tolerance_of(config.parity.float32)
+    assert causality_of(folder, candidate, reference, blind).causal != row.causal
 
 
 def test_causality_of_what_cannot_be_run(

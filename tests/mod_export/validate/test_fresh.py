@@ -111,9 +111,7 @@ def reasons_of(folder: Path, candidate: Candidate, reference: Reference) -> Call
         model = ir.load(folder / ENGINE)
         change(model)
         (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
-        row = structure_of_export(
-            folder, ENGINE, FreshGraphs(folder).graph(candidate.graph, WEIGHTS, reference)
-        )
+        row = structure_of_export(folder, ENGINE, FreshGraphs(folder).graph(candidate.graph, WEIGHTS, reference))
         assert (row.path, row.checked) == (ENGINE, ("what a fresh export gives",))
         assert row.passed == (not row.reasons)
         return row.reasons

@@ -159,9 +159,7 @@ def test_inputs_are_tried_in_turn_until_one_shows_it(folder: Path, batches: list
     assert row.input == "padded"
 
 
-def test_many_values_are_compared_a_few_at_a_time(
-    found: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_values_are_compared_a_few_at_a_time(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locate, "AT_ONCE", 3)
     row = found(lambda model: scaled(model, nodes(model, 1, "MatMul")[-1], 1.5))
     assert row is not None

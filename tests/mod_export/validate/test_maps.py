@@ -40,7 +40,9 @@ def test_a_map_is_plain_data_and_what_the_report_takes(
     assert RoutingMap.model_validate(json.loads(json.dumps(asdict(found)))) == RoutingMap.model_validate(found)
 
 
-def test_tokens_that_are_no_text_are_shown_as_numbers(reference: Reference, bucket: Bucket, batches: list[Batch]) -> None:
+def test_tokens_that_are_no_text_are_shown_as_numbers(
+    reference: Reference, bucket: Bucket, batches: list[Batch]
+) -> None:
     others = [batch for batch in batches if batch.kind != "text"]
     found = routing_map(reference, bucket, others)
     assert found is not None

@@ -62,9 +62,7 @@ def test_perplexity_is_the_models_own(
         if batch.kind == "text":
             logits_BSV = reference.free(batch).logits_BSV.astype(np.float64)
             log_p_BSV = logits_BSV - np.log(np.exp(logits_BSV).sum(-1, keepdims=True))
-            nll += [
-                -log_p_BSV[b, s - 1, batch.ids_BS[b, s]] for b in range(len(log_p_BSV)) for s in range(1, 16)
-            ]
+            nll += [-log_p_BSV[b, s - 1, batch.ids_BS[b, s]] for b in range(len(log_p_BSV)) for s in range(1, 16)]
     text = row_of(graph).text
     assert text is not None
     assert math.isclose(text["reference_perplexity"], math.exp(np.mean(nll)), rel_tol=1e-9)

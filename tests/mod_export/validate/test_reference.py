@@ -93,7 +93,11 @@ def test_what_was_found_out_is_remembered_by_name(loaded: LoadedTransformer) -> 
         asked.append(1)
         return f"answer {len(asked)}"
 
-    assert [remembers.remembered(name, find) for name in ("one", "one", "other")] == ["answer 1", "answer 1", "answer 2"]
+    assert [remembers.remembered(name, find) for name in ("one", "one", "other")] == [
+        "answer 1",
+        "answer 1",
+        "answer 2",
+    ]
     assert Reference(loaded).remembered("one", find) == "answer 3"
 
 

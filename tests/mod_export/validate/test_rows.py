@@ -34,6 +34,7 @@ def test_a_row_says_what_it_is_about() -> None:
     assert row.inputs == ["text", "ties"]
     assert row.gate == GATE.model_dump()
     assert (row.ties_exact, row.located, row.noise) == (None, None, None)
+    assert row.allowed_max_abs == GATE.max_abs
 
 
 def test_nothing_compared_is_no_pass() -> None:
@@ -90,6 +91,7 @@ def test_routing_is_summed_by_layer_and_by_input() -> None:
 def test_bounds_are_those_of_the_measured_rounding() -> None:
     row = row_of(with_noise(1e-5, scores=1e-6))
     assert row.noise == 1e-5
+    assert row.allowed_max_abs == pytest.approx(16 * 1e-5)
     assert row.routing["layers"][0]["score_bound"] == pytest.approx(2 * 16 * 1e-6)
 
 

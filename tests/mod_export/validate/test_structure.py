@@ -55,7 +55,9 @@ def test_a_file_that_was_not(folder: Path, change: Callable[[Path], object], rea
     assert re.match(reason, row.reasons[0])
 
 
-def weights_row(folder: Path, reference: Reference, change: Callable[[dict[str, torch.Tensor]], object]) -> StructureRow:
+def weights_row(
+    folder: Path, reference: Reference, change: Callable[[dict[str, torch.Tensor]], object]
+) -> StructureRow:
     tensors = load_file(folder / WEIGHTS)
     change(tensors)
     save_file(tensors, folder / WEIGHTS)
