@@ -101,7 +101,10 @@ def structure_of_folder(root: Path, manifest: dict[str, Any]) -> list[StructureR
         if candidate.graph is not None:
             named[candidate.path] = candidate.graph
     vocab_size = {kind: entry["vocab_size"] for kind, entry in manifest["models"].items()}
-    return rows + [structure_of_graph(root, path, graph, vocab_size[graph.model]) for path, graph in named.items()]
+    return rows + [
+        structure_of_graph(root, path, graph, vocab_size[graph.model], manifest["weight_digests"])
+        for path, graph in named.items()
+    ]
 
 
 def _against_fresh_exports(

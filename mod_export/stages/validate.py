@@ -39,7 +39,9 @@ def validate(context: Context) -> list[Step]:
         step = _step(context, "parity", candidate, options, partial(_parity, context, candidate))
         context.parity.append(ParityRow(**step.result))
         steps.append(step)
-    for candidate in engines:
+    for candidate, row in zip(engines, context.parity, strict=False):
+        if not row.inputs:
+            continue  # It could not be run, which its row says.
         options = {"gate": tolerance_of(parity.gate(candidate.dtype)), "suffixes": parity.suffixes}
         step = _step(context, "causality", candidate, options, partial(_causality, context, candidate))
         context.causality.append(CausalityRow(**step.result))
@@ -63,7 +65,10 @@ def _structure(context: Context) -> Step:
 
     def make(paths: Sequence[Path]) -> list[dict[str, Any]]:
         rows = [structure_of_weights(context.root, path, found) for path, found in context.weight_digests.items()]
-        rows += [structure_of_graph(context.root, path, one, vocab_size[one.model]) for path, one in graphs.items()]
+        rows += [
+            structure_of_graph(context.root, path, one, vocab_size[one.model], context.weight_digests)
+            for path, one in graphs.items()
+        ]
         return [asdict(row) for row in rows]
 
     step = context.step("structure", inputs, [], make)

@@ -7,7 +7,7 @@ tensor when the folder was built, and each graph's references against the place 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> 
     return structure_row(path, (f"{len(expected)} tensors are the checkpoint's, bit for bit",), reasons)
 
 
-def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int) -> StructureRow:
+def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, weights: Collection[str]) -> StructureRow:
     """Weights, outputs, operators and precision of an ONNX file.
 
     Args:
@@ -92,12 +92,13 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int) -> 
         path: of the file: `graph.path`, or an engine that is such a graph.
         graph: what it is meant to be.
         vocab_size: of the model.
+        weights: the folder's weights files, whose tensors have fingerprints.
     """
     try:
         model = graph_from_file(root / path)
         reasons = [
             *_outputs(model, graph, vocab_size),
-            *_references(model, root, graph.dtype),
+            *_references(model, root, weights),
             *_precision(model, graph.dtype),
             *_operators(model, graph),
         ]
@@ -119,10 +120,10 @@ def _outputs(model: ir.Model, graph: Graph, vocab_size: int) -> Iterator[str]:
     yield from (f"output {name} is not one of this model" for name in found if name not in expected)
 
 
-def _references(model: ir.Model, root: Path, dtype: DType) -> Iterator[str]:
+def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterator[str]:
     """Every initializer that has the name of a weight must be a reference to that very tensor."""
-    names = {str(tensor.location) for tensor in map(_external, model.graph.initializers.values()) if tensor is not None}
-    files = {name: WeightsFile.open(root / "graphs" / name) for name in sorted(names)}
+    known = {Path(path).name: root / path for path in weights}
+    files = {name: WeightsFile.open(path) for name, path in known.items()}
     tensors = {name: (file.name, *entry) for file in files.values() for name, entry in file.entries.items()}
     for name, value in model.graph.initializers.items():
         shape = static_shape(value)
@@ -131,15 +132,17 @@ def _references(model: ir.Model, root: Path, dtype: DType) -> Iterator[str]:
             if name in tensors:
                 yield f"{name}: a value of its own in the graph instead of the shared weights"
             continue
-        entry = files[str(tensor.location)].entries.get(name)
+        file = files.get(str(tensor.location))
+        entry = None if file is None else file.entries.get(name)
+        if file is None:
+            yield f"{name}: refers to {tensor.location}, which is no weights file of this folder"
+            continue
         if entry is None:
             yield f"{name}: refers to {tensor.location}, which has no tensor of this name"
             continue
         stored, stored_shape, offset, length = entry
         if (tensor.offset, tensor.length) != (offset, length):
-            other = next(
-                (n for n, e in files[str(tensor.location)].entries.items() if e[2] == tensor.offset), "other bytes"
-            )
+            other = next((n for n, e in file.entries.items() if e[2] == tensor.offset), "other bytes")
             yield f"{name}: refers to {other} in {tensor.location}"
         elif (ONNX_DTYPES.get(stored), stored_shape) != (value.dtype, shape):
             yield f"{name}: is {value.dtype} {shape} in the graph and {stored} {stored_shape} in {tensor.location}"

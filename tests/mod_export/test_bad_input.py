@@ -427,6 +427,8 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     _no_report: r"moved: report\.json is missing or not a regular file",
 }
 OF_OTHERS = {_engine_byte, _weights_byte, _no_graph}
+FINDINGS = {*OF_OTHERS, _better_report, _cut_report, _no_report}
+"""What `validate` reports, and goes on to look where the fault is."""
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__.strip("_"))
@@ -436,6 +438,13 @@ def test_damaged_build_folder(name: str, damage: Callable[[Path], None], built_c
     if name == "report" and damage in OF_OTHERS:
         # What was measured can still be shown where the engines no longer are.
         assert invoke(name, built_copy).exit_code == 0
+        return
+    if name == "validate" and damage in FINDINGS:
+        found = invoke(name, built_copy)
+        assert found.exit_code == 4, found.output
+        path, _, problem = DAMAGE[damage].removeprefix("moved: ").partition(r"\. ")[0].partition(" ")
+        assert re.search(f"- {path}: {problem}", found.stdout), found.stdout
+        assert found.stdout.endswith("FAIL\n")
         return
     if name == "inspect" and damage is _no_manifest:
         message = r"moved: no config\.json in this folder"

@@ -27,9 +27,9 @@ from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_check
 from mod_models.spec import ModelSpec
 
 OPTIONS = {
-    "build": ["--baseline", "--config", "--help", "--out", "--quiet", "--report", "--target", "--verbose", "-c", "-h",
-              "-o", "-q", "-v", "model"],
-    "validate": ["--config", "--help", "--target", "--verbose", "-c", "-h", "-v", "folder"],
+    "build": ["--baseline", "--capacity", "--config", "--help", "--out", "--quiet", "--report", "--target",
+              "--verbose", "-c", "-h", "-o", "-q", "-v", "model"],
+    "validate": ["--config", "--help", "--model", "--target", "--verbose", "-c", "-h", "-v", "folder"],
     "bench": ["--config", "--help", "--target", "--verbose", "-c", "-h", "-v", "folder"],
     "report": ["--format", "--help", "--verbose", "-h", "-v", "folder"],
     "inspect": ["--help", "--verbose", "-h", "-v", "path"],
@@ -328,7 +328,7 @@ def test_nobody_reads_the_result(built: Path) -> None:
 
 
 def test_bench_and_validate_take_a_config(built: Path, config_file: Path, tmp_path: Path) -> None:
-    text = config_file.read_text() + "\n[parity.float32]\nmax_abs = 0.0\n"
+    text = config_file.read_text() + "\n[parity.float32]\nnoise = 0.0\n"
     (tmp_path / "strict.toml").write_text(text)
     found = invoke("validate", built, "-c", tmp_path / "strict.toml", "--target", "ort-cpu")
     assert found.exit_code == 4

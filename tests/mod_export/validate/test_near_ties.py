@@ -8,6 +8,7 @@ import torch
 
 from mod_export.artifacts import Bucket
 from mod_export.inputs import Batch
+from mod_export.validate import reference as reference_module
 from mod_export.validate.near_ties import MOST_BATCHES, near_tie_batches
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
@@ -70,6 +71,15 @@ def test_the_same_seed_gives_the_same_rows(reference: Reference, bucket: Bucket)
 
 def test_a_dense_model_has_none(loaded: LoadedTransformer, bucket: Bucket) -> None:
     assert near_tie_batches(Reference(loaded.dense()), bucket, 0) == []
+
+
+def test_the_rows_that_were_looked_at_are_not_kept(
+    loaded: LoadedTransformer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = Reference(loaded)
+    (batch, *_) = near_tie_batches(searched, bucket, 0)
+    monkeypatch.setattr(reference_module, "KEPT_BYTES", batch.ids_BS.size * 256 * 4)
+    assert searched.free(batch) is searched.free(batch)
 
 
 @pytest.mark.parametrize("batch", [1, 5])

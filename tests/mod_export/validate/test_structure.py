@@ -113,7 +113,7 @@ def reasons_of(folder: Path, candidate: Candidate) -> Callable[[Change], tuple[s
         model = ir.load(folder / ENGINE)
         change(model)
         (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
-        row = structure_of_graph(folder, ENGINE, candidate.graph, 256)
+        row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS])
         assert row.passed == (not row.reasons)
         assert (row.path, row.checked[0]) == (ENGINE, "outputs")
         return row.reasons
@@ -246,7 +246,7 @@ def test_an_operator_that_the_dialect_has_not(reasons_of: Reasons) -> None:
 def test_what_is_no_graph(folder: Path, candidate: Candidate, data: bytes | None) -> None:
     assert candidate.graph is not None
     (folder / ENGINE).unlink() if data is None else (folder / ENGINE).write_bytes(data)
-    row = structure_of_graph(folder, ENGINE, candidate.graph, 256)
+    row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS])
     assert not row.passed
     assert row.reasons[0].startswith(f"{folder / ENGINE}: not a readable ONNX graph (")
 
@@ -254,10 +254,11 @@ def test_what_is_no_graph(folder: Path, candidate: Candidate, data: bytes | None
 def test_a_graph_in_half_precision(tmp_path: Path) -> None:
     job = write_graph(tmp_path, make_spec(), Bucket(2, 16), ENGINES["tensorrt"].dialect, "float16")
     graph: Graph = replace(job.graph, target="tensorrt")
-    row = structure_of_graph(tmp_path, graph.path, graph, 40)
+    weights = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*.data"))]
+    row = structure_of_graph(tmp_path, graph.path, graph, 40, weights)
     assert row.passed, row.reasons
     # The same graph, taken for one in float32.
-    row = structure_of_graph(tmp_path, graph.path, replace(graph, dtype="float32"), 40)
+    row = structure_of_graph(tmp_path, graph.path, replace(graph, dtype="float32"), 40, weights)
     assert any("computes in FLOAT16, this graph is float32" in reason for reason in row.reasons)
 
 
@@ -266,3 +267,13 @@ def test_rows_are_plain_data_and_what_the_report_takes(folder: Path) -> None:
     assert StructureEntry.model_validate(row).passed is False
     data = json.loads(json.dumps(asdict(row)))
     assert StructureEntry.model_validate({**data}) == StructureEntry.model_validate(row)
+
+
+def test_weights_that_nobody_took_a_fingerprint_of(folder: Path, candidate: Candidate) -> None:
+    assert candidate.graph is not None
+    row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [])
+    assert not row.passed
+    assert any(
+        reason.endswith(f"refers to {Path(WEIGHTS).name}, which is no weights file of this folder")
+        for reason in row.reasons
+    )
