@@ -30,6 +30,7 @@ from mod_export.revalidate import validate_folder
 from mod_models.checkpoint import save_checkpoint
 
 CLEAN_BUILDS = 200
+REPORTED = 25
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,6 +100,8 @@ def print_alarms(count: int, pool: ProcessPoolExecutor, folder: Path) -> int:
         alarms += bool(reasons)
         if reasons:
             print(f"sound build {seed} was suspected:", *reasons, sep="\n    ", flush=True)
+        if (seed + 1) % REPORTED == 0:
+            print(f"{seed + 1} sound builds, {alarms} suspected", flush=True)
     print(f"sound builds: {count}, false alarms: {alarms}, largest error / rounding of the reference: {worst:.2f}")
     return alarms
 
