@@ -1,13 +1,14 @@
 """What engines are fed: seeded, and of five kinds, because each finds other faults.
 
 `text` is what the model was trained for; `random` reaches ids and scores that text does not; `padded` has rows that are
-shorter than the bucket, then rows that are shorter than k; `ties` repeats one token, so that the scores of
+shorter than the bucket, and shorter than k, and exactly k; `ties` repeats one token, so that the scores of
 whole stretches are equal or nearly so and the rule for ties has to decide; `near_ties` are random rows chosen, by
 whoever has a reference to ask, for how close the scores on either side of the selection's edge are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from mod_export.protocols import LoadedModel
 
 __all__ = ["KINDS", "Batch", "parity_batches", "timing_batch"]
 
+MOST_LENGTHS = 16
 KINDS = ("text", "random", "padded", "ties", "near_ties")
 
 
@@ -62,7 +64,7 @@ def parity_batches(loaded: LoadedModel, bucket: Bucket, seed: int, per_kind: int
         if text_BS is not None:
             batches.append(Batch("text", text_BS, full_B))
         batches.append(Batch("random", random_BS, full_B))
-        for lengths_B in (_long_lengths(rng, bucket), _short_lengths(bucket)):
+        for lengths_B in _lengths(rng, bucket, set(loaded.k_by_layer(bucket.seq).values())):
             batches.append(Batch("padded", random_BS if text_BS is None else text_BS, lengths_B))
         token_B1 = rng.integers(0, loaded.vocab_size, (bucket.batch, 1), dtype=np.int64)
         batches.append(Batch("ties", np.repeat(token_B1, bucket.seq, axis=1), full_B))
@@ -76,14 +78,17 @@ def timing_batch(bucket: Bucket, vocab_size: int, seed: int) -> Batch:
     return Batch("random", ids_BS, np.full(bucket.batch, bucket.seq, dtype=np.int64))
 
 
-def _long_lengths(rng: np.random.Generator, bucket: Bucket) -> np.ndarray:
-    """Rows that are padded and still have more real tokens than places, for any usual capacity."""
-    return rng.integers(max(1, bucket.seq // 2), bucket.seq + 1, bucket.batch, dtype=np.int64)
+def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Collection[int]) -> list[np.ndarray]:
+    """Lengths at which a selection of k places changes its nature, and some others, in batches of the bucket's size.
 
-
-def _short_lengths(bucket: Bucket) -> np.ndarray:
-    """Rows with fewer real tokens than places at a capacity of an eighth, the last of them with a single one."""
-    lengths_B = np.full(bucket.batch, max(1, bucket.seq // 16), dtype=np.int64)
-    if bucket.batch > 1:
-        lengths_B[-1] = 1
-    return lengths_B
+    One token; one less than k, k, and one more; a sixteenth and half of the bucket; all but one; and two at random.
+    """
+    S = bucket.seq
+    edges = {1, S // 16, S // 2, S - 1, *(k + step for k in ks for step in (-1, 0, 1))}
+    lengths = sorted(length for length in edges if 1 <= length <= S)
+    if len(lengths) > MOST_LENGTHS:
+        lengths = [int(length) for length in rng.choice(lengths, MOST_LENGTHS, replace=False)]
+    count = -(-(len(lengths) + 2) // bucket.batch) * bucket.batch
+    others = rng.integers(max(1, S // 2), S + 1, count - len(lengths))
+    # In any order, so that no row of the batch has the short ones to itself.
+    return list(rng.permutation([*lengths, *others]).astype(np.int64).reshape(-1, bucket.batch))

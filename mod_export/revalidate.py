@@ -29,6 +29,7 @@ from mod_export.validate.structure import (
     structure_of_graph,
     structure_of_weights,
 )
+from mod_export.workspace import MANIFEST
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,7 @@ def validate_folder(
     """
     manifest = opened_folder(root, verify=False)
     config = config or BuildConfig.model_validate(manifest["config"])
+    _check_manifest(root, manifest)
     engines = runnable_engines(root, manifest, targets)
     structure = structure_of_folder(root, manifest)
     changed = {row.path for row in structure if not row.passed}
@@ -75,7 +77,7 @@ def validate_folder(
             lambda graph: _weights_path(manifest, graph),
             lambda path: str(manifest["files"][path]["sha256"]),
         )
-    references = {kind: Reference(_restored(root, manifest, kind, checkpoint)) for kind in KINDS}
+    references = {kind: _reference(root, manifest, kind, checkpoint) for kind in KINDS}
     structure += _against_fresh_exports(root, manifest, references)
     parity, causality = [], []
     for candidate in judged:
@@ -89,6 +91,36 @@ def validate_folder(
         _settings(engines), _buckets(engines), parity=parity, speedup=None, min_speedup=0, structure=structure
     )
     return Validation(structure=structure, parity=parity, causality=causality, verdict=verdict)
+
+
+def _check_manifest(root: Path, manifest: dict[str, Any]) -> None:
+    """Whether the parts of a manifest agree: nothing that is listed once may be missing where it is judged.
+
+    Raises:
+        BuildFolderError: they do not.
+    """
+    files, graphs, engines = manifest["files"], graphs_of(manifest), engines_of(manifest)
+    listed = {*(graph.path for graph in graphs), *(engine.path for engine in engines), *manifest["weight_digests"]}
+    problems = [f"{path} is no file of it" for path in sorted(listed - files.keys())]
+    known = {"report.json", "report.html"}
+    problems += [f"{path} is nothing that it describes" for path in sorted(files.keys() - listed - known)]
+    problems += [
+        f"{one.path} is listed as {one.dtype} and its graph as {one.graph.dtype}"
+        for one in candidates_from_engines(engines, graphs)
+        if one.graph is not None and one.graph.dtype != one.dtype
+    ]
+    if problems:
+        raise BuildFolderError(f"{root / MANIFEST}: contradicts itself: {'; '.join(problems)}; build again")
+
+
+def _reference(root: Path, manifest: dict[str, Any], kind: ModelKind, checkpoint: Path | None) -> Reference:
+    try:
+        return Reference(_restored(root, manifest, kind, checkpoint))
+    except RuntimeError as error:  # What torch raises for weights that do not fit the model.
+        raise BuildFolderError(
+            f"{root / MANIFEST}: the reference cannot be rebuilt from spec and weights "
+            f"({str(error).splitlines()[0]}); build again"
+        ) from error
 
 
 def structure_of_folder(root: Path, manifest: dict[str, Any]) -> list[StructureRow]:

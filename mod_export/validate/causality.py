@@ -71,7 +71,8 @@ def probe_causality(
     """
     rng = np.random.default_rng(seed)
     base_BSV = _logits(runner, batch.ids_BS, batch.lengths_B)
-    tried: Sequence[int] = cuts(batch.ids_BS.shape[1], suffixes)
+    # With a single token in the vocabulary no ending is another one.
+    tried: Sequence[int] = cuts(batch.ids_BS.shape[1], suffixes) if vocab_size > 1 else []
     earliest: int | None = None
     largest = 0.0
     for cut in tried:

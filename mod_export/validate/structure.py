@@ -101,6 +101,7 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, wei
             *_references(model, root, weights),
             *_precision(model, graph.dtype),
             *_operators(model, graph),
+            *(f"holds a function {name}, which could stand in for an operator" for name in map(str, model.functions)),
         ]
     except (GraphError, BuildFolderError) as error:
         reasons = [str(error)]

@@ -272,3 +272,38 @@ def test_the_folder_is_left_as_it_was(built: Path, built_copy: Path) -> None:
     found = validate_folder(built_copy, None, ["ort-cpu"])
     assert {row.target for row in found.parity} == {"ort-cpu"}
     assert contents(built_copy) == contents(built)
+
+
+def _forget_engine(manifest: dict[str, Any]) -> None:
+    del manifest["files"][ENGINE]
+
+
+def _forget_graphs(manifest: dict[str, Any]) -> None:
+    manifest["graphs"] = []
+
+
+def _relabel(manifest: dict[str, Any]) -> None:
+    manifest["engines"][0]["dtype"] = "float16"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_forget_engine, re.escape(f"{ENGINE} is no file of it")),
+        (_forget_graphs, r"graphs/dense-b1s64\.onnx is nothing that it describes; graphs/dense-b2s32"),
+        (_relabel, r"\S+ is listed as float16 and its graph as float32"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself(
+    built_copy: Path, change: Callable[[dict[str, Any]], None], problem: str
+) -> None:
+    rewrite_manifest(built_copy, change)
+    with pytest.raises(BuildFolderError, match=rf"manifest\.json: contradicts itself: {problem}.*; build again"):
+        validate_folder(built_copy, None, ())
+
+
+def test_a_spec_that_the_weights_do_not_fit(built_copy: Path) -> None:
+    rewrite_manifest(built_copy, lambda manifest: manifest["models"]["mod"]["spec"].update(tie_embeddings=False))
+    message = r"manifest\.json: the reference cannot be rebuilt from spec and weights \(Error.*\); build again"
+    with pytest.raises(BuildFolderError, match=message):
+        validate_folder(built_copy, None, ())

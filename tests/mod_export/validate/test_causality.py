@@ -125,6 +125,16 @@ def test_a_single_token_says_nothing() -> None:
     assert row.statement == ("not probed: with a single token there is nothing before a change; ask a longer bucket")
 
 
+def test_a_vocabulary_of_one_token_has_no_other_endings() -> None:
+    with OrtRunner(session(running("y = Identity (x)", 1, 4)), "candidate", 1) as runner:
+        row = probe_causality(
+            runner, Batch("text", np.zeros((1, 4), np.int64), np.array([4])), vocab_size=1, suffixes=4, tolerance=0.0,
+            seed=0, target="ort-cpu", bucket="b1s4", dtype="float32", model="mod",
+        )  # fmt: skip
+    assert row.suffixes == 0
+    assert row.statement.startswith("not probed: ")
+
+
 def test_rows_are_plain_data_and_what_the_report_takes(graph: ir.Model) -> None:
     row = probe(graph)
     assert (row.target, row.bucket, row.dtype, row.model) == ("ort-cpu", "b2s16", "float32", "mod")

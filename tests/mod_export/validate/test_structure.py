@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -277,3 +278,14 @@ def test_weights_that_nobody_took_a_fingerprint_of(folder: Path, candidate: Cand
         reason.endswith(f"refers to {Path(WEIGHTS).name}, which is no weights file of this folder")
         for reason in row.reasons
     )
+
+
+def test_a_function_in_the_graph(folder: Path, candidate: Candidate) -> None:
+    assert candidate.graph is not None
+    proto = onnx.load(folder / ENGINE, load_external_data=False)
+    body = [onnx.helper.make_node("Tanh", ["x"], ["y"])]
+    opsets = [onnx.helper.make_opsetid("", 23)]
+    proto.functions.append(onnx.helper.make_function("", "Sigmoid", ["x"], ["y"], body, opsets))
+    (folder / ENGINE).write_bytes(proto.SerializeToString())
+    row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS])
+    assert any("holds a function" in reason and "Sigmoid" in reason for reason in row.reasons), row.reasons
