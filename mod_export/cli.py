@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,11 +220,13 @@ def validate(
     folder: Path, targets: Sequence[str], config_file: Path | None, checkpoint: Path | None, verbose: bool
 ) -> int:
     """Check a build folder again, on this machine: files, weights, parity and causality, without the checkpoint."""
+    _need("torch", "onnx", "onnx_ir", "onnxscript", "safetensors")
+
     from mod_export.report.validation import render_validation
     from mod_export.revalidate import validate_folder
 
     found = validate_folder(folder, _config(config_file, ()) if config_file else None, targets, checkpoint)
-    click.echo(render_validation(found.structure, found.parity, found.causality, found.verdict), nl=False)
+    click.echo(render_validation(found.structure, found.parity, found.causality, found.verdict, found.notes), nl=False)
     return 0 if found.verdict.status == "pass" else GATE_FAILED
 
 
@@ -343,6 +346,22 @@ def _config(path: Path | None, targets: Sequence[str]) -> BuildConfig:
     from mod_export.config import config_from_toml
 
     return config_from_toml(path, {"targets": tuple(targets)} if targets else None)
+
+
+def _need(*modules: str) -> None:
+    """Validation rebuilds the reference and exports again; a server that only runs engines has nothing to do that with.
+
+    Raises:
+        UsageError: a module cannot be imported.
+    """
+    for name in modules:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise UsageError(
+                f"validate compares with PyTorch, and {name} cannot be imported here ({error}); install "
+                "mod-export[build], or use bench, which needs the engine's library only"
+            ) from error
 
 
 def _named_config(name: str) -> BuildConfig:

@@ -21,12 +21,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorNumbers:
-    """max_abs, mean_abs and rms in the units of the logits; max_rel is max_abs over the reference's rms."""
+    """max_abs, mean_abs and rms of `count` logits in their units; max_rel is max_abs over the reference's rms."""
 
     max_abs: float
     mean_abs: float
     max_rel: float
     rms: float
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +39,11 @@ class LayerRouting:
         k: slots of a row.
         routed: real tokens that the reference routes, over all rows.
         agreed: of those, how many the candidate routes too.
-        distances: for each token that only one side routes, |score - k-th score| / rms(scores of the row).
-        min_margin: smallest (k-th score - next score) / rms over the rows that have a next one; None if none has.
-        noise: largest |score - score in float64| / rms of any real token; None where there is no float64 run.
+        distances: for each token that only one side routes, |score - k-th score|, in the units of the scores.
+        min_margin: smallest (k-th score - next score) over the rows that have a next one; None if none has.
+        scale: largest root mean square of the scores of a row. A row of one repeated token can have scores near zero,
+            with rounding as large as that of any other row; so nothing is measured against its own row.
+        noise: largest |score - score in float64| of any real token; None where there is no float64 run.
         malformed: why the candidate's positions are no selection at all (not ascending, out of range); empty if sound.
     """
 
@@ -50,6 +53,7 @@ class LayerRouting:
     agreed: int
     distances: tuple[float, ...]
     min_margin: float | None
+    scale: float = 0.0
     noise: float | None = None
     malformed: str = ""
 
@@ -66,6 +70,7 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
         mean_abs=float(difference.mean()),
         max_rel=largest / scale if scale else largest,
         rms=_rms(difference),
+        count=difference.size,
     )
 
 
@@ -118,20 +123,21 @@ def routing_of_layer(
     distances: list[float] = []
     margins: list[float] = []
     noises: list[float] = []
+    scales: list[float] = []
     for b, (row_K, length) in enumerate(zip(candidate_BK, lengths_B, strict=True)):
         score_L = score_BS[b, :length].astype(np.float64)
         order = np.argsort(-score_L, kind="stable")
         kept = min(k, int(length))
         wanted, got = set(order[:kept].tolist()), set(row_K[row_K < length].tolist())
-        scale = _rms(score_L) or 1.0
+        scales.append(_rms(score_L))
         threshold = score_L[order[kept - 1]]
         routed += kept
         agreed += len(wanted & got)
-        distances += _distances(score_L, wanted ^ got, threshold, scale)
+        distances += _distances(score_L, wanted ^ got, threshold)
         if kept < length:
-            margins.append(float(threshold - score_L[order[kept]]) / scale)
+            margins.append(float(threshold - score_L[order[kept]]))
         if exact_BS is not None:
-            noises.append(float(np.abs(score_L - exact_BS[b, :length]).max()) / scale)
+            noises.append(float(np.abs(score_L - exact_BS[b, :length]).max()))
     return LayerRouting(
         layer=layer,
         k=k,
@@ -139,6 +145,7 @@ def routing_of_layer(
         agreed=agreed,
         distances=tuple(distances),
         min_margin=smallest(margins),
+        scale=float(np.max(scales)),
         noise=None if exact_BS is None else float(np.max(noises)),
         malformed=malformed,
     )
@@ -161,11 +168,9 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted
 
 
-def _distances(score_L: np.ndarray, flipped: set[int], threshold: float, scale: float) -> list[float]:
+def _distances(score_L: np.ndarray, flipped: set[int], threshold: float) -> list[float]:
     # A position that no real token has cannot be a near-tie of anything.
-    return [
-        float(abs(score_L[i] - threshold)) / scale if 0 <= i < len(score_L) else float("inf") for i in sorted(flipped)
-    ]
+    return [float(abs(score_L[i] - threshold)) if 0 <= i < len(score_L) else float("inf") for i in sorted(flipped)]
 
 
 def _malformed(index_BK: np.ndarray, seq: int, lengths_B: Sequence[int] | np.ndarray) -> str:

@@ -19,6 +19,8 @@ from mod_export.protocols import LoadedModel
 __all__ = ["KINDS", "Batch", "parity_batches", "timing_batch"]
 
 MOST_LENGTHS = 16
+MOST_RANDOM_BATCHES = 8
+MOST_RANDOM_TOKENS = 2**13
 KINDS = ("text", "random", "padded", "ties", "near_ties")
 
 
@@ -63,7 +65,7 @@ def parity_batches(loaded: LoadedModel, bucket: Bucket, seed: int, per_kind: int
         full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
         if text_BS is not None:
             batches.append(Batch("text", text_BS, full_B))
-        batches.append(Batch("random", random_BS, full_B))
+        batches += [Batch("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, loaded.vocab_size)]
         for lengths_B in _lengths(rng, bucket, set(loaded.k_by_layer(bucket.seq).values())):
             batches.append(Batch("padded", random_BS if text_BS is None else text_BS, lengths_B))
         token_B1 = rng.integers(0, loaded.vocab_size, (bucket.batch, 1), dtype=np.int64)
@@ -76,6 +78,15 @@ def timing_batch(bucket: Bucket, vocab_size: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     ids_BS = rng.integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
     return Batch("random", ids_BS, np.full(bucket.batch, bucket.seq, dtype=np.int64))
+
+
+def _every_id(rng: np.random.Generator, bucket: Bucket, vocab_size: int) -> list[np.ndarray]:
+    """Batches in which every id stands once, in any order, and others; of a large vocabulary a part of it."""
+    size = bucket.batch * bucket.seq
+    count = max(1, min(-(-vocab_size // size), MOST_RANDOM_TOKENS // size, MOST_RANDOM_BATCHES))
+    ids_N = rng.permutation(vocab_size)[: count * size]
+    more_N = rng.integers(0, vocab_size, count * size - len(ids_N))
+    return list(np.concatenate([ids_N, more_N]).astype(np.int64).reshape(count, bucket.batch, bucket.seq))
 
 
 def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Collection[int]) -> list[np.ndarray]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mod_export.artifacts import Engine, Graph, ModelKind
+from pydantic import ValidationError
+
+from mod_export.artifacts import DTYPES, Engine, Graph, ModelKind
 from mod_export.config import BuildConfig
 from mod_export.environment import versions
 from mod_export.errors import BuildError, BuildFolderError, CheckpointError
+from mod_export.graph.digests import digests_of_tensors
 from mod_export.graph.onnx_export import EXPORTERS
+from mod_export.graph.weights import state_of
 from mod_export.measure.latency import Setting
 from mod_export.measure.verdict import Verdict, judge
 from mod_export.model import model_from_checkpoint, model_from_weights
@@ -37,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["Validation", "validate_folder"]
 
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
+MODEL_KEYS = ("name", "architecture", "checkpoint_sha256", "spec", "vocab_size", "weights", "tensors")
+"""What the manifest says of each model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +55,7 @@ class Validation:
     parity: list[ParityRow]
     causality: list[CausalityRow]
     verdict: Verdict
+    notes: list[str]
 
 
 def validate_folder(
@@ -63,8 +72,8 @@ def validate_folder(
         TargetError: nothing to run.
     """
     manifest = opened_folder(root, verify=False)
-    config = config or BuildConfig.model_validate(manifest["config"])
     _check_manifest(root, manifest)
+    config = config or BuildConfig.model_validate(manifest["config"])
     engines = runnable_engines(root, manifest, targets)
     structure = structure_of_folder(root, manifest)
     changed = {row.path for row in structure if not row.passed}
@@ -79,6 +88,8 @@ def validate_folder(
         )
     references = {kind: _reference(root, manifest, kind, checkpoint) for kind in KINDS}
     structure += _against_fresh_exports(root, manifest, references)
+    if checkpoint is not None:
+        structure += _against_checkpoint(root, manifest, references)
     parity, causality = [], []
     for candidate in judged:
         if candidate.graph is None and candidate.path in changed:
@@ -90,7 +101,8 @@ def validate_folder(
     verdict = judge(
         _settings(engines), _buckets(engines), parity=parity, speedup=None, min_speedup=0, structure=structure
     )
-    return Validation(structure=structure, parity=parity, causality=causality, verdict=verdict)
+    notes = [*_not_judged(manifest, judged), *_not_compared(manifest)]
+    return Validation(structure=structure, parity=parity, causality=causality, verdict=verdict, notes=notes)
 
 
 def _check_manifest(root: Path, manifest: dict[str, Any]) -> None:
@@ -99,9 +111,23 @@ def _check_manifest(root: Path, manifest: dict[str, Any]) -> None:
     Raises:
         BuildFolderError: they do not.
     """
-    files, graphs, engines = manifest["files"], graphs_of(manifest), engines_of(manifest)
+    try:
+        files, graphs, engines = manifest["files"], graphs_of(manifest), engines_of(manifest)
+        BuildConfig.model_validate(manifest["config"])
+        for kind, name in itertools.product(KINDS, MODEL_KEYS):
+            manifest["models"][kind][name]
+        manifest["exporters"], manifest["weight_digests"].items()
+    except (KeyError, TypeError, AttributeError, ValidationError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        raise BuildFolderError(
+            f"{root / MANIFEST}: not as this release writes it ({what}); validate it with the release that built it, "
+            "or build again"
+        ) from error
     listed = {*(graph.path for graph in graphs), *(engine.path for engine in engines), *manifest["weight_digests"]}
     problems = [f"{path} is no file of it" for path in sorted(listed - files.keys())]
+    problems += [
+        f"{one.path} has no weights file" for one in engines if one.weights is None and one.path.endswith(".onnx")
+    ]
     known = {"report.json", "report.html"}
     problems += [f"{path} is nothing that it describes" for path in sorted(files.keys() - listed - known)]
     problems += [
@@ -155,6 +181,34 @@ def _against_fresh_exports(
         except (BuildError, BuildFolderError) as error:
             rows.append(StructureRow(path=path, checked=(), passed=False, reasons=(f"no fresh export: {error}",)))
     return rows
+
+
+def _against_checkpoint(
+    root: Path, manifest: dict[str, Any], references: Mapping[ModelKind, Reference]
+) -> list[StructureRow]:
+    """Weights files against the checkpoint itself, whatever fingerprints the manifest has."""
+    rows: list[StructureRow] = []
+    for kind, dtype in itertools.product(KINDS, DTYPES):
+        path = str(manifest["models"][kind]["weights"]).removesuffix("float32.data") + f"{dtype}.data"
+        if path in manifest["weight_digests"] and path not in {row.path for row in rows}:
+            # The first kind is the whole model: the twin's tensors are a part of its own.
+            rows.append(structure_of_weights(root, path, digests_of_tensors(state_of(references[kind].module), dtype)))
+    return rows
+
+
+def _not_judged(manifest: dict[str, Any], judged: Sequence[Candidate]) -> list[str]:
+    """Engines of which nothing but the hash was looked at."""
+    known = {candidate.path for candidate in judged}
+    left = Counter(engine.target for engine in engines_of(manifest) if engine.path not in known)
+    return [
+        f"not run here: {count} {name} engines; of these only the files were compared" for name, count in left.items()
+    ]
+
+
+def _not_compared(manifest: dict[str, Any]) -> list[str]:
+    if manifest["exporters"] == versions(*EXPORTERS):
+        return []
+    return ["graphs were not compared with a fresh export: other versions are installed than those that built them"]
 
 
 def _weights_path(manifest: dict[str, Any], graph: Graph) -> str:

@@ -65,11 +65,19 @@ def _nearest(node: ir.Node, neighbours: Callable[[ir.Node], Iterable[ir.Node]]) 
     return found
 
 
+def _is_tied_table(transpose: ir.Node | None) -> bool:
+    """Whether a node transposes a table that rows are gathered from: embedding and head in one."""
+    table = transpose.inputs[0] if transpose is not None and transpose.op_type == "Transpose" else None
+    return table is not None and any(use.node.op_type == "Gather" for use in table.uses())
+
+
 def _own(node: ir.Node) -> tuple[int, str] | None:
     """(number, name) of the layer in the node's module path or in the names of its weights, or of another module."""
     weights = [str(value.name) for value in node.inputs if value is not None and value.is_initializer()]
     layer = next(filter(None, map(numbered_layer, [node.metadata_props.get(SCOPES, ""), *weights])), None)
     if layer is not None:
         return layer
+    if any(_is_tied_table(value.producer()) for value in node.inputs if value is not None):
+        return UNNUMBERED, "head"
     module = next((name.rpartition(".")[0] for name in weights if "." in name), None)
     return (UNNUMBERED, module) if module else None

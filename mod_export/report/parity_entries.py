@@ -27,7 +27,8 @@ class LayerAgreement(Entry):
     `near_ties` of the differing tokens lie within the bound of the k-th score, `faults` do not. `min_margin` is the
     smallest distance between the scores at rank k and k + 1, None where there is no rank k + 1. `score_bound` is the
     largest distance at which a difference still counts as a near-tie here, and `worst_flip` the distance of the worst
-    difference, None where there is none. All of them are shares of the root mean square of a row's scores.
+    difference, None where there is none. All of them are shares of
+    the layer's scale, the largest root mean square of a row's scores.
     """
 
     layer: int

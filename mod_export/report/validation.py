@@ -26,6 +26,7 @@ def render_validation(
     parity: Sequence[ParityRow],
     causality: Sequence[CausalityRow],
     verdict: Verdict,
+    notes: Sequence[str] = (),
 ) -> str:
     """One line for each candidate that ran, what was found in the files, and the verdict with every reason."""
     table = Table(
@@ -54,7 +55,10 @@ def render_validation(
             _word(entry.ties_exact),
             _word(causal.get((row.target, row.bucket, row.dtype, row.model))),
         )
-    return "\n".join([*_lines(table), "", *_files(structure), *_statements(causality), "", *_verdict(verdict)]) + "\n"
+    return (
+        "\n".join([*_lines(table), "", *_files(structure), *notes, *_statements(causality), "", *_verdict(verdict)])
+        + "\n"
+    )
 
 
 def _lines(table: Table) -> list[str]:

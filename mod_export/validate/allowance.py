@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mod_export.artifacts import DType
+from mod_export.compare import LayerRouting
 from mod_export.config import ParityGate
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ __all__ = ["Allowance", "allowance"]
 
 ROUNDOFF: dict[DType, float] = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Half the distance between 1 and the next number."""
+FEWEST_LOGITS = 1000
+"""The root mean square of fewer rounding errors is luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +38,9 @@ class Allowance:
         gate: of the configuration.
         max_abs: largest error of a logit.
         rms: root mean square of the errors, None where only a fixed tolerance is known.
-        scores: layer -> largest distance, as a share of the row's root mean square, at which a token that is routed
-            differently is a near-tie.
+        scores: layer -> largest distance from the k-th score, in the units of the scores, at which a token that is
+            routed differently is a near-tie.
+        scales: layer -> largest root mean square of a row's scores, which the report states distances as shares of.
         noise: largest rounding error of the reference, None where it was not measured.
     """
 
@@ -44,6 +48,7 @@ class Allowance:
     max_abs: float
     rms: float | None
     scores: Mapping[int, float]
+    scales: Mapping[int, float]
     noise: float | None
 
     @property
@@ -51,9 +56,9 @@ class Allowance:
         """Two logits that are nearer than this are equal as far as float32 can tell, whatever the engine's dtype."""
         return 0.0 if self.noise is None else 2 * self.gate.noise * self.noise
 
-    def score_bound(self, layer: int) -> float:
-        """For layers without a measurement the fixed tolerance."""
-        return self.scores.get(layer, self.gate.near_tie)
+    def share(self, layer: int, distance: float) -> float:
+        """A distance of scores as a share of the layer's scale."""
+        return distance / (self.scales[layer] or 1.0)
 
 
 def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Allowance:
@@ -65,24 +70,28 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
         dtype: of the engine.
     """
     noises = [one.noise for one in found if one.noise is not None]
+    by_layer: dict[int, list[LayerRouting]] = {}
+    for routing in (routing for one in found for routing in one.layers):
+        by_layer.setdefault(routing.layer, []).append(routing)
+    scales = {layer: _largest([one.scale for one in many]) for layer, many in by_layer.items()}
+    caps = {layer: gate.near_tie * scale for layer, scale in scales.items()}
     if not noises or len(noises) < len(found):
-        return Allowance(gate=gate, max_abs=gate.max_abs, rms=None, scores={}, noise=None)
+        return Allowance(gate=gate, max_abs=gate.max_abs, rms=None, scores=caps, scales=scales, noise=None)
     coarser = ROUNDOFF[dtype] / ROUNDOFF["float32"]
-    by_layer: dict[int, list[float]] = {}
-    for layer in (layer for one in found for layer in one.layers):
-        by_layer.setdefault(layer.layer, []).append(layer.noise or 0.0)
-    # Two scores are compared, each with its own error; and no score is known better than to its last digits.
-    scores = {
+    scores = {}
+    for layer, many in by_layer.items():
+        # No score is known better than to its last digits. Two are compared, each with its own error.
+        unit = _largest([*(one.noise or 0.0 for one in many), 2 * ROUNDOFF["float32"] * scales[layer]])
         # np.minimum, unlike min, keeps a NaN.
-        layer: float(np.minimum(gate.near_tie, 2 * gate.noise * coarser * _largest([*many, 2 * ROUNDOFF["float32"]])))
-        for layer, many in by_layer.items()
-    }
+        scores[layer] = float(np.minimum(caps[layer], 2 * gate.noise * coarser * unit))
     noise = _largest([one.max_abs for one in noises])
+    rms = gate.noise_rms * coarser * _largest([one.rms for one in noises])
     return Allowance(
         gate=gate,
         max_abs=gate.noise * coarser * noise,
-        rms=gate.noise_rms * coarser * _largest([one.rms for one in noises]),
+        rms=rms if sum(one.count for one in noises) >= FEWEST_LOGITS else None,
         scores=scores,
+        scales=scales,
         noise=noise,
     )
 

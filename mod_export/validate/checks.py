@@ -39,12 +39,13 @@ def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
         where = f"{kind}: layer {layer.layer} routing"
         if layer.malformed:
             reasons.append(f"{where}: {layer.malformed}")
-        bound = allowed.score_bound(layer.layer)
+        bound = allowed.scores[layer.layer]
         faults = [distance for distance in layer.distances if not distance <= bound]
         if faults:
             reasons.append(
                 f"{where}: {len(faults)} tokens differ by more than a near-tie, "
-                f"the worst is {max(faults):.3g} from the k-th score, allowed {bound:.3g}"
+                f"the worst is {allowed.share(layer.layer, max(faults)):.3g} from the k-th score, "
+                f"allowed {allowed.share(layer.layer, bound):.3g} of the layer's root mean square"
             )
     return reasons
 

@@ -102,7 +102,7 @@ def _place(
         fresh = FreshGraphs(root).graph(candidate.graph, candidate.weights, reference)
         return locate_in_graph(root, candidate.path, fresh, batches)
     if candidate.engine is not None:
-        return locate_by_depth(root, candidate.engine, reference, batches[:1], config)
+        return locate_by_depth(root, candidate.engine, reference, batches, config)
     return None
 
 

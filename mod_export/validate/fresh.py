@@ -130,5 +130,7 @@ def _differences(
         what = "added" if name not in expected else "missing" if name not in found else "changed"
         node = (found.get(name) or expected[name])[1]
         listed.append(f"{name} {what}" + (f" in {module_of(node)}" if node is not None else ""))
+    # Nodes first: they say where.
+    listed.sort(key=lambda text: not text.startswith("node "))
     more = [f"and {len(listed) - SHOWN} more differences"] if len(listed) > SHOWN else []
     return listed[:SHOWN] + more

@@ -160,7 +160,8 @@ def locate_by_depth(
     if engine.weights is None or not layers:
         return None
     low, high = 0, len(layers)
-    if not _fails(root, engine, reference, batches, config, []):
+    batches = next(([one] for one in batches if _fails(root, engine, reference, [one], config, [])), [])
+    if not batches:
         return None
     if _fails(root, engine, reference, batches, config, layers):
         where = "the model outside its layers, or the same in all of them"

@@ -107,7 +107,7 @@ def _routing(comparisons: Sequence[Comparison], allowed: Allowance) -> dict[str,
     for found in comparisons:
         for layer in found.layers:
             by_layer.setdefault(layer.layer, []).append(layer)
-    layers = [_layer(many, allowed.score_bound(layer)) for layer, many in by_layer.items()]
+    layers = [_layer(many, allowed) for many in by_layer.values()]
     margins = [layer["min_margin"] for layer in layers if layer["min_margin"] is not None]
     return {
         "layers": layers,
@@ -126,20 +126,21 @@ def _routing(comparisons: Sequence[Comparison], allowed: Allowance) -> dict[str,
     }
 
 
-def _layer(many: Sequence[LayerRouting], bound: float) -> dict[str, Any]:
-    distances = [distance for layer in many for distance in layer.distances]
-    near = sum(distance <= bound for distance in distances)
-    margins = [layer.min_margin for layer in many if layer.min_margin is not None]
+def _layer(many: Sequence[LayerRouting], allowed: Allowance) -> dict[str, Any]:
+    layer = many[0].layer
+    distances = [distance for one in many for distance in one.distances]
+    near = sum(distance <= allowed.scores[layer] for distance in distances)
+    margin = smallest([one.min_margin for one in many if one.min_margin is not None])
     return {
-        "layer": many[0].layer,
+        "layer": layer,
         "k": many[0].k,
-        "routed": sum(layer.routed for layer in many),
-        "agreed": sum(layer.agreed for layer in many),
+        "routed": sum(one.routed for one in many),
+        "agreed": sum(one.agreed for one in many),
         "near_ties": near,
         "faults": len(distances) - near,
-        "min_margin": smallest(margins),
-        "score_bound": bound,
-        "worst_flip": max(distances, default=None),
+        "min_margin": None if margin is None else allowed.share(layer, margin),
+        "score_bound": allowed.share(layer, allowed.scores[layer]),
+        "worst_flip": allowed.share(layer, max(distances)) if distances else None,
     }
 
 

@@ -7,10 +7,12 @@ tensor when the folder was built, and each graph's references against the place 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 
 from mod_export.artifacts import DType, Graph
@@ -101,7 +103,7 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, wei
             *_references(model, root, weights),
             *_precision(model, graph.dtype),
             *_operators(model, graph),
-            *(f"holds a function {name}, which could stand in for an operator" for name in map(str, model.functions)),
+            *_hidden(onnx.load(root / path, load_external_data=False)),
         ]
     except (GraphError, BuildFolderError) as error:
         reasons = [str(error)]
@@ -119,6 +121,14 @@ def _outputs(model: ir.Model, graph: Graph, vocab_size: int) -> Iterator[str]:
         elif found[name] != shape:
             yield f"output {name} has shape {found[name]}, expected {shape}"
     yield from (f"output {name} is not one of this model" for name in found if name not in expected)
+
+
+def _hidden(proto: onnx.ModelProto) -> Iterator[str]:
+    """What runtimes may read where a reader of the graph does not look."""
+    yield from (f"holds a function {one.name}, which could stand in for an operator" for one in proto.functions)
+    yield from (f"{one.values.name}: a sparse initializer; weights are dense" for one in proto.graph.sparse_initializer)
+    names = Counter(tensor.name for tensor in proto.graph.initializer)
+    yield from (f"{name}: defined {count} times" for name, count in names.items() if count > 1)
 
 
 def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from base_folder import BUCKET, CAPACITY_ONE_MORE, CAPACITY_ROUNDED_DOWN, portable_graph_of
 from graph_faults import GRAPH_FAULTS
@@ -232,6 +233,26 @@ def output_missing(root: Path) -> None:
     surgery = Surgery(root / ENGINE)
     surgery.graph.outputs[:] = [value for value in surgery.graph.outputs if value.name != "routed_3"]
     surgery.save()
+
+
+@fault("a second definition of a weight before the real one", "layers.2")
+def defined_twice(root: Path) -> None:
+    name = "layers.2.mlp.up_proj.weight"
+    array = Surgery(root / ENGINE).weight(name)
+    array[0, 0] += np.float32(1e-6)
+    proto = onnx.load(root / ENGINE, load_external_data=False)
+    proto.graph.initializer.insert(0, onnx.numpy_helper.from_array(array, name))
+    (root / ENGINE).write_bytes(proto.SerializeToString())
+
+
+@fault("a function that stands in for an operator", None)
+def shadowed(root: Path) -> None:
+    proto = onnx.load(root / ENGINE, load_external_data=False)
+    body = [onnx.helper.make_node("Tanh", ["x"], ["y"])]
+    proto.functions.append(
+        onnx.helper.make_function("", "Sigmoid", ["x"], ["y"], body, [onnx.helper.make_opsetid("", 23)])
+    )
+    (root / ENGINE).write_bytes(proto.SerializeToString())
 
 
 # --- compiled packages --------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from fault_table import f32, fault, i64, shape_of
+import onnx_ir as ir
+from fault_table import FLOAT, f32, fault, i64, shape_of
 from graph_surgery import Surgery
 
 
@@ -112,3 +113,35 @@ def next_id(s: Surgery) -> None:
     gather = next(node for node in s.nodes(None, "Gather") if node.inputs[0].name == "embedding.weight")  # type: ignore[union-attr]
     shifted = s.op(gather, "Add", [gather.inputs[1], i64(1)])
     gather.replace_input_with(1, s.op(gather, "Mod", [shifted, i64(256)]))
+
+
+def wrong_where(s: Surgery, rows: ir.Value, shape: tuple[int, ...]) -> None:
+    """Logits are half as large again where a bool value, once it has this shape, is true."""
+    logits = s.output("logits")
+    last = logits.producer()
+    assert last is not None
+    wide = s.op(last, "Reshape", [rows, i64(*shape)])
+    wide.shape = ir.Shape(shape)
+    factor = s.op(last, "Where", [wide, f32(1.5), f32(1.0)])
+    factor.dtype = FLOAT
+    product = s.after(logits, "Mul", f32(1.0)).producer()
+    assert product is not None
+    product.replace_input_with(1, factor)
+
+
+@fault("wrong only where a row has exactly k tokens", None)
+def length_is_k(s: Surgery) -> None:
+    batch, k = shape_of(s.output("routed_1"))
+    lengths = next(value for value in s.graph.inputs if value.name == "lengths")
+    rows = s.op(s.graph[0], "Equal", [lengths, i64(k)])
+    rows.dtype = ir.DataType.BOOL
+    wrong_where(s, rows, (batch, 1, 1))
+
+
+@fault("wrong only for one rare token id", None)
+def rare_id(s: Surgery) -> None:
+    batch, seq, _ = shape_of(s.output("logits"))
+    ids = next(value for value in s.graph.inputs if value.name == "input_ids")
+    tokens = s.op(s.graph[0], "Equal", [ids, i64(249)])
+    tokens.dtype = ir.DataType.BOOL
+    wrong_where(s, tokens, (batch, seq, 1))

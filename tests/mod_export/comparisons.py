@@ -15,12 +15,12 @@ GATE = ParityGate(
     noise=16.0, noise_rms=4.0, max_abs=1e-3, near_tie=1e-2, next_token_agreement=0.9, max_kl=1e-3,
     max_perplexity_ratio=1.01,
 )  # fmt: skip
-LAYER = LayerRouting(layer=3, k=2, routed=4, agreed=4, distances=(), min_margin=0.5)
+LAYER = LayerRouting(layer=3, k=2, routed=4, agreed=4, distances=(), min_margin=0.5, scale=1.0)
 TEXT = TextNumbers(tokens=9, nll=18.0, reference_nll=18.0)
 
 
-def errors(value: float) -> ErrorNumbers:
-    return ErrorNumbers(max_abs=value, mean_abs=value, max_rel=value, rms=value)
+def errors(value: float, count: int = 10_000) -> ErrorNumbers:
+    return ErrorNumbers(max_abs=value, mean_abs=value, max_rel=value, rms=value, count=count)
 
 
 GOOD = Comparison(kind="text", layers=(LAYER,), error=errors(1e-5), shortfalls=np.zeros(10), kl=1e-9, text=TEXT)

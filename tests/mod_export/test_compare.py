@@ -77,12 +77,12 @@ def test_any_other_choice_is_counted(case: tuple[np.ndarray, np.ndarray, int], d
     assert ("places to padding" in found.malformed) == (moved_real and other >= length)
 
 
-def test_distances_are_from_the_kth_score_in_units_of_the_row() -> None:
+def test_distances_are_from_the_kth_score() -> None:
     score_BS = np.array([[4.0, 3.0, 2.0, 1.0]], dtype=np.float32)
     found = routing_of_layer(0, np.array([[0, 3]]), score_BS, np.array([4]))
-    rms = math.sqrt((16 + 9 + 4 + 1) / 4)
-    assert found.distances == pytest.approx((0.0, 2.0 / rms))
-    assert found.min_margin == pytest.approx(1.0 / rms)
+    assert found.distances == (0.0, 2.0)
+    assert found.min_margin == 1.0
+    assert found.scale == pytest.approx(math.sqrt((16 + 9 + 4 + 1) / 4))
     assert (found.routed, found.agreed) == (2, 1)
 
 
@@ -124,9 +124,8 @@ def test_a_position_outside_the_row_is_infinitely_far() -> None:
 def test_scores_that_are_not_numbers_stay_visible() -> None:
     score_BS = np.array([[3.0, np.nan, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
     found = routing_of_layer(0, np.array([[1, 2], [0, 1]]), score_BS, np.array([4, 4]))
-    assert all(math.isnan(distance) for distance in found.distances)
-    assert found.min_margin is not None
-    assert math.isnan(found.min_margin)
+    # What it would be held against is not a number, and allows nothing.
+    assert math.isnan(found.scale)
 
 
 def test_all_scores_zero() -> None:
@@ -169,12 +168,13 @@ def test_error_is_not_a_number_where_the_logits_are_not(bad: float) -> None:
     assert math.isnan(found.rms)
 
 
-def test_rounding_of_scores_is_measured_in_units_of_the_row() -> None:
+def test_rounding_of_scores_is_that_of_real_tokens() -> None:
     score_BS = np.array([[3.0, 4.0, 9.0], [1.0, 1.0, 1.0]], dtype=np.float32)
     exact_BS = score_BS + np.array([[0.0, 0.5, 99.0], [0.25, 0.0, 0.0]])
     index_BK, lengths_B = np.array([[1], [0]]), np.array([2, 3])
     found = routing_of_layer(0, index_BK, score_BS, lengths_B, exact_BS)
-    assert found.noise == pytest.approx(max(0.5 / math.sqrt(12.5), 0.25))  # What padding scores is nobody's business.
+    assert found.noise == 0.5  # What padding scores is nobody's business.
+    assert found.scale == pytest.approx(math.sqrt(12.5))
     assert routing_of_layer(0, index_BK, score_BS, lengths_B).noise is None
 
 

@@ -33,7 +33,7 @@ def test_inputs_are_of_every_kind_and_the_same_for_all(
     kinds = [batch.kind for batch in batches]
     assert kinds.count("text") == config.parity.text_batches == 4
     assert {kind: kinds.count(kind) for kind in ("random", "padded", "ties", "near_ties")} == {
-        "random": 1, "padded": 4, "ties": 1, "near_ties": 4
+        "random": 8, "padded": 4, "ties": 1, "near_ties": 4
     }  # fmt: skip
     again = batches_of(reference, bucket, config)
     assert all(np.array_equal(one.ids_BS, other.ids_BS) for one, other in zip(batches, again, strict=True))

@@ -140,8 +140,8 @@ def test_a_value_of_another_shape_has_no_difference_in_numbers(found: Found) -> 
     row = found(change)
     assert row is not None
     # The head is the embedding, transposed.
-    assert (row.layer, row.error) == ("embedding", None)
-    assert str(row) == f"parts first in embedding, {row.operator}"
+    assert (row.layer, row.error) == ("head", None)
+    assert str(row) == f"parts first in head, {row.operator}"
 
 
 def test_inputs_are_tried_in_turn_until_one_shows_it(folder: Path, batches: list[Batch]) -> None:
