@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -22,6 +21,7 @@ import click
 
 from mod_export import __version__
 from mod_export.errors import ModExportError, UsageError
+from mod_export.outfile import check_place, write_text
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
@@ -145,7 +145,7 @@ def _build(
         look_at_checkpoint(checkpoint)
     check_root(folder)
     if report_file is not None:
-        _check_place(report_file)
+        check_place(report_file)
 
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
@@ -157,7 +157,7 @@ def _build(
     finally:
         progress.stop()
     if report_file is not None:
-        _write_text(report_file, report.to_json())
+        write_text(report_file, report.to_json())
     print_report(report, str(folder))
     return 0 if report.verdict.status == "pass" else GATE_FAILED
 
@@ -368,30 +368,6 @@ def _named_config(name: str) -> BuildConfig:
     from importlib.resources import files
 
     return _config(Path(str(files("mod_export_configs").joinpath(f"{name}.toml"))), ())
-
-
-def _check_place(path: Path) -> None:
-    """Whether a file can be written there, before minutes are spent on what is to be in it.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        what = "is a folder" if path.is_dir() else f"cannot write in {existing}"
-        raise UsageError(f"{path}: {what}; name another file with --report")
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Writes beside the file's place and renames, so that what was there is replaced whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            beside = Path(folder) / path.name
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror}); name another file with --report") from error
 
 
 def main() -> None:

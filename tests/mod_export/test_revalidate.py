@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import contents, invoke
+from command_line import command, contents, invoke
 from manifests import file_entry, rewrite_manifest
 from safetensors.torch import load_file, save_file
 
 from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
 from mod_export.errors import BuildFolderError, CheckpointError, TargetError
+from mod_export.graph.digests import digests_of_file
 from mod_export.revalidate import Validation, validate_folder
 from mod_export.workspace import read_manifest
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
@@ -307,3 +308,82 @@ def test_a_spec_that_the_weights_do_not_fit(built_copy: Path) -> None:
     message = r"manifest\.json: the reference cannot be rebuilt from spec and weights \(Error.*\); build again"
     with pytest.raises(BuildFolderError, match=message):
         validate_folder(built_copy, None, ())
+
+
+def _no_exporters(manifest: dict[str, Any]) -> None:
+    del manifest["exporters"]
+
+
+def _no_twin(manifest: dict[str, Any]) -> None:
+    del manifest["models"]["dense"]
+
+
+def _seed_in_words(manifest: dict[str, Any]) -> None:
+    manifest["config"]["seed"] = "one"
+
+
+def _no_bucket(manifest: dict[str, Any]) -> None:
+    manifest["engines"][0]["bucket"] = None
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (_no_exporters, "no 'exporters'"),
+        (_no_twin, "no 'dense'"),
+        (_seed_in_words, "1 validation error for BuildConfig"),
+        (_no_bucket, "'NoneType' object is not subscriptable"),
+    ],
+)
+def test_a_manifest_of_another_make(built_copy: Path, change: Callable[[dict[str, Any]], None], what: str) -> None:
+    rewrite_manifest(built_copy, change)
+    message = rf"manifest\.json: not as this release writes it \({what}\); validate it with the release that built it"
+    with pytest.raises(BuildFolderError, match=message):
+        validate_folder(built_copy, None, ())
+
+
+def test_an_engine_without_weights(built_copy: Path) -> None:
+    rewrite_manifest(built_copy, lambda manifest: manifest["engines"][0].update(weights=None))
+    with pytest.raises(BuildFolderError, match=r"contradicts itself: engines/ort-cpu/\S+ has no weights file"):
+        validate_folder(built_copy, None, ())
+
+
+def test_weights_and_fingerprints_changed_together_are_found_with_the_checkpoint(
+    built_copy: Path, checkpoint: Path
+) -> None:
+    tensors = load_file(built_copy / WEIGHTS)
+    tensors[DOWN][0, 0] += 1e-6
+    save_file(tensors, built_copy / WEIGHTS)
+
+    def sign(manifest: dict[str, Any]) -> None:
+        manifest["files"][WEIGHTS] = file_entry(built_copy / WEIGHTS)
+        manifest["weight_digests"][WEIGHTS] = digests_of_file(built_copy / WEIGHTS)
+
+    rewrite_manifest(built_copy, sign)
+    assert validate_folder(built_copy, None, ()).verdict.status == "pass"
+    found = validate_folder(built_copy, None, (), checkpoint)
+    assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
+
+
+def test_what_was_not_looked_at_is_said(built_copy: Path) -> None:
+    def other(manifest: dict[str, Any]) -> None:
+        manifest["exporters"]["torch"] = "1.0"
+
+    rewrite_manifest(built_copy, other)
+    found = invoke("validate", built_copy)
+    assert found.exit_code == 0, found.output
+    note = "graphs were not compared with a fresh export: other versions are installed than those that built them"
+    assert note in found.stdout
+    assert not any(
+        "what a fresh export gives" in row.checked for row in validate_folder(built_copy, None, ()).structure
+    )
+
+
+def test_validation_without_pytorch_says_what_is_missing(built_copy: Path) -> None:
+    found = command("validate", built_copy, code="sys.modules['torch'] = None")
+    assert found.returncode == 2, found.stderr
+    assert re.match(
+        r"error: validate compares with PyTorch, and torch cannot be imported here \(.*\); install "
+        r"mod-export\[build\], or use bench",
+        found.stderr,
+    )

@@ -1,0 +1,35 @@
+"""Files that a user names, outside of any build folder: written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from mod_export.errors import UsageError
+
+__all__ = ["check_place", "write_text"]
+
+
+def check_place(path: Path) -> None:
+    """Whether a file can be written there, before minutes are spent on what is to be in it.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        what = "is a folder" if path.is_dir() else f"cannot write in {existing}"
+        raise UsageError(f"{path}: {what}; name another file with --report")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes beside the file's place and renames, so that what was there is replaced whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            beside = Path(folder) / path.name
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror}); name another file with --report") from error
