@@ -83,10 +83,12 @@ def test_a_crash_shows_its_last_line(checkpoint: Path, fast: Path, tmp_path: Pat
 
 
 SCRIPT = """
-import sys
+import signal, sys
 from pathlib import Path
 from mod_export.sweep.cell import CellJob
 from mod_export.sweep.process import run_cell
+# Whoever started the tests may have had this signal ignored, and that is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 run_cell(CellJob.model_validate_json(Path(sys.argv[1]).read_text()))
 """
 
