@@ -96,10 +96,17 @@ def _softmax_selected(l_BK: Tensor, live_BK: Tensor, spec: RoutingSpec) -> Tenso
     return torch.softmax(torch.where(live_BK, l_BK, torch.finfo(torch.float32).min), dim=-1)
 
 
+def _sigmoid(l_BK: Tensor) -> Tensor:
+    """1 / (1 + exp(-l)), written out: the sigmoid kernels of some runtimes (ONNX Runtime's for CPUs) are exact to an
+    absolute 1e-7 only, and a gate is a factor. Below -80 it is constant, so that training sees no infinity.
+    """
+    return 1 / (1 + torch.exp(-l_BK.clamp(min=-80.0)))
+
+
 GATES: dict[str, Callable[[Tensor, Tensor, RoutingSpec], Tensor]] = {
     "identity": lambda l_BK, live_BK, spec: l_BK,
-    "sigmoid": lambda l_BK, live_BK, spec: torch.sigmoid(l_BK),
-    "scaled_sigmoid": lambda l_BK, live_BK, spec: spec.gate_scale * torch.sigmoid(l_BK),
+    "sigmoid": lambda l_BK, live_BK, spec: _sigmoid(l_BK),
+    "scaled_sigmoid": lambda l_BK, live_BK, spec: spec.gate_scale * _sigmoid(l_BK),
     "tanh_affine": lambda l_BK, live_BK, spec: spec.gate_scale * torch.tanh(l_BK) + spec.gate_shift,
     "softmax_selected": _softmax_selected,
     "ones": lambda l_BK, live_BK, spec: torch.ones_like(l_BK),
