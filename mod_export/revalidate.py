@@ -197,11 +197,18 @@ def _against_checkpoint(
 
 
 def _not_judged(manifest: dict[str, Any], judged: Sequence[Candidate]) -> list[str]:
-    """Engines of which nothing but the hash was looked at."""
-    known = {candidate.path for candidate in judged}
-    left = Counter(engine.target for engine in engines_of(manifest) if engine.path not in known)
+    """Engines and graphs that nothing was run of, because they cannot be run here or were not asked for."""
+    hashes = {path: entry["sha256"] for path, entry in manifest["files"].items()}
+    known = {hashes[candidate.path] for candidate in judged}
+    engines = [f"{engine.target} engines" for engine in engines_of(manifest) if hashes[engine.path] not in known]
+    graphs = [
+        f"{graph.dtype} graphs of {graph.target or 'no target'}"
+        for graph in graphs_of(manifest)
+        if hashes[graph.path] not in known
+    ]
     return [
-        f"not run here: {count} {name} engines; of these only the files were compared" for name, count in left.items()
+        f"not run: {count} {what}; of these only the files were looked at"
+        for what, count in Counter((*engines, *graphs)).items()
     ]
 
 

@@ -23,6 +23,7 @@ from mod_export.protocols import Runner
 __all__ = ["Candidate", "candidates_from_engines", "candidates_from_graphs"]
 
 PORTABLE_TARGET = "portable"
+MOST_HEADS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,3 @@ def _fits(graph: Graph) -> bool:
     """Whether scores of attention over the whole bucket, and their softmax, find room: at most 32 heads are assumed."""
     needed = 2 * 4 * graph.bucket.batch * MOST_HEADS * graph.bucket.seq**2
     return needed < psutil.virtual_memory().available // 2
-
-
-MOST_HEADS = 32

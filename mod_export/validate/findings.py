@@ -21,7 +21,7 @@ from mod_export.validate.locate import LocatedRow, locate_by_depth, locate_in_gr
 from mod_export.validate.near_ties import near_tie_batches
 from mod_export.validate.parity import Comparison, compare_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import ParityRow, failed_row, judge
+from mod_export.validate.rows import About, ParityRow, failed_row, judge
 from mod_export.validate.ties import ties_of_runs, zeroed_routers
 
 __all__ = ["batches_of", "causality_of", "parity_of", "tolerance_of"]
@@ -40,7 +40,7 @@ def parity_of(root: Path, candidate: Candidate, reference: Reference, config: Bu
     """Judges a candidate on inputs of every kind. What cannot be loaded or run has failed, with the reason."""
     batches = batches_of(reference, candidate.bucket, config)
     gate = config.parity.gate(candidate.dtype)
-    about = {
+    about: About = {
         "target": candidate.target,
         "bucket": candidate.bucket,
         "dtype": candidate.dtype,
@@ -52,9 +52,9 @@ def parity_of(root: Path, candidate: Candidate, reference: Reference, config: Bu
             found = compare_runner(runner, reference, batches)
         exact, reasons = _ties(root, candidate, reference.loaded, batches, config)
     except (BuildError, TargetError) as error:
-        row = failed_row(f"cannot be run: {error}", gate, **about)  # type: ignore[arg-type]
+        row = failed_row(f"cannot be run: {error}", gate, **about)
         return _with_place(row, root, candidate, reference, batches, config)
-    row = judge(found, gate, **about)  # type: ignore[arg-type]
+    row = judge(found, gate, **about)
     reasons = [*row.reasons, *reasons]
     row = replace(row, ties_exact=exact, reasons=reasons, passed=not reasons)
     failing = _failing_first(batches, row.reasons)

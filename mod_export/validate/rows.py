@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from mod_export.artifacts import Bucket, DType, ModelKind
 from mod_export.compare import LayerRouting, smallest
@@ -15,9 +15,19 @@ from mod_export.validate.checks import CHECKS
 from mod_export.validate.parity import Comparison
 from mod_export.validate.reference import Reference
 
-__all__ = ["ParityRow", "failed_row", "judge"]
+__all__ = ["About", "ParityRow", "failed_row", "judge"]
 
 NOTHING = "nothing was compared"
+
+
+class About(TypedDict):
+    """What a row is about."""
+
+    target: str
+    bucket: Bucket
+    dtype: DType
+    model: ModelKind
+    artifact: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

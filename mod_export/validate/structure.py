@@ -174,12 +174,9 @@ def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
         if wrong:
             listed = _listed(sorted(map(str, wrong)))
             yield f"{place_of(node)}: {node.op_type} computes in {listed}, this graph is {dtype}"
-        if is_standard(node, "TopK") and _is_coarse(node.inputs[0]):
-            yield f"{place_of(node)}: TopK compares {node.inputs[0].dtype} scores, expected float32"  # type: ignore[union-attr]
-
-
-def _is_coarse(value: ir.Value | None) -> bool:
-    return value is not None and value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+        scores = node.inputs[0] if is_standard(node, "TopK") else None
+        if scores is not None and scores.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+            yield f"{place_of(node)}: TopK compares {scores.dtype} scores, expected float32"
 
 
 def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:

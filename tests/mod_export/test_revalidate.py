@@ -387,3 +387,20 @@ def test_validation_without_pytorch_says_what_is_missing(built_copy: Path) -> No
         r"mod-export\[build\], or use bench",
         found.stderr,
     )
+
+
+def test_engines_and_graphs_that_nothing_was_run_of_are_said(built_copy: Path) -> None:
+    """A graph in bfloat16 has no kernels on a CPU: it is listed, and not passed over in silence."""
+    half = "graphs/mod-b1s64.tensorrt-rtx.bfloat16.onnx"
+    data = (built_copy / "graphs/mod-b1s64.onnx").read_bytes()
+    (built_copy / half).write_bytes(data + b"\x00")
+
+    def add(manifest: dict[str, Any]) -> None:
+        manifest["files"][half] = file_entry(built_copy / half)
+        graph = next(one for one in manifest["graphs"] if one["path"] == "graphs/mod-b1s64.onnx")
+        manifest["graphs"].append({**graph, "path": half, "dtype": "bfloat16", "target": "tensorrt-rtx"})
+
+    assert validate_folder(built_copy, None, ()).notes == []
+    rewrite_manifest(built_copy, add)
+    note = "not run: 1 bfloat16 graphs of tensorrt-rtx; of these only the files were looked at"
+    assert note in validate_folder(built_copy, None, ()).notes
