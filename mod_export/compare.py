@@ -12,6 +12,7 @@ __all__ = [
     "LayerRouting",
     "divergence",
     "error_between",
+    "farthest_from",
     "negative_log_likelihood",
     "next_token_shortfalls",
     "routing_of_layer",
@@ -43,7 +44,8 @@ class LayerRouting:
         min_margin: smallest (k-th score - next score) over the rows that have a next one; None if none has.
         scale: largest root mean square of the scores of a row. A row of one repeated token can have scores near zero,
             with rounding as large as that of any other row; so nothing is measured against its own row.
-        noise: largest |score - score in float64| of any real token; None where there is no float64 run.
+        noise: largest |score - score in float64| of any real token, over all runs of the reference; None where there
+            is no float64 run.
         malformed: why the candidate's positions are no selection at all (not ascending, out of range); empty if sound.
     """
 
@@ -72,6 +74,16 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
         rms=_rms(difference),
         count=difference.size,
     )
+
+
+def farthest_from(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
+    """Of several runs, element by element, the value that is farthest from the exact one; NaN where one of them is."""
+    farthest = runs[0]
+    for other in runs[1:]:
+        with np.errstate(invalid="ignore"):
+            nearer = np.abs(other - exact) <= np.abs(farthest - exact)
+        farthest = np.where(nearer | np.isnan(farthest), farthest, other)
+    return farthest
 
 
 def next_token_shortfalls(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> np.ndarray:
@@ -105,6 +117,7 @@ def routing_of_layer(
     score_BS: np.ndarray,
     lengths_B: np.ndarray,
     exact_BS: np.ndarray | None = None,
+    noisy_BS: np.ndarray | None = None,
 ) -> LayerRouting:
     """Compares a candidate's selection with the definition applied to the reference's scores.
 
@@ -116,8 +129,10 @@ def routing_of_layer(
         score_BS: float32, the reference's scores, computed with the candidate's routing in all layers.
         lengths_B: int64, real tokens of each row.
         exact_BS: float64, the same scores of the same model in float64.
+        noisy_BS: float32, what is held against the exact scores to see how they are rounded; `score_BS` by default.
     """
     k = candidate_BK.shape[1]
+    noisy_BS = score_BS if noisy_BS is None else noisy_BS
     malformed = _malformed(candidate_BK, score_BS.shape[1], lengths_B)
     routed = agreed = 0
     distances: list[float] = []
@@ -137,7 +152,7 @@ def routing_of_layer(
         if kept < length:
             margins.append(float(threshold - score_L[order[kept]]))
         if exact_BS is not None:
-            noises.append(float(np.abs(score_L - exact_BS[b, :length]).max()))
+            noises.append(float(np.abs(noisy_BS[b, :length].astype(np.float64) - exact_BS[b, :length]).max()))
     return LayerRouting(
         layer=layer,
         k=k,

@@ -21,8 +21,7 @@ from mod_export.inputs import parity_batches
 from mod_export.protocols import EngineBuilder
 from mod_export.stages.context import Context
 from mod_export.stages.graphs import save_graph
-from mod_export.validate.parity import compare_runner
-from mod_export.validate.rows import judge
+from mod_export.validate.rows import judge_runner
 from mod_export.workspace import Step
 
 if TYPE_CHECKING:
@@ -132,8 +131,16 @@ def _prove_rewrite(context: Context, graph: Graph, path: Path, needed: int) -> s
     batches = parity_batches(context.plan.loaded(graph.model), graph.bucket, context.plan.config.seed, 1)[:1]
     gate = context.plan.config.parity.gate(graph.dtype)
     with OrtRunner(session, graph.path, 1) as runner:
-        found = compare_runner(runner, context.reference(graph.model), batches)
-    row = judge(found, gate, target=str(graph.target), bucket=graph.bucket, dtype=graph.dtype, model=graph.model)
+        row = judge_runner(
+            runner,
+            context.reference(graph.model),
+            batches,
+            gate,
+            target=str(graph.target),
+            bucket=graph.bucket,
+            dtype=graph.dtype,
+            model=graph.model,
+        )
     if not row.passed:
         raise GraphError(f"{graph.path}: the rewrite changed the meaning of the graph: {'; '.join(row.reasons)}")
     return f"max abs error {row.error['max_abs']:.2g} on ONNX Runtime CPU"

@@ -21,7 +21,7 @@ from mod_export.validate.locate import LocatedRow, locate_by_depth, locate_in_gr
 from mod_export.validate.near_ties import near_tie_batches
 from mod_export.validate.parity import Comparison, compare_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import About, ParityRow, failed_row, judge
+from mod_export.validate.rows import About, ParityRow, failed_row, judge_runner
 from mod_export.validate.ties import ties_of_runs, zeroed_routers
 
 __all__ = ["batches_of", "causality_of", "parity_of", "tolerance_of"]
@@ -49,12 +49,11 @@ def parity_of(root: Path, candidate: Candidate, reference: Reference, config: Bu
     }
     try:
         with candidate.open(root, config) as runner:
-            found = compare_runner(runner, reference, batches)
+            row = judge_runner(runner, reference, batches, gate, **about)
         exact, reasons = _ties(root, candidate, reference.loaded, batches, config)
     except (BuildError, TargetError) as error:
         row = failed_row(f"cannot be run: {error}", gate, **about)
         return _with_place(row, root, candidate, reference, batches, config)
-    row = judge(found, gate, **about)
     reasons = [*row.reasons, *reasons]
     row = replace(row, ties_exact=exact, reasons=reasons, passed=not reasons)
     failing = _failing_first(batches, row.reasons)

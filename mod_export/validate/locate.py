@@ -26,9 +26,8 @@ from mod_export.graph.files import graph_from_bytes, graph_from_file
 from mod_export.graph.places import module_of, numbered_layer
 from mod_export.inputs import Batch
 from mod_export.protocols import LoadedModel
-from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import judge
+from mod_export.validate.rows import judge_runner
 
 __all__ = ["LocatedRow", "locate_by_depth", "locate_in_graph"]
 
@@ -189,9 +188,16 @@ def _fails(
     for name in zeros:
         parameters[name].data.zero_()
     with ENGINES[engine.target].load(root, engine, config, zeros) as runner:
-        found = compare_runner(runner, Reference(reference.loaded, module), batches)
-    gate = config.parity.gate(engine.dtype)
-    row = judge(found, gate, target=engine.target, bucket=engine.bucket, dtype=engine.dtype, model=engine.model)
+        row = judge_runner(
+            runner,
+            Reference(reference.loaded, module),
+            batches,
+            config.parity.gate(engine.dtype),
+            target=engine.target,
+            bucket=engine.bucket,
+            dtype=engine.dtype,
+            model=engine.model,
+        )
     return not row.passed
 
 

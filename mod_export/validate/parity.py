@@ -18,6 +18,7 @@ from mod_export.compare import (
     LayerRouting,
     divergence,
     error_between,
+    farthest_from,
     negative_log_likelihood,
     next_token_shortfalls,
     routing_of_layer,
@@ -46,7 +47,7 @@ class Comparison:
         kind: of the input.
         layers: of every routed layer.
         error: candidate against reference, given the same routing, over the logits of real tokens.
-        noise: reference against float64, over the same; None where there is no float64 run.
+        noise: all runs of the reference against float64, over the same; None where there is no float64 run.
         shortfalls: float64 (N,), see `compare.next_token_shortfalls`.
         kl: mean divergence of the next-token distribution, in nats.
         text: only for real text.
@@ -68,16 +69,24 @@ class Comparison:
         return float(np.mean(self.shortfalls <= 0))
 
 
-def compare_runner(runner: Runner, reference: Reference, batches: Sequence[Batch]) -> list[Comparison]:
+def compare_runner(
+    runner: Runner, reference: Reference, batches: Sequence[Batch], *, shaken: bool = False
+) -> list[Comparison]:
     """Runs the candidate and the reference on every batch.
+
+    Args:
+        runner: the candidate.
+        reference: of its model.
+        batches: the inputs.
+        shaken: whether rounding is measured in several runs of the reference instead of one.
 
     Raises:
         EngineError: the candidate cannot be run on these inputs.
     """
-    return [_compare(runner, reference, batch) for batch in batches]
+    return [_compare(runner, reference, batch, shaken=shaken) for batch in batches]
 
 
-def _compare(runner: Runner, reference: Reference, batch: Batch) -> Comparison:
+def _compare(runner: Runner, reference: Reference, batch: Batch, *, shaken: bool) -> Comparison:
     # A dense engine has no use for the lengths, and some builders drop an input that nothing reads.
     outputs = runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs})
     free = reference.free(batch)
@@ -88,10 +97,19 @@ def _compare(runner: Runner, reference: Reference, batch: Batch) -> Comparison:
     routing = {layer: index_BK.clip(0, last) for layer, index_BK in candidate.items()}
     same = all(np.array_equal(index_BK, free.routed[layer]) for layer, index_BK in routing.items())
     given = free if same else reference.forced(batch, routing)
-    exact = reference.exact(batch, free.routed if same else {**free.routed, **routing})
+    chosen = free.routed if same else {**free.routed, **routing}
+    exact = reference.exact(batch, chosen)
+    runs = [given, *(reference.shaken(batch, chosen) if shaken else [])]
     judged = (
-        routing_of_layer(
-            layer, index_BK, given.scores[layer], batch.lengths_B, None if exact is None else exact.scores[layer]
+        routing_of_layer(layer, index_BK, given.scores[layer], batch.lengths_B)
+        if exact is None
+        else routing_of_layer(
+            layer,
+            index_BK,
+            given.scores[layer],
+            batch.lengths_B,
+            exact.scores[layer],
+            farthest_from(exact.scores[layer], [run.scores[layer] for run in runs]),
         )
         for layer, index_BK in candidate.items()
     )
@@ -104,12 +122,16 @@ def _compare(runner: Runner, reference: Reference, batch: Batch) -> Comparison:
         kind=batch.kind,
         layers=tuple(sorted((*unusable, *judged), key=lambda layer: layer.layer)),
         error=error_between(logits_NV, expected_NV),
-        noise=None if exact is None else error_between(expected_NV, exact.logits_BSV[real_BS]),
+        noise=None if exact is None else _noise(exact.logits_BSV[real_BS], [run.logits_BSV[real_BS] for run in runs]),
         shortfalls=next_token_shortfalls(logits_NV, expected_NV),
         kl=divergence(logits_NV, expected_NV),
         text=_text(logits_BSV, given.logits_BSV, batch) if batch.kind == "text" else None,
         problems=problems,
     )
+
+
+def _noise(exact_NV: np.ndarray, runs: Sequence[np.ndarray]) -> ErrorNumbers:
+    return error_between(farthest_from(exact_NV, runs), exact_NV)
 
 
 def _text(logits_BSV: np.ndarray, expected_BSV: np.ndarray, batch: Batch) -> TextNumbers | None:

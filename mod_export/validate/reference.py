@@ -28,6 +28,7 @@ Found = TypeVar("Found")
 KEPT_BYTES = 2**30
 """Logits of runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
 FLOAT64_BYTES = 8
+SHAKEN = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +69,29 @@ class Reference:
     def exact(self, batch: Batch, routing: Mapping[int, np.ndarray]) -> Traced | None:
         """The same in float64; None where the memory of this machine does not hold the model a second time."""
         return None if self._double is None else self._run(batch, routing, "float64")
+
+    def shaken(self, batch: Batch, routing: Mapping[int, np.ndarray]) -> list[Traced]:
+        """The same in float32 with every weight moved to one of its two neighbouring numbers, drawn at random: SHAKEN
+        runs, each rounding in its own way. None where the memory of this machine does not hold the model once more.
+
+        A single run can be exact by luck where a model is ill-conditioned (Monte Carlo arithmetic; Parker, Pierce and
+        Eggert, Computing in Science and Engineering 2(4), 2000).
+        """
+        return [self._trace(module, batch, routing) for module in self._moved]
+
+    @cached_property
+    def _moved(self) -> list[torch.nn.Module]:
+        import torch
+
+        needed = SHAKEN * sum(tensor.nbytes for tensor in self.module.state_dict().values())
+        if needed > psutil.virtual_memory().available // 2:
+            return []
+        generator = torch.Generator().manual_seed(0)
+        modules = [copy.deepcopy(self.module) for _ in range(SHAKEN)]
+        for parameter in (parameter for module in modules for parameter in module.parameters()):
+            up = torch.rand(parameter.shape, generator=generator) < 1 / 2
+            parameter.data = torch.nextafter(parameter.data, torch.where(up, torch.inf, -torch.inf))
+        return modules
 
     @cached_property
     def _double(self) -> torch.nn.Module | None:

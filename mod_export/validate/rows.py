@@ -10,12 +10,14 @@ from typing import Any, TypedDict
 from mod_export.artifacts import Bucket, DType, ModelKind
 from mod_export.compare import LayerRouting, smallest
 from mod_export.config import ParityGate
+from mod_export.inputs import Batch
+from mod_export.protocols import Runner
 from mod_export.validate.allowance import Allowance, allowance
 from mod_export.validate.checks import CHECKS
-from mod_export.validate.parity import Comparison
+from mod_export.validate.parity import Comparison, compare_runner
 from mod_export.validate.reference import Reference
 
-__all__ = ["About", "ParityRow", "failed_row", "judge"]
+__all__ = ["About", "ParityRow", "failed_row", "judge", "judge_runner"]
 
 NOTHING = "nothing was compared"
 
@@ -53,6 +55,28 @@ class ParityRow:
     gate: dict[str, float]
     passed: bool
     reasons: list[str]
+
+
+def judge_runner(
+    runner: Runner,
+    reference: Reference,
+    batches: Sequence[Batch],
+    gate: ParityGate,
+    *,
+    target: str,
+    bucket: Bucket,
+    dtype: DType,
+    model: ModelKind,
+    artifact: str | None = None,
+) -> ParityRow:
+    """Runs a candidate and judges it; what would fail is held against rounding that is measured in several runs.
+
+    Raises:
+        EngineError: the candidate cannot be run on these inputs.
+    """
+    about: About = {"target": target, "bucket": bucket, "dtype": dtype, "model": model, "artifact": artifact}
+    row = judge(compare_runner(runner, reference, batches), gate, **about)
+    return row if row.passed else judge(compare_runner(runner, reference, batches, shaken=True), gate, **about)
 
 
 def judge(

@@ -11,7 +11,9 @@ from rates import build_clean
 
 from mod_export.revalidate import validate_folder
 
-FEW_CLEAN = 4
+FEW_CLEAN = (0, 1, 2, 3)
+LUCKY = 1004
+"""A model in which the reference's own score of a token with a gate near zero is exact by luck."""
 ONNX_FAULTS = [name for name, fault in FAULTS.items() if not fault.compiled]
 COMPILED_FAULTS = [name for name, fault in FAULTS.items() if fault.compiled]
 
@@ -40,7 +42,7 @@ def test_a_sound_folder_passes(sound: Path, compiled: Path) -> None:
         assert all(row.passed for row in found.structure)
 
 
-@pytest.mark.parametrize("seed", range(FEW_CLEAN))
+@pytest.mark.parametrize("seed", [*FEW_CLEAN, LUCKY])
 def test_sound_builds_of_random_models_pass(seed: int, tmp_path: Path) -> None:
     """`make faults` builds 200 of them."""
     reasons, ratio = build_clean(tmp_path, seed)

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as arrays
 from mod_export.compare import (
     divergence,
     error_between,
+    farthest_from,
     negative_log_likelihood,
     next_token_shortfalls,
     routing_of_layer,
@@ -176,6 +177,21 @@ def test_rounding_of_scores_is_that_of_real_tokens() -> None:
     assert found.noise == 0.5  # What padding scores is nobody's business.
     assert found.scale == pytest.approx(math.sqrt(12.5))
     assert routing_of_layer(0, index_BK, score_BS, lengths_B).noise is None
+
+
+def test_rounding_of_scores_is_that_of_the_run_that_is_farthest_off() -> None:
+    score_BS = np.array([[3.0, 2.0, 1.0]], np.float32)
+    exact_BS, noisy_BS = score_BS.astype(np.float64), score_BS + np.float32(0.5)
+    lengths_B, index_BK = np.array([3]), np.array([[0, 1]])
+    assert routing_of_layer(0, index_BK, score_BS, lengths_B, exact_BS).noise == 0.0
+    assert routing_of_layer(0, index_BK, score_BS, lengths_B, exact_BS, noisy_BS).noise == 0.5
+
+
+def test_the_farthest_of_several_runs() -> None:
+    exact = np.array([0.0, 0.0, 0.0, 0.0])
+    runs = [np.array([1.0, -2.0, np.nan, 1.0]), np.array([-3.0, 1.0, 5.0, np.nan]), np.array([2.0, 1.0, 5.0, 9.0])]
+    np.testing.assert_array_equal(farthest_from(exact, runs[:1]), runs[0])
+    np.testing.assert_array_equal(farthest_from(exact, runs), [-3.0, -2.0, np.nan, np.nan])
 
 
 @pytest.mark.parametrize("row", [0, 1])

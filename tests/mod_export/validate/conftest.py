@@ -19,9 +19,8 @@ from mod_export.graph.weights import state_of, write_weights
 from mod_export.inputs import Batch, parity_batches
 from mod_export.validate.candidates import Candidate
 from mod_export.validate.fresh import FreshGraphs
-from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import ParityRow, judge
+from mod_export.validate.rows import ParityRow, judge_runner
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ModelSpec
@@ -74,8 +73,9 @@ def row_of(reference: Reference, batches: list[Batch]) -> Judge:
 
     def judged(model: ir.Model) -> ParityRow:
         with OrtRunner(session(model), "candidate", 1) as runner:
-            found = compare_runner(runner, reference, batches)
-        return judge(found, GATE, target="ort-cpu", bucket=BUCKET, dtype="float32", model="mod")
+            return judge_runner(
+                runner, reference, batches, GATE, target="ort-cpu", bucket=BUCKET, dtype="float32", model="mod"
+            )
 
     return judged
 

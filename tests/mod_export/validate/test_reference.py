@@ -69,10 +69,30 @@ def test_float64_says_what_float32_rounds_away(reference: Reference, batches: li
             np.testing.assert_allclose(exact.scores[layer][batch.real_BS], score_BS[batch.real_BS], atol=1e-5)
 
 
+def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Batch]) -> None:
+    batch = batches[0]
+    free = reference.free(batch)
+    exact = reference.exact(batch, free.routed)
+    assert exact is not None
+    runs = [free, *reference.shaken(batch, free.routed)]
+    assert len(runs) == 3
+    errors = [np.abs(run.logits_BSV - exact.logits_BSV)[batch.real_BS].max() for run in runs]
+    # Of one size, and each its own.
+    assert len(set(errors)) == 3
+    assert max(errors) < 8 * min(errors)
+    for run in runs[1:]:
+        assert run.logits_BSV.dtype == np.float32
+        for layer, index_BK in free.routed.items():
+            np.testing.assert_array_equal(run.routed[layer], index_BK)
+    again = Reference(reference.loaded, reference.module).shaken(batch, free.routed)
+    np.testing.assert_array_equal(again[0].logits_BSV, runs[1].logits_BSV)
+
+
 def test_the_float32_model_stays_what_it_is(loaded: LoadedTransformer, batches: list[Batch]) -> None:
     used = Reference(loaded)
     before = used.free(batches[0]).logits_BSV
     used.exact(batches[0], {})
+    used.shaken(batches[0], {})
     assert {parameter.dtype for parameter in used.module.parameters()} == {torch.float32}
     np.testing.assert_array_equal(Reference(loaded, used.module).free(batches[0]).logits_BSV, before)
 
@@ -84,6 +104,7 @@ def test_no_float64_where_the_model_does_not_fit_twice(
     memory = psutil.virtual_memory()._replace(available=1000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert Reference(loaded).exact(batches[0], {}) is None
+    assert Reference(loaded).shaken(batches[0], {}) == []
 
 
 def test_what_was_found_out_is_remembered_by_name(loaded: LoadedTransformer) -> None:
