@@ -13,7 +13,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[build,ort-gpu,tensorrt-rtx,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[build,ort-gpu,tensorrt-rtx,dev,bench]"
 	for version in $(TENSORRT_BINDINGS); do \
 		$(BIN)/pip install --quiet --no-deps --target .venv/trt-api/$$version tensorrt-cu13-bindings==$$version || exit 1; \
 	done
@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/mod-export demo --out build/demo
 
-bench: demo
-	$(BIN)/mod-export bench build/demo-timed
+bench: install
+	$(BIN)/python tests/benchmarks/run.py
 
 faults: install
 	$(BIN)/python tests/faults/rates.py

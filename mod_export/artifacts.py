@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 __all__ = [
     "DTYPES",
+    "FLOAT_DTYPES",
+    "PRIMARY",
+    "QUANTIZED",
     "Availability",
     "Bucket",
     "DType",
     "Dialect",
     "Engine",
+    "FloatDType",
     "Graph",
     "Kernel",
     "ModelKind",
+    "Outputs",
     "Profile",
+    "QuantizedDType",
     "Variant",
     "engine_stem",
+    "primary_output",
 ]
 
 ModelKind = Literal["mod", "dense"]
-DType = Literal["float32", "float16", "bfloat16"]
+Outputs = Literal["logits", "last", "none"]
+"""What a model returns: logits of every token, of each row's last real token, or hidden states and no logits."""
+PRIMARY: dict[Outputs, str] = {"logits": "logits", "last": "last_logits", "none": "hidden"}
+"""The name of its first output: `logits` (B, S, V), `last_logits` (B, V), `hidden` (B, S, D)."""
+FloatDType = Literal["float32", "float16", "bfloat16"]
+QuantizedDType = Literal["int8", "int4"]
+DType = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+"""What weights are stored in. With int8 and int4 everything else stays float32, and the weights that cannot bear it."""
 DTYPES: tuple[DType, ...] = get_args(DType)
+FLOAT_DTYPES: tuple[FloatDType, ...] = get_args(FloatDType)
+QUANTIZED: tuple[QuantizedDType, ...] = get_args(QuantizedDType)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,6 +68,10 @@ class Dialect:
         attention_dtypes: dtypes in which the ONNX Attention operator is taken; others get primitive operators.
         attention_widths: smallest and largest width of a head for which it is taken, or None.
         extra_domains: operator domains allowed beside the standard one.
+        stored_weights: whether com.microsoft::FusedMatMul takes a weight as it is stored.
+        rotary_embedding: whether the operator RotaryEmbedding is the faster way to rotate queries and keys.
+        flat_heads: whether Attention takes heads side by side without losing speed.
+        query_blocks: (T, b) for every number of tokens T whose causal attention is computed in blocks of b queries.
     """
 
     name: str
@@ -62,11 +82,18 @@ class Dialect:
     attention_dtypes: frozenset[DType] = frozenset(DTYPES)
     attention_widths: tuple[int, int] | None = None
     extra_domains: frozenset[str] = frozenset()
+    stored_weights: bool = False
+    rotary_embedding: bool = False
+    flat_heads: bool = False
+    query_blocks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """An ONNX file of one model and bucket. `target` is None for the portable graph."""
+    """An ONNX file of one model and bucket. `target` is None for the portable graph.
+
+    `query_blocks` has, for every number of tokens whose causal attention is computed in blocks, the queries of a block.
+    """
 
     path: str
     model: ModelKind
@@ -74,6 +101,12 @@ class Graph:
     dtype: DType
     target: str | None
     k_by_layer: dict[int, int] = field(hash=False)
+    query_blocks: dict[int, int] = field(default_factory=dict, hash=False)
+    outputs: Outputs = "logits"
+
+    def dialect(self, target: Dialect) -> Dialect:
+        """The dialect of its target, with the choices that were made for this graph."""
+        return replace(target, query_blocks=tuple(sorted(self.query_blocks.items())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +180,15 @@ class Profile:
     profiler: str
     runs: int
     kernels: tuple[Kernel, ...]
+
+
+def primary_output(names: Iterable[str]) -> str:
+    """Which of an engine's outputs is the model's own, and not a routing decision.
+
+    Raises:
+        StopIteration: none of them.
+    """
+    return next(name for name in names if name in PRIMARY.values())
 
 
 def engine_stem(model: ModelKind, bucket: Bucket, dtype: DType, arch: str | None = None) -> str:

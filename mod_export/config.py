@@ -18,7 +18,7 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from mod_export.artifacts import Bucket, DType
+from mod_export.artifacts import Bucket, DType, FloatDType, Outputs
 from mod_export.errors import ConfigError
 
 __all__ = [
@@ -71,8 +71,12 @@ class _Section(BaseModel):
 class OrtCpuOptions(_Section):
     """ONNX Runtime on the CPU."""
 
-    dtypes: Names[Literal["float32"]] = ("float32",)
-    """float16 and bfloat16 bring no speed on a CPU: ONNX Runtime casts them to float32 and back."""
+    dtypes: Names[Literal["float32", "int8", "int4"]] = ("float32",)
+    """int8 is faster, int4 smaller; neither is shipped unless it meets its gates. float16 and bfloat16 bring no speed
+    on a CPU: ONNX Runtime casts them to float32 and back."""
+    query_block: Literal["measured"] | Annotated[int, Field(ge=0)] = "measured"
+    """Queries that causal attention takes at a time, so that what the mask hides is not computed; 0 takes all at once.
+    `measured` asks this machine which number is the fastest."""
 
 
 class OrtCudaOptions(_Section):
@@ -91,7 +95,7 @@ class InductorOptions(_Section):
 class TensorRTOptions(_Section):
     """TensorRT, built on the GPU that runs it."""
 
-    dtypes: Names[DType] = ("float16", "bfloat16", "float32")
+    dtypes: Names[FloatDType] = ("float16", "bfloat16", "float32")
     optimization_level: Annotated[int, Field(ge=0, le=5)] = 3
     workspace_mib: Annotated[int, Field(ge=1, le=2**24)] = 4096
 
@@ -99,7 +103,7 @@ class TensorRTOptions(_Section):
 class TensorRTRTXOptions(_Section):
     """TensorRT-RTX, built ahead of time for named GPU architectures; no GPU is needed to build."""
 
-    dtypes: Names[DType] = ("float16", "bfloat16", "float32")
+    dtypes: Names[FloatDType] = ("float16", "bfloat16", "float32")
     architectures: Names[str] = ("sm89", "sm120")
     """Names as NVIDIA writes compute capabilities, for example sm86. One plan each."""
 
@@ -147,6 +151,8 @@ class ParityOptions(_Section):
     float32: ParityGate
     float16: ParityGate
     bfloat16: ParityGate
+    int8: ParityGate
+    int4: ParityGate
     batches_per_kind: Count = 1
     """Batches of each kind of input (text, random, padded, ties, near_ties) for every bucket."""
     text_batches: Count = 4
@@ -207,6 +213,9 @@ class BuildConfig(_Section):
 
     buckets: tuple[tuple[Positive, Positive], ...] = ()
     """(batch, sequence) pairs; empty picks 1 x 128, and 1 x 512 or the longest power of two that the model allows."""
+    outputs: Outputs = "logits"
+    """What the graphs return: `logits` of every token; `last`, the logits of each row's last real token, which is what
+    sampling needs and saves the head of all others; or `none`, hidden states after the final norm."""
     targets: tuple[str, ...] = ()
     """Names as in `mod-export targets`; empty picks every target that can build on this machine."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

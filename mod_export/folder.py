@@ -13,7 +13,7 @@ from mod_export.measure.cost import CostRow
 from mod_export.measure.latency import LatencyRow, Setting
 from mod_export.measure.pairs import engine_pairs, measure_pair
 from mod_export.measure.parts import roofline_ms
-from mod_export.measure.profiles import profile_engines
+from mod_export.measure.profiles import flops_by_engine, profile_engines, work_from_json
 from mod_export.measure.statistics import Known, SpeedupRow, gate_of, speedup_rows
 from mod_export.measure.verdict import Verdict, judge
 from mod_export.runtime import opened_folder, runnable_engines
@@ -43,13 +43,20 @@ def bench_folder(
         )
     ]
     _, parts = profile_engines(root, engines, manifest, describe_machine(), config)
+    work = {path: work_from_json(items) for path, items in manifest.get("work", {}).items()}
+    known = Known(
+        k_by_layer=_k_by_layer(manifest),
+        flops=flops_by_engine(engines, work),
+        roofline_ms=roofline_ms(parts),
+        parts=parts,
+    )
     speedup = speedup_rows(
         latency,
         [CostRow(**row) for row in manifest["cost"]],
         buckets,
         config.latency,
         seed=config.seed,
-        known=Known(k_by_layer=_k_by_layer(manifest), roofline_ms=roofline_ms(parts), parts=parts),
+        known=known,
     )
     verdict = judge(_settings(engines), buckets, parity=None, speedup=speedup, min_speedup=config.latency.min_speedup)
     return latency, speedup, verdict

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from mod_export.config import BuildConfig
 from mod_export.errors import ModExportError
+from mod_export.graph.pages import let_go
 from mod_export.model import model_from_checkpoint
 from mod_export.plan import KINDS, make_plan
 from mod_export.report.schema import BuildReport, Stage
@@ -75,6 +76,7 @@ def build(
         with _stage("load", stages, observer) as steps:
             model = model_from_checkpoint(checkpoint)
             model = model if capacity is None else model.with_capacity(capacity)
+            let_go(model.loaded.weights.values())
             plan = make_plan(model, model_from_checkpoint(baseline) if baseline else None, config, root)
             # Not before the request is known to be sound: a refused one leaves nothing behind.
             context = Context(plan, opened.enter_context(Workspace(root)), observer.step_started)

@@ -154,7 +154,7 @@ def _check_baseline(model: Model, baseline: Model) -> None:
 def _check_room(plan: Plan, root: Path) -> None:
     """A full disk is found now and not after minutes: weights per dtype, and plans that embed a copy of them."""
     parameters = plan.model.parameters + (plan.baseline.parameters if plan.baseline else 0)
-    sizes = {"float32": 4, "float16": 2, "bfloat16": 2}
+    sizes = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 4}
     dtypes = {"float32", *(variant.dtype for _, variant, _, _ in plan.variants())}
     needed = sum(sizes[dtype] for dtype in dtypes) * parameters
     for builder, variant, _, _ in plan.variants():

@@ -13,7 +13,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
-from mod_export.artifacts import Availability, Bucket, Dialect, DType, Engine, Graph, ModelKind, Profile, Variant
+from mod_export.artifacts import (
+    Availability,
+    Bucket,
+    Dialect,
+    DType,
+    Engine,
+    Graph,
+    ModelKind,
+    Outputs,
+    Profile,
+    Variant,
+)
 from mod_export.config import BuildConfig
 
 if TYPE_CHECKING:
@@ -80,9 +91,24 @@ class LoadedModel(Protocol):
     def router_weights(self) -> Sequence[str]:
         """Names of the weights that, all zero, make the scores of every token equal; empty for a dense model."""
 
-    def module(self) -> torch.nn.Module:
-        """Eager float32 module in eval mode: (input_ids int64 (B, S), lengths int64 (B,)) -> (logits (B, S, V),
-        then int64 (B, k) for each routed layer with k > 0, in the order of the layers).
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+
+    def module(self, outputs: Outputs = "logits") -> torch.nn.Module:
+        """Eager float32 module in eval mode: (input_ids int64 (B, S), lengths int64 (B,)) -> (what `outputs` says, then
+        int64 (B, k) for each routed layer with k > 0, in the order of the layers).
+
+        First come, for `logits`, logits (B, S, V); for `last`, logits (B, V) of each row's last real token; for `none`,
+        hidden states (B, S, D) after the final norm.
+        """
+
+    def head(self, hidden_ND: np.ndarray) -> np.ndarray:
+        """Float32 hidden states after the final norm to float32 logits (N, V)."""
+
+    def skeleton(self, outputs: Outputs = "logits") -> torch.nn.Module:
+        """The same module with parameters on the meta device, which have shapes and no values: graphs are made of it,
+        so that no graph costs the memory of the weights. Buffers that `weights` does not hold are real.
         """
 
     def trace(
@@ -92,7 +118,10 @@ class LoadedModel(Protocol):
         lengths_B: torch.Tensor,
         forced: Mapping[int, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, Mapping[int, ReferenceTrace]]:
-        """Logits and every layer's decision; `forced` replaces the router's choice in the layers it names."""
+        """Logits of every token, whatever the module's own outputs are, and every layer's decision.
+
+        `forced` replaces the router's choice in the layers it names.
+        """
 
     def dense(self) -> LoadedModel:
         """The dense twin: every token through every block, routers gone."""

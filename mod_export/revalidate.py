@@ -17,7 +17,9 @@ from mod_export.environment import versions
 from mod_export.errors import BuildError, BuildFolderError, CheckpointError
 from mod_export.graph.digests import digests_of_tensors
 from mod_export.graph.onnx_export import EXPORTERS
+from mod_export.graph.quantize import source_of
 from mod_export.graph.weights import state_of
+from mod_export.graph.weights_file import WeightsFile
 from mod_export.measure.latency import Setting
 from mod_export.measure.verdict import Verdict, judge
 from mod_export.model import model_from_checkpoint, model_from_weights
@@ -141,7 +143,8 @@ def _check_manifest(root: Path, manifest: dict[str, Any]) -> None:
 
 def _reference(root: Path, manifest: dict[str, Any], kind: ModelKind, checkpoint: Path | None) -> Reference:
     try:
-        return Reference(_restored(root, manifest, kind, checkpoint))
+        outputs = BuildConfig.model_validate(manifest["config"]).outputs
+        return Reference(_restored(root, manifest, kind, checkpoint), outputs=outputs)
     except RuntimeError as error:  # What torch raises for weights that do not fit the model.
         raise BuildFolderError(
             f"{root / MANIFEST}: the reference cannot be rebuilt from spec and weights "
@@ -192,8 +195,18 @@ def _against_checkpoint(
         path = str(manifest["models"][kind]["weights"]).removesuffix("float32.data") + f"{dtype}.data"
         if path in manifest["weight_digests"] and path not in {row.path for row in rows}:
             # The first kind is the whole model: the twin's tensors are a part of its own.
-            rows.append(structure_of_weights(root, path, digests_of_tensors(state_of(references[kind].module), dtype)))
+            state, quantized = state_of(references[kind].module), _quantized(root / path)
+            rows.append(structure_of_weights(root, path, digests_of_tensors(state, dtype, quantized)))
     return rows
+
+
+def _quantized(path: Path) -> set[str]:
+    """The weights that a file holds as whole numbers; none where it cannot be read, which is another row's problem."""
+    try:
+        names = WeightsFile.open(path).entries
+    except BuildFolderError:
+        return set()
+    return {name for name in map(source_of, names) if name is not None}
 
 
 def _not_judged(manifest: dict[str, Any], judged: Sequence[Candidate]) -> list[str]:

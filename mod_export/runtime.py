@@ -8,19 +8,20 @@ an ONNX or TensorRT engine, and never the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from mod_export.artifacts import Bucket, Engine, Graph, ModelKind
+from mod_export.artifacts import PRIMARY, Bucket, Engine, Graph, ModelKind, primary_output
 from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
 from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.protocols import Runner
-from mod_export.workspace import read_manifest, verify_files
+from mod_export.workspace import read_manifest, verify_files, verify_sizes
 
 __all__ = ["Deployment", "engines_of", "graphs_of", "load", "opened_folder", "runnable_engines"]
 
@@ -47,6 +48,7 @@ def graphs_of(manifest: dict[str, Any]) -> list[Graph]:
                 **item,
                 "bucket": Bucket(item["bucket"]["batch"], item["bucket"]["seq"]),
                 "k_by_layer": {int(layer): k for layer, k in item["k_by_layer"].items()},
+                "query_blocks": {int(tokens): block for tokens, block in item.get("query_blocks", {}).items()},
             }
         )
         for item in manifest["graphs"]
@@ -90,11 +92,12 @@ def load(root: str | Path, target: str | None = None, dtype: str | None = None, 
         model: `mod`, or `dense` for the baseline.
 
     Raises:
-        BuildFolderError: not a whole build folder.
-        TargetError: nothing in it runs here, or the target is not in it.
+        BuildFolderError: not a whole build folder, or a file that is needed is missing. What is in the files is
+            compared with their hashes when they are first read: when a bucket is first run.
+        TargetError: nothing in it runs here, or the target is not in it, or all that could run missed its gates.
     """
     folder = Path(root)
-    manifest = opened_folder(folder)
+    manifest = opened_folder(folder, verify=False)
     engines = [engine for engine in engines_of(manifest) if engine.model == model]
     if not engines:
         raise UsageError(f"{folder}: holds no engine of model {model!r}; expected 'mod' or 'dense'")
@@ -108,22 +111,64 @@ def load(root: str | Path, target: str | None = None, dtype: str | None = None, 
         reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
         raise TargetError(f"{folder}: no engine runs on this machine ({reasons})")
     here = [engine for engine in engines if engine.target == runnable[0] and found[runnable[0]].can_run(engine)]
-    usable = [engine for engine in here if dtype in (None, engine.dtype)]
-    if not usable:
+    wanted = [engine for engine in here if dtype in (None, engine.dtype)]
+    if not wanted:
         raise TargetError(f"{folder}: holds no {dtype} engine for {runnable[0]}")
+    usable = _shipped(folder, manifest.get("refused", {}), wanted)
     chosen = [engine for engine in usable if engine.dtype == usable[0].dtype]
+    files = {path: manifest["files"][path] for engine in chosen for path in _files_of(engine)}
+    verify_sizes(folder, files)
     vocab_size = manifest["models"][model]["vocab_size"]
-    return Deployment(folder, chosen, BuildConfig.model_validate(manifest["config"]), vocab_size)
+    return Deployment(folder, chosen, BuildConfig.model_validate(manifest["config"]), vocab_size, files)
+
+
+def _files_of(engine: Engine) -> list[str]:
+    return [path for path in (engine.path, engine.weights) if path is not None]
+
+
+def _shipped(folder: Path, refused: Mapping[str, Sequence[str]], engines: Sequence[Engine]) -> list[Engine]:
+    """Those of a dtype of which no engine missed its gates.
+
+    Raises:
+        TargetError: there is no such dtype.
+    """
+    failed = {engine.dtype: refused[engine.path] for engine in engines if engine.path in refused}
+    usable = [engine for engine in engines if engine.dtype not in failed]
+    if not usable:
+        listed = "; ".join(f"{dtype}: {', '.join(reasons)}" for dtype, reasons in failed.items())
+        raise TargetError(
+            f"{folder}: every engine that could run here missed its gates and is not served ({listed}); build with "
+            "other dtypes, or another gate if this one is wrong for your use"
+        )
+    return usable
 
 
 class Deployment:
-    """The buckets of one model, target and dtype. Engines are opened when first needed."""
+    """The buckets of one model, target and dtype. Engines are opened when first needed; several threads may run them.
 
-    def __init__(self, root: Path, engines: Sequence[Engine], config: BuildConfig, vocab_size: int) -> None:
+    Args:
+        root: the build folder.
+        engines: one for each bucket.
+        config: the resolved configuration.
+        vocab_size: of the model.
+        files: every file that the engines need -> its entry {bytes, sha256} in the manifest.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        engines: Sequence[Engine],
+        config: BuildConfig,
+        vocab_size: int,
+        files: Mapping[str, Mapping[str, Any]],
+    ) -> None:
         self._root = root
+        self._unread = dict(files)
         self._vocab_size = vocab_size
         self._config = config
         self._engines = {engine.bucket: engine for engine in engines}
+        self._buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
+        self._opening = threading.Lock()
         self._runners: dict[Bucket, Runner] = {}
         self.target = engines[0].target
         self.dtype = engines[0].dtype
@@ -131,7 +176,7 @@ class Deployment:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """What this deployment can run, smallest first."""
-        return tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
+        return self._buckets
 
     def bucket_for(self, batch: int, seq: int) -> Bucket:
         """The smallest bucket that holds a request.
@@ -146,7 +191,7 @@ class Deployment:
         raise UsageError(f"no bucket holds a batch of {batch} x {seq} tokens; built: {known}. Build a larger one")
 
     def run(self, ids_BS: np.ndarray, lengths_B: np.ndarray | None = None) -> np.ndarray:
-        """Logits of a batch.
+        """Logits of a batch, or what else the folder was built to return (`outputs` of its configuration).
 
         The request is padded to its bucket. Padding never takes one of the k places, but k is that of the bucket:
         a routed layer takes k of the bucket's positions, so a short request in a long bucket is routed more generously.
@@ -156,35 +201,35 @@ class Deployment:
             lengths_B: int64 (B,), real tokens of each row; all of them by default.
 
         Returns:
-            float32 (B, S, V); positions at or after a row's length are meaningless.
+            float32 logits (B, S, V), or hidden states (B, S, D), of which positions at or after a row's length are
+            meaningless; or logits (B, V) of each row's last real token.
 
         Raises:
             UsageError: not a batch of token ids, or larger than every bucket.
+            BuildFolderError: a file is not what was built.
         """
         ids_BS = np.asarray(ids_BS)
         if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iu" or 0 in ids_BS.shape:
             raise UsageError(
                 f"expected token ids as whole numbers (batch, sequence), got {ids_BS.dtype} {ids_BS.shape}"
             )
-        if ids_BS.min() < 0 or ids_BS.max() >= self._vocab_size:
-            # Engines disagree about these: some count from the end of the table, some read past it, some refuse.
-            raise UsageError(
-                f"expected token ids from 0 to {self._vocab_size - 1}, got {ids_BS.min()} to {ids_BS.max()}"
-            )
         B, S = ids_BS.shape
-        lengths_B = np.full(B, S) if lengths_B is None else np.asarray(lengths_B)
-        whole = lengths_B.shape == (B,) and lengths_B.dtype.kind in "iu"
-        if not whole or lengths_B.min() < 1 or lengths_B.max() > S:
-            raise UsageError(f"expected {B} lengths from 1 to {S}, got {lengths_B.tolist()}")
+        found = ids_BS
+        # Engines disagree about other ids: some count from the end of the table, some read past it, some refuse. As
+        # unsigned numbers the negative ones are the largest.
+        ids_BS = np.ascontiguousarray(ids_BS, dtype=np.int64)
+        if ids_BS.view(np.uint64).max() >= self._vocab_size:
+            raise UsageError(f"expected token ids from 0 to {self._vocab_size - 1}, got {found.min()} to {found.max()}")
+        real = S if lengths_B is None else _checked(lengths_B, B, S)
         bucket = self.bucket_for(B, S)
-        padded_BS = np.zeros((bucket.batch, bucket.seq), dtype=np.int64)
-        padded_BS[:B, :S] = ids_BS
-        padded_B = np.ones(bucket.batch, dtype=np.int64)
-        padded_B[:B] = lengths_B
         runner = self._runner(bucket)
-        feeds = {"input_ids": padded_BS, "lengths": padded_B}
-        used = {name: array for name, array in feeds.items() if name in runner.inputs}
-        return runner.run(used, ["logits"])["logits"][:B, :S]
+        primary = primary_output(runner.outputs)
+        feeds = {"input_ids": _padded(ids_BS, bucket)}
+        if "lengths" in runner.inputs:
+            feeds["lengths"] = np.ones(bucket.batch, dtype=np.int64)
+            feeds["lengths"][:B] = real
+        result = runner.run(feeds, [primary])[primary]
+        return result[:B] if primary == PRIMARY["last"] else result[:B, :S]
 
     def __enter__(self) -> Self:
         return self
@@ -198,6 +243,34 @@ class Deployment:
 
     def _runner(self, bucket: Bucket) -> Runner:
         if bucket not in self._runners:
-            engine = self._engines[bucket]
-            self._runners[bucket] = ENGINES[engine.target].load(self._root, engine, self._config)
+            with self._opening:
+                if bucket not in self._runners:
+                    engine = self._engines[bucket]
+                    unread = {path: self._unread[path] for path in _files_of(engine) if path in self._unread}
+                    verify_files(self._root, unread)
+                    for path in unread:
+                        del self._unread[path]
+                    self._runners[bucket] = ENGINES[engine.target].load(self._root, engine, self._config)
         return self._runners[bucket]
+
+
+def _padded(ids_BS: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """The ids in the upper left corner of a batch of the bucket's shape; the ids themselves where that is all of it."""
+    if ids_BS.shape == (bucket.batch, bucket.seq):
+        return ids_BS
+    padded_BS = np.zeros((bucket.batch, bucket.seq), dtype=np.int64)
+    padded_BS[: ids_BS.shape[0], : ids_BS.shape[1]] = ids_BS
+    return padded_BS
+
+
+def _checked(lengths_B: np.ndarray, rows: int, seq: int) -> np.ndarray:
+    """Lengths of rows.
+
+    Raises:
+        UsageError: not one for each row, or not from 1 to `seq`.
+    """
+    lengths_B = np.asarray(lengths_B)
+    whole = lengths_B.shape == (rows,) and lengths_B.dtype.kind in "iu"
+    if not whole or lengths_B.min() < 1 or lengths_B.max() > seq:
+        raise UsageError(f"expected {rows} lengths from 1 to {seq}, got {lengths_B.tolist()}")
+    return lengths_B

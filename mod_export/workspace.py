@@ -35,6 +35,7 @@ __all__ = [
     "read_manifest",
     "reset_peak_rss",
     "verify_files",
+    "verify_sizes",
 ]
 
 MANIFEST = "manifest.json"
@@ -276,6 +277,18 @@ def verify_files(root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
         raise BuildFolderError(f"{root}: {'; '.join(damaged)}. Build again to repair it")
 
 
+def verify_sizes(root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """The same without reading the files: that they are there, and as long as they were.
+
+    Raises:
+        BuildFolderError: a file is missing, or of another size.
+    """
+    problems = {name: _changed_size(root, name, entry) for name, entry in files.items()}
+    damaged = [f"{name} {problem}" for name, problem in problems.items() if problem]
+    if damaged:
+        raise BuildFolderError(f"{root}: {'; '.join(damaged)}. Build again to repair it")
+
+
 def _damaged(root: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     problems = {name: changed_file(root, name, entry) for name, entry in files.items()}
     return [f"{name} {problem}" for name, problem in problems.items() if problem]
@@ -283,12 +296,18 @@ def _damaged(root: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def changed_file(root: Path, name: str, entry: Mapping[str, Any]) -> str:
     """What is wrong with a file, given its entry {bytes, sha256} in the manifest; empty when it is what was built."""
+    problem = _changed_size(root, name, entry)
+    if problem:
+        return problem
+    return "" if _sha256(root / name) == entry["sha256"] else "has been changed since it was built (SHA-256 differs)"
+
+
+def _changed_size(root: Path, name: str, entry: Mapping[str, Any]) -> str:
     path = root / name
     if path.is_symlink() or not path.is_file():
         return "is missing or not a regular file"
-    if path.stat().st_size != entry["bytes"]:
-        return f"has {path.stat().st_size} bytes, {entry['bytes']} were written"
-    return "" if _sha256(path) == entry["sha256"] else "has been changed since it was built (SHA-256 differs)"
+    size = path.stat().st_size
+    return "" if size == entry["bytes"] else f"has {size} bytes, {entry['bytes']} were written"
 
 
 def reset_peak_rss() -> None:
@@ -310,6 +329,8 @@ def _fingerprint(name: str, inputs: Mapping[str, Any]) -> str:
 
 
 def _checksum(data: Any) -> str:
+    # As it will be read back: numbers as keys become text, and text is sorted otherwise (9 before 11, "11" before "9").
+    data = json.loads(json.dumps(data))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
@@ -71,8 +72,20 @@ class LoadedTransformer:
     def router_weights(self) -> Sequence[str]:
         return [name for name in self.checkpoint.weights if ".router." in name]
 
-    def module(self) -> Transformer:
-        return self.checkpoint.module()
+    @property
+    def d_model(self) -> int:
+        return self.checkpoint.spec.d_model
+
+    def module(self, outputs: str = "logits") -> Transformer:
+        return self.checkpoint.module(outputs)
+
+    def skeleton(self, outputs: str = "logits") -> Transformer:
+        return self.checkpoint.skeleton(outputs)
+
+    def head(self, hidden_ND: np.ndarray) -> np.ndarray:
+        name = "embedding.weight" if self.checkpoint.spec.tie_embeddings else "head.weight"
+        weight_VD = self.checkpoint.weights[name].float()
+        return torch.nn.functional.linear(torch.from_numpy(hidden_ND), weight_VD).numpy()
 
     def trace(
         self, module: Transformer, ids_BS: Tensor, lengths_B: Tensor, forced: Mapping[int, Tensor] | None

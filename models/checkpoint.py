@@ -65,11 +65,16 @@ class Checkpoint:
     spec: ModelSpec
     weights: Mapping[str, Tensor]
 
-    def module(self) -> Transformer:
+    def module(self, outputs: str = "logits") -> Transformer:
         """The eager float32 model in eval mode. Float32 weights are shared with this checkpoint, not copied."""
-        with torch.device("meta"):
-            model = Transformer(self.spec)
+        model = self.skeleton(outputs)
         model.load_state_dict({name: tensor.float() for name, tensor in self.weights.items()}, assign=True)
+        return model.requires_grad_(False)
+
+    def skeleton(self, outputs: str = "logits") -> Transformer:
+        """The same model with parameters that have shapes and no values; what no checkpoint holds (RoPE) is real."""
+        with torch.device("meta"):
+            model = Transformer(self.spec, outputs)
         return model.eval().requires_grad_(False)
 
     def dense(self) -> Checkpoint:

@@ -15,6 +15,8 @@ padding that fills surplus slots sits behind every real token of its row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,7 +24,7 @@ from torch.nn import functional
 from mod_models.routing import COMBINES, GATES, ROUTERS, MlpRouter, Routing, select_topk
 from mod_models.spec import ModelSpec, RoutingSpec
 
-__all__ = ["Transformer"]
+__all__ = ["OUTPUTS", "Transformer"]
 
 
 class RMSNorm(nn.Module):
@@ -166,9 +168,11 @@ class RoutedBlock(Block):
 class Transformer(nn.Module):
     """The whole decoder; `init_weights` gives the weights that a training run starts from."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, outputs: str = "logits") -> None:
+        """`outputs` is one of OUTPUTS: what `forward` returns first."""
         super().__init__()
         self.spec = spec
+        self.outputs = outputs
         routed = set(spec.routed_layers)
         self.embedding = nn.Embedding(spec.vocab_size, spec.d_model)
         self.layers = nn.ModuleList(
@@ -208,12 +212,23 @@ class Transformer(nn.Module):
             whose k is 0 passes everything by and is absent.
         """
         hidden_BSD, decided = self.hidden(ids_BS, lengths_B, forced)
-        return functional.linear(hidden_BSD, self.embedding.weight if self.head is None else self.head.weight), decided
+        return self.logits(hidden_BSD), decided
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (..., D) after the final norm to logits (..., V)."""
+        return functional.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
 
     def hidden(
         self, ids_BS: Tensor, lengths_B: Tensor, forced: dict[int, Tensor] | None = None
     ) -> tuple[Tensor, dict[int, Routing]]:
-        """Like `trace`, up to the final norm: hidden_BSD."""
+        """Like `trace`, up to and with the final norm: hidden_BSD."""
+        x_BSD, decided = self.stream(ids_BS, lengths_B, forced)
+        return self.norm(x_BSD), decided
+
+    def stream(
+        self, ids_BS: Tensor, lengths_B: Tensor, forced: dict[int, Tensor] | None = None
+    ) -> tuple[Tensor, dict[int, Routing]]:
+        """Like `trace`, up to the final norm and without it: the residual stream x_BSD."""
         S = ids_BS.shape[1]
         real_BS = torch.arange(S, device=ids_BS.device) < lengths_B[:, None]
         cos_SE, sin_SE = self.rope_cos[:S], self.rope_sin[:S]
@@ -226,9 +241,25 @@ class Transformer(nn.Module):
             elif k_by_layer[i] > 0:
                 forced_BK = forced.get(i) if forced else None
                 x_BSD, decided[i] = layer.route(x_BSD, real_BS, k_by_layer[i], cos_SE, sin_SE, forced_BK)
-        return self.norm(x_BSD), decided
+        return x_BSD, decided
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
-        """What is exported: logits_BSV, then index_BK of every routed layer in order."""
-        logits_BSV, decided = self.trace(ids_BS, lengths_B)
-        return logits_BSV, *(decided[layer].index_BK for layer in decided)
+        """What is exported: what `outputs` says, then index_BK of every routed layer in order."""
+        x_BSD, decided = self.stream(ids_BS, lengths_B)
+        return OUTPUTS[self.outputs](self, x_BSD, lengths_B), *(decided[layer].index_BK for layer in decided)
+
+
+def _last_tokens(x_BSD: Tensor, lengths_B: Tensor) -> Tensor:
+    """Each row's last real token, (B, D): one plain Gather of rows, as in a routed block."""
+    B, S, D = x_BSD.shape
+    row_B = S * torch.arange(B, device=x_BSD.device) + lengths_B - 1
+    return torch.index_select(x_BSD.reshape(B * S, D), 0, row_B)
+
+
+OUTPUTS: dict[str, Callable[[Transformer, Tensor, Tensor], Tensor]] = {
+    "logits": lambda model, x_BSD, lengths_B: model.logits(model.norm(x_BSD)),
+    "last": lambda model, x_BSD, lengths_B: model.logits(model.norm(_last_tokens(x_BSD, lengths_B))),
+    "none": lambda model, x_BSD, lengths_B: model.norm(x_BSD),
+}
+"""Name -> (model, stream after the last block (B, S, D), lengths (B,)) -> logits (B, S, V) of every token, logits
+(B, V) of each row's last real token, or hidden states (B, S, D)."""

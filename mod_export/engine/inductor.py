@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Profile, Variant
+from mod_export.artifacts import PRIMARY, Availability, Bucket, Dialect, Engine, ModelKind, Profile, Variant
 from mod_export.config import BuildConfig
 from mod_export.engine.feeds import check_feeds, check_outputs
 from mod_export.engine.inductor_trace import calls_of_package, kernels_of_calls
@@ -111,7 +111,7 @@ class Inductor:
         import torch
         from torch._inductor import exc
 
-        outputs = ["logits", *(f"routed_{layer}" for layer, k in job.graph.k_by_layer.items() if k)]
+        outputs = [PRIMARY[job.graph.outputs], *(f"routed_{layer}" for layer, k in job.graph.k_by_layer.items() if k)]
         metadata = {
             "batch": str(job.graph.bucket.batch),
             "seq": str(job.graph.bucket.seq),

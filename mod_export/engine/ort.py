@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Profile, Variant
+from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Profile, Variant, primary_output
 from mod_export.config import BuildConfig
 from mod_export.engine.feeds import check_feeds, check_outputs
+from mod_export.engine.ort_c import ort_c
+from mod_export.engine.ort_shared import shared_runner
 from mod_export.engine.ort_trace import kernels_from_trace
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.protocols import EngineJob
+from mod_export.protocols import EngineJob, Runner
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -143,7 +145,7 @@ class _Ort(ABC):
 
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, weights: Mapping[str, np.ndarray] | None = None
-    ) -> OrtRunner:
+    ) -> Runner:
         assert engine.weights is not None
         session = self._session(root / engine.path, (root / engine.weights).parent, config, weights)
         return OrtRunner(session, f"{self.name} {engine.path}", config.latency.threads)
@@ -158,7 +160,15 @@ class OrtCpu(_Ort):
     """ONNX Runtime's CPU execution provider."""
 
     name: ClassVar[str] = "ort-cpu"
-    dialect: ClassVar[Dialect] = Dialect(name="ONNX Runtime (CPU)", max_opset=26, whole_scores=True)
+    dialect: ClassVar[Dialect] = Dialect(
+        name="ONNX Runtime (CPU)",
+        max_opset=26,
+        whole_scores=True,
+        extra_domains=frozenset({"com.microsoft"}),
+        stored_weights=True,
+        rotary_embedding=True,
+        flat_heads=True,
+    )
 
     def availability(self) -> Availability:
         if package_version("onnxruntime") is None:
@@ -169,6 +179,16 @@ class OrtCpu(_Ort):
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.ort_cpu.dtypes]
+
+    def load(
+        self, root: Path, engine: Engine, config: BuildConfig, weights: Mapping[str, np.ndarray] | None = None
+    ) -> Runner:
+        api = ort_c() if weights is None else None
+        if api is None:  # Other weights are a probe's own, which nobody shares.
+            return super().load(root, engine, config, weights)
+        assert engine.weights is not None
+        where = f"{self.name} {engine.path}"
+        return shared_runner(api, root / engine.path, root / engine.weights, where, config.latency.threads)
 
     def _session(
         self, path: Path, weights_folder: Path, config: BuildConfig, weights: Mapping[str, np.ndarray] | None
@@ -187,7 +207,7 @@ class OrtCpu(_Ort):
             with OrtRunner(session, f"{self.name} {engine.path}", threads) as runner:
                 used = {name: array for name, array in feeds.items() if name in runner.inputs}
                 for _ in range(1 + runs):
-                    runner.run(used, ["logits"])
+                    runner.run(used, [primary_output(runner.outputs)])
             kernels = kernels_from_trace(Path(session.end_profiling()), runs)
         return Profile(profiler=f"ONNX Runtime {package_version('onnxruntime')}", runs=runs, kernels=kernels)
 

@@ -10,6 +10,7 @@ from torch.fx.experimental import symbolic_shapes
 
 from mod_export.artifacts import Bucket
 from mod_export.errors import CaptureError
+from mod_export.graph.weights import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +29,11 @@ class CaptureProof:
     recompiles: int
 
 
-def _example(bucket: Bucket, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _example(module: torch.nn.Module, bucket: Bucket, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     # A row may be full, short, or down to one token; none of it may change the graph.
-    return torch.zeros((bucket.batch, bucket.seq), dtype=torch.int64), torch.full((bucket.batch,), length)
+    device = next((tensor.device for tensor in state_of(module).values()), None)
+    ids_BS = torch.zeros((bucket.batch, bucket.seq), dtype=torch.int64, device=device)
+    return ids_BS, torch.full((bucket.batch,), length, device=device)
 
 
 def prove_static(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureProof:
@@ -58,8 +61,8 @@ def prove_static(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureP
     where = f"{name} at {bucket.name}"
     try:
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-            compiled(*_example(bucket, bucket.seq))
-            compiled(*_example(bucket, 1))
+            compiled(*_example(module, bucket, bucket.seq))
+            compiled(*_example(module, bucket, 1))
     except RuntimeError as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CaptureError(
@@ -98,7 +101,7 @@ def exported_from_module(module: torch.nn.Module, bucket: Bucket, name: str) -> 
     """
     try:
         with torch.no_grad():
-            return torch.export.export(module, _example(bucket, bucket.seq))
+            return torch.export.export(module, _example(module, bucket, bucket.seq))
     except (torch._export.verifier.SpecViolationError, RuntimeError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CaptureError(f"{name} at {bucket.name}: torch.export refused the model: {reason}") from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mod_export.artifacts import DType
-from mod_export.graph.weights import WeightsFile
+from mod_export.graph.weights import stored_tensors
+from mod_export.graph.weights_file import WeightsFile
 
 if TYPE_CHECKING:
     import torch
@@ -16,15 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["digests_of_file", "digests_of_tensors"]
 
 
-def digests_of_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
-    """Name -> SHA-256 of the tensor's bytes, row-major and little-endian, once it is cast to `dtype`."""
-    import torch
-
-    wanted = getattr(torch, dtype)
+def digests_of_tensors(
+    tensors: Mapping[str, torch.Tensor], dtype: DType, quantized: Collection[str] = ()
+) -> dict[str, str]:
+    """Name -> SHA-256 of a tensor's bytes as a weights file of `dtype` holds it, see `weights.stored_tensors`."""
     found = {}
-    for name, tensor in tensors.items():
-        flat = tensor.detach().to(wanted).reshape(-1)
-        found[name] = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+    for name, stored in stored_tensors(tensors, dtype, quantized).items():
+        digest = hashlib.sha256()
+        for piece in stored.pieces():
+            digest.update(piece)
+        found[name] = digest.hexdigest()
     return found
 
 

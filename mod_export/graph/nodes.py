@@ -64,9 +64,11 @@ class NodeWriter:
         dtype: ir.DataType,
         shape: Sequence[int] | ir.Shape | None,
         attributes: Mapping[str, Any] | None = None,
+        *,
+        domain: str = "",
     ) -> ir.Value:
         """One node with one output of this dtype and shape."""
-        return self.ops(op_type, inputs, [(dtype, shape)], attributes)[0]
+        return self.ops(op_type, inputs, [(dtype, shape)], attributes, domain=domain)[0]
 
     def ops(
         self,
@@ -74,6 +76,8 @@ class NodeWriter:
         inputs: Sequence[ir.Value | None],
         outputs: Sequence[tuple[ir.DataType, Sequence[int] | ir.Shape | None]],
         attributes: Mapping[str, Any] | None = None,
+        *,
+        domain: str = "",
     ) -> Sequence[ir.Value]:
         """One node with several outputs, each (dtype, shape)."""
         name = f"{self._prefix}_{op_type}_{self._count}"
@@ -83,11 +87,19 @@ class NodeWriter:
             for i, (dtype, shape) in enumerate(outputs)
         ]
         node = ir.Node(
-            "", op_type, inputs, ir.convenience.convert_attributes(attributes or {}), outputs=values, name=name
+            domain, op_type, inputs, ir.convenience.convert_attributes(attributes or {}), outputs=values, name=name
         )
         node.metadata_props.update(self._anchor.metadata_props)
         self._graph.insert_before(self._anchor, node)
         return values
+
+    def replace(self, value: ir.Value) -> None:
+        """Puts a value in the place of the anchor's only output, under the same name, and removes the anchor."""
+        old = self._anchor.outputs[0]
+        name = old.name
+        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+        self._graph.remove(self._anchor, safe=True)
+        value.name = name
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
         """An initializer, shared by all places that ask for this name; `name` must say all of its content."""

@@ -50,7 +50,10 @@ CLEAN_UP = (
 
 
 def onnx_from_exported(
-    program: torch.export.ExportedProgram, weights: Mapping[str, torch.Tensor], routed_layers: Sequence[int]
+    program: torch.export.ExportedProgram,
+    weights: Mapping[str, torch.Tensor],
+    routed_layers: Sequence[int],
+    primary: str = "logits",
 ) -> ir.Model:
     """Converts and optimises without touching the weights.
 
@@ -58,9 +61,11 @@ def onnx_from_exported(
     bucket. So the weights' values are hidden from it, and the graph keeps the state_dict's names and layout.
 
     Args:
-        program: inputs (input_ids, lengths), outputs logits and then the routed positions of each layer.
+        program: inputs (input_ids, lengths), outputs first what `primary` names and then the routed positions of each
+            layer.
         weights: name -> tensor of all parameters and buffers.
         routed_layers: the layers that the outputs after the first belong to.
+        primary: name of the first output.
 
     Returns:
         A model whose weights have no value; `weights.bind_weights` gives them one.
@@ -68,7 +73,7 @@ def onnx_from_exported(
     Raises:
         GraphError: the exporter failed, or left something that is not standard ONNX.
     """
-    names = ["logits", *(f"routed_{layer}" for layer in routed_layers)]
+    names = [primary, *(f"routed_{layer}" for layer in routed_layers)]
     with _quiet():
         try:
             exported = torch.onnx.export(
@@ -139,7 +144,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def assert_capacity(model: ir.Model, bucket: Bucket, k_by_layer: Mapping[int, int]) -> None:
+def assert_capacity(model: ir.Model, bucket: Bucket, k_by_layer: Mapping[int, int], primary: str = "logits") -> None:
     """The graph must route exactly the constant number of tokens that the spec declares.
 
     Raises:
@@ -156,7 +161,7 @@ def assert_capacity(model: ir.Model, bucket: Bucket, k_by_layer: Mapping[int, in
             raise GraphError(
                 f"layer {layer}: the graph routes {value.shape}, the spec says [{bucket.batch}, {k}] at {bucket.name}"
             )
-    expected = {"logits", *(f"routed_{layer}" for layer, k in k_by_layer.items() if k)}
+    expected = {primary, *(f"routed_{layer}" for layer, k in k_by_layer.items() if k)}
     if set(outputs) != expected:
         raise GraphError(f"the graph's outputs are {sorted(map(str, outputs))}, expected {sorted(expected)}")
 

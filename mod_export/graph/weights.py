@@ -7,26 +7,54 @@ copy. Names are those of the state_dict.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from mod_export.artifacts import DType
-from mod_export.errors import BuildFolderError
+from mod_export.artifacts import QUANTIZED, DType
+from mod_export.errors import BuildFolderError, CheckpointError
+from mod_export.graph.pages import let_go
+from mod_export.graph.quantize import quantize, quantized_tensors
+from mod_export.graph.weights_file import WeightsFile
+from mod_export.protocols import LoadedModel
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WeightsFile", "bind_weights", "state_of", "write_weights"]
+__all__ = [
+    "FLOATS",
+    "ONNX_DTYPES",
+    "Stored",
+    "bind_weights",
+    "files_for",
+    "state_of",
+    "stored_state",
+    "stored_tensors",
+    "write_weights",
+]
 
+ALIGNMENT = 8
+PIECE = 2**22
+"""Numbers that are cast and written at a time."""
 ONNX_DTYPES: dict[str, ir.DataType] = {
     "F32": ir.DataType.FLOAT,
     "F16": ir.DataType.FLOAT16,
     "BF16": ir.DataType.BFLOAT16,
+    "I8": ir.DataType.INT8,
+    "U8": ir.DataType.UINT8,
+}
+NAMES = {kind: name for name, kind in ONNX_DTYPES.items()}
+FLOATS: dict[DType, ir.DataType] = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
 }
 
 
@@ -38,73 +66,139 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], dtype: DType) -> None:
-    """Writes every tensor in `dtype`.
+def stored_state(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    """The same of a model whose module is not made: weights as the checkpoint stores them, and the other buffers.
+
+    Raises:
+        CheckpointError: the module has a parameter that the checkpoint holds nothing for.
+    """
+    state = {name: loaded.weights.get(name, tensor) for name, tensor in state_of(loaded.skeleton()).items()}
+    missing = [name for name, tensor in state.items() if tensor.is_meta]
+    if missing:
+        raise CheckpointError(f"the checkpoint holds no value for {', '.join(missing[:3])}")
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as a weights file holds it: its type and shape, and what makes its bytes when they are written."""
+
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[memoryview]]
+
+
+def stored_tensors(
+    tensors: Mapping[str, torch.Tensor], dtype: DType, quantized: Collection[str] = ()
+) -> dict[str, Stored]:
+    """Name -> tensor as a weights file of `dtype` holds it.
+
+    Args:
+        tensors: by their names in the state_dict.
+        dtype: of the file. In one of whole numbers everything that is not quantized is float32.
+        quantized: names of the weights (N, K) that become whole numbers and scales, see `graph.quantize`.
+    """
+    found: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        if name in quantized:
+            places = quantized_tensors(name, tuple(tensor.shape), dtype).items()
+            for index, (part, (kind, shape)) in enumerate(places):
+                found[part] = Stored(kind, shape, partial(_quantized_bytes, tensor, dtype, index))
+        else:
+            kind = FLOATS.get(dtype, ir.DataType.FLOAT)
+            found[name] = Stored(kind, tuple(tensor.shape), partial(_float_bytes, tensor, kind))
+    return found
+
+
+def write_weights(
+    path: Path, tensors: Mapping[str, torch.Tensor], dtype: DType, quantized: Collection[str] = ()
+) -> dict[str, str]:
+    """Writes tensors a piece at a time, so that it takes no more memory for a larger model.
+
+    Args:
+        path: of the file.
+        tensors: by their names in the state_dict.
+        dtype: of the file.
+        quantized: what becomes whole numbers, see `stored_tensors`.
+
+    Returns:
+        Name -> SHA-256 of the tensor's bytes as they were handed to the file.
 
     Raises:
         BuildFolderError: the file could not be written.
     """
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    wanted = getattr(torch, dtype)
+    digests = {}
+    # Wide numbers first, then by name: the order of the safetensors library, and every tensor is aligned.
+    found = stored_tensors(tensors, dtype, quantized)
+    stored = dict(sorted(found.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     try:
-        save_file({name: tensor.detach().to(wanted).contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:
+        with path.open("wb") as file:
+            file.write(_header(stored))
+            for name, tensor in stored.items():
+                digest = hashlib.sha256()
+                for piece in tensor.pieces():
+                    digest.update(piece)
+                    file.write(piece)
+                digests[name] = digest.hexdigest()
+    except OSError as error:
         raise BuildFolderError(f"{path}: the weights could not be written ({error})") from error
+    return digests
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsFile:
-    """The table of contents of a weights file: name -> (dtype, shape, offset in the file, bytes)."""
-
-    name: str
-    entries: Mapping[str, tuple[str, tuple[int, ...], int, int]]
-
-    @classmethod
-    def open(cls, path: Path) -> WeightsFile:
-        """Reads the header only; nothing of the weights is loaded.
-
-        Raises:
-            BuildFolderError: not a regular file, or not a weights file.
-        """
-        if path.is_symlink() or not path.is_file():
-            raise BuildFolderError(f"{path}: expected a regular file of weights; links are refused by ONNX tools")
-        try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(size)) if size <= path.stat().st_size else None
-        except ValueError:
-            header = None
-        if not isinstance(header, dict):
-            raise BuildFolderError(f"{path}: not a weights file, or damaged; delete it and build again")
-        header.pop("__metadata__", None)
-        base = 8 + size
-        return cls(
-            path.name,
-            {
-                name: (item["dtype"], tuple(item["shape"]), base + item["data_offsets"][0], _length(item))
-                for name, item in header.items()
-            },
-        )
+def _header(tensors: Mapping[str, Stored]) -> bytes:
+    """https://huggingface.co/docs/safetensors: the length of the table of contents, and the table."""
+    end = 0
+    table = {}
+    for name, tensor in tensors.items():
+        begin, end = end, end + int(tensor.dtype.itemsize) * math.prod(tensor.shape)
+        table[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
-def _length(item: Mapping[str, list[int]]) -> int:
-    begin, end = item["data_offsets"]
-    return end - begin
+def _float_bytes(tensor: torch.Tensor, dtype: ir.DataType) -> Iterator[memoryview]:
+    """The bytes of a tensor, row-major and little-endian; what was read of a memory-mapped file is let go after it."""
+    import torch
+
+    wanted = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}.get(dtype, torch.float32)
+    for piece in torch.split(tensor.detach().reshape(-1), PIECE):
+        yield piece.to(wanted).contiguous().view(torch.uint8).numpy().data
+    let_go([tensor])
 
 
-def bind_weights(model: ir.Model, files: Mapping[ir.DataType, WeightsFile], folder: Path) -> int:
-    """Points every initializer that is a weight at its bytes in the weights file of its dtype; returns how many."""
+def _quantized_bytes(weight_NK: torch.Tensor, dtype: DType, index: int) -> Iterator[memoryview]:
+    import torch
+
+    # Whole numbers and scales are written one after the other, so a weight is rounded twice and never kept.
+    yield quantize(weight_NK.detach(), dtype)[index].reshape(-1).view(torch.uint8).numpy().data
+    let_go([weight_NK])
+
+
+def files_for(dtype: DType) -> tuple[DType, ...]:
+    """The weights files that a graph of this dtype points into. One of whole numbers holds all that it needs."""
+    return (dtype,) if dtype in QUANTIZED or dtype == "float32" else (dtype, "float32")
+
+
+def bind_weights(model: ir.Model, files: Iterable[WeightsFile], folder: Path) -> int:
+    """Points every initializer that is a weight at its bytes in the first file that has it in the initializer's dtype.
+
+    Returns:
+        How many.
+    """
+    places = {
+        (name, ONNX_DTYPES[entry[0]]): (file.name, *entry)
+        for file in reversed(list(files))
+        for name, entry in file.entries.items()
+    }
     bound = 0
     for name, value in model.graph.initializers.items():
-        file = files.get(value.dtype) if value.dtype is not None else None
-        if file is None or name not in file.entries:
+        place = places.get((name, value.dtype)) if value.dtype is not None else None
+        if place is None:
             continue
-        dtype, shape, offset, length = file.entries[name]
+        location, dtype, shape, offset, length = place
         value.const_value = ir.ExternalTensor(
-            file.name, offset, length, ONNX_DTYPES[dtype], shape=ir.Shape(shape), name=name, base_dir=folder
+            location, offset, length, ONNX_DTYPES[dtype], shape=ir.Shape(shape), name=name, base_dir=folder
         )
         bound += 1
     return bound

@@ -2,8 +2,8 @@
 
 Counted are the multiplications of matrix products, two FLOPs for each multiply-add, exactly. Norms, activations,
 rotations, softmax, top-k, gathers and scatters are not counted: they are bound by memory, not by arithmetic.
-Attention counts as the full square of queries and keys even where it is causal, because that is what a kernel without
-block skipping computes and what `torch.utils.flop_counter` reports.
+Attention counts as the full square of queries and keys even where it is causal, because that is what the portable graph
+says and what `torch.utils.flop_counter` reports; `needed_flops` leaves out what the mask hides.
 `measure.products` says which part of the model each product belongs to.
 """
 
@@ -21,6 +21,8 @@ from mod_export.measure.products import (
     check_countable,
     constants_of,
     input_of,
+    is_product,
+    needed_scores,
     part_of_product,
     product_flops,
 )
@@ -40,6 +42,7 @@ class CostRow:
         bucket: name of the bucket.
         flops: of all matrix products.
         flops_by_part: the same by part of the model, every part of PARTS, zeros included.
+        needed_flops: the same without the scores that a causal mask hides: what no kernel can do without.
         weight_bytes: initializers kept in external data, each stored tensor once; buffers such as RoPE tables are
             among them. What is stored, not what one run reads: an embedding is read row by row.
         activation_bytes: every value that a node computes from the inputs, outputs and reshaped views included, each
@@ -54,6 +57,7 @@ class CostRow:
     weight_bytes: int
     activation_bytes: int
     kv_bytes: int
+    needed_flops: int | None = None
 
 
 def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
@@ -65,14 +69,15 @@ def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
     where = f"{kind} {bucket.name}"
     constants = constants_of(model.graph)
     flops_by_part = dict.fromkeys(PARTS, 0)
-    kv_bytes = 0
+    kv_bytes = hidden = 0
     for node in model.graph:
         check_countable(node, where)
         if node.op_type == "Attention":
             scores, widths = attention_sizes(node, where)
             flops_by_part["attention"] += 2 * scores * widths
+            hidden += 2 * (scores - needed_scores(node, where)) * widths
             kv_bytes += sum(bytes_of(value, where) for value in _keys_and_values(node))
-        elif node.op_type in ("MatMul", "Gemm"):
+        elif is_product(node):
             part = part_of_product(node, constants)
             flops_by_part[part] += product_flops(node, where)
             kv_bytes += bytes_of(input_of(node, 1), where) if part == "attention" else 0
@@ -81,6 +86,7 @@ def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
         bucket=bucket.name,
         flops=sum(flops_by_part.values()),
         flops_by_part=flops_by_part,
+        needed_flops=sum(flops_by_part.values()) - hidden,
         weight_bytes=_weight_bytes(model.graph),
         activation_bytes=sum(bytes_of(value, where) for value in _computed(model.graph) if value not in constants),
         kv_bytes=kv_bytes,

@@ -44,7 +44,7 @@ class Rate:
 def gemm_rate(library: str, threads: int) -> Rate:
     """FLOPs of float32 matrix products: the median over SIZES."""
     flops_N = 2 * np.prod(np.array(SIZES), axis=1)
-    return _rate([_product(library, threads, *size) for size in SIZES], flops_N)
+    return _rate([product(library, threads, *size) for size in SIZES], flops_N)
 
 
 def stream_rate(library: str, threads: int) -> Rate:
@@ -53,7 +53,7 @@ def stream_rate(library: str, threads: int) -> Rate:
     return _rate([_negation(library, threads, num_numbers)], np.array([2 * 4 * num_numbers]))
 
 
-def _product(library: str, threads: int, rows: int, inner: int, columns: int) -> Run:
+def product(library: str, threads: int, rows: int, inner: int, columns: int) -> Run:
     x = np.ones((rows, inner), np.float32)
     if library == "onnxruntime":
         return _session(one_operator("MatMul", x.shape, (inner, columns), (rows, columns)), x, threads)

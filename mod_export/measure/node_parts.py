@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
-from mod_export.measure.products import PARTS, constants_of, part_of_product
+from mod_export.measure.products import PARTS, constants_of, is_product, part_of_product
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -36,6 +36,8 @@ SELECTION = frozenset(
         "ScatterElements", "ScatterND", "TopK", "Unique",
     }
 )  # fmt: skip
+ROUNDS = frozenset({"DynamicQuantizeLinear", "QuantizeLinear"})
+"""Operators that turn floats into whole numbers that stand for them."""
 ON_SCORES = frozenset(
     {"Add", "Cast", "Div", "Exp", "Max", "Mul", "ReduceMax", "ReduceSum", "Softmax", "Sub", "Tanh", "Where"}
 )
@@ -64,7 +66,7 @@ def part_of_operator(op_type: str) -> str | None:
 
 
 def _part(node: ir.Node, constants: Set[ir.Value], made: Mapping[ir.Value, str]) -> str:
-    if node.op_type in ("MatMul", "Gemm"):
+    if is_product(node):
         return part_of_product(node, constants)
     if node.op_type == "Gather" and _is_embedding(node, constants, made):
         return "embedding"
@@ -97,6 +99,7 @@ def _per_token(value: ir.Value, node: ir.Node) -> bool:
 
 
 def _of_dtype(node: ir.Node) -> str:
-    # Only routing computes with whole numbers and truth values.
+    # Of all else only routing computes with whole numbers and truth values.
     dtype = node.outputs[0].dtype
-    return "routing" if dtype is not None and not dtype.is_floating_point() else "elementwise"
+    computes_floats = dtype is None or dtype.is_floating_point() or node.op_type in ROUNDS
+    return "elementwise" if computes_floats else "routing"

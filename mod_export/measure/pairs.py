@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mod_export.artifacts import Engine, ModelKind
+from mod_export.artifacts import Engine, ModelKind, primary_output
 from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
 from mod_export.inputs import timing_batch
@@ -51,5 +51,5 @@ def measure_pair(
             config.latency,
             seed=config.seed,
             gate=gate,
-            outputs=["logits"],
+            outputs=[primary_output(mod.outputs)],
         )

@@ -31,6 +31,8 @@ __all__ = [
     "check_countable",
     "constants_of",
     "input_of",
+    "is_product",
+    "needed_scores",
     "part_of_product",
     "part_of_weight",
     "product_flops",
@@ -51,10 +53,22 @@ PARTS: dict[str, frozenset[str]] = {
 NO_RULE = frozenset(
     {
         "CausalConvWithState", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "Einsum", "GRU", "If", "LSTM",
-        "LinearAttention", "Loop", "MatMulInteger", "QLinearConv", "QLinearMatMul", "RNN", "Scan", "SequenceMap",
+        "LinearAttention", "Loop", "QLinearConv", "QLinearMatMul", "RNN", "Scan", "SequenceMap",
     }
 )  # fmt: skip
 """Standard operators that multiply matrices, or hold graphs, and have no rule here. Skipping one would be a lie."""
+
+
+MICROSOFT = "com.microsoft"
+PRODUCTS = frozenset(
+    {("", "Gemm"), ("", "MatMul"), ("", "MatMulInteger"), (MICROSOFT, "FusedMatMul"), (MICROSOFT, "MatMulNBits")}
+)
+"""(domain, operator) of what multiplies two matrices, activations on the left."""
+
+
+def is_product(node: ir.Node) -> bool:
+    """Whether a node multiplies two matrices and nothing else."""
+    return (node.domain.removeprefix("ai.onnx"), node.op_type) in PRODUCTS
 
 
 def check_countable(node: ir.Node, where: str) -> None:
@@ -63,11 +77,14 @@ def check_countable(node: ir.Node, where: str) -> None:
     Raises:
         GraphError: it multiplies matrices in a way that has no rule here, or nobody knows what it does.
     """
+    if is_product(node):
+        return
     if node.domain not in ("", "ai.onnx") or node.op_type in NO_RULE:
         name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         raise GraphError(
             f"{where}: node {node.name}: FLOPs of {name} cannot be counted; only MatMul, Gemm and Attention of "
-            "standard ONNX have a rule. Count the portable graph, or express the product as MatMul"
+            "standard ONNX have a rule, and what mod-export puts in their place. Count the portable graph, or express "
+            "the product as MatMul"
         )
 
 
@@ -81,8 +98,15 @@ def constants_of(graph: ir.Graph) -> Set[ir.Value]:
 
 
 def product_flops(node: ir.Node, where: str) -> int:
-    """Of MatMul and Gemm: 2 M N K for every matrix of the broadcast batch (ONNX MatMul follows numpy.matmul)."""
+    """Of one of PRODUCTS: 2 M N K for every matrix of the broadcast batch (ONNX MatMul follows numpy.matmul).
+
+    Operations on whole numbers count as those on floats do.
+    """
     left, right = shape_of(input_of(node, 0), where), shape_of(input_of(node, 1), where)
+    if node.op_type == "MatMulNBits":  # Its weights are packed; the sizes are attributes.
+        return 2 * math.prod(left) * node.attributes["N"].as_int()
+    if node.op_type == "FusedMatMul" and node.attributes.get_int("transB", 0) == 1:
+        right = (*right[:-2], right[-1], right[-2])
     if node.op_type == "Gemm":
         rows, inner = reversed(left) if node.attributes.get_int("transA", 0) else left
         columns = right[0] if node.attributes.get_int("transB", 0) else right[1]
@@ -111,8 +135,25 @@ def attention_sizes(node: ir.Node, where: str) -> tuple[int, int]:
     return batch * heads * num_queries * num_keys, width + value_width
 
 
+def needed_scores(node: ir.Node, where: str) -> int:
+    """The scores of an Attention node that its causal mask does not hide: for T queries of T keys T (T + 1) / 2 of T T.
+
+    Query i sees the keys up to its own, and those of the past (ONNX opset 23). A mask given as a tensor hides nothing
+    here, because its values are not looked at.
+    """
+    scores, _ = attention_sizes(node, where)
+    if not node.attributes.get_int("is_causal", 0):
+        return scores
+    query, key = (shape_of(input_of(node, index), where) for index in (0, 1))
+    queries, keys = query[-2], key[-2]
+    past = scores // math.prod(query[:2] if len(query) == 4 else (query[0], node.attributes["q_num_heads"].as_int()))
+    past = past // queries - keys
+    seen = sum(min(keys, i + 1) for i in range(queries)) + queries * past
+    return scores // (queries * (keys + past)) * seen
+
+
 def part_of_product(node: ir.Node, constants: Set[ir.Value]) -> str:
-    """The part that a MatMul or Gemm belongs to, one of PARTS."""
+    """The part that a product belongs to, one of PARTS."""
     weights = [value for value in node.inputs[:2] if value in constants]
     return part_of_weight(source_names(weights)) if weights else "attention"
 

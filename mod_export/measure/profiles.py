@@ -10,17 +10,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mod_export.artifacts import DType, Engine
+from mod_export.artifacts import DType, Engine, ModelKind
 from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
 from mod_export.inputs import timing_batch
 from mod_export.measure.kernel_parts import ms_by_part
 from mod_export.measure.parts import PartRow, Profiled, part_rows
 from mod_export.measure.roofline import Roofline, cached_roofline
-from mod_export.measure.work import Work
+from mod_export.measure.work import Work, flops_of
 from mod_export.protocols import EngineProfiler
 
-__all__ = ["can_profile", "profile_engine", "profile_engines", "rooflines_of", "work_from_json"]
+__all__ = [
+    "can_profile",
+    "flops_by_engine",
+    "profile_engine",
+    "profile_engines",
+    "rooflines_of",
+    "work_from_json",
+]
 
 
 def can_profile(engine: Engine) -> bool:
@@ -96,6 +103,17 @@ def profile_engines(
             profiled = profile_engine(root, engine, work, manifest["models"][engine.model]["vocab_size"], config)
             rows += part_rows(engine, work, rooflines[engine.dtype], profiled)
     return tuple(rooflines.values()), tuple(rows)
+
+
+def flops_by_engine(
+    engines: Sequence[Engine], work: Mapping[str, Sequence[Work]]
+) -> dict[tuple[str, str, DType, ModelKind], int]:
+    """(target, bucket, dtype, model) -> FLOPs of the graph that the engine runs, of those whose work was counted."""
+    return {
+        (engine.target, engine.bucket.name, engine.dtype, engine.model): flops_of(work[engine.path])
+        for engine in engines
+        if engine.path in work
+    }
 
 
 def work_from_json(items: Sequence[Mapping[str, Any]]) -> tuple[Work, ...]:

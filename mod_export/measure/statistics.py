@@ -23,6 +23,7 @@ from mod_export.measure.sampling import TURNS, looks
 __all__ = ["Known", "SpeedupRow", "gate_of", "gated_bucket", "speedup_rows"]
 
 Roofline = Mapping[tuple[str, str, DType, ModelKind], float]
+Flops = Mapping[tuple[str, str, DType, ModelKind], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class SpeedupRow:
         dtype: dtype of both engines.
         measured: median dense latency / median MoD latency.
         ci95: interval of `measured` that holds with 95 % whenever sampling stopped; see `decision.compare`.
-        predicted_flops: FLOPs of the dense graph / FLOPs of the MoD graph.
+        predicted_flops: FLOPs of the dense graph / FLOPs of the MoD graph, of the graphs that the engines run.
         efficiency: measured / predicted_flops.
         gate: what the whole interval must reach; None where no gate applies.
         passed: whether it does; None where no gate applies. NaN never passes.
@@ -68,11 +69,14 @@ class Known:
 
     Attributes:
         k_by_layer: name of the bucket -> layer -> tokens that this routed layer takes.
+        flops: (target, bucket, dtype, model) -> FLOPs of the graph that this engine runs, which can be fewer than those
+            of the portable graph: attention in blocks of queries does not compute what a causal mask hides.
         roofline_ms: (target, bucket, dtype, model) -> milliseconds that the roofline predicts.
         parts: measured parts of engines.
     """
 
     k_by_layer: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    flops: Flops = field(default_factory=dict)
     roofline_ms: Roofline = field(default_factory=dict)
     parts: Sequence[PartTime] = ()
 
@@ -122,7 +126,7 @@ def speedup_rows(
         pair = _cost(costs, "dense", dense.bucket), _cost(costs, "mod", dense.bucket)
         gate = gate_of(dense.bucket, buckets, options.min_speedup)
         found = _compared(dense, mod, options, seed)
-        predicted = pair[0].flops / pair[1].flops
+        predicted = _predicted(known.flops, dense, pair)
         rows.append(
             SpeedupRow(
                 target=dense.target,
@@ -152,6 +156,11 @@ def _passed(found: Comparison, gate: float | None) -> bool | None:
     if gate is None:
         return None if math.isfinite(found.measured) else False
     return gate_reached(found, gate) is True
+
+
+def _predicted(flops: Flops, row: LatencyRow, cost: tuple[CostRow, CostRow]) -> float:
+    dense, mod = (flops.get((row.target, row.bucket, row.dtype, kind)) for kind in ("dense", "mod"))
+    return dense / mod if dense and mod else cost[0].flops / cost[1].flops
 
 
 def _roofline(roofline_ms: Roofline, row: LatencyRow) -> float | None:

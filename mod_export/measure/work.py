@@ -8,23 +8,32 @@ runtime folds while loading cost nothing. Exceptions, because kernels do less or
     Expand                          only the result is written
     Attention                       a product, a softmax and a product, as ONNX defines it: the scores are written by
                                     the first, read and written by the second and read by the third. For engines that
-                                    never hold all scores it is one product over queries, keys and values.
+                                    never hold all scores it is one product over queries, keys and values, without
+                                    the half of the scores that a causal mask hides.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mod_export.measure.node_parts import VIEWS, parts_of_nodes
-from mod_export.measure.products import attention_sizes, bytes_of, check_countable, input_of, product_flops
+from mod_export.measure.products import (
+    attention_sizes,
+    bytes_of,
+    check_countable,
+    input_of,
+    is_product,
+    needed_scores,
+    product_flops,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["Work", "work_of_graph"]
+__all__ = ["Work", "flops_of", "work_of_graph"]
 
 GATHERS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 
@@ -44,6 +53,11 @@ class Work:
     flops: int
     bytes: int
     nodes: tuple[str, ...]
+
+
+def flops_of(work: Iterable[Work]) -> int:
+    """FLOPs of one run of the graph that was counted."""
+    return sum(one.flops * len(one.nodes) for one in work)
 
 
 def work_of_graph(model: ir.Model, where: str, *, whole_scores: bool) -> tuple[Work, ...]:
@@ -75,16 +89,17 @@ def _phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator[tuple[int
     if node.op_type == "Attention":
         yield from _attention_phases(node, where, whole_scores)
     else:
-        flops = product_flops(node, where) if node.op_type in ("MatMul", "Gemm") else 0
+        flops = product_flops(node, where) if is_product(node) else 0
         yield flops, _traffic(node, where)
 
 
 def _attention_phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator[tuple[int, int]]:
     num_scores, widths = attention_sizes(node, where)
-    flops, traffic = 2 * num_scores * widths, _traffic(node, where)
+    traffic = _traffic(node, where)
     if not whole_scores:
-        yield flops, traffic
+        yield 2 * needed_scores(node, where) * widths, traffic
         return
+    flops = 2 * num_scores * widths
     query = input_of(node, 0)
     assert query.dtype is not None, f"{node.name}: the traffic of its inputs has been counted"
     scores = num_scores * query.dtype.bitwidth // 8

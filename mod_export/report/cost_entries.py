@@ -18,6 +18,8 @@ class CostEntry(Entry):
     weight_bytes: int
     activation_bytes: int
     kv_bytes: int
+    needed_flops: int | None = None
+    """Without the attention scores that a causal mask hides."""
 
 
 class RooflineEntry(Entry):

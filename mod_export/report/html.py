@@ -26,6 +26,7 @@ from mod_export.report.charts.parity import error_chart, layers_chart
 from mod_export.report.charts.routing import token_maps
 from mod_export.report.charts.speedup import speedup_chart
 from mod_export.report.deployment import deployments
+from mod_export.report.precision import precisions
 from mod_export.report.schema import BuildReport
 from mod_export.report.summary import (
     agreement_by_input,
@@ -84,6 +85,7 @@ def render_html(report: BuildReport, *, command: str | None = None) -> str:
             deployments=deployments(report),
             untried=untried_targets(report),
             speedup=speedup_chart(report.speedup),
+            precision=precisions(report),
             latency=latency_charts(settings),
             errors=error_chart(report.parity),
             layers=[layers_chart(row) for row in report.parity if row.routing.layers],

@@ -1,4 +1,4 @@
-"""report.json: `latency` and `speedup`."""
+"""report.json: `latency`, `speedup` and `precision`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from mod_export.artifacts import DType, ModelKind
 from mod_export.report.entry import Entry
 
-__all__ = ["Conditions", "Control", "LatencyEntry", "SpeedupEntry"]
+__all__ = ["Conditions", "Control", "LatencyEntry", "PrecisionEntry", "SpeedupEntry"]
 
 
 class Conditions(Entry):
@@ -84,3 +84,19 @@ class SpeedupEntry(Entry):
     verdict: Literal["faster", "not faster", "inconclusive"] | None = None
     reason: str | None = None
     control: Control | None = None
+
+
+class PrecisionEntry(Entry):
+    """`measure.precision.PrecisionRow`: an engine of a narrower dtype beside the float32 one, sampled in turn."""
+
+    target: str
+    bucket: str
+    dtype: DType
+    model: ModelKind
+    bytes: int
+    float32_bytes: int
+    p50_ms: float
+    float32_p50_ms: float
+    measured: float
+    ci95: tuple[float, float]
+    verdict: Literal["faster", "not faster", "inconclusive"]

@@ -85,11 +85,15 @@ class Gate(Entry):
 
 
 class TextQuality(Entry):
-    """Held-out text, given the same routing: perplexity of both over `tokens` predicted tokens."""
+    """Held-out text: perplexity over `tokens` predicted tokens, of the engine, of the reference given the engine's
+    routing, and of the reference with its own; and the share of positions with the same next token as the last one.
+    """
 
     tokens: int
     perplexity: float
     reference_perplexity: float
+    own_perplexity: float | None = None
+    next_token_agreement: float | None = None
 
 
 class Located(Entry):

@@ -15,7 +15,7 @@ from mod_export.artifacts import DType, ModelKind
 from mod_export.errors import BuildFolderError
 from mod_export.report.cost_entries import CostEntry, PartEntry, RooflineEntry
 from mod_export.report.entry import Entry
-from mod_export.report.latency_entries import LatencyEntry, SpeedupEntry
+from mod_export.report.latency_entries import LatencyEntry, PrecisionEntry, SpeedupEntry
 from mod_export.report.parity_entries import CausalityEntry, ParityEntry, RoutingMap, StructureEntry
 
 __all__ = [
@@ -107,6 +107,7 @@ class BuildReport(Entry):
     latency: tuple[LatencyEntry, ...]
     speedup: tuple[SpeedupEntry, ...]
     cost: tuple[CostEntry, ...]
+    precision: tuple[PrecisionEntry, ...] = ()
     structure: tuple[StructureEntry, ...] = ()
     causality: tuple[CausalityEntry, ...] = ()
     routing_maps: tuple[RoutingMap, ...] = ()

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mod_export.report.latency_entries import LatencyEntry
+from mod_export.report.precision import precision_lines
 from mod_export.report.remarks import control_text, disturbance_lines, reason_lines
 from mod_export.report.schema import BuildReport
 from mod_export.report.summary import Setting, Untried, gains, settings_of, untried_targets
@@ -166,6 +167,7 @@ def _conditions(report: BuildReport, clean: Cleaner) -> list[Text]:
         lines.append(f"speed-up: median dense / median MoD, with a 95 % bootstrap interval{gate}")
         control = control_text(report.speedup)
         lines += [f"control: {control}"] if control else []
+    lines += precision_lines(report)
     lines += [*reason_lines(report.speedup), *disturbance_lines(report.latency)]
     return [Text(clean(line), style=QUIET) for line in lines]
 

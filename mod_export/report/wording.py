@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
-from mod_export.report.latency_entries import SpeedupEntry
+from mod_export.report.latency_entries import PrecisionEntry, SpeedupEntry
 from mod_export.report.parity_entries import InputAgreement, LayerAgreement, RoutingAgreement
 
 __all__ = [
@@ -61,7 +61,7 @@ def ratio_text(ratio: float) -> str:
     return f"{ratio:.2f}x"
 
 
-def interval_text(row: SpeedupEntry) -> str:
+def interval_text(row: SpeedupEntry | PrecisionEntry) -> str:
     """A speed-up with its interval: 1.68x [1.66, 1.69]."""
     low, high = row.ci95
     return f"{ratio_text(row.measured)} [{low:.2f}, {high:.2f}]"

@@ -13,6 +13,7 @@ from mod_export.graph.capture import exported_from_module
 from mod_export.measure.cost import CostRow
 from mod_export.measure.latency import LatencyRow
 from mod_export.measure.parts import PartRow
+from mod_export.measure.precision import PrecisionRow
 from mod_export.measure.roofline import Roofline
 from mod_export.measure.work import Work
 from mod_export.plan import Plan
@@ -30,24 +31,21 @@ __all__ = ["Captures", "Context"]
 
 
 class Captures:
-    """Modules and captured programs, each made when first asked for: a build that reuses everything needs none."""
+    """What is captured, made when it is first asked for: a build that reuses everything needs none of it."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._modules: dict[ModelKind, torch.nn.Module] = {}
-        self._programs: dict[tuple[ModelKind, Bucket], torch.export.ExportedProgram] = {}
+        self._skeletons: dict[ModelKind, torch.nn.Module] = {}
 
-    def module(self, kind: ModelKind) -> torch.nn.Module:
-        """The eager float32 module."""
-        if kind not in self._modules:
-            self._modules[kind] = self._plan.loaded(kind).module()
-        return self._modules[kind]
+    def skeleton(self, kind: ModelKind) -> torch.nn.Module:
+        """The module without values, on the meta device: a graph is the same whatever the weights are."""
+        if kind not in self._skeletons:
+            self._skeletons[kind] = self._plan.loaded(kind).skeleton(self._plan.config.outputs).to("meta")
+        return self._skeletons[kind]
 
     def program(self, kind: ModelKind, bucket: Bucket) -> torch.export.ExportedProgram:
-        """The module, captured for one bucket."""
-        if (kind, bucket) not in self._programs:
-            self._programs[kind, bucket] = exported_from_module(self.module(kind), bucket, kind)
-        return self._programs[kind, bucket]
+        """The eager float32 module with its weights, captured for one bucket."""
+        return exported_from_module(self._plan.loaded(kind).module(self._plan.config.outputs), bucket, kind)
 
 
 class Context:
@@ -67,6 +65,7 @@ class Context:
         self.causality: list[CausalityRow] = []
         self.maps: list[RoutingMapRow] = []
         self.latency: list[LatencyRow] = []
+        self.precision: list[PrecisionRow] = []
         self.work: dict[str, tuple[Work, ...]] = {}
         self.rooflines: list[Roofline] = []
         self.parts: list[PartRow] = []
@@ -109,7 +108,7 @@ class Context:
     def reference(self, kind: ModelKind) -> Reference:
         """The eager model of a kind."""
         if kind not in self._references:
-            self._references[kind] = Reference(self.plan.loaded(kind))
+            self._references[kind] = Reference(self.plan.loaded(kind), outputs=self.plan.config.outputs)
         return self._references[kind]
 
     def all_graphs(self) -> list[Graph]:

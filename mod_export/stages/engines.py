@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 import psutil
 
-from mod_export.artifacts import Bucket, Engine, Graph, ModelKind, Variant, engine_stem
+from mod_export.artifacts import PRIMARY, Bucket, Engine, Graph, ModelKind, Variant, engine_stem
 from mod_export.engine.ort import CPU, OrtRunner, session_from_onnx
 from mod_export.environment import package_version, versions
 from mod_export.errors import GraphError, LimitError
@@ -18,8 +18,10 @@ from mod_export.graph.dialect import check_dialect
 from mod_export.graph.onnx_export import assert_capacity
 from mod_export.graph.passes import needs_rewrite, run_passes
 from mod_export.inputs import parity_batches
+from mod_export.measure.products import attention_sizes
 from mod_export.protocols import EngineBuilder
 from mod_export.stages.context import Context
+from mod_export.stages.formulation import chosen_dialect
 from mod_export.stages.graphs import save_graph
 from mod_export.validate.rows import judge_runner
 from mod_export.workspace import Step
@@ -51,11 +53,12 @@ def passes(context: Context) -> list[Step]:
         if not builder.from_onnx or key in context.target_graphs:
             continue
         portable = context.graphs[kind, bucket]
-        if not needs_rewrite(builder.dialect, variant.dtype):
-            model = ir.load(context.root / portable.path)
-            check_dialect(model, builder.dialect, variant.dtype)
-            if builder.dialect.whole_scores:
-                check_memory(builder, portable, _attention_bytes(model))
+        model = ir.load(context.root / portable.path)
+        dialect, chosen = chosen_dialect(context, builder, model)
+        steps += chosen
+        if not needs_rewrite(dialect, variant.dtype):
+            check_dialect(model, dialect, variant.dtype)
+            check_memory(builder, portable, model)
             context.target_graphs[key] = portable
             continue
         path = f"graphs/{kind}-{bucket.name}.{builder.name}.{variant.dtype}.onnx"
@@ -66,19 +69,22 @@ def passes(context: Context) -> list[Step]:
             dtype=variant.dtype,
             target=builder.name,
             k_by_layer=portable.k_by_layer,
+            query_blocks=dict(dialect.query_blocks),
+            outputs=portable.outputs,
         )
         steps.append(_rewrite_step(context, builder, graph, portable))
         context.target_graphs[key] = graph
     return steps
 
 
-def check_memory(builder: EngineBuilder, graph: Graph, needed: int) -> None:
+def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
     """Better an error now than a process that the kernel kills minutes later.
 
     Raises:
         LimitError: running this graph would need more memory than is free.
     """
     free = psutil.virtual_memory().available
+    needed = _attention_bytes(model) if builder.dialect.whole_scores else 0
     if needed > free:
         raise LimitError(
             f"{builder.name}, {graph.model} {graph.bucket.name}: attention over {graph.bucket.seq} tokens holds about "
@@ -88,15 +94,15 @@ def check_memory(builder: EngineBuilder, graph: Graph, needed: int) -> None:
 
 
 def _rewrite_step(context: Context, builder: EngineBuilder, graph: Graph, portable: Graph) -> Step:
-    dialect = {**asdict(builder.dialect)}
+    dialect = asdict(graph.dialect(builder.dialect))
     dialect = {key: sorted(value) if isinstance(value, frozenset) else value for key, value in dialect.items()}
     inputs = {
         "portable": context.workspace.hash_of(portable.path),
         "weights": context.workspace.hash_of(context.weights_path(graph.model, graph.dtype)),
         "dialect": dialect,
         "dtype": graph.dtype,
-        "gate": context.plan.config.parity.gate(graph.dtype).model_dump(),
-        "versions": versions("mod_export", "onnx_ir", "onnxruntime"),
+        "gate": context.plan.config.parity.gate(graph.dtype).model_dump() if _is_proven(builder) else None,
+        "versions": versions("mod_export", "onnx_ir", *(["onnxruntime"] if _is_proven(builder) else [])),
     }
     name = f"rewrite/{builder.name}-{engine_stem(graph.model, graph.bucket, graph.dtype)}"
     return context.step(name, inputs, [graph.path], lambda paths: _rewrite(context, builder, graph, portable, paths[0]))
@@ -107,20 +113,26 @@ def _rewrite(
 ) -> dict[str, Any]:
     model = ir.load(context.root / portable.path)
     needed = _attention_bytes(model)
-    applied = run_passes(model, builder.dialect, graph.dtype)
-    check_dialect(model, builder.dialect, graph.dtype)
-    assert_capacity(model, graph.bucket, graph.k_by_layer)
+    dialect = graph.dialect(builder.dialect)
+    applied = run_passes(model, dialect, graph.dtype)
+    check_dialect(model, dialect, graph.dtype)
+    check_memory(builder, graph, model)
+    assert_capacity(model, graph.bucket, graph.k_by_layer, PRIMARY[graph.outputs])
     save_graph(context, model, graph, destination)
-    proof = _prove_rewrite(context, graph, destination, needed)
+    proof = _prove_rewrite(context, builder, graph, destination, needed)
     return {"passes": {item.name: item.rewrites for item in applied}, "proof": proof}
 
 
-def _prove_rewrite(context: Context, graph: Graph, path: Path, needed: int) -> str:
+def _prove_rewrite(context: Context, builder: EngineBuilder, graph: Graph, path: Path, needed: int) -> str:
     """Runs the rewritten graph on ONNX Runtime's CPU kernels against the reference, where they exist for it.
+
+    A graph that is itself what runs here is judged by the stage validate, on more inputs than one.
 
     Raises:
         GraphError: the rewrite changed what the graph means.
     """
+    if not _is_proven(builder):
+        return "not run: the engine is this graph, and is validated here"
     if graph.dtype == "bfloat16":
         return "not run: ONNX Runtime has no bfloat16 kernels on CPU; the float16 graph is rewritten by the same passes"
     if package_version("onnxruntime") is None:
@@ -144,6 +156,11 @@ def _prove_rewrite(context: Context, graph: Graph, path: Path, needed: int) -> s
     if not row.passed:
         raise GraphError(f"{graph.path}: the rewrite changed the meaning of the graph: {'; '.join(row.reasons)}")
     return f"max abs error {row.error['max_abs']:.2g} on ONNX Runtime CPU"
+
+
+def _is_proven(builder: EngineBuilder) -> bool:
+    """Whether the rewritten graph is run before an engine is made of it."""
+    return not builder.dialect.whole_scores
 
 
 def build_engines(context: Context) -> list[Step]:
@@ -192,7 +209,8 @@ def _engine_step(context: Context, builder: EngineBuilder, variant: Variant, kin
 def _options(context: Context, builder: EngineBuilder) -> dict[str, Any]:
     """The target's options that touch every engine; which engines there are is said by the variants."""
     options: dict[str, Any] = context.plan.config.target.model_dump(mode="json", by_alias=True)[builder.name]
-    return {key: value for key, value in options.items() if key not in ("dtypes", "architectures")}
+    # What only decides how a graph looks is in the graph.
+    return {key: value for key, value in options.items() if key not in ("dtypes", "architectures", "query_block")}
 
 
 def _attention_bytes(model: ir.Model) -> int:
@@ -200,6 +218,6 @@ def _attention_bytes(model: ir.Model) -> int:
     sizes = [0]
     for node in model.graph:
         if node.op_type == "Attention" and node.inputs[0] is not None and node.inputs[0].shape is not None:
-            B, H, T, _ = (int(size) for size in node.inputs[0].shape)  # type: ignore[arg-type]
-            sizes.append(2 * 4 * B * H * T * T)
+            scores, _ = attention_sizes(node, "attention")
+            sizes.append(2 * 4 * scores)
     return max(sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,14 +10,15 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mod_export.artifacts import DTYPES, Bucket, DType, Graph, ModelKind
+from mod_export.artifacts import DTYPES, PRIMARY, QUANTIZED, Bucket, DType, Graph, ModelKind
 from mod_export.environment import versions
 from mod_export.errors import GraphError
-from mod_export.graph.capture import prove_static
-from mod_export.graph.digests import digests_of_tensors
+from mod_export.graph.capture import exported_from_module, prove_static
 from mod_export.graph.onnx_export import EXPORTERS, assert_capacity, check_model, onnx_from_exported
 from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
+from mod_export.graph.passes.quantize_weights import quantizable_weights
+from mod_export.graph.weights import bind_weights, files_for, state_of, stored_state, write_weights
+from mod_export.graph.weights_file import WeightsFile
 from mod_export.measure.cost import CostRow, cost_row
 from mod_export.plan import KINDS
 from mod_export.stages.context import Context
@@ -25,19 +26,14 @@ from mod_export.workspace import Step
 
 __all__ = ["capture", "onnx", "save_graph"]
 
-FLOATS: Mapping[DType, ir.DataType] = {
-    "float32": ir.DataType.FLOAT,
-    "float16": ir.DataType.FLOAT16,
-    "bfloat16": ir.DataType.BFLOAT16,
-}
-
 
 def capture(context: Context) -> list[Step]:
     """Proves that every bucket is one static graph."""
+    outputs, used = context.plan.config.outputs, versions("mod_export", "torch")
     return [
         context.step(
             f"capture/{kind}-{bucket.name}",
-            {**context.identity(kind), "bucket": asdict(bucket), "versions": versions("mod_export", "torch")},
+            {**context.identity(kind), "bucket": asdict(bucket), "outputs": outputs, "versions": used},
             [],
             partial(_prove, context, kind, bucket),
         )
@@ -46,12 +42,14 @@ def capture(context: Context) -> list[Step]:
 
 
 def _prove(context: Context, kind: ModelKind, bucket: Bucket, paths: Sequence[Path]) -> dict[str, int]:
-    return asdict(prove_static(context.captures.module(kind), bucket, kind))
+    return asdict(prove_static(context.captures.skeleton(kind), bucket, kind))
 
 
 def onnx(context: Context) -> list[Step]:
     """Weights files, and the portable graph of every bucket."""
-    steps = [_weights_step(context, prefix, dtype) for prefix in _prefixes(context) for dtype in _dtypes(context)]
+    dtypes = _dtypes(context)
+    prefixes = list(dict.fromkeys(context.plan.weights_of(kind) for kind in KINDS))
+    steps = [_weights_step(context, prefix, dtype) for prefix in prefixes for dtype in dtypes if dtype not in QUANTIZED]
     for kind, bucket in context.plan.cells():
         graph = Graph(
             path=f"graphs/{kind}-{bucket.name}.onnx",
@@ -60,11 +58,13 @@ def onnx(context: Context) -> list[Step]:
             dtype="float32",
             target=None,
             k_by_layer=context.plan.loaded(kind).k_by_layer(bucket.seq),
+            outputs=context.plan.config.outputs,
         )
         weights = context.weights_path(kind, "float32")
         inputs = {
             **context.identity(kind),
             "bucket": asdict(bucket),
+            "outputs": graph.outputs,
             "weights": context.workspace.hash_of(weights),
             "versions": versions(*EXPORTERS),
         }
@@ -77,15 +77,32 @@ def onnx(context: Context) -> list[Step]:
         context.graphs[kind, bucket] = graph
         context.cost.append(CostRow(**step.result["cost"]))
         steps.append(step)
-    return steps
+    # Which weights can become whole numbers is read from the graphs.
+    return steps + [
+        _weights_step(context, prefix, dtype, _quantized(context, prefix, dtype))
+        for prefix in prefixes
+        for dtype in dtypes
+        if dtype in QUANTIZED
+    ]
+
+
+def _quantized(context: Context, prefix: str, dtype: DType) -> frozenset[str]:
+    """The weights of one file that all graphs of it take as whole numbers."""
+    found = [
+        quantizable_weights(ir.load(context.root / graph.path), dtype)
+        for (kind, _), graph in context.graphs.items()
+        if context.plan.weights_of(kind) == prefix
+    ]
+    return frozenset.intersection(*found)
 
 
 def _export(context: Context, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
     routed = [layer for layer, k in graph.k_by_layer.items() if k]
-    state = state_of(context.captures.module(graph.model))
-    model = onnx_from_exported(context.captures.program(graph.model, graph.bucket), state, routed)
+    skeleton = context.captures.skeleton(graph.model)
+    program = exported_from_module(skeleton, graph.bucket, graph.model)
+    model = onnx_from_exported(program, state_of(skeleton), routed, PRIMARY[graph.outputs])
     applied = run_passes(model, PORTABLE, "float32")
-    assert_capacity(model, graph.bucket, graph.k_by_layer)
+    assert_capacity(model, graph.bucket, graph.k_by_layer, PRIMARY[graph.outputs])
     save_graph(context, model, graph, paths[0])
     return {
         "passes": {item.name: item.rewrites for item in applied},
@@ -96,10 +113,9 @@ def _export(context: Context, graph: Graph, paths: Sequence[Path]) -> dict[str, 
 def save_graph(context: Context, model: ir.Model, graph: Graph, destination: Path) -> None:
     """Binds the weights, writes the graph, and has onnx.checker look at it where its weights are."""
     folder = context.root / "graphs"
-    files = {
-        FLOATS[dtype]: WeightsFile.open(context.root / context.weights_path(graph.model, dtype))
-        for dtype in {graph.dtype, "float32"}
-    }
+    files = [
+        WeightsFile.open(context.root / context.weights_path(graph.model, dtype)) for dtype in files_for(graph.dtype)
+    ]
     bind_weights(model, files, folder)
     unbound = [name for name, value in model.graph.initializers.items() if value.const_value is None]
     if unbound:
@@ -115,25 +131,23 @@ def save_graph(context: Context, model: ir.Model, graph: Graph, destination: Pat
     destination.write_bytes(data)
 
 
-def _weights_step(context: Context, prefix: str, dtype: DType) -> Step:
+def _weights_step(context: Context, prefix: str, dtype: DType, quantized: Collection[str] = ()) -> Step:
     kind: ModelKind = "dense" if prefix.endswith("baseline") else "mod"
     path = context.weights_path(kind, dtype)
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
-        state = state_of(context.captures.module(kind))
-        # Of the tensors in memory, before they are written: what is in the file later has to be these.
-        digests = digests_of_tensors(state, dtype)
-        write_weights(paths[0], state, dtype)
-        return digests
+        # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
+        return write_weights(paths[0], stored_state(context.plan.loaded(kind)), dtype, quantized)
 
-    inputs = {**context.identity(kind), "dtype": dtype, "versions": versions("mod_export")}
+    inputs = {
+        **context.identity(kind),
+        "dtype": dtype,
+        "quantized": sorted(quantized),
+        "versions": versions("mod_export"),
+    }
     step = context.step(f"weights/{prefix}-{dtype}", inputs, [path], make)
     context.weight_digests[path] = step.result
     return step
-
-
-def _prefixes(context: Context) -> Sequence[str]:
-    return list(dict.fromkeys(context.plan.weights_of(kind) for kind in KINDS))
 
 
 def _dtypes(context: Context) -> Sequence[DType]:

@@ -11,6 +11,7 @@ from mod_export.environment import versions
 from mod_export.graph.onnx_export import EXPORTERS
 from mod_export.measure.latency import Setting
 from mod_export.measure.parts import roofline_ms
+from mod_export.measure.profiles import flops_by_engine
 from mod_export.measure.statistics import Known, SpeedupRow, speedup_rows
 from mod_export.measure.verdict import judge
 from mod_export.plan import KINDS
@@ -77,6 +78,7 @@ def _report(context: Context, stages: Sequence[Stage], command: str, capacity: f
             "routing_maps": context.maps,
             "latency": context.latency,
             "speedup": speedup,
+            "precision": context.precision,
             "cost": context.cost,
             "roofline": context.rooflines,
             "parts": context.parts,
@@ -92,7 +94,12 @@ def _speedup(context: Context) -> Sequence[SpeedupRow]:
         context.plan.buckets,
         context.plan.config.latency,
         seed=context.plan.config.seed,
-        known=Known(k_by_layer=k_by_layer, roofline_ms=roofline_ms(context.parts), parts=context.parts),
+        known=Known(
+            k_by_layer=k_by_layer,
+            flops=flops_by_engine(context.engines, context.work),
+            roofline_ms=roofline_ms(context.parts),
+            parts=context.parts,
+        ),
     )
 
 
@@ -144,6 +151,8 @@ def _header(context: Context) -> dict[str, Any]:
         "weight_digests": context.weight_digests,
         "exporters": versions(*EXPORTERS),
         "engines": [asdict(engine) for engine in context.engines],
+        # What missed its gates is not shipped: `load` refuses it, with these reasons.
+        "refused": {row.artifact: row.reasons for row in context.parity if row.artifact and not row.passed},
         "cost": [asdict(row) for row in context.cost],
         "work": {path: [asdict(one) for one in work] for path, work in context.work.items()},
         "buckets": [asdict(bucket) for bucket in plan.buckets],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mod_export.artifacts import DType
+from mod_export.artifacts import QUANTIZED, DType
 from mod_export.compare import LayerRouting
 from mod_export.config import ParityGate
 
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Allowance", "allowance"]
 
-ROUNDOFF: dict[DType, float] = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Half the distance between 1 and the next number."""
+ROUNDOFF: dict[DType, float] = {
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "int8": 2.0**-7,
+    "int4": 2.0**-4,
+}
+"""Half the distance between 1 and the next number; of whole numbers half a step, as a share of the largest of them."""
 FEWEST_LOGITS = 1000
 """The root mean square of fewer rounding errors is luck."""
 
@@ -42,6 +48,8 @@ class Allowance:
             routed differently is a near-tie.
         scales: layer -> largest root mean square of a row's scores, which the report states distances as shares of.
         noise: largest rounding error of the reference, None where it was not measured.
+        quantized: whether weights are whole numbers: the model is then another one, near to the reference, and is
+            judged by what it makes of real text, with the routing that either of them chooses.
     """
 
     gate: ParityGate
@@ -50,6 +58,7 @@ class Allowance:
     scores: Mapping[int, float]
     scales: Mapping[int, float]
     noise: float | None
+    quantized: bool = False
 
     @property
     def next_token_slack(self) -> float:
@@ -69,6 +78,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
         gate: of `dtype`.
         dtype: of the engine.
     """
+    quantized = dtype in QUANTIZED
     noises = [one.noise for one in found if one.noise is not None]
     by_layer: dict[int, list[LayerRouting]] = {}
     for routing in (routing for one in found for routing in one.layers):
@@ -76,7 +86,9 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
     scales = {layer: _largest([one.scale for one in many]) for layer, many in by_layer.items()}
     caps = {layer: gate.near_tie * scale for layer, scale in scales.items()}
     if not noises or len(noises) < len(found):
-        return Allowance(gate=gate, max_abs=gate.max_abs, rms=None, scores=caps, scales=scales, noise=None)
+        return Allowance(
+            gate=gate, max_abs=gate.max_abs, rms=None, scores=caps, scales=scales, noise=None, quantized=quantized
+        )
     coarser = ROUNDOFF[dtype] / ROUNDOFF["float32"]
     scores = {}
     for layer, many in by_layer.items():
@@ -93,6 +105,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
         scores=scores,
         scales=scales,
         noise=noise,
+        quantized=quantized,
     )
 
 

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
-from mod_export.artifacts import DType, ModelKind
+from mod_export.artifacts import PRIMARY, DType, ModelKind
 from mod_export.inputs import Batch
 from mod_export.protocols import Runner
+from mod_export.validate.reference import Reference
 
-__all__ = ["CausalityRow", "cuts", "probe_causality"]
+__all__ = ["LAST", "CausalityRow", "Probed", "cuts", "probe_causality", "unprobed"]
+
+
+class Probed(TypedDict):
+    """What a row is about; `bucket` is a name."""
+
+    target: str
+    bucket: str
+    dtype: DType
+    model: ModelKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +50,30 @@ def cuts(seq: int, count: int) -> list[int]:
     return sorted({int(cut) for cut in np.linspace(max(1, seq // 4), seq - 1, count)}) if seq > 1 else []
 
 
+LAST = (
+    "only the last token's logits are returned, and nothing comes after it; each further token needs the whole text "
+    "again, because what was computed for earlier ones may change with it"
+)
+
+
+def unprobed(reason: str, *, target: str, bucket: str, dtype: DType, model: ModelKind) -> CausalityRow:
+    """The row of an engine that cannot be asked."""
+    return CausalityRow(
+        target=target,
+        bucket=bucket,
+        dtype=dtype,
+        model=model,
+        suffixes=0,
+        causal=True,
+        earliest_change=None,
+        largest_change=0.0,
+        statement=f"not probed: {reason}",
+    )
+
+
 def probe_causality(
     runner: Runner,
+    reference: Reference,
     batch: Batch,
     *,
     vocab_size: int,
@@ -56,6 +89,7 @@ def probe_causality(
 
     Args:
         runner: the engine.
+        reference: makes logits of what it returns.
         batch: full rows of the bucket.
         vocab_size: of the model.
         suffixes: endings to try; fewer where the bucket is short.
@@ -70,7 +104,7 @@ def probe_causality(
         EngineError: the engine cannot be run.
     """
     rng = np.random.default_rng(seed)
-    base_BSV = _logits(runner, batch.ids_BS, batch.lengths_B)
+    base_BSV = _logits(runner, reference, batch.ids_BS, batch.lengths_B)
     # With a single token in the vocabulary no ending is another one.
     tried: Sequence[int] = cuts(batch.ids_BS.shape[1], suffixes) if vocab_size > 1 else []
     earliest: int | None = None
@@ -80,7 +114,7 @@ def probe_causality(
         # Adding 1 to V - 1 modulo V: every token of the ending is another one.
         ids_BS[:, cut:] = (ids_BS[:, cut:] + rng.integers(1, vocab_size, ids_BS[:, cut:].shape)) % vocab_size
         with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which is no causal answer either.
-            change_BC = np.abs(_logits(runner, ids_BS, batch.lengths_B)[:, :cut] - base_BSV[:, :cut]).max(-1)
+            change_BC = np.abs(_logits(runner, reference, ids_BS, batch.lengths_B)[:, :cut] - base_BSV[:, :cut]).max(-1)
         largest = float(np.maximum(largest, change_BC.max()))
         moved_C = ~(change_BC <= tolerance).all(0)
         if moved_C.any():
@@ -110,6 +144,10 @@ def _statement(earliest: int | None, suffixes: int, largest: float) -> str:
     return f"no logit before the change moved in {suffixes} tries: nothing speaks against autoregressive sampling"
 
 
-def _logits(runner: Runner, ids_BS: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
-    feeds = {"input_ids": ids_BS, "lengths": lengths_B}
-    return runner.run({name: array for name, array in feeds.items() if name in runner.inputs}, ["logits"])["logits"]
+def _logits(runner: Runner, reference: Reference, ids_BS: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
+    batch = Batch("text", ids_BS, lengths_B)
+    name = PRIMARY[reference.outputs]
+    found = runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs}, [name])
+    if name == "logits":
+        return found[name]
+    return reference.loaded.head(found[name].reshape(ids_BS.size, -1)).reshape(*ids_BS.shape, -1)

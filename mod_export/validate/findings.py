@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mod_export.artifacts import Bucket
+from mod_export.artifacts import PRIMARY, Bucket
 from mod_export.config import BuildConfig, ParityGate
 from mod_export.errors import BuildError, BuildFolderError, TargetError
 from mod_export.inputs import Batch, parity_batches
 from mod_export.protocols import LoadedModel, Runner
 from mod_export.validate.allowance import allowance
 from mod_export.validate.candidates import Candidate
-from mod_export.validate.causality import CausalityRow, probe_causality
+from mod_export.validate.causality import LAST, CausalityRow, Probed, probe_causality, unprobed
 from mod_export.validate.fresh import FreshGraphs
 from mod_export.validate.locate import LocatedRow, locate_by_depth, locate_in_graph
 from mod_export.validate.near_ties import near_tie_batches
@@ -123,20 +123,29 @@ def causality_of(root: Path, candidate: Candidate, reference: Reference, config:
         BuildError: it cannot be run.
     """
     batch = parity_batches(reference.loaded, candidate.bucket, config.seed, 1)[0]
+    about: Probed = {
+        "target": candidate.target,
+        "bucket": candidate.bucket.name,
+        "dtype": candidate.dtype,
+        "model": candidate.model,
+    }
+    if reference.outputs == "last":
+        return unprobed(LAST, **about)
+    name = PRIMARY[reference.outputs]
     with candidate.open(root, config) as runner:
+        if name not in runner.outputs:
+            return unprobed(f"the engine gives no {name}", **about)
         found: list[Comparison] = compare_runner(runner, reference, [batch])
         allowed = allowance(found, config.parity.gate(candidate.dtype), candidate.dtype)
         return probe_causality(
             runner,
+            reference,
             batch,
             vocab_size=reference.loaded.vocab_size,
             suffixes=config.parity.suffixes,
             tolerance=allowed.max_abs,
             seed=config.seed,
-            target=candidate.target,
-            bucket=candidate.bucket.name,
-            dtype=candidate.dtype,
-            model=candidate.model,
+            **about,
         )
 
 

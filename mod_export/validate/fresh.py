@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from mod_export.artifacts import Graph
+from mod_export.artifacts import PRIMARY, Graph
 from mod_export.engine import ENGINES
 from mod_export.errors import GraphError
 from mod_export.graph.capture import exported_from_module
@@ -22,7 +22,8 @@ from mod_export.graph.files import graph_from_bytes, graph_from_file
 from mod_export.graph.onnx_export import onnx_from_exported
 from mod_export.graph.passes import PORTABLE, needs_rewrite, run_passes
 from mod_export.graph.places import module_of
-from mod_export.graph.weights import ONNX_DTYPES, WeightsFile, bind_weights, state_of
+from mod_export.graph.weights import bind_weights, files_for, state_of
+from mod_export.graph.weights_file import WeightsFile
 from mod_export.validate.reference import Reference
 from mod_export.validate.structure import StructureRow, structure_row
 
@@ -54,22 +55,24 @@ class FreshGraphs:
         """
         start = weights.rpartition("-")[0]
         portable = self._portable(graph, f"{start}-float32.data", reference)
-        if graph.target is None or not needs_rewrite(ENGINES[graph.target].dialect, graph.dtype):
+        dialect = PORTABLE if graph.target is None else graph.dialect(ENGINES[graph.target].dialect)
+        if graph.target is None or not needs_rewrite(dialect, graph.dtype):
             return portable
         model = graph_from_bytes(portable)
         self._bind(model, [f"{start}-float32.data"])
-        run_passes(model, ENGINES[graph.target].dialect, graph.dtype)
-        self._bind(model, [f"{start}-{dtype}.data" for dtype in sorted({graph.dtype, "float32"})])
+        run_passes(model, dialect, graph.dtype)
+        self._bind(model, [f"{start}-{dtype}.data" for dtype in files_for(graph.dtype)])
         return ir.to_proto(model).SerializeToString()
 
     def _portable(self, graph: Graph, weights: str, reference: Reference) -> bytes:
         places = WeightsFile.open(self._root / weights).entries
-        about = [reference.loaded.spec, graph.model, graph.bucket.name, weights, sorted(places.items())]
+        about = [reference.loaded.spec, graph.model, graph.bucket.name, graph.outputs, weights, sorted(places.items())]
         key = json.dumps(about, default=str)
         if key not in self._made:
-            program = exported_from_module(reference.module, graph.bucket, graph.model)
+            skeleton = reference.loaded.skeleton(graph.outputs).to("meta")
+            program = exported_from_module(skeleton, graph.bucket, graph.model)
             routed = [layer for layer, k in graph.k_by_layer.items() if k]
-            model = onnx_from_exported(program, state_of(reference.module), routed)
+            model = onnx_from_exported(program, state_of(skeleton), routed, PRIMARY[graph.outputs])
             run_passes(model, PORTABLE, "float32")
             self._bind(model, [weights])
             self._made[key] = ir.to_proto(model).SerializeToString()
@@ -77,8 +80,7 @@ class FreshGraphs:
 
     def _bind(self, model: ir.Model, weights: list[str]) -> None:
         files = [WeightsFile.open(self._root / path) for path in weights]
-        of_dtype = {ONNX_DTYPES[next(iter(file.entries.values()))[0]]: file for file in files if file.entries}
-        bind_weights(model, of_dtype, self._root / "graphs")
+        bind_weights(model, files, self._root / "graphs")
         left = [name for name, value in model.graph.initializers.items() if value.const_value is None]
         if left:
             raise GraphError(f"{', '.join(weights)}: no place for {', '.join(left[:SHOWN])} of a fresh export")

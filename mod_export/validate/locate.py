@@ -190,7 +190,7 @@ def _fails(
     with ENGINES[engine.target].load(root, engine, config, zeros) as runner:
         row = judge_runner(
             runner,
-            Reference(reference.loaded, module),
+            Reference(reference.loaded, module, reference.outputs),
             batches,
             config.parity.gate(engine.dtype),
             target=engine.target,

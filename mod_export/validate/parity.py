@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mod_export.artifacts import PRIMARY
 from mod_export.compare import (
     ErrorNumbers,
     LayerRouting,
@@ -25,6 +26,7 @@ from mod_export.compare import (
 )
 from mod_export.inputs import Batch
 from mod_export.protocols import Runner
+from mod_export.validate.outputs import compared_tokens, logits_of, primary_shape
 from mod_export.validate.reference import Reference, Traced
 
 __all__ = ["Comparison", "TextNumbers", "compare_runner"]
@@ -32,11 +34,16 @@ __all__ = ["Comparison", "TextNumbers", "compare_runner"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextNumbers:
-    """-log p of the tokens of a text, in nats, summed: the candidate's and the reference's."""
+    """-log p of the tokens of a text, in nats, summed: the candidate's, the reference's with the candidate's routing,
+    and the reference's with its own; and at how many positions the candidate agrees with that one on the next token.
+    """
 
     tokens: int
     nll: float
     reference_nll: float
+    own_nll: float
+    positions: int
+    agreed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +97,7 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, *, shaken: bool
     # A dense engine has no use for the lengths, and some builders drop an input that nothing reads.
     outputs = runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs})
     free = reference.free(batch)
-    problems = _problems(outputs, free)
+    problems = _problems(outputs, free, reference)
     candidate, unusable = _candidate_routing(outputs, free)
     # Positions outside the row cannot be forced on anybody; the routing check reports them.
     last = batch.ids_BS.shape[1] - 1
@@ -113,19 +120,19 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, *, shaken: bool
         )
         for layer, index_BK in candidate.items()
     )
-    logits_BSV = outputs.get("logits", np.empty(0))
-    if logits_BSV.shape != given.logits_BSV.shape:
-        logits_BSV = np.full_like(given.logits_BSV, np.nan)
-    real_BS = batch.real_BS
-    logits_NV, expected_NV = logits_BSV[real_BS], given.logits_BSV[real_BS]
+    tokens_BS = compared_tokens(reference.outputs, batch)
+    expected_NV = given.logits_BSV[tokens_BS]
+    logits_NV = logits_of(outputs, reference.outputs, batch, expected_NV.shape[1], reference.loaded)
     return Comparison(
         kind=batch.kind,
         layers=tuple(sorted((*unusable, *judged), key=lambda layer: layer.layer)),
         error=error_between(logits_NV, expected_NV),
-        noise=None if exact is None else _noise(exact.logits_BSV[real_BS], [run.logits_BSV[real_BS] for run in runs]),
+        noise=None
+        if exact is None
+        else _noise(exact.logits_BSV[tokens_BS], [run.logits_BSV[tokens_BS] for run in runs]),
         shortfalls=next_token_shortfalls(logits_NV, expected_NV),
         kl=divergence(logits_NV, expected_NV),
-        text=_text(logits_BSV, given.logits_BSV, batch) if batch.kind == "text" else None,
+        text=_text(logits_NV, given.logits_BSV, free.logits_BSV, batch) if batch.kind == "text" else None,
         problems=problems,
     )
 
@@ -134,21 +141,31 @@ def _noise(exact_NV: np.ndarray, runs: Sequence[np.ndarray]) -> ErrorNumbers:
     return error_between(farthest_from(exact_NV, runs), exact_NV)
 
 
-def _text(logits_BSV: np.ndarray, expected_BSV: np.ndarray, batch: Batch) -> TextNumbers | None:
-    if batch.ids_BS.shape[1] < 2:
+def _text(logits_NV: np.ndarray, expected_BSV: np.ndarray, own_BSV: np.ndarray, batch: Batch) -> TextNumbers | None:
+    """None of a text whose tokens have no next one, and where only the last tokens were compared."""
+    if batch.ids_BS.shape[1] < 2 or logits_NV.size != expected_BSV.size:
         return None
-    nll, tokens = negative_log_likelihood(logits_BSV, batch.ids_BS)
-    return TextNumbers(tokens=tokens, nll=nll, reference_nll=negative_log_likelihood(expected_BSV, batch.ids_BS)[0])
+    nll, tokens = negative_log_likelihood(logits_NV.reshape(expected_BSV.shape), batch.ids_BS)
+    own_NV = own_BSV.reshape(logits_NV.shape)
+    return TextNumbers(
+        tokens=tokens,
+        nll=nll,
+        reference_nll=negative_log_likelihood(expected_BSV, batch.ids_BS)[0],
+        own_nll=negative_log_likelihood(own_BSV, batch.ids_BS)[0],
+        positions=len(own_NV),
+        agreed=int(np.sum(logits_NV.argmax(-1) == own_NV.argmax(-1))),
+    )
 
 
-def _problems(outputs: Mapping[str, np.ndarray], free: Traced) -> tuple[str, ...]:
+def _problems(outputs: Mapping[str, np.ndarray], free: Traced, reference: Reference) -> tuple[str, ...]:
     """Logits of the wrong shape, and outputs that this model does not have."""
     problems = []
-    logits = outputs.get("logits")
-    if logits is None or logits.shape != free.logits_BSV.shape:
-        found = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"
-        problems.append(f"the engine gives {found}, expected {list(free.logits_BSV.shape)}")
-    expected = {"logits", *(f"routed_{layer}" for layer in free.routed)}
+    name = PRIMARY[reference.outputs]
+    primary, shape = outputs.get(name), primary_shape(reference.outputs, free.logits_BSV.shape, reference.loaded)
+    if primary is None or primary.shape != shape:
+        found = f"no {name}" if primary is None else f"{name} of shape {list(primary.shape)}"
+        problems.append(f"the engine gives {found}, expected {list(shape)}")
+    expected = {name, *(f"routed_{layer}" for layer in free.routed)}
     extra = sorted(name for name in outputs if name not in expected)
     if extra:
         problems.append(f"the engine gives {', '.join(extra)}, which this model does not have")

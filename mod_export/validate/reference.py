@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 import psutil
 
+from mod_export.artifacts import Outputs
 from mod_export.inputs import Batch
 from mod_export.protocols import LoadedModel
 
@@ -45,9 +46,12 @@ class Reference:
 
     name = "eager float32"
 
-    def __init__(self, loaded: LoadedModel, module: torch.nn.Module | None = None) -> None:
-        """`module` takes the place of the model's own one, for probes that change its weights."""
+    def __init__(self, loaded: LoadedModel, module: torch.nn.Module | None = None, outputs: Outputs = "logits") -> None:
+        """`module` takes the place of the model's own one, for probes that change its weights; `outputs` is what the
+        candidates return.
+        """
         self.loaded = loaded
+        self.outputs: Outputs = outputs
         self.module: torch.nn.Module = loaded.module() if module is None else module
         self._kept: dict[str, Traced] = {}
         self._remembered: dict[str, object] = {}

@@ -187,6 +187,8 @@ def _text(comparisons: Sequence[Comparison]) -> dict[str, float] | None:
         "tokens": tokens,
         "perplexity": _perplexity(sum(text.nll for text in texts) / tokens),
         "reference_perplexity": _perplexity(sum(text.reference_nll for text in texts) / tokens),
+        "own_perplexity": _perplexity(sum(text.own_nll for text in texts) / tokens),
+        "next_token_agreement": sum(text.agreed for text in texts) / sum(text.positions for text in texts),
     }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from mod_export.artifacts import DType, Graph
+from mod_export.artifacts import PRIMARY, DType, Graph
 from mod_export.engine import ENGINES
 from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.graph.dialect import check_dialect
@@ -24,16 +24,12 @@ from mod_export.graph.files import graph_from_file
 from mod_export.graph.nodes import is_standard, static_shape
 from mod_export.graph.passes import PORTABLE
 from mod_export.graph.places import place_of
-from mod_export.graph.weights import ONNX_DTYPES, WeightsFile
+from mod_export.graph.weights import FLOATS, ONNX_DTYPES
+from mod_export.graph.weights_file import WeightsFile
 from mod_export.workspace import changed_file
 
 __all__ = ["StructureRow", "structure_of_file", "structure_of_graph", "structure_of_weights"]
 
-FLOATS: dict[DType, ir.DataType] = {
-    "float32": ir.DataType.FLOAT,
-    "float16": ir.DataType.FLOAT16,
-    "bfloat16": ir.DataType.BFLOAT16,
-}
 SHOWN = 4
 
 
@@ -113,8 +109,12 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, wei
 
 def _outputs(model: ir.Model, graph: Graph, vocab_size: int) -> Iterator[str]:
     B, S = graph.bucket.batch, graph.bucket.seq
-    expected = {"logits": (B, S, vocab_size)} | {f"routed_{i}": (B, k) for i, k in graph.k_by_layer.items() if k}
     found = {value.name: static_shape(value) for value in model.graph.outputs}
+    # How wide hidden states are is the model's own business.
+    width = (found.get(PRIMARY["none"]) or (0,))[-1]
+    shapes = {"logits": (B, S, vocab_size), "last": (B, vocab_size), "none": (B, S, width)}
+    routed = {f"routed_{i}": (B, k) for i, k in graph.k_by_layer.items() if k}
+    expected = {PRIMARY[graph.outputs]: shapes[graph.outputs], **routed}
     for name, shape in expected.items():
         if name not in found:
             yield f"no output {name}"
@@ -165,7 +165,7 @@ def _external(value: ir.Value) -> ir.ExternalTensor | None:
 
 def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
     """No float of another width than the graph's and float32; and scores are compared in float32."""
-    allowed = {ir.DataType.FLOAT, FLOATS[dtype]}
+    allowed = {ir.DataType.FLOAT, FLOATS.get(dtype, ir.DataType.FLOAT)}
     for node in model.graph:
         made = {value.dtype for value in node.outputs if value.dtype is not None}
         if is_standard(node, "Cast"):

@@ -21,7 +21,8 @@ from mod_export.config import BuildConfig, config_from_toml
 from mod_export.graph.capture import exported_from_module
 from mod_export.graph.onnx_export import onnx_from_exported
 from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.weights import WeightsFile, bind_weights, state_of
+from mod_export.graph.weights import bind_weights, state_of
+from mod_export.graph.weights_file import WeightsFile
 from mod_export.pipeline import build
 from mod_export.report.schema import Stage
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
@@ -125,5 +126,5 @@ def portable_graph_of(root: Path, spec: ModelSpec) -> bytes:
     model = onnx_from_exported(exported_from_module(module, Bucket(2, 32), "other"), state_of(module), layers)
     run_passes(model, PORTABLE, "float32")
     weights = WeightsFile.open(root / "graphs" / "weights-float32.data")
-    bind_weights(model, {ir.DataType.FLOAT: weights}, root / "graphs")
+    bind_weights(model, [weights], root / "graphs")
     return bytes(ir.to_proto(model).SerializeToString())

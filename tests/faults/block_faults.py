@@ -19,30 +19,30 @@ def compact(s: Surgery) -> None:
 @fault("no rotation of keys", "layers.1")
 def no_rotation(s: Surgery) -> None:
     attention = s.node(1, "Attention", 0)
-    rotated = s.nodes(1, "Concat")[1]
-    split = rotated.inputs[0].producer().inputs[0].producer().inputs[0].producer()  # type: ignore[union-attr]
-    assert split is not None
-    assert split.op_type == "Split"
-    attention.replace_input_with(1, split.inputs[0])
+    rotation = s.node(1, "RotaryEmbedding", 1)
+    assert attention.inputs[1] is rotation.outputs[0]
+    attention.replace_input_with(1, rotation.inputs[0])
 
 
 @fault("rotation in the other direction", "layers.2")
 def other_direction(s: Surgery) -> None:
-    s.node(2, "Sub", 0).op_type = "Add"
+    s.feed(s.node(2, "RotaryEmbedding", 0), 2, "Neg")
 
 
 @fault("queries rotated one position too far", "layers.2")
 def far_rotation(s: Surgery) -> None:
-    for node in s.nodes(2, "Mul")[:4]:
-        seq = shape_of(node.inputs[1])[0]
-        s.feed(node, 1, "Gather", i64(*range(1, seq), seq - 1), axis=0)
+    rotation = s.node(2, "RotaryEmbedding", 0)
+    seq = shape_of(rotation.inputs[1])[1]
+    for table in (1, 2):
+        s.feed(rotation, table, "Gather", i64(*range(1, seq), seq - 1), axis=1)
 
 
 def masked(s: Surgery, layer: int, mask_TT: np.ndarray) -> None:
     attention = s.node(layer, "Attention", 0)
     attention.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
     q, k, v = attention.inputs[:3]
-    made = s.op(attention, "Attention", [q, k, v, mask_TT], {"is_causal": 0}, like=attention.outputs[0])
+    attributes = {name: value.value for name, value in attention.attributes.items()}
+    made = s.op(attention, "Attention", [q, k, v, mask_TT], attributes, like=attention.outputs[0])
     s.replace(attention.outputs[0], made)
 
 
@@ -80,20 +80,16 @@ def softcap(s: Surgery) -> None:
 
 @fault("heads of keys in the wrong order", "layers.2")
 def head_order(s: Surgery) -> None:
-    s.feed(s.node(2, "Attention", 0), 1, "Gather", i64(1, 0), axis=1)
+    # Two heads of eight, side by side.
+    s.feed(s.node(2, "Attention", 0), 1, "Gather", i64(*range(8, 16), *range(8)), axis=2)
 
 
 @fault("keys and values swapped", "layers.2")
 def keys_values(s: Surgery) -> None:
     k, v = s.nodes(2, "MatMul")[1:3]
     k_weight, v_weight = k.inputs[1], v.inputs[1]
-    anchor = s.node(2, "MatMul", 0)
-    names = ("layers.2.attention.v_proj.weight", "layers.2.attention.k_proj.weight")
-    assert k_weight is not None
-    assert v_weight is not None
-    for node, name, like in zip((k, v), names, (k_weight, v_weight), strict=True):
-        weight = s.graph.initializers[name]
-        node.replace_input_with(1, s.op(anchor, "Transpose", [weight], {"perm": [1, 0]}, like=like))
+    k.replace_input_with(1, v_weight)
+    v.replace_input_with(1, k_weight)
 
 
 @fault("residual missing", "layers.1")
@@ -154,6 +150,14 @@ def clipped(s: Surgery) -> None:
 @fault("accumulation in float16", "layers.2")
 def half_product(s: Surgery) -> None:
     product = s.node(2, "MatMul", 4)
+    weight = product.inputs[1]
+    assert weight is not None
+    N, K = shape_of(weight)
+    columns = s.op(product, "Transpose", [weight], {"perm": [1, 0]})
+    columns.shape = ir.Shape([K, N])
+    product.replace_input_with(1, columns)
+    product.op_type, product.domain = "MatMul", ""
+    product.attributes.clear()
     for index in (0, 1):
         s.feed(product, index, "Cast", to=int(HALF))
     product.outputs[0].dtype = HALF

@@ -29,11 +29,14 @@ class Surgery:
         self.path.write_bytes(ir.to_proto(self.model).SerializeToString())
 
     def nodes(self, layer: int | None, op_type: str) -> list[ir.Node]:
-        """Nodes of one type, in their order; of one layer, or with None of the whole graph."""
+        """Nodes of one type, in their order; of one layer, or with None of the whole graph. A product is a product,
+        whether it takes its weight as it is stored or transposed.
+        """
+        types = {op_type, "FusedMatMul"} if op_type == "MatMul" else {op_type}
         return [
             node
             for node in self.graph
-            if node.op_type == op_type and (layer is None or module_of(node) == f"layers.{layer}")
+            if node.op_type in types and (layer is None or module_of(node) == f"layers.{layer}")
         ]
 
     def node(self, layer: int | None, op_type: str, index: int) -> ir.Node:

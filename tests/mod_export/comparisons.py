@@ -16,7 +16,7 @@ GATE = ParityGate(
     max_perplexity_ratio=1.01,
 )  # fmt: skip
 LAYER = LayerRouting(layer=3, k=2, routed=4, agreed=4, distances=(), min_margin=0.5, scale=1.0)
-TEXT = TextNumbers(tokens=9, nll=18.0, reference_nll=18.0)
+TEXT = TextNumbers(tokens=9, nll=18.0, reference_nll=18.0, own_nll=18.0, positions=10, agreed=10)
 
 
 def errors(value: float, count: int = 10_000) -> ErrorNumbers:

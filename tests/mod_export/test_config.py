@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from mod_export import config as config_module
-from mod_export.artifacts import DTYPES, Bucket, DType
+from mod_export.artifacts import DTYPES, FLOAT_DTYPES, Bucket, DType
 from mod_export.config import BuildConfig, config_from_toml, toml_from_config
 from mod_export.errors import ConfigError
 
@@ -87,7 +87,7 @@ def test_every_problem_is_reported_at_once_with_the_nearest_name(tmp_path: Path)
         "seed: input should be a valid integer, got true",
         "target.ort-cpu.dtype: unknown key, did you mean 'dtypes'?",
         "target.ort_cuda: unknown key, did you mean 'ort-cuda'?",
-        "zzzz: unknown key; known: buckets, targets, seed, target, parity, latency, cost",
+        "zzzz: unknown key; known: buckets, outputs, targets, seed, target, parity, latency, cost",
     ]
 
 
@@ -103,7 +103,7 @@ def test_every_problem_is_reported_at_once_with_the_nearest_name(tmp_path: Path)
         ("[latency]\nsamples = 4", "latency.samples: input should be greater than or equal to 5, got 4"),
         (
             "[target.ort-cpu]\ndtypes = ['float16']",
-            "target.ort-cpu.dtypes.0: input should be 'float32', got \"float16\"",
+            "target.ort-cpu.dtypes.0: input should be 'float32', 'int8' or 'int4', got \"float16\"",
         ),
         ("[target.ort-cpu]\ndtypes = []", "target.ort-cpu.dtypes: expected one item or more, each once, got []"),
         (
@@ -203,12 +203,13 @@ gates = st.fixed_dictionaries(
 configs = st.fixed_dictionaries(
     {
         "buckets": st.lists(pairs, max_size=4).map(tuple),
+        "outputs": st.sampled_from(("logits", "last", "none")),
         "targets": st.lists(st.text(max_size=20), max_size=3).map(tuple),
         "seed": st.integers(0, 2**31 - 1),
         "parity": st.fixed_dictionaries(dict.fromkeys(DTYPES, gates)),
         "latency": st.fixed_dictionaries({"min_speedup": numbers, "threads": st.integers(0, 8)}),
         "target": st.fixed_dictionaries(
-            {"tensorrt": st.fixed_dictionaries({"dtypes": st.permutations(DTYPES).map(lambda d: tuple(d[:2]))})}
+            {"tensorrt": st.fixed_dictionaries({"dtypes": st.permutations(FLOAT_DTYPES).map(lambda d: tuple(d[:2]))})}
         ),
     }
 )
@@ -224,7 +225,7 @@ def test_toml_reads_back_to_an_equal_value(tmp_path_factory: pytest.TempPathFact
 
 def test_the_resolved_configuration_names_everything() -> None:
     shown = tomllib.loads(toml_from_config(config_from_toml(None)))
-    assert shown.keys() == {"buckets", "targets", "seed", "target", "parity", "latency", "cost"}
+    assert shown.keys() == {"buckets", "outputs", "targets", "seed", "target", "parity", "latency", "cost"}
     assert shown["target"].keys() == {"ort-cpu", "ort-cuda", "inductor", "tensorrt", "tensorrt-rtx"}
     assert shown["latency"]["samples"] == 40
 
@@ -269,6 +270,8 @@ def test_no_gate_has_a_default_in_code() -> None:
         ("ParityOptions", "float32"),
         ("ParityOptions", "float16"),
         ("ParityOptions", "bfloat16"),
+        ("ParityOptions", "int8"),
+        ("ParityOptions", "int4"),
         ("LatencyOptions", "min_speedup"),
         ("BuildConfig", "parity"),
         ("BuildConfig", "latency"),

@@ -32,7 +32,8 @@ from mod_models.spec import ModelSpec
 
 STAGES = ("load", *(name for name, _ in AFTER_LOAD), "report")
 STAGE_OF = {
-    "load": "load", "capture": "capture", "weights": "onnx", "graph": "onnx", "rewrite": "passes", "engine": "engines",
+    "load": "load", "capture": "capture", "weights": "onnx", "graph": "onnx", "formulation": "passes",
+    "rewrite": "passes", "engine": "engines",
     "structure": "validate", "parity": "validate", "causality": "validate", "map": "validate", "latency": "measure",
     "work": "profile", "profile": "profile",
 }  # fmt: skip
@@ -86,8 +87,9 @@ def changed(config: BuildConfig, field: str, value: Any) -> BuildConfig:
 
 
 BUCKETS = ("b1s64", "b2s32")
-PARITY = {f"parity/ort-cpu/{kind}-{bucket}-float32" for kind in ("mod", "dense") for bucket in BUCKETS}
-CAUSALITY = {name.replace("parity/", "causality/") for name in PARITY}
+ENGINE_PARITY = {f"parity/ort-cpu/{kind}-{bucket}-float32" for kind in ("mod", "dense") for bucket in BUCKETS}
+PARITY = ENGINE_PARITY | {name.replace("ort-cpu", "portable") for name in ENGINE_PARITY}
+CAUSALITY = {name.replace("parity/", "causality/") for name in ENGINE_PARITY}
 MAP = {f"map/{bucket}" for bucket in BUCKETS}
 LATENCY = {f"latency/ort-cpu/{bucket}-float32" for bucket in BUCKETS}
 PROFILE = {f"profile/ort-cpu/{kind}-{bucket}-float32" for kind in ("mod", "dense") for bucket in BUCKETS}
@@ -101,6 +103,7 @@ def of_bucket(bucket: str) -> set[str]:
         for step, dtype in (
             ("capture/", ""), ("graph/", ""), ("engine/ort-cpu/", "-float32"), ("parity/ort-cpu/", "-float32"),
             ("causality/ort-cpu/", "-float32"), ("work/ort-cpu/", "-float32"), ("profile/ort-cpu/", "-float32"),
+            ("rewrite/ort-cpu-", "-float32"), ("parity/portable/", "-float32"),
         )
     }  # fmt: skip
     return {*of_kinds, f"latency/ort-cpu/{bucket}-float32", f"map/{bucket}", "structure"}
@@ -133,9 +136,12 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     **{f"parity/float32/{gate}": (value, PARITY | CAUSALITY) for gate, value in TOLERANCES.items()},
     **{
         f"parity/{dtype}/{gate}": (value, set())
-        for dtype in ("float16", "bfloat16")
+        for dtype in ("float16", "bfloat16", "int8", "int4")
         for gate, value in (GATES | TOLERANCES).items()
     },
+    "outputs": ("last", (of_bucket("b1s64") | of_bucket("b2s32")) - MAP),
+    # Of buckets as short as these no attention is split.
+    "target/ort-cpu/query_block": (64, set()),
     "target/ort-cuda/dtypes": (["float16"], set()),
     "target/ort-cuda/device": (1, set()),
     "target/tensorrt/dtypes": (["float16"], set()),

@@ -167,3 +167,28 @@ def test_rope_tables_are_exact_and_real_on_the_meta_device() -> None:
 
 def test_tables_are_no_weights() -> None:
     assert not any("rope" in name for name in Transformer(make_spec()).state_dict())
+
+
+@each_spec
+def test_outputs_are_parts_of_the_whole(spec: ModelSpec) -> None:
+    checkpoint, (ids_BS, lengths_B) = lively_checkpoint(spec), inputs()
+    with torch.no_grad():
+        logits_BSV, *routed = checkpoint.module()(ids_BS, lengths_B)
+        last_BV, *routed_last = checkpoint.module("last")(ids_BS, lengths_B)
+        hidden_BSD, *routed_none = checkpoint.module("none")(ids_BS, lengths_B)
+        from_hidden_BSV = checkpoint.module().logits(hidden_BSD)
+    torch.testing.assert_close(last_BV, logits_BSV[[0, 1], lengths_B - 1])
+    assert hidden_BSD.shape == (2, 8, spec.d_model)
+    torch.testing.assert_close(from_hidden_BSV, logits_BSV)
+    for found in (routed_last, routed_none):
+        assert all(torch.equal(one, other) for one, other in zip(found, routed, strict=True))
+
+
+@each_spec
+def test_a_skeleton_has_everything_but_values(spec: ModelSpec) -> None:
+    checkpoint = lively_checkpoint(spec)
+    skeleton, module = checkpoint.skeleton(), checkpoint.module()
+    assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in module.named_parameters()}
+    assert all(parameter.is_meta and not parameter.requires_grad for parameter in skeleton.parameters())
+    assert not skeleton.training
+    assert torch.equal(skeleton.rope_cos, module.rope_cos)

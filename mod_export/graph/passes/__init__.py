@@ -16,8 +16,13 @@ from mod_export.artifacts import Dialect, DType
 from mod_export.errors import GraphError
 from mod_export.graph.passes.cast_floats import CastFloats
 from mod_export.graph.passes.decompose_attention import DecomposeAttention
+from mod_export.graph.passes.flat_heads import FlatHeads
 from mod_export.graph.passes.plain_scatter import PlainScatter
+from mod_export.graph.passes.quantize_weights import QuantizeWeights
+from mod_export.graph.passes.query_blocks import QueryBlocks
+from mod_export.graph.passes.rotary_embedding import RotaryEmbedding
 from mod_export.graph.passes.select_topk import SelectTopk
+from mod_export.graph.passes.stored_weights import StoredWeights
 from mod_export.graph.passes.threshold_selection import ThresholdSelection
 from mod_export.protocols import GraphPass
 
@@ -27,8 +32,13 @@ PASSES: tuple[GraphPass, ...] = (
     SelectTopk(),
     PlainScatter(),
     ThresholdSelection(),
+    RotaryEmbedding(),
+    FlatHeads(),
+    QueryBlocks(),
     DecomposeAttention(),
     CastFloats(),
+    QuantizeWeights(),
+    StoredWeights(),
 )
 
 PORTABLE = Dialect(name="portable ONNX", max_opset=23)

@@ -19,7 +19,7 @@ from mod_export.errors import GraphError, LimitError
 from mod_export.graph.nodes import NodeWriter, constant_array, is_standard
 from mod_export.graph.places import place_of
 
-__all__ = ["CastFloats", "narrowed_initializers"]
+__all__ = ["CastFloats", "float32_island", "narrowed_initializers"]
 
 FLOAT = ir.DataType.FLOAT
 NARROW: dict[str, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
@@ -62,7 +62,7 @@ class CastFloats:
         graph, narrow = model.graph, NARROW[dtype]
         _require_typed(graph)
         outputs = [i for i, value in enumerate(graph.outputs) if value.dtype == FLOAT]
-        island = _island(graph)
+        island = float32_island(graph)
         _narrow_initializers(graph, island, narrow)
         casts: dict[ir.Value, ir.Value] = {}
         count = 0
@@ -112,7 +112,7 @@ def _require_typed(graph: ir.Graph) -> None:
                 )
 
 
-def _island(graph: ir.Graph) -> set[ir.Node]:
+def float32_island(graph: ir.Graph) -> set[ir.Node]:
     """The nodes that stay float32.
 
     From each selection's scores upwards to the last value that something else uses too (the residual stream); from

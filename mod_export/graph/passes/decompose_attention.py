@@ -134,11 +134,7 @@ def _rewrite(graph: ir.Graph, attention: _Attention, visible: dict[int, ir.Value
     y = writer.op("MatMul", [weight, v], dtype, (B, *heads, T, E))
     if G != H:
         y = _reshape(writer, y, (B, H, T, E))
-    old = node.outputs[0]
-    name = old.name
-    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
-    y.name = name
+    writer.replace(y)
 
 
 def _causal(writer: NodeWriter, T: int, q: ir.Value) -> ir.Value:

@@ -12,7 +12,7 @@ import torch
 from graph_folders import Job, write_graph
 from small_graphs import make_model, make_spec
 
-from mod_export.artifacts import DTYPES, Bucket, DType, Engine, Variant
+from mod_export.artifacts import FLOAT_DTYPES, Bucket, DType, Engine, Variant
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engine import trt
 from mod_export.engine.trt import TensorRT, TensorRTRTX, runner_from_engine
@@ -49,7 +49,7 @@ def with_architectures(*names: str) -> BuildConfig:
 
 
 @needs_rtx
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("kind", ["mod", "dense"])
 def test_builds_ahead_of_time(tmp_path: Path, kind: str, dtype: DType) -> None:
     spec = make_spec() if kind == "mod" else make_spec().dense()
@@ -84,7 +84,7 @@ def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
         routing=RoutingSpec(layers=(0, 1), capacity=0.125),
     )  # fmt: skip
     module, bucket = make_model(spec), Bucket(1, 40_960)
-    for dtype in DTYPES:
+    for dtype in FLOAT_DTYPES:
         job = write_graph(tmp_path, spec, bucket, RTX.dialect, dtype)
         RTX.build(job, Variant(dtype=dtype, arch="sm89"), tmp_path / dtype, CONFIG)
         # A mask of 5,120 x 5,120 stored in the plan would alone be 26 MB.
@@ -296,7 +296,7 @@ def test_nothing_of_the_vendor_is_loaded_until_it_is_needed() -> None:
 
 
 @pytest.mark.parametrize("builder", [TensorRT(), RTX], ids=lambda builder: builder.name)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_runs_as_the_model_does(tmp_path: Path, builder: TensorRT | TensorRTRTX, dtype: DType) -> None:
     available = builder.availability()
     if not available.runs:

@@ -10,14 +10,9 @@ from small_graphs import make_model, portable_graph
 from mod_export.artifacts import Bucket, Dialect, DType, Graph
 from mod_export.graph.dialect import check_dialect
 from mod_export.graph.passes import run_passes
-from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
+from mod_export.graph.weights import bind_weights, files_for, state_of, write_weights
+from mod_export.graph.weights_file import WeightsFile
 from mod_models.spec import ModelSpec
-
-FLOATS: dict[DType, ir.DataType] = {
-    "float32": ir.DataType.FLOAT,
-    "float16": ir.DataType.FLOAT16,
-    "bfloat16": ir.DataType.BFLOAT16,
-}
 
 
 @dataclass(frozen=True)
@@ -39,11 +34,11 @@ def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, d
     check_dialect(model, dialect, dtype)
     folder = root / "graphs"
     folder.mkdir(exist_ok=True)
-    files = {}
-    for held in {dtype, "float32"}:
+    files = []
+    for held in files_for(dtype):
         path = folder / f"weights-{held}.data"
         write_weights(path, state_of(make_model(spec)), held)
-        files[FLOATS[held]] = WeightsFile.open(path)
+        files.append(WeightsFile.open(path))
     bind_weights(model, files, folder)
     kind = "dense" if spec.routing is None else "mod"
     name = f"graphs/{kind}-{bucket.name}.{dtype}.onnx"

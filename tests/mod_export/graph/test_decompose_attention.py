@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_graphs import TENSORRT, make_model, make_spec, op_types, parsed, portable_graph, run
 
-from mod_export.artifacts import DTYPES
+from mod_export.artifacts import FLOAT_DTYPES
 from mod_export.errors import GraphError
 from mod_export.graph.passes.decompose_attention import DecomposeAttention
 
@@ -76,8 +76,8 @@ def test_keeps_where_the_node_came_from() -> None:
 
 
 def test_applies_where_the_dialect_has_no_kernel() -> None:
-    assert [dtype for dtype in DTYPES if DecomposeAttention().applies(TENSORRT, dtype)] == ["float32"]
-    assert [dtype for dtype in DTYPES if DecomposeAttention().applies(PRIMITIVES, dtype)] == list(DTYPES)
+    assert [dtype for dtype in FLOAT_DTYPES if DecomposeAttention().applies(TENSORRT, dtype)] == ["float32"]
+    assert [dtype for dtype in FLOAT_DTYPES if DecomposeAttention().applies(PRIMITIVES, dtype)] == list(FLOAT_DTYPES)
 
 
 def test_says_what_is_left() -> None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from small_graphs import TENSORRT, make_spec, parsed, portable_graph
 
-from mod_export.artifacts import DTYPES, Dialect
+from mod_export.artifacts import FLOAT_DTYPES, Dialect
 from mod_export.errors import GraphError, LimitError
 from mod_export.graph.dialect import check_dialect, check_external_data
 from mod_export.graph.passes import run_passes
@@ -17,7 +17,7 @@ from mod_export.graph.passes import run_passes
 ANY = Dialect(name="Any", max_opset=23)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("spec", [make_spec(), make_spec().dense()], ids=["mod", "dense"])
 def test_accepts_our_graphs_after_the_passes(spec, dtype) -> None:
     model = portable_graph(spec, 2, 16)

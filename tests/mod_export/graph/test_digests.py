@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mod_export.artifacts import DTYPES, DType
+from mod_export.artifacts import FLOAT_DTYPES, DType
 from mod_export.errors import BuildFolderError
 from mod_export.graph.digests import digests_of_file, digests_of_tensors
 from mod_export.graph.weights import write_weights
@@ -21,7 +21,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_a_file_has_the_digests_of_the_tensors_that_were_written_to_it(tmp_path: Path, dtype: DType) -> None:
     write_weights(tmp_path / "w.data", TENSORS, dtype)
     expected = digests_of_tensors(TENSORS, dtype)
@@ -37,7 +37,7 @@ def test_a_digest_is_of_the_bytes_row_by_row() -> None:
 
 
 def test_dtypes_have_digests_of_their_own() -> None:
-    assert len({digests_of_tensors(TENSORS, dtype)["matrix"] for dtype in DTYPES}) == 3
+    assert len({digests_of_tensors(TENSORS, dtype)["matrix"] for dtype in FLOAT_DTYPES}) == 3
 
 
 @pytest.mark.parametrize("bit", [0, 31])

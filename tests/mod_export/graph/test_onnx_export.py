@@ -20,7 +20,8 @@ from mod_export.errors import GraphError
 from mod_export.graph.capture import exported_from_module
 from mod_export.graph.onnx_export import IR_VERSION, OPSET, assert_capacity, check_model, onnx_from_exported
 from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
+from mod_export.graph.weights import bind_weights, state_of, write_weights
+from mod_export.graph.weights_file import WeightsFile
 from mod_export.inputs import Batch
 from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
@@ -73,7 +74,7 @@ def make_spec(routing: RoutingSpec | None, **sizes: Any) -> ModelSpec:
 def save(model: ir.Model, state: Mapping[str, Tensor], folder: Path) -> Path:
     """The graph beside a weights file, as a build folder has them."""
     write_weights(folder / "weights.data", state, "float32")
-    bind_weights(model, {ir.DataType.FLOAT: WeightsFile.open(folder / "weights.data")}, folder)
+    bind_weights(model, [WeightsFile.open(folder / "weights.data")], folder)
     path = folder / "graph.onnx"
     path.write_bytes(ir.to_proto(model).SerializeToString())
     return path
@@ -319,5 +320,5 @@ def test_a_graph_without_its_weights_is_refused(exported: tuple[ir.Model, torch.
 
 def _bound(model: ir.Model, module: torch.nn.Module, folder: Path) -> ir.Model:
     write_weights(folder / "weights.data", state_of(module), "float32")
-    bind_weights(model, {ir.DataType.FLOAT: WeightsFile.open(folder / "weights.data")}, folder)
+    bind_weights(model, [WeightsFile.open(folder / "weights.data")], folder)
     return model

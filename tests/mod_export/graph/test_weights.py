@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from small_graphs import parsed
 
-from mod_export.artifacts import DTYPES, DType
+from mod_export.artifacts import FLOAT_DTYPES, DType
 from mod_export.errors import BuildFolderError
-from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
+from mod_export.graph.weights import bind_weights, state_of, write_weights
+from mod_export.graph.weights_file import WeightsFile
 from mod_export.model import Model
 
 TENSORS = {
@@ -32,7 +33,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_the_file_is_safetensors_in_the_wanted_dtype(tmp_path: Path, dtype: DType) -> None:
     path = tmp_path / "weights.data"
     write_weights(path, TENSORS, dtype)
@@ -67,8 +68,7 @@ def test_initializers_are_bound_by_name_and_dtype(file: Path) -> None:
     for name, dtype in (("a.weight", ir.DataType.FLOAT), ("b.weight", ir.DataType.FLOAT16)):
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(TENSORS[name].shape)))
         model.graph.initializers.add(value)
-    files = {ir.DataType.FLOAT: WeightsFile.open(file)}
-    assert bind_weights(model, files, file.parent) == 1
+    assert bind_weights(model, [WeightsFile.open(file)], file.parent) == 1
     bound = model.graph.initializers["a.weight"].const_value
     assert isinstance(bound, ir.ExternalTensor)
     assert bound.location == "weights-float32.data"

@@ -17,9 +17,10 @@ from mod_export.errors import GraphError
 from mod_export.graph.capture import exported_from_module
 from mod_export.graph.onnx_export import onnx_from_exported
 from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
+from mod_export.graph.weights import bind_weights, state_of, write_weights
+from mod_export.graph.weights_file import WeightsFile
 from mod_export.measure.cost import PARTS, CostRow, cost_row
-from mod_export.measure.products import NO_RULE
+from mod_export.measure.products import NO_RULE, needed_scores
 from mod_models.spec import EveryNth, ModelSpec, RoutingSpec
 from mod_models.transformer import Transformer
 
@@ -75,7 +76,7 @@ def portable_graph(spec: ModelSpec, bucket: Bucket, folder: Path) -> ir.Model:
     run_passes(model, PORTABLE, "float32")
     path = folder / "weights-float32.data"
     write_weights(path, state, "float32")
-    bind_weights(model, {ir.DataType.FLOAT: WeightsFile.open(path)}, folder)
+    bind_weights(model, [WeightsFile.open(path)], folder)
     return model
 
 
@@ -86,6 +87,8 @@ def test_a_real_graph_costs_what_formula_and_torch_say(spec: ModelSpec, tmp_path
     assert row.flops_by_part == expected
     assert row.flops == sum(expected.values()) == flops_by_torch(spec)
     tokens = [spec.k_by_layer(BUCKET.seq).get(layer, BUCKET.seq) for layer in range(spec.n_layers)]
+    hidden = sum(4 * BUCKET.batch * spec.n_heads * spec.d_head * T * (T - 1) // 2 for T in tokens)
+    assert row.needed_flops == row.flops - hidden
     assert row.kv_bytes == sum(2 * 4 * BUCKET.batch * spec.n_kv_heads * T * spec.d_head for T in tokens)
     assert row.weight_bytes == sum(tensor.numel() * 4 for tensor in state_of(transformer(spec)).values())
 
@@ -267,3 +270,21 @@ def test_an_unknown_dtype_is_refused_by_name() -> None:
     next(iter(model.graph)).outputs[0].type = None
     with pytest.raises(GraphError, match="dense b1s4: the dtype of value h must be known to count its bytes"):
         cost_row(model, "dense", Bucket(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "attributes", "scores"),
+    [
+        ("q, k, v", "is_causal = 1", 2 * (1 + 2 + 3 + 4)),
+        ("q, k, v", "is_causal = 0", 2 * 4 * 4),
+        ("q, k, v, , pk, pv", "is_causal = 1", 2 * (4 + 5 + 6 + 7)),
+    ],
+    ids=["causal", "not causal", "causal after three others"],
+)
+def test_scores_that_a_mask_hides_are_not_needed(inputs: str, attributes: str, scores: int) -> None:
+    model = parsed(
+        f"""g (float[1,2,4,8] q, float[1,1,4,8] k, float[1,1,4,8] v, float[1,1,3,8] pk, float[1,1,3,8] pv)
+        => (float[1,2,4,8] y) {{ y = Attention <{attributes}> ({inputs}) }}"""
+    )
+    (node,) = [node for node in model.graph if node.op_type == "Attention"]
+    assert needed_scores(node, "g") == scores

@@ -92,7 +92,7 @@ def test_every_kernel_of_a_real_engine_has_its_part(
     profile = OrtCpu().profile(built, engine, config, timing_batch(bucket, 256, 0).feeds, 2)
     part_of_node = {name: one.part for one in work for name in one.nodes}
     placed = {kernel.name: part_of_kernel(kernel, part_of_node) for kernel in profile.kernels}
-    assert len(placed) > 100
+    assert len(placed) > 60
     assert "other" not in placed.values()
     # Fused by ONNX Runtime: the names of these kernels are not in the graph.
     renamed = [name for name in placed if name not in part_of_node]

@@ -13,11 +13,12 @@ import pytest
 from mod_export.errors import BuildFolderError
 from mod_export.measure.cost import CostRow
 from mod_export.measure.latency import LatencyRow
+from mod_export.measure.precision import PrecisionRow
 from mod_export.measure.statistics import SpeedupRow
 from mod_export.measure.verdict import Verdict
 from mod_export.report import SCHEMA_VERSION, BuildReport, report_from_json
 from mod_export.report.cost_entries import CostEntry
-from mod_export.report.latency_entries import LatencyEntry, SpeedupEntry
+from mod_export.report.latency_entries import LatencyEntry, PrecisionEntry, SpeedupEntry
 from mod_export.report.schema import VerdictEntry
 
 GOLDEN = Path(__file__).parent / "goldens" / "report-schema.json"
@@ -55,7 +56,13 @@ def test_numbers_that_are_not_finite_survive(report: BuildReport, number: float)
 
 @pytest.mark.parametrize(
     ("entry", "row"),
-    [(CostEntry, CostRow), (LatencyEntry, LatencyRow), (SpeedupEntry, SpeedupRow), (VerdictEntry, Verdict)],
+    [
+        (CostEntry, CostRow),
+        (LatencyEntry, LatencyRow),
+        (SpeedupEntry, SpeedupRow),
+        (PrecisionEntry, PrecisionRow),
+        (VerdictEntry, Verdict),
+    ],
 )
 def test_entries_have_the_fields_of_the_rows_they_come_from(entry: Any, row: Any) -> None:
     assert list(entry.model_fields) == [field.name for field in dataclasses.fields(row)]

@@ -50,7 +50,7 @@ def test_no_score_is_known_better_than_to_its_last_digits() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shorter_floats_round_in_proportion_to_their_unit(dtype: DType) -> None:
-    coarser = {"float32": 1, "float16": 2**13, "bfloat16": 2**16}[dtype]
+    coarser = {"float32": 1, "float16": 2**13, "bfloat16": 2**16, "int8": 2**17, "int4": 2**20}[dtype]
     gate = GATE.model_copy(update={"near_tie": 1e3})
     exact, found = (allowance([with_noise(1e-6, scores=1e-6)], gate, one) for one in ("float32", dtype))
     assert found.max_abs == coarser * exact.max_abs

@@ -44,23 +44,24 @@ def test_an_engine_that_is_a_graph_knows_which() -> None:
 
 
 def test_graphs_of_a_folder_that_no_engine_holds(built: Path) -> None:
-    """Every engine of this folder is its portable graph, byte for byte: only what differs is run on its own."""
+    """Every engine of this folder is its target's graph, byte for byte: the portable ones are run on their own."""
     manifest = read_manifest(built)
-    engines = candidates_from_engines(engines_of(manifest), graphs_of(manifest))
-    assert {one.graph and one.graph.path for one in engines} == {graph.path for graph in graphs_of(manifest)}
+    graphs = graphs_of(manifest)
+    engines = candidates_from_engines(engines_of(manifest), graphs)
+    assert {one.graph and one.graph.path for one in engines} == {one.path for one in graphs if one.target == "ort-cpu"}
 
-    def judged(hashes: dict[str, str]) -> list[Candidate]:
-        return candidates_from_graphs(
-            graphs_of(manifest), engines, lambda graph: f"{graph.dtype}.data", lambda path: hashes[path]
-        )
+    def judged(hashes: dict[str, str]) -> dict[str, Candidate]:
+        found = candidates_from_graphs(graphs, engines, lambda graph: f"{graph.dtype}.data", lambda path: hashes[path])
+        return {one.path: one for one in found}
 
     hashes = {path: entry["sha256"] for path, entry in manifest["files"].items()}
-    assert judged(hashes) == []
-    (other,) = judged(hashes | {"graphs/dense-b2s32.onnx": "0" * 64})
-    assert (other.target, other.path, other.model, other.bucket.name) == (
-        "portable", "graphs/dense-b2s32.onnx", "dense", "b2s32"
-    )  # fmt: skip
-    assert (other.weights, other.engine) == ("float32.data", None)
+    portable = {one.path for one in graphs if one.target is None}
+    assert judged(hashes).keys() == portable
+    other = judged(hashes)["graphs/dense-b2s32.onnx"]
+    assert (other.target, other.model, other.bucket.name) == ("portable", "dense", "b2s32")
+    # What an engine holds is judged with it.
+    same = hashes | {"graphs/dense-b2s32.onnx": hashes["engines/ort-cpu/dense-b2s32-float32.onnx"]}
+    assert judged(same).keys() == portable - {"graphs/dense-b2s32.onnx"}
 
 
 def graphs_only(*graphs: Graph) -> list[str]:

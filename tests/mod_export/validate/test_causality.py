@@ -7,22 +7,27 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from small_graphs import parsed, portable_graph, session
+from small_graphs import make_spec, parsed, portable_graph, session
 
 from mod_export.engine.ort import OrtRunner
 from mod_export.inputs import Batch
 from mod_export.report.parity_entries import CausalityEntry
 from mod_export.validate.causality import CausalityRow, cuts, probe_causality
+from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
 
 ABOUT: dict[str, Any] = {"target": "ort-cpu", "bucket": "b2s16", "dtype": "float32", "model": "mod"}
+REFERENCE = Reference(LoadedTransformer(random_checkpoint(make_spec(), seed=0)))
 TEXT = Batch("text", np.random.default_rng(0).integers(0, 256, (2, 16)), np.array([16, 16]))
 
 
 def probe(model: ir.Model, *, tolerance: float = 1e-5, suffixes: int = 4, batch: Batch = TEXT) -> CausalityRow:
     with OrtRunner(session(model), "candidate", 1) as runner:
-        return probe_causality(runner, batch, vocab_size=256, suffixes=suffixes, tolerance=tolerance, seed=0, **ABOUT)
+        return probe_causality(
+            runner, REFERENCE, batch, vocab_size=256, suffixes=suffixes, tolerance=tolerance, seed=0, **ABOUT
+        )
 
 
 def running(function: str, batch: int = 2, seq: int = 16) -> ir.Model:
@@ -128,8 +133,8 @@ def test_a_single_token_says_nothing() -> None:
 def test_a_vocabulary_of_one_token_has_no_other_endings() -> None:
     with OrtRunner(session(running("y = Identity (x)", 1, 4)), "candidate", 1) as runner:
         row = probe_causality(
-            runner, Batch("text", np.zeros((1, 4), np.int64), np.array([4])), vocab_size=1, suffixes=4, tolerance=0.0,
-            seed=0, target="ort-cpu", bucket="b1s4", dtype="float32", model="mod",
+            runner, REFERENCE, Batch("text", np.zeros((1, 4), np.int64), np.array([4])), vocab_size=1, suffixes=4,
+            tolerance=0.0, seed=0, target="ort-cpu", bucket="b1s4", dtype="float32", model="mod",
         )  # fmt: skip
     assert row.suffixes == 0
     assert row.statement.startswith("not probed: ")

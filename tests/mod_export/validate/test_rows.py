@@ -107,6 +107,8 @@ def test_perplexity_is_of_all_text_together() -> None:
         "tokens": 10,
         "perplexity": pytest.approx(math.exp(2.2)),
         "reference_perplexity": pytest.approx(math.exp(2.2)),
+        "own_perplexity": pytest.approx(math.exp(3.6)),
+        "next_token_agreement": 1.0,
     }
     assert row_of(replace(GOOD, text=None)).text is None
 

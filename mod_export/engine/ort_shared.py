@@ -1,0 +1,276 @@
+"""Sessions of ONNX Runtime on the CPU that share what is large: buckets of one model map their weights once, pack them
+once, and take what they compute in from one arena.
+
+Kernels do not multiply by a weight as it is stored, but by a copy in the order in which the processor reads it. Each
+session of the Python interface packs a copy of its own, so that four buckets take four times the memory. Here packed
+weights lie in a container that all sessions on one weights file share (OrtPrepackedWeightsContainer); the mapped file
+is let go after packing, and read again only where a kernel looks rows up in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from mod_export.engine.feeds import check_feeds, check_outputs
+from mod_export.engine.ort_c import Handle, OrtC
+from mod_export.errors import BuildFolderError, EngineError
+from mod_export.graph.weights_file import WeightsFile
+
+__all__ = ["SharedRunner", "shared_runner"]
+
+ARENA, DEFAULT_MEMORY = 1, 0
+"""OrtArenaAllocator, OrtMemTypeDefault."""
+ERRORS_ONLY = 3
+CODES = {"F32": 1, "U8": 2, "I8": 3, "F16": 10, "BF16": 16}
+"""safetensors' name of a dtype -> ONNXTensorElementDataType."""
+DTYPES: Mapping[int, type[np.generic]] = {1: np.float32, 7: np.int64}
+"""Of inputs and outputs."""
+
+
+@cache
+def _environment(api: OrtC) -> tuple[Handle, Handle]:
+    """(environment, description of CPU memory), one of each for the process; sessions take memory from its arena."""
+    environment = api.make("CreateEnv", ERRORS_ONLY, b"mod_export")
+    memory = api.make("CreateCpuMemoryInfo", ARENA, DEFAULT_MEMORY)
+    api.call("CreateAndRegisterAllocator", environment, memory, None)
+    return environment, memory
+
+
+class _Weights:
+    """One weights file in memory: mapped, known to ONNX Runtime tensor by tensor, and packed as sessions need it."""
+
+    def __init__(self, api: OrtC, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.container = api.make("CreatePrepackedWeightsContainer")
+        self.values: dict[str, Handle] = {}
+        held = np.frombuffer(self._map, np.uint8)
+        for name, (dtype, shape, offset, length) in WeightsFile.open(path).entries.items():
+            if length:
+                self.values[name] = _tensor(api, held[offset : offset + length], shape, CODES[dtype])
+        weakref.finalize(self, _release, api, self.values, self.container, held)
+
+    def let_go(self) -> None:
+        """Gives back the pages of the file that were read, and what packing has freed.
+
+        What is used again is read again. A session packs every weight before it sees that the container has it, and the
+        C library of Linux (glibc) keeps freed memory for later unless it is told not to.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+        if sys.platform.startswith("linux") and hasattr(trim := ctypes.CDLL(None), "malloc_trim"):
+            trim.malloc_trim(0)
+
+
+def _release(api: OrtC, values: Mapping[str, Handle], container: Handle, held: np.ndarray) -> None:
+    # `held` keeps the file mapped until here.
+    for value in values.values():
+        api.release("Value", value)
+    api.release("PrepackedWeightsContainer", container)
+
+
+_open: weakref.WeakValueDictionary[tuple[str, int, int], _Weights] = weakref.WeakValueDictionary()
+"""Weights that some session uses. A file that was replaced is another one."""
+_opening = threading.Lock()
+
+
+def _weights(api: OrtC, path: Path) -> _Weights:
+    WeightsFile.open(path)  # Says what is wrong with it, if anything is.
+    status = path.stat()
+    key = (str(path.resolve()), status.st_ino, status.st_mtime_ns)
+    with _opening:
+        weights = _open.get(key)
+        if weights is None:
+            weights = _open[key] = _Weights(api, path)
+    return weights
+
+
+def _tensor(api: OrtC, array: np.ndarray, shape: Sequence[int], code: int) -> Handle:
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    memory = _environment(api)[1]
+    return api.make("CreateTensorWithDataAsOrtValue", memory, array.ctypes.data, array.nbytes, sizes, len(shape), code)
+
+
+def shared_runner(api: OrtC, graph: Path, weights: Path, where: str, threads: int) -> SharedRunner:
+    """Opens a session on a graph that reads its weights from one file, shared with all other sessions on that file.
+
+    Args:
+        api: ONNX Runtime's C interface.
+        graph: the ONNX file.
+        weights: the weights file, in the folder that the graph's references are relative to.
+        where: what messages call it.
+        threads: threads inside an operator; 0 leaves ONNX Runtime's choice.
+
+    Raises:
+        EngineError: ONNX Runtime refuses the graph, or the other file is not one of weights.
+    """
+    try:
+        shared = _weights(api, weights)
+    except (BuildFolderError, OSError) as error:
+        raise EngineError(str(error)) from error
+    options = api.make("CreateSessionOptions")
+    try:
+        api.call("SetIntraOpNumThreads", options, threads)
+        api.call("SetInterOpNumThreads", options, 1)
+        # A pattern is a block of memory for each session; without it all of them use the same pieces of the arena.
+        api.call("DisableMemPattern", options)
+        api.call("SetSessionLogSeverityLevel", options, ERRORS_ONLY)
+        for key, value in (
+            ("session.model_external_initializers_file_folder_path", str(weights.parent.resolve())),
+            # Threads of an idle session must not spin on the cores of the session that is being timed.
+            ("session.force_spinning_stop", "1"),
+            ("session.use_env_allocators", "1"),
+        ):
+            api.call("AddSessionConfigEntry", options, key.encode(), value.encode())
+        for name, held in shared.values.items():
+            api.call("AddInitializer", options, name.encode(), held)
+        make = "CreateSessionWithPrepackedWeightsContainer"
+        session = api.make(make, _environment(api)[0], str(graph).encode(), options, shared.container)
+    except EngineError as error:
+        raise EngineError(f"{graph.name}: ONNX Runtime refuses this graph: {error}") from error
+    finally:
+        api.release("SessionOptions", options)
+    shared.let_go()
+    return SharedRunner(api, session, shared, where, threads)
+
+
+class SharedRunner:
+    """A session with inputs and outputs of static shape. Feeds are read where they lie, and what is returned lies where
+    it was computed. Several threads may run it at once.
+    """
+
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)
+
+    def __init__(self, api: OrtC, session: Handle, weights: _Weights, where: str, threads: int) -> None:
+        self._api = api
+        self._session: Handle | None = session
+        self._close = weakref.finalize(self, _close, api, session, weights)
+        self._where = where
+        self._inputs = _ports(api, session, "Input")
+        self._outputs = _ports(api, session, "Output")
+        self._shapes = {name: port.shape for name, port in self._inputs.items()}
+        self.inputs = tuple(self._inputs)
+        self.outputs = tuple(self._outputs)
+        self.threads = threads
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        if self._session is None:
+            raise EngineError(f"{self._where}: the session is closed; open another one")
+        check_feeds(self._where, self._shapes, feeds)
+        wanted = list(outputs or self.outputs)
+        check_outputs(self._where, self.outputs, wanted)
+        given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+        values = [self._inputs[name].value(self._api, array) for name, array in given.items()]
+        # Null for each output: ONNX Runtime takes its memory from the arena, where it is warm after the first run.
+        results = (Handle * len(wanted))()
+        try:
+            self._api.check(
+                self._api.run(
+                    self._session, None, _names(tuple(given)), (Handle * len(values))(*values), len(values),
+                    _names(tuple(wanted)), len(wanted), results,
+                )
+            )  # fmt: skip
+        except EngineError as error:
+            raise EngineError(f"{self._where}: ONNX Runtime failed: {error}") from error
+        finally:
+            for value in values:
+                self._api.release_value(value)
+        return {
+            name: np.asarray(_Result(self._api, Handle(value), self._outputs[name]))
+            for name, value in zip(wanted, results, strict=True)
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session = None
+        self._close()
+
+
+def _close(api: OrtC, session: Handle, weights: _Weights) -> None:
+    # `weights` outlives the session, which reads them until it is released.
+    api.release("Session", session)
+
+
+@cache
+def _names(names: tuple[str, ...]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
+
+
+class _Result:
+    """The memory of an output, given back to the arena when the last array over it is gone."""
+
+    def __init__(self, api: OrtC, value: Handle, port: _Port) -> None:
+        self._api = api
+        self._value = value
+        address = Handle()
+        api.check(api.data(value, ctypes.byref(address)))
+        kind = np.dtype(port.dtype)
+        self.__array_interface__ = {
+            "shape": port.shape, "typestr": kind.str, "data": (address.value, False), "version": 3,
+        }  # fmt: skip
+
+    def __del__(self) -> None:
+        self._api.release_value(self._value)
+
+
+class _Port:
+    """An input or output: its shape and dtype, and what makes an array of both a value of ONNX Runtime."""
+
+    def __init__(self, shape: tuple[int, ...], code: int) -> None:
+        self.shape = shape
+        self.dtype = DTYPES[code]
+        self._sizes = (ctypes.c_int64 * len(shape))(*shape)
+        self._code = code
+
+    def value(self, api: OrtC, array: np.ndarray) -> Handle:
+        made, memory = Handle(), _environment(api)[1]
+        address: int = array.__array_interface__["data"][0]
+        sizes, count = self._sizes, len(self.shape)
+        api.check(api.tensor(memory, address, array.nbytes, sizes, count, self._code, ctypes.byref(made)))
+        return made
+
+
+def _ports(api: OrtC, session: Handle, kind: str) -> dict[str, _Port]:
+    """Name -> input or output."""
+    allocator = api.make("GetAllocatorWithDefaultOptions")
+    found = {}
+    for index in range(api.number(f"SessionGet{kind}Count", session)):
+        text = api.make(f"SessionGet{kind}Name", session, index, allocator)
+        name = ctypes.string_at(text.value or 0).decode()
+        api.call("AllocatorFree", allocator, text)
+        about = api.make(f"SessionGet{kind}TypeInfo", session, index)
+        with contextlib.closing(_Released(api, "TypeInfo", about)):
+            tensor = api.make("CastTypeInfoToTensorInfo", about)
+            sizes = (ctypes.c_int64 * api.number("GetDimensionsCount", tensor))()
+            api.call("GetDimensions", tensor, sizes, len(sizes))
+            code = ctypes.c_int()
+            api.call("GetTensorElementType", tensor, ctypes.byref(code))
+        found[name] = _Port(tuple(sizes), code.value)
+    return found
+
+
+class _Released:
+    """Gives an object back when it is closed."""
+
+    def __init__(self, api: OrtC, kind: str, handle: Handle) -> None:
+        self._arguments = (kind, handle)
+        self._api = api
+
+    def close(self) -> None:
+        self._api.release(*self._arguments)

@@ -1,0 +1,117 @@
+"""What graphs may return beside the logits of every token, and attention in blocks, all the way through a build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from conftest import Recorder
+
+import mod_export
+from mod_export.artifacts import Outputs
+from mod_export.config import BuildConfig
+from mod_export.model import Model
+from mod_export.pipeline import build
+from mod_export.report.schema import BuildReport
+from mod_export.revalidate import validate_folder
+from mod_export.workspace import read_manifest
+
+SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 20, 32)}
+
+
+def build_of(checkpoint: Path, config: BuildConfig, root: Path, **changes: Any) -> BuildReport:
+    small = config.model_copy(update={"buckets": ((2, 32),), **changes})
+    return build(checkpoint, small, root, None, Recorder(), "mod-export build tiny.pt")
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def returning(
+    request: pytest.FixtureRequest, checkpoint: Path, config: BuildConfig, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Outputs, Path, BuildReport]:
+    root = tmp_path_factory.mktemp("returning") / "build"
+    return request.param, root, build_of(checkpoint, config, root, outputs=request.param)
+
+
+def test_a_build_is_judged_by_what_it_returns(returning: tuple[Outputs, Path, BuildReport]) -> None:
+    outputs, root, report = returning
+    assert report.verdict.status == "pass", report.verdict.reasons
+    assert {row.passed for row in report.parity} == {True}
+    assert all(row.error.max_abs < 1e-4 for row in report.parity)
+    assert {graph["outputs"] for graph in read_manifest(root)["graphs"]} == {outputs}
+    # Only whole texts have a perplexity.
+    assert {row.text is None for row in report.parity} == {outputs == "last"}
+
+
+def test_what_is_returned_is_the_eager_models(returning: tuple[Outputs, Path, BuildReport], model: Model) -> None:
+    outputs, root, _ = returning
+    ids_BS, lengths_B = np.random.default_rng(0).integers(0, 256, (2, 20)), np.array([20, 7])
+    with mod_export.load(root) as deployment:
+        found = deployment.run(ids_BS, lengths_B)
+    padded_BS = np.zeros((2, 32), np.int64)
+    padded_BS[:, :20] = ids_BS
+    with torch.no_grad():
+        module = model.loaded.module(outputs)
+        expected = module(torch.from_numpy(padded_BS), torch.from_numpy(lengths_B))[0].numpy()
+    assert found.shape == SHAPES[outputs]
+    real = np.arange(20) < lengths_B[:, None]
+    pairs = (found, expected) if outputs == "last" else (found[real], expected[:, :20][real])
+    np.testing.assert_allclose(*pairs, atol=2e-5)
+
+
+def test_the_folder_validates_again(returning: tuple[Outputs, Path, BuildReport]) -> None:
+    outputs, root, _ = returning
+    found = validate_folder(root, None, [])
+    assert found.verdict.status == "pass", found.verdict.reasons
+    probed = {row.suffixes > 0 for row in found.causality}
+    assert probed == {outputs != "last"}
+    if outputs == "last":
+        assert all("only the last token's logits are returned" in row.statement for row in found.causality)
+
+
+def test_a_fault_in_what_is_returned_is_found(
+    returning: tuple[Outputs, Path, BuildReport], checkpoint: Path, config: BuildConfig, tmp_path: Path
+) -> None:
+    """An engine of the other kind of output under this one's name."""
+    outputs, root, _ = returning
+    other: Outputs = "none" if outputs == "last" else "last"
+    report = build_of(checkpoint, config, tmp_path / "other", outputs=other)
+    assert report.verdict.status == "pass"
+    path = "engines/ort-cpu/mod-b2s32-float32.onnx"
+    kept = (root / path).read_bytes()
+    try:
+        (root / path).write_bytes((tmp_path / "other" / path).read_bytes())
+        found = validate_folder(root, None, ["ort-cpu"])
+    finally:
+        (root / path).write_bytes(kept)
+    assert found.verdict.status == "fail"
+    names = {"last": "last_logits", "none": "hidden"}
+    assert any(f"the engine gives no {names[outputs]}, expected" in reason for reason in found.verdict.reasons)
+
+
+def test_blocks_of_queries_are_built_judged_and_exported_afresh(
+    checkpoint: Path, config: BuildConfig, tmp_path: Path
+) -> None:
+    options = config.target.model_copy(update={"ort_cpu": config.target.ort_cpu.model_copy(update={"query_block": 8})})
+    report = build_of(checkpoint, config, tmp_path / "build", target=options)
+    assert report.verdict.status == "pass", report.verdict.reasons
+    graphs = {graph["path"]: graph for graph in read_manifest(tmp_path / "build")["graphs"]}
+    graph = graphs["graphs/mod-b2s32.ort-cpu.float32.onnx"]
+    assert graph["query_blocks"] == {"32": 8}
+    nodes = [node.op_type for node in ir.load(tmp_path / "build" / graph["path"]).graph]
+    assert nodes.count("Attention") == 2 * 4 + 2  # Four blocks in each of two dense layers; two routed ones, whole.
+    found = validate_folder(tmp_path / "build", None, [])
+    assert found.verdict.status == "pass", found.verdict.reasons
+    # The prediction counts what the engines compute.
+    (row,) = report.speedup
+    dense, mod = ({cost.model: cost.flops for cost in report.cost}[kind] for kind in ("dense", "mod"))
+    assert row.predicted_flops < dense / mod
+
+
+def test_no_blocks_when_none_are_wanted(checkpoint: Path, config: BuildConfig, tmp_path: Path) -> None:
+    options = config.target.model_copy(update={"ort_cpu": config.target.ort_cpu.model_copy(update={"query_block": 0})})
+    build_of(checkpoint, config, tmp_path / "build", target=options)
+    assert all(graph["query_blocks"] == {} for graph in read_manifest(tmp_path / "build")["graphs"])
