@@ -103,6 +103,9 @@ def _command(function: Callable[..., int]) -> Callable[..., None]:
 @click.option("--baseline", metavar="MODEL", type=PATH, help="A dense checkpoint instead of the dense twin.")
 @click.option("--capacity", metavar="C", type=float, help="Of every routed layer, instead of the checkpoint's own.")
 @target_option
+@click.option(
+    "--max-memory", metavar="SIZE", help="Memory that the build may take, such as 12GiB; default: what is free."
+)
 @click.option("--report", metavar="FILE", type=PATH, help="Write report.json here as well.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
 @verbose_option
@@ -114,6 +117,7 @@ def build(
     baseline: Path | None,
     capacity: float | None,
     targets: Sequence[str],
+    max_memory: str | None,
     report: Path | None,
     quiet: bool,
     verbose: bool,
@@ -121,7 +125,8 @@ def build(
     """Build MODEL (model.pt, or a folder of config.json and model.safetensors) for every target."""
     folder = out or Path("build") / (model.resolve().name.removesuffix(".pt") or "model")
     verbosity = -1 if quiet else int(verbose)
-    return _build(model, _config(config_file, targets), folder, baseline, report, verbosity, capacity)
+    config = _config(config_file, targets, **({} if max_memory is None else {"max_memory": max_memory}))
+    return _build(model, config, folder, baseline, report, verbosity, capacity)
 
 
 def _build(
@@ -342,10 +347,10 @@ def demo(out: Path, quiet: bool, verbose: bool) -> int:
     return trained or timed
 
 
-def _config(path: Path | None, targets: Sequence[str]) -> BuildConfig:
+def _config(path: Path | None, targets: Sequence[str], **overrides: Any) -> BuildConfig:
     from mod_export.config import config_from_toml
 
-    return config_from_toml(path, {"targets": tuple(targets)} if targets else None)
+    return config_from_toml(path, {**({"targets": tuple(targets)} if targets else {}), **overrides})
 
 
 def _need(*modules: str) -> None:

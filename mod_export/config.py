@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from mod_export.artifacts import Bucket, DType, FloatDType, Outputs
@@ -219,6 +219,9 @@ class BuildConfig(_Section):
     targets: tuple[str, ...] = ()
     """Names as in `mod-export targets`; empty picks every target that can build on this machine."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    max_memory: ByteSize = ByteSize(0)
+    """Memory that a build may take, such as "12GiB"; 0 is what is free. What needs more is refused before it starts,
+    and what only helps (the reference in float64) is left out."""
     target: TargetOptions = TargetOptions()
     parity: ParityOptions
     latency: LatencyOptions

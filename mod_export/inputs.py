@@ -16,11 +16,13 @@ import numpy as np
 from mod_export.artifacts import Bucket
 from mod_export.protocols import LoadedModel
 
-__all__ = ["KINDS", "Batch", "parity_batches", "timing_batch"]
+__all__ = ["KINDS", "Batch", "affordable_tokens", "parity_batches", "timing_batch"]
 
 MOST_LENGTHS = 16
 MOST_RANDOM_BATCHES = 8
 MOST_RANDOM_TOKENS = 2**13
+MOST_FLOPS = 2e12
+"""Of one kind of input that is there to be many: 20 seconds of a slow processor. It counts from 60 M parameters on."""
 KINDS = ("text", "random", "padded", "ties", "near_ties")
 
 
@@ -65,12 +67,17 @@ def parity_batches(loaded: LoadedModel, bucket: Bucket, seed: int, per_kind: int
         full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
         if text_BS is not None:
             batches.append(Batch("text", text_BS, full_B))
-        batches += [Batch("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, loaded.vocab_size)]
+        batches += [Batch("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, loaded)]
         for lengths_B in _lengths(rng, bucket, set(loaded.k_by_layer(bucket.seq).values())):
             batches.append(Batch("padded", random_BS if text_BS is None else text_BS, lengths_B))
         token_B1 = rng.integers(0, loaded.vocab_size, (bucket.batch, 1), dtype=np.int64)
         batches.append(Batch("ties", np.repeat(token_B1, bucket.seq, axis=1), full_B))
     return batches
+
+
+def affordable_tokens(loaded: LoadedModel) -> int:
+    """Tokens that a search through many inputs may run through a model, two FLOPs for each parameter."""
+    return int(MOST_FLOPS / (2 * sum(tensor.numel() for tensor in loaded.weights.values())))
 
 
 def timing_batch(bucket: Bucket, vocab_size: int, seed: int) -> Batch:
@@ -80,10 +87,11 @@ def timing_batch(bucket: Bucket, vocab_size: int, seed: int) -> Batch:
     return Batch("random", ids_BS, np.full(bucket.batch, bucket.seq, dtype=np.int64))
 
 
-def _every_id(rng: np.random.Generator, bucket: Bucket, vocab_size: int) -> list[np.ndarray]:
-    """Batches in which every id stands once, in any order, and others; of a large vocabulary a part of it."""
-    size = bucket.batch * bucket.seq
-    count = max(1, min(-(-vocab_size // size), MOST_RANDOM_TOKENS // size, MOST_RANDOM_BATCHES))
+def _every_id(rng: np.random.Generator, bucket: Bucket, loaded: LoadedModel) -> list[np.ndarray]:
+    """Batches in which every id stands once, in any order, and others; of a large vocabulary or model a part of it."""
+    size, vocab_size = bucket.batch * bucket.seq, loaded.vocab_size
+    most = min(MOST_RANDOM_TOKENS, affordable_tokens(loaded))
+    count = max(1, min(-(-vocab_size // size), most // size, MOST_RANDOM_BATCHES))
     ids_N = rng.permutation(vocab_size)[: count * size]
     more_N = rng.integers(0, vocab_size, count * size - len(ids_N))
     return list(np.concatenate([ids_N, more_N]).astype(np.int64).reshape(count, bucket.batch, bucket.seq))

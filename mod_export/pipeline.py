@@ -14,6 +14,7 @@ from typing import Protocol
 from mod_export.config import BuildConfig
 from mod_export.errors import ModExportError
 from mod_export.graph.pages import let_go
+from mod_export.memory import limited
 from mod_export.model import model_from_checkpoint
 from mod_export.plan import KINDS, make_plan
 from mod_export.report.schema import BuildReport, Stage
@@ -73,6 +74,7 @@ def build(
     """
     stages: list[Stage] = []
     with contextlib.ExitStack() as opened:
+        opened.enter_context(limited(config.max_memory))
         with _stage("load", stages, observer) as steps:
             model = model_from_checkpoint(checkpoint)
             model = model if capacity is None else model.with_capacity(capacity)

@@ -19,6 +19,11 @@ from mod_export.protocols import EngineBuilder, LoadedModel
 
 __all__ = ["KINDS", "Plan", "check_names", "make_plan"]
 
+LIBRARIES_BYTES = 2**30
+"""PyTorch, its exporter and ONNX Runtime with what they keep."""
+FLOAT32_BYTES = 4
+LOGITS_AT_ONCE = 6
+"""Of the reference in float32 and float64, the candidate, and what they are compared in."""
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 
 
@@ -90,11 +95,12 @@ def make_plan(model: Model, baseline: Model | None, config: BuildConfig, root: P
         for kind in KINDS
         for problem in engine.check(config, kind, bucket)
     ]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
     plan = Plan(
         model=model, baseline=baseline, config=config, buckets=buckets, targets=targets, availability=availability
     )
+    problems += _beyond_budget(plan)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
     _check_room(plan, root)
     return plan
 
@@ -133,6 +139,23 @@ def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:
         f"{memory / 2**30:,.0f} GiB of memory; lower the batch or the length"
         for bucket, size in needed.items()
         if size > memory
+    ]
+
+
+def _beyond_budget(plan: Plan) -> list[str]:
+    """What a build cannot do without: libraries, the reference, an engine's packed weights, and logits of both.
+
+    The graph stages take no memory for weights. Measuring loads two engines, which share theirs, and validation one.
+    """
+    weights = FLOAT32_BYTES * (plan.model.parameters + (plan.baseline.parameters if plan.baseline else 0))
+    logits = max(FLOAT32_BYTES * bucket.batch * bucket.seq * plan.model.loaded.vocab_size for bucket in plan.buckets)
+    needed = LIBRARIES_BYTES + 2 * weights + LOGITS_AT_ONCE * logits
+    budget = plan.config.max_memory
+    if not budget or needed <= budget:
+        return []
+    return [
+        f"max_memory: this build needs about {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB are allowed; allow "
+        "more, or build shorter buckets or a smaller batch"
     ]
 
 

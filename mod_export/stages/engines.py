@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-import psutil
 
 from mod_export.artifacts import PRIMARY, Bucket, Engine, Graph, ModelKind, Variant, engine_stem
 from mod_export.engine.ort import CPU, OrtRunner, session_from_onnx
@@ -19,6 +18,7 @@ from mod_export.graph.onnx_export import assert_capacity
 from mod_export.graph.passes import needs_rewrite, run_passes
 from mod_export.inputs import parity_batches
 from mod_export.measure.products import attention_sizes
+from mod_export.memory import free_bytes
 from mod_export.protocols import EngineBuilder
 from mod_export.stages.context import Context
 from mod_export.stages.formulation import chosen_dialect
@@ -83,7 +83,7 @@ def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
     Raises:
         LimitError: running this graph would need more memory than is free.
     """
-    free = psutil.virtual_memory().available
+    free = free_bytes()
     needed = _attention_bytes(model) if builder.dialect.whole_scores else 0
     if needed > free:
         raise LimitError(
@@ -137,7 +137,7 @@ def _prove_rewrite(context: Context, builder: EngineBuilder, graph: Graph, path:
         return "not run: ONNX Runtime has no bfloat16 kernels on CPU; the float16 graph is rewritten by the same passes"
     if package_version("onnxruntime") is None:
         return "not run: onnxruntime is not installed"
-    if needed > psutil.virtual_memory().available // 2:
+    if needed > free_bytes() // 2:
         return f"not run: attention over {graph.bucket.seq} tokens needs about {needed / 2**30:.0f} GiB on the CPU"
     session = session_from_onnx(path, context.root / "graphs", [CPU], 1, {})
     batches = parity_batches(context.plan.loaded(graph.model), graph.bucket, context.plan.config.seed, 1)[:1]

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from mod_export.artifacts import Bucket, DType, Engine, Graph, ModelKind
 from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
 from mod_export.engine.ort import CPU, OrtRunner, session_from_onnx
 from mod_export.environment import package_version
+from mod_export.memory import free_bytes
 from mod_export.protocols import Runner
 
 __all__ = ["Candidate", "candidates_from_engines", "candidates_from_graphs"]
@@ -112,4 +112,4 @@ def candidates_from_graphs(
 def _fits(graph: Graph) -> bool:
     """Whether scores of attention over the whole bucket, and their softmax, find room: at most 32 heads are assumed."""
     needed = 2 * 4 * graph.bucket.batch * MOST_HEADS * graph.bucket.seq**2
-    return needed < psutil.virtual_memory().available // 2
+    return needed < free_bytes() // 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mod_export.artifacts import Bucket
-from mod_export.inputs import Batch
+from mod_export.inputs import Batch, affordable_tokens
 from mod_export.validate.reference import Reference
 
 __all__ = ["near_tie_batches"]
@@ -25,12 +25,13 @@ FAR = 2.0**-17
 def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Batch]:
     """Batches of the rows with the smallest margins of each layer; none for a model that routes nothing here.
 
-    Costs one run of the reference for up to MOST_TOKENS tokens.
+    Costs one run of the reference for up to MOST_TOKENS tokens, fewer of a large model.
     """
     rng = np.random.default_rng(seed)
     # Nobody asks for these runs again: kept with the others, their logits would take all the room there is.
     passing = Reference(reference.loaded, reference.module)
-    count = max(2 * bucket.batch, min(MOST_ROWS, MOST_TOKENS // bucket.seq))
+    tokens = min(MOST_TOKENS, affordable_tokens(reference.loaded))
+    count = max(2 * bucket.batch, min(MOST_ROWS, tokens // bucket.seq))
     rows_NS = rng.integers(0, reference.loaded.vocab_size, (count, bucket.seq), dtype=np.int64)
     at_once = max(1, TOKENS_AT_ONCE // bucket.seq)
     margins: dict[int, list[float]] = {}

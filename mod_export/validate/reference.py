@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
-import psutil
 
 from mod_export.artifacts import Outputs
 from mod_export.inputs import Batch
+from mod_export.memory import free_bytes
 from mod_export.protocols import LoadedModel
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Reference:
         import torch
 
         needed = SHAKEN * sum(tensor.nbytes for tensor in self.module.state_dict().values())
-        if needed > psutil.virtual_memory().available // 2:
+        if needed > free_bytes() // 2:
             return []
         generator = torch.Generator().manual_seed(0)
         modules = [copy.deepcopy(self.module) for _ in range(SHAKEN)]
@@ -100,7 +100,7 @@ class Reference:
     @cached_property
     def _double(self) -> torch.nn.Module | None:
         needed = FLOAT64_BYTES * sum(tensor.numel() for tensor in self.loaded.weights.values())
-        return copy.deepcopy(self.module).double() if needed < psutil.virtual_memory().available // 2 else None
+        return copy.deepcopy(self.module).double() if needed < free_bytes() // 2 else None
 
     def _run(self, batch: Batch, routing: Mapping[int, np.ndarray], dtype: str) -> Traced:
         key = _digest(batch, routing, dtype)

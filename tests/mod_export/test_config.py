@@ -87,7 +87,7 @@ def test_every_problem_is_reported_at_once_with_the_nearest_name(tmp_path: Path)
         "seed: input should be a valid integer, got true",
         "target.ort-cpu.dtype: unknown key, did you mean 'dtypes'?",
         "target.ort_cuda: unknown key, did you mean 'ort-cuda'?",
-        "zzzz: unknown key; known: buckets, outputs, targets, seed, target, parity, latency, cost",
+        "zzzz: unknown key; known: buckets, outputs, targets, seed, max_memory, target, parity, latency, cost",
     ]
 
 
@@ -225,7 +225,17 @@ def test_toml_reads_back_to_an_equal_value(tmp_path_factory: pytest.TempPathFact
 
 def test_the_resolved_configuration_names_everything() -> None:
     shown = tomllib.loads(toml_from_config(config_from_toml(None)))
-    assert shown.keys() == {"buckets", "outputs", "targets", "seed", "target", "parity", "latency", "cost"}
+    assert shown.keys() == {
+        "buckets",
+        "outputs",
+        "targets",
+        "seed",
+        "max_memory",
+        "target",
+        "parity",
+        "latency",
+        "cost",
+    }
     assert shown["target"].keys() == {"ort-cpu", "ort-cuda", "inductor", "tensorrt", "tensorrt-rtx"}
     assert shown["latency"]["samples"] == 40
 

@@ -143,6 +143,7 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     # Of buckets as short as these no attention is split.
     "target/ort-cpu/query_block": (64, set()),
     "target/ort-cuda/dtypes": (["float16"], set()),
+    "max_memory": (2**34, set()),
     "target/ort-cuda/device": (1, set()),
     "target/tensorrt/dtypes": (["float16"], set()),
     "target/tensorrt/optimization_level": (5, set()),

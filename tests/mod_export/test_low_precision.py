@@ -1,0 +1,125 @@
+"""int8 and int4 weights all the way: judged by what they make of text, sized, timed, and not served when they fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Recorder
+
+import mod_export
+from mod_export.artifacts import DType
+from mod_export.config import BuildConfig
+from mod_export.errors import TargetError
+from mod_export.pipeline import build
+from mod_export.report import render_html, render_text
+from mod_export.report.schema import BuildReport
+from mod_export.revalidate import validate_folder
+from mod_export.workspace import read_manifest
+
+pytestmark = pytest.mark.slow
+LAX = {"next_token_agreement": 0.0, "max_kl": 100.0, "max_perplexity_ratio": 100.0}
+"""The tiny model has random weights: what a few bits do to its next tokens says nothing."""
+
+
+def low(config: BuildConfig, dtypes: tuple[DType, ...], **gates: float) -> BuildConfig:
+    options = config.target.model_copy(
+        update={"ort_cpu": config.target.ort_cpu.model_copy(update={"dtypes": ("float32", *dtypes)})}
+    )
+    parity = config.parity.model_copy(
+        update={dtype: config.parity.gate(dtype).model_copy(update=gates) for dtype in dtypes}
+    )
+    return config.model_copy(update={"buckets": ((2, 32),), "target": options, "parity": parity})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("low") / "build"
+
+
+@pytest.fixture(scope="module")
+def report(root: Path, checkpoint: Path, config: BuildConfig) -> BuildReport:
+    return build(checkpoint, low(config, ("int8", "int4"), **LAX), root, None, Recorder(), "mod-export build tiny.pt")
+
+
+def test_every_dtype_is_judged_and_passes(report: BuildReport) -> None:
+    assert report.verdict.status == "pass", report.verdict.reasons
+    judged = {(row.target, row.dtype, row.model): row for row in report.parity}
+    for dtype in ("int8", "int4"):
+        row = judged["ort-cpu", dtype, "mod"]
+        assert row.text is not None
+        assert row.text.next_token_agreement is not None
+        assert row.error.max_abs > judged["ort-cpu", "float32", "mod"].error.max_abs
+    errors = {dtype: judged["ort-cpu", dtype, "dense"].error.rms for dtype in ("float32", "int8", "int4")}
+    assert errors["float32"] < errors["int8"] < errors["int4"]
+
+
+def test_size_and_speed_stand_beside_float32(report: BuildReport) -> None:
+    assert [(row.dtype, row.model) for row in report.precision] == [
+        ("int8", "mod"), ("int4", "mod"), ("int8", "dense"), ("int4", "dense"),
+    ] or {(row.dtype, row.model) for row in report.precision} == {
+        (dtype, model) for dtype in ("int8", "int4") for model in ("mod", "dense")
+    }  # fmt: skip
+    for row in report.precision:
+        assert row.ci95[0] <= row.measured <= row.ci95[1]
+        assert row.p50_ms > 0
+    text = render_text(report, "folder")
+    assert "ort-cpu b2s32 int8 mod: " in text
+    assert "as fast as float32, same next token on text " in text
+    assert "Narrower numbers" in render_html(report)
+
+
+def test_weights_files_hold_what_their_graphs_need(root: Path, report: BuildReport) -> None:
+    sizes = {path.name: path.stat().st_size for path in (root / "graphs").glob("*.data")}
+    assert sizes.keys() == {f"weights-{dtype}.data" for dtype in ("float32", "int8", "int4")}
+    for dtype in ("int8", "int4"):
+        graph = next(
+            item for item in read_manifest(root)["graphs"] if item["dtype"] == dtype and item["model"] == "mod"
+        )
+        named = (root / graph["path"]).read_bytes()
+        assert f"weights-{dtype}.data".encode() in named
+        assert b"weights-float32.data" not in named
+
+
+def test_the_folder_validates_again(root: Path, report: BuildReport) -> None:
+    found = validate_folder(root, None, [])
+    assert found.verdict.status == "pass", found.verdict.reasons
+
+
+def test_another_number_in_the_weights_is_found(root: Path, report: BuildReport) -> None:
+    path = root / "graphs/weights-int8.data"
+    kept = path.read_bytes()
+    try:
+        path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        found = validate_folder(root, None, [])
+    finally:
+        path.write_bytes(kept)
+    assert any(
+        "weights-int8.data" in reason and "not the checkpoint's values" in reason for reason in found.verdict.reasons
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_it_is_served_on_request(dtype: DType, root: Path, report: BuildReport) -> None:
+    ids_BS = np.random.default_rng(0).integers(0, 256, (2, 20))
+    with mod_export.load(root) as usual, mod_export.load(root, dtype=dtype) as narrow:
+        assert (usual.dtype, narrow.dtype) == ("float32", dtype)
+        difference = np.abs(usual.run(ids_BS) - narrow.run(ids_BS)).max()
+    assert 0 < difference < 5
+
+
+def test_what_misses_its_gate_is_not_served(checkpoint: Path, config: BuildConfig, tmp_path: Path) -> None:
+    strict = low(config, ("int8",), **{**LAX, "noise": 0.0})
+    found = build(checkpoint, strict, tmp_path / "build", None, Recorder(), "mod-export build tiny.pt")
+    assert found.verdict.status == "fail"
+    assert all(" int8 " in reason for reason in found.verdict.reasons)
+    assert "missed its gates, not shipped" in render_text(found, "folder")
+    with mod_export.load(tmp_path / "build") as deployment:
+        assert deployment.dtype == "float32"
+    message = r"every engine that could run here missed its gates and is not served \(int8: .*max abs error"
+    with pytest.raises(TargetError, match=message):
+        mod_export.load(tmp_path / "build", dtype="int8")
+    refused = json.loads((tmp_path / "build/manifest.json").read_text())["refused"]
+    assert set(refused) == {f"engines/ort-cpu/{kind}-b2s32-int8.onnx" for kind in ("mod", "dense")}
