@@ -31,13 +31,18 @@ def precisions(report: BuildReport) -> tuple[Precision, ...]:
 
 def precision_lines(report: BuildReport) -> list[str]:
     """One line for each of them, for a console."""
-    return [
-        f"{setting_text(one.row)} {one.row.model}: {bytes_text(one.row.bytes)} instead of "
-        f"{bytes_text(one.row.float32_bytes)}, {interval_text(one.row)} as fast as float32, "
-        f"same next token on text {one.agreement}, perplexity {one.perplexity} {one.reference}"
-        + ("" if one.passed is not False else "; missed its gates, not shipped")
-        for one in precisions(report)
+    return [", ".join(_parts(one)) for one in precisions(report)]
+
+
+def _parts(one: Precision) -> list[str]:
+    row = one.row
+    parts = [
+        f"{setting_text(row)} {row.model}: {bytes_text(row.bytes)} instead of {bytes_text(row.float32_bytes)}",
+        f"{interval_text(row)} as fast as float32",
     ]
+    if one.reference:
+        parts += [f"same next token on text {one.agreement}", f"perplexity {one.perplexity} {one.reference}"]
+    return [*parts, "missed its gates: not shipped"] if one.passed is False else parts
 
 
 def _precision(row: PrecisionEntry, parity: Sequence[ParityEntry]) -> Precision:

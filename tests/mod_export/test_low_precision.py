@@ -115,7 +115,7 @@ def test_what_misses_its_gate_is_not_served(checkpoint: Path, config: BuildConfi
     found = build(checkpoint, strict, tmp_path / "build", None, Recorder(), "mod-export build tiny.pt")
     assert found.verdict.status == "fail"
     assert all(" int8 " in reason for reason in found.verdict.reasons)
-    assert "missed its gates, not shipped" in render_text(found, "folder")
+    assert "missed its gates: not shipped" in render_text(found, "folder")
     with mod_export.load(tmp_path / "build") as deployment:
         assert deployment.dtype == "float32"
     message = r"every engine that could run here missed its gates and is not served \(int8: .*max abs error"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from comparisons import GATE, GOOD, TEXT, allowed_by, errors, with_error, with_noise, with_routing
 
-from mod_export.validate.allowance import Allowance
+from mod_export.validate.allowance import Allowance, allowance
 from mod_export.validate.checks import (
     CHECKS,
     check_divergence,
@@ -155,3 +155,30 @@ def test_the_gates_are_those_of_the_configuration() -> None:
     assert check_divergence([GOOD], allowed)
     assert not check_perplexity([GOOD], allowed)
     assert check_next_token([replace(GOOD, shortfalls=np.array([0.0] * 99 + [1.0]))], allowed)
+
+
+def quantized(agreed: int, positions: int, **gates: float) -> list[str]:
+    text = replace(TEXT, positions=positions, agreed=agreed)
+    gate = GATE.model_copy(update=gates)
+    found = [replace(GOOD, text=text, shortfalls=np.full(10, 1.0))]
+    return list(check_next_token(found, allowance(found, gate, "int8")))
+
+
+def test_a_quantized_model_is_judged_by_what_it_makes_of_text() -> None:
+    """Whatever random tokens say, and each model with the routing that it chooses."""
+    assert quantized(1980, 2000, next_token_agreement=0.99) == []
+    assert quantized(1979, 2000, next_token_agreement=0.99) == [
+        "next token: 98.9500% agree on text, each with its own routing, at least 99.0000% must"
+    ]
+
+
+def test_of_few_positions_luck_decides_how_many_differ() -> None:
+    assert quantized(97, 100, next_token_agreement=0.99) == []
+    assert quantized(96, 100, next_token_agreement=0.99)
+
+
+def test_the_perplexity_of_a_quantized_model_is_held_against_the_models_own() -> None:
+    found = [replace(GOOD, text=replace(TEXT, nll=18.0, reference_nll=18.0, own_nll=9.0))]
+    assert check_perplexity(found, allowance(found, GATE, "float32")) == []
+    (reason,) = check_perplexity(found, allowance(found, GATE, "int8"))
+    assert reason.startswith("text: log perplexity is 1 nats from the reference's, allowed a factor of ")
