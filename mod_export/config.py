@@ -84,6 +84,8 @@ class OrtCudaOptions(_Section):
 
     dtypes: Names[Literal["float32", "float16"]] = ("float32", "float16")
     device: Annotated[int, Field(ge=0)] = 0
+    cuda_graph: bool = True
+    """Whether a run is recorded once and then started as a whole."""
 
 
 class InductorOptions(_Section):

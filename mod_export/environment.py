@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["cpu_features", "describe_machine", "package_version", "source_digest", "versions"]
+__all__ = ["cache_folder", "cpu_features", "describe_machine", "package_version", "source_digest", "versions"]
 
 PACKAGES = {
     "mod_export": ("mod-export",),
@@ -43,6 +43,13 @@ def package_version(name: str) -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def cache_folder() -> Path:
+    """Where what was measured here is kept: $XDG_CACHE_HOME/mod-export, ~/.cache by default."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if Path(base).is_absolute() else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111
+    return folder / "mod-export"
 
 
 @cache

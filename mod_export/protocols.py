@@ -225,6 +225,7 @@ class EngineBuilder(Protocol):
     name: ClassVar[str]
     dialect: ClassVar[Dialect]
     from_onnx: ClassVar[bool]  # False: builds from the captured program instead of a graph of its dialect
+    apart: ClassVar[bool]  # True: builds in a process of its own, so that several engines can be built at once
 
     def availability(self) -> Availability:
         """What this machine can do, found by trying, without building anything."""

@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Workspace:
         self._manifest: dict[str, Any] = dict(EMPTY, steps={})
         self._seen: set[str] = set()
         self._lock: int | None = None
+        self._guard = threading.RLock()  # Several steps may be made at once; they are looked up and placed one by one.
 
     def __enter__(self) -> Self:
         with _explained(self.root):
@@ -103,9 +105,10 @@ class Workspace:
         Raises:
             BuildFolderError: the folder cannot be written, or is full.
         """
-        self._seen.add(name)
         fingerprint = _fingerprint(name, inputs)
-        known = self._manifest["steps"].get(name)
+        with self._guard:
+            self._seen.add(name)
+            known = self._manifest["steps"].get(name)
         unchanged = known and known["fingerprint"] == fingerprint and list(known["outputs"]) == list(outputs)
         if unchanged and not _damaged(self.root, known["outputs"]):
             return _step(name, known, reused=True)
@@ -115,22 +118,25 @@ class Workspace:
             for path in paths:
                 path.parent.mkdir(parents=True, exist_ok=True)
             result = make(paths)
-            self._reopen()
-            for path, output in zip(paths, outputs, strict=True):
-                _place(path, self.root / output)
-            record = {
-                "fingerprint": fingerprint,
-                "outputs": {output: _describe(self.root / output) for output in outputs},
-                "result": json.loads(json.dumps(result)),
-                "seconds": round(time.perf_counter() - begin, 3),
-            }
-            self._manifest["steps"][name] = record
-            self._write_manifest()
+            with self._guard:
+                self._reopen()
+                for path, output in zip(paths, outputs, strict=True):
+                    _place(path, self.root / output)
+                record = {
+                    "fingerprint": fingerprint,
+                    "outputs": {output: _describe(self.root / output) for output in outputs},
+                    "result": json.loads(json.dumps(result)),
+                    "seconds": round(time.perf_counter() - begin, 3),
+                }
+                self._manifest["steps"][name] = record
+                self._write_manifest()
         return _step(name, record, reused=False)
 
     def hash_of(self, output: str) -> str:
         """SHA-256 of an output of a finished step."""
-        for record in self._manifest["steps"].values():
+        with self._guard:
+            records = list(self._manifest["steps"].values())
+        for record in records:
             if output in record["outputs"]:
                 sha256: str = record["outputs"][output]["sha256"]
                 return sha256

@@ -82,6 +82,7 @@ class Inductor:
     name: ClassVar[str] = "inductor"
     dialect: ClassVar[Dialect] = Dialect(name="AOTInductor", max_opset=0)
     from_onnx: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
     suffix: ClassVar[str] = ".pt2"
 
     def availability(self) -> Availability:

@@ -14,6 +14,7 @@ import numpy as np
 from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Profile, Variant, primary_output
 from mod_export.config import BuildConfig
 from mod_export.engine.feeds import check_feeds, check_outputs
+from mod_export.engine.ort_bound import BoundRunner
 from mod_export.engine.ort_c import ort_c
 from mod_export.engine.ort_shared import shared_runner
 from mod_export.engine.ort_trace import kernels_from_trace
@@ -129,6 +130,7 @@ class _Ort(ABC):
     name: ClassVar[str]
     dialect: ClassVar[Dialect]
     from_onnx: ClassVar[bool] = True
+    apart: ClassVar[bool] = False
     suffix: ClassVar[str] = ".onnx"
 
     def versions(self) -> Mapping[str, str]:
@@ -238,11 +240,22 @@ class OrtCuda(_Ort):
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.ort_cuda.dtypes]
 
+    def load(
+        self, root: Path, engine: Engine, config: BuildConfig, weights: Mapping[str, np.ndarray] | None = None
+    ) -> Runner:
+        assert engine.weights is not None
+        session = self._session(root / engine.path, (root / engine.weights).parent, config, weights)
+        where = f"{self.name} {engine.path}"
+        return BoundRunner(session, where, config.latency.threads, "cuda", config.target.ort_cuda.device)
+
     def _session(
         self, path: Path, weights_folder: Path, config: BuildConfig, weights: Mapping[str, np.ndarray] | None
     ) -> onnxruntime.InferenceSession:
-        # TF32 rounds float32 products to 10 bits, which no float32 parity gate would pass.
+        # TF32 rounds float32 products to 10 bits, which no float32 parity gate would pass. A CUDA graph is started as a
+        # whole; for probes with other weights, which run once, recording one is not worth it.
         options = {"device_id": str(config.target.ort_cuda.device), "use_tf32": "0"}
+        if weights is None and config.target.ort_cuda.cuda_graph:
+            options["enable_cuda_graph"] = "1"
         try:
             session = session_from_onnx(
                 path,

@@ -24,7 +24,7 @@ import numpy as np
 from mod_export.artifacts import Availability, Bucket, Dialect, Engine, ModelKind, Variant
 from mod_export.config import BuildConfig
 from mod_export.engine.feeds import check_feeds, check_outputs
-from mod_export.environment import package_version
+from mod_export.environment import cache_folder, package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.protocols import EngineJob
 
@@ -194,6 +194,7 @@ class _Base:
     title: ClassVar[str]
     dialect: ClassVar[Dialect]
     from_onnx: ClassVar[bool] = True
+    apart: ClassVar[bool] = True
     suffix: ClassVar[str] = ".engine"
 
     def availability(self) -> Availability:
@@ -244,7 +245,7 @@ class _Base:
         provider = f"{self.title} {found['version']} on {device}"
         return runner_from_engine(self.library, root / engine.path, f"{self.name} {engine.path}", provider)
 
-    def _options(self, config: BuildConfig) -> dict[str, int]:
+    def _options(self, config: BuildConfig) -> dict[str, int | str]:
         return {}
 
     def _run_problem(self, found: Mapping[str, Any]) -> str:
@@ -296,9 +297,15 @@ class TensorRT(_Base):
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.tensorrt.dtypes]
 
-    def _options(self, config: BuildConfig) -> dict[str, int]:
+    def _options(self, config: BuildConfig) -> dict[str, int | str]:
         options = config.target.tensorrt
-        return {"workspace_mib": options.workspace_mib, "optimization_level": options.optimization_level}
+        cache = cache_folder() / f"tensorrt-{package_version(self.library)}.timing"
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        return {
+            "workspace_mib": options.workspace_mib,
+            "optimization_level": options.optimization_level,
+            "timing_cache": str(cache),
+        }
 
 
 class TensorRTRTX(_Base):

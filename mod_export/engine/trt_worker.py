@@ -98,7 +98,7 @@ def build(job: Mapping[str, Any]) -> dict[str, Any]:
         # Strongly typed: what is float32 in the graph, such as router scores, is float32 in the engine.
         network = network_from_onnx_path(job["onnx"], strongly_typed=True)
         config = PostprocessConfig(_config(trt, job), lambda builder, network, config: _without_tf32(trt, config))
-        data = engine_bytes_from_network(network, config=config)
+        data = engine_bytes_from_network(network, config=config, save_timing_cache=job.get("timing_cache"))
     except (PolygraphyException, RuntimeError, TypeError) as error:
         return {"error": str(error)}
     Path(job["engine"]).write_bytes(data)
@@ -113,7 +113,11 @@ def _config(trt: Any, job: Mapping[str, Any]) -> Any:
         return CreateConfigRTX(compute_capabilities=[divmod(number, 10)])
     from polygraphy.backend.trt import CreateConfig
 
+    # Kernels that were timed before, here and for this version, are not timed again. Polygraphy minds two builds
+    # that write at once.
+    cache = job.get("timing_cache")
     return CreateConfig(
+        load_timing_cache=cache if cache and Path(cache).exists() else None,
         memory_pool_limits={trt.MemoryPoolType.WORKSPACE: job["workspace_mib"] << 20},
         builder_optimization_level=job["optimization_level"],
     )

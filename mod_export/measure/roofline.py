@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.artifacts import DType
-from mod_export.environment import package_version
+from mod_export.environment import cache_folder, package_version
 from mod_export.measure.conditions import Watch
 
 __all__ = ["Roofline", "cache_file", "cached_roofline", "measure_roofline"]
@@ -110,9 +109,7 @@ def measure_roofline(dtype: DType, threads: int, library: str) -> Roofline:
 
 def cache_file() -> Path:
     """Where measurements are kept: $XDG_CACHE_HOME/mod-export/roofline.json, ~/.cache by default."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if Path(base).is_absolute() else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111
-    return folder / "mod-export" / "roofline.json"
+    return cache_folder() / "roofline.json"
 
 
 def _checked(entry: Any) -> Roofline:

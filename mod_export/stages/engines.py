@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["build_engines", "check_memory", "passes"]
+
+BUILDER_BYTES = 2**30
+"""What a vendor's builder takes whatever the model."""
+COPIES = 3
+"""Of the weights, in float32: as they were read, as they are laid out, and as the plan is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,23 +171,53 @@ def _is_proven(builder: EngineBuilder) -> bool:
 
 
 def build_engines(context: Context) -> list[Step]:
-    """Every engine of every target."""
-    return [_engine_step(context, *cell) for cell in context.plan.variants()]
+    """Every engine of every target: those that are built in processes of their own beside the others."""
+    cells = list(context.plan.variants())
+    engines = [_engine(context, *cell) for cell in cells]
+    context.engines += engines
+    with ThreadPoolExecutor(_at_once(context)) as pool:
+        try:
+            waiting = {
+                cell: pool.submit(_engine_step, context, *cell, engine)
+                for cell, engine in zip(cells, engines, strict=True)
+                if cell[0].apart
+            }
+            done = {
+                cell: _engine_step(context, *cell, engine)
+                for cell, engine in zip(cells, engines, strict=True)
+                if cell not in waiting
+            }
+            done |= {cell: future.result() for cell, future in waiting.items()}
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [done[cell] for cell in cells]
 
 
-def _engine_step(context: Context, builder: EngineBuilder, variant: Variant, kind: ModelKind, bucket: Bucket) -> Step:
-    graph = context.target_graphs.get((builder.name, variant.dtype, kind, bucket), context.graphs[kind, bucket])
-    stem = engine_stem(kind, bucket, variant.dtype, variant.arch)
-    weights = context.weights_path(kind, variant.dtype)
-    engine = Engine(
+def _at_once(context: Context) -> int:
+    """Builders in processes of their own that processor and memory have room for: each holds weights and plan."""
+    parameters = sum(tensor.numel() for tensor in context.plan.model.loaded.weights.values())
+    room = free_bytes() // (BUILDER_BYTES + COPIES * 4 * parameters)
+    return max(1, min(os.cpu_count() or 1, int(room)))
+
+
+def _engine(context: Context, builder: EngineBuilder, variant: Variant, kind: ModelKind, bucket: Bucket) -> Engine:
+    return Engine(
         target=builder.name,
         model=kind,
         bucket=bucket,
         dtype=variant.dtype,
-        path=f"engines/{builder.name}/{stem}{builder.suffix}",
-        weights=None if builder.suffix == ".engine" else weights,
+        path=f"engines/{builder.name}/{engine_stem(kind, bucket, variant.dtype, variant.arch)}{builder.suffix}",
+        weights=None if builder.suffix == ".engine" else context.weights_path(kind, variant.dtype),
         arch=variant.arch,
     )
+
+
+def _engine_step(
+    context: Context, builder: EngineBuilder, variant: Variant, kind: ModelKind, bucket: Bucket, engine: Engine
+) -> Step:
+    graph = context.target_graphs.get((builder.name, variant.dtype, kind, bucket), context.graphs[kind, bucket])
+    weights = context.weights_path(kind, variant.dtype)
     inputs = {
         "graph": context.workspace.hash_of(graph.path),
         "weights": context.workspace.hash_of(weights),
@@ -196,14 +233,13 @@ def _engine_step(context: Context, builder: EngineBuilder, variant: Variant, kin
         weights=weights,
         program=lambda: context.captures.program(kind, bucket),
     )
-    step = context.step(
+    stem = engine_stem(kind, bucket, variant.dtype, variant.arch)
+    return context.step(
         f"engine/{builder.name}/{stem}",
         inputs,
         [engine.path],
         lambda paths: builder.build(job, variant, paths[0], context.plan.config),
     )
-    context.engines.append(engine)
-    return step
 
 
 def _options(context: Context, builder: EngineBuilder) -> dict[str, Any]:

@@ -145,6 +145,7 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     "target/ort-cuda/dtypes": (["float16"], set()),
     "max_memory": (2**34, set()),
     "target/ort-cuda/device": (1, set()),
+    "target/ort-cuda/cuda_graph": (False, set()),
     "target/tensorrt/dtypes": (["float16"], set()),
     "target/tensorrt/optimization_level": (5, set()),
     "target/tensorrt/workspace_mib": (100, set()),

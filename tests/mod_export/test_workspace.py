@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from mod_export.workspace import (
     read_manifest,
     reset_peak_rss,
     verify_files,
+    verify_sizes,
 )
 
 STEPS = ("one", "two", "three")
@@ -559,3 +562,38 @@ def test_peak_memory_is_that_since_the_last_reset() -> None:
     del held
     reset_peak_rss()
     assert peak_rss_bytes() < during
+
+
+def test_steps_may_be_made_at_once(tmp_path: Path) -> None:
+    """Each waits for the other, so that one after the other would never end."""
+    meeting = threading.Barrier(4, timeout=30)
+
+    def make(paths: Sequence[Path]) -> int:
+        meeting.wait()
+        paths[0].write_text(paths[0].name)
+        return meeting.parties
+
+    with Workspace(tmp_path / "build") as workspace, ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(workspace.step, f"step/{i}", {}, [f"parts/{i}.txt"], make) for i in range(4)]
+        steps = [one.result() for one in waiting]
+        workspace.close({"header": 1})
+    assert [step.result for step in steps] == [4] * 4
+    assert set(read_manifest(tmp_path / "build")["files"]) == {f"parts/{i}.txt" for i in range(4)}
+    with Workspace(tmp_path / "build") as workspace:
+        assert all(workspace.step(f"step/{i}", {}, [f"parts/{i}.txt"], make).reused for i in range(4))
+
+
+def test_numbers_as_keys_may_sort_otherwise_as_text(tmp_path: Path) -> None:
+    """A model with routed layers 9 and 11: JSON has no numbers for keys, and "11" comes before "9"."""
+    with Workspace(tmp_path / "build") as workspace:
+        workspace.close({"k_by_layer": {9: 1, 11: 2}})
+    assert read_manifest(tmp_path / "build")["k_by_layer"] == {"9": 1, "11": 2}
+
+
+def test_files_of_another_size_are_found_without_reading_them(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("four")
+    verify_sizes(tmp_path, {"a": {"bytes": 4, "sha256": "never asked for"}})
+    with pytest.raises(
+        BuildFolderError, match=r"a has 4 bytes, 5 were written; b is missing or not a regular file\. Build"
+    ):
+        verify_sizes(tmp_path, {"a": {"bytes": 5}, "b": {"bytes": 1}})

@@ -320,3 +320,12 @@ def test_runs_as_the_model_does(tmp_path: Path, builder: TensorRT | TensorRTRTX,
     tolerance = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.08}[dtype] * scale
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(results["logits"][row, :length], reference[row, :length].numpy(), atol=tolerance)
+
+
+def test_timings_of_kernels_are_kept_for_the_next_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = TensorRT()._options(config_from_toml(None))
+    assert Path(str(options["timing_cache"])).parent == tmp_path / "cache/mod-export"
+    assert Path(str(options["timing_cache"])).parent.is_dir()
+    # Plans for another machine's GPU are built without timing anything.
+    assert "timing_cache" not in TensorRTRTX()._options(config_from_toml(None))
