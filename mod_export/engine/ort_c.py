@@ -20,7 +20,8 @@ __all__ = ["Handle", "OrtC", "library_path", "ort_c"]
 
 Handle = ctypes.c_void_p
 VERSION = 8
-LIBRARIES = ("libonnxruntime.so*", "libonnxruntime*.dylib", "onnxruntime.dll")
+LIBRARIES = ("libonnxruntime.so*", "libonnxruntime*.dylib")
+"""Not on Windows, where paths are handed over in another encoding: there sessions are Python's own."""
 
 POINTER, NUMBER, SIZE, TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p
 FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Payload, command, contents, invoke, raw_checkpoint, toml_file
+from uncovered import uncovered
 
 from mod_export.engine import ENGINES
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
@@ -314,7 +315,9 @@ def test_full_disk(tmp_path: Path, checkpoint: Path, fast: Path) -> None:
     # A file may not grow beyond 100 kB: the weights have 190 kB.
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))"
     out = tmp_path / "out"
-    found = command("build", checkpoint, "-c", fast, "-o", out, "--report", tmp_path / "r.json", code=limit)
+    found = command(
+        "build", checkpoint, "-c", fast, "-o", out, "--report", tmp_path / "r.json", code=limit, env=uncovered()
+    )
     assert found.returncode == 2, found.stderr
     assert re.search(r"weights-float32\.data: .*File too large", found.stderr), found.stderr
     assert "stage onnx failed; done before it: load, capture" in found.stderr

@@ -27,8 +27,8 @@ from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_check
 from mod_models.spec import ModelSpec
 
 OPTIONS = {
-    "build": ["--baseline", "--capacity", "--config", "--help", "--out", "--quiet", "--report", "--target",
-              "--verbose", "-c", "-h", "-o", "-q", "-v", "model"],
+    "build": ["--baseline", "--capacity", "--config", "--help", "--max-memory", "--out", "--quiet", "--report",
+              "--target", "--verbose", "-c", "-h", "-o", "-q", "-v", "model"],
     "validate": ["--config", "--help", "--model", "--target", "--verbose", "-c", "-h", "-v", "folder"],
     "bench": ["--config", "--help", "--target", "--verbose", "-c", "-h", "-v", "folder"],
     "report": ["--format", "--help", "--verbose", "-h", "-v", "folder"],

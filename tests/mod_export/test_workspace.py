@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from uncovered import uncovered
 
 from mod_export.errors import BuildFolderError
 from mod_export.workspace import (
@@ -546,7 +547,8 @@ def test_a_file_over_the_allowed_size(tmp_path: Path) -> None:
         except BuildFolderError as error:
             print(error, flush=True)
     """
-    process = in_process(root, code, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16)))
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+    process = in_process(root, code, preexec_fn=limit, env=uncovered())
     output, errors = process.communicate(timeout=60)
     assert "no room left to write" in output, errors
     assert files_of(root) == {"parts/one.txt", MANIFEST, ".lock"}

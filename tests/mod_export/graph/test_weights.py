@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_graphs import parsed
+from uncovered import uncovered
 
 from mod_export.artifacts import FLOAT_DTYPES, DType
 from mod_export.errors import BuildFolderError
@@ -137,6 +138,7 @@ except BuildFolderError as error:
         capture_output=True,
         text=True,
         check=False,
+        env=uncovered(),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16)),
     )
     assert "weights.data: the weights could not be written (" in found.stdout, found
