@@ -46,6 +46,7 @@ What `make bench` measured: the time of one prefill, by route, for models with i
   in the median over cases. *Needed* FLOPs leave out the half of the scores that a causal mask hides. A MoD block
   multiplies an eighth of the rows, at which matrix products are slower, and is held against the same roofline.
 * **Efficiency.** Measured speed-up over the dense twin on the same route, over what needed FLOPs say.
+* **Cases.** {cases} were measured for this page; `make bench` measures 36 and goes on where it was.
 * **Machine.** {cpu}, {cores} cores. {versions}.
 """
 
@@ -84,6 +85,7 @@ def _head(found: Sequence[Found]) -> str:
         difference=max(max(one["largest_difference"].values()) for one in found),
         threads=" or ".join(str(count) for count in sorted({one["threads"] for one in found})),
         gemm=statistics.median(_roofline(one) for one in found),
+        cases=len(found),
         cpu=machine["cpu"],
         cores=machine["cores"],
         versions=", ".join(f"{name} {version}" for name, version in versions),
@@ -177,7 +179,7 @@ def _variants(found: Sequence[Found]) -> str:
 
 def _latency_figure(found: Sequence[Found], path: Path) -> None:
     plot = _plot()
-    figure, axes = plot.subplots(1, 2, figsize=(11, 0.9 + 0.42 * len(found)), sharey=True, layout="constrained")
+    figure, axes = plot.subplots(1, 2, figsize=(11, 1.3 + 0.42 * len(found)), sharey=True, layout="constrained")
     for axis, kind in zip(axes, KINDS, strict=True):
         for index, one in enumerate(found):
             for step, route in enumerate((OURS, *RIVALS)):
@@ -188,13 +190,14 @@ def _latency_figure(found: Sequence[Found], path: Path) -> None:
         axis.set_yticks([index + 0.3 for index in range(len(found))], [_label(one) for one in found])
     axes[0].invert_yaxis()
     handles, labels = axes[0].get_legend_handles_labels()
-    axes[1].legend(handles[: 1 + len(RIVALS)], labels[: 1 + len(RIVALS)], loc="lower right", fontsize=8)
+    count = 1 + len(RIVALS)
+    figure.legend(handles[:count], labels[:count], loc="outside lower center", ncols=count, fontsize=9)
     _save(figure, path)
 
 
 def _rate_figure(found: Sequence[Found], path: Path) -> None:
     plot = _plot()
-    figure, axis = plot.subplots(figsize=(9, 0.9 + 0.34 * len(found)), layout="constrained")
+    figure, axis = plot.subplots(figsize=(9, 1.3 + 0.34 * len(found)), layout="constrained")
     for index, one in enumerate(found):
         axis.barh(index, _rate(one, "dense"), 0.34, color="#5b7db1", label="dense")
         axis.barh(index + 0.36, _rate(one, "mod"), 0.34, color="#0b6e4f", label="MoD")
@@ -205,7 +208,7 @@ def _rate_figure(found: Sequence[Found], path: Path) -> None:
     axis.set_title("GFLOP/s of mod-export, needed FLOPs only")
     handles, labels = axis.get_legend_handles_labels()
     kept = dict(zip(labels, handles, strict=True))
-    axis.legend(list(kept.values()), list(kept), loc="lower right", fontsize=8)
+    figure.legend(list(kept.values()), list(kept), loc="outside lower center", ncols=len(kept), fontsize=9)
     _save(figure, path)
 
 
