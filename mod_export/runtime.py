@@ -94,7 +94,7 @@ def load(root: str | Path, target: str | None = None, dtype: str | None = None, 
     Raises:
         BuildFolderError: not a whole build folder, or a file that is needed is missing. What is in the files is
             compared with their hashes when they are first read: when a bucket is first run.
-        TargetError: nothing in it runs here, or the target is not in it, or all that could run missed its gates.
+        TargetError: nothing in it runs here, or the target is not in it, or its engines missed their gates.
     """
     folder = Path(root)
     manifest = opened_folder(folder, verify=False)
@@ -114,8 +114,8 @@ def load(root: str | Path, target: str | None = None, dtype: str | None = None, 
     wanted = [engine for engine in here if dtype in (None, engine.dtype)]
     if not wanted:
         raise TargetError(f"{folder}: holds no {dtype} engine for {runnable[0]}")
-    usable = _shipped(folder, manifest.get("refused", {}), wanted)
-    chosen = [engine for engine in usable if engine.dtype == usable[0].dtype]
+    chosen = [engine for engine in wanted if engine.dtype == wanted[0].dtype]
+    _check_gates(folder, manifest.get("refused", {}), chosen)
     files = {path: manifest["files"][path] for engine in chosen for path in _files_of(engine)}
     verify_sizes(folder, files)
     vocab_size = manifest["models"][model]["vocab_size"]
@@ -126,21 +126,19 @@ def _files_of(engine: Engine) -> list[str]:
     return [path for path in (engine.path, engine.weights) if path is not None]
 
 
-def _shipped(folder: Path, refused: Mapping[str, Sequence[str]], engines: Sequence[Engine]) -> list[Engine]:
-    """Those of a dtype of which no engine missed its gates.
+def _check_gates(folder: Path, refused: Mapping[str, Sequence[str]], engines: Sequence[Engine]) -> None:
+    """Whether engines may be served. No other dtype takes their place: whoever wants one names it.
 
     Raises:
-        TargetError: there is no such dtype.
+        TargetError: one of them missed its gates.
     """
-    failed = {engine.dtype: refused[engine.path] for engine in engines if engine.path in refused}
-    usable = [engine for engine in engines if engine.dtype not in failed]
-    if not usable:
-        listed = "; ".join(f"{dtype}: {', '.join(reasons)}" for dtype, reasons in failed.items())
+    reasons = [reason for engine in engines for reason in refused.get(engine.path, ())]
+    if reasons:
         raise TargetError(
-            f"{folder}: every engine that could run here missed its gates and is not served ({listed}); build with "
-            "other dtypes, or another gate if this one is wrong for your use"
+            f"{folder}: the {engines[0].dtype} engines for {engines[0].target} missed their gates and are not served "
+            f"({'; '.join(dict.fromkeys(reasons))}); name another dtype, or build with another gate if this one is "
+            "wrong for your use"
         )
-    return usable
 
 
 class Deployment:
