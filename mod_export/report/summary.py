@@ -142,11 +142,12 @@ def samplings(report: BuildReport) -> tuple[Sampling, ...]:
     found = []
     for model in get_args(ModelKind):
         rows = sorted((row for row in report.causality if row.model == model), key=lambda row: row.causal)
+        probed = [row for row in rows if row.suffixes]
         found.append(
             Sampling(
                 model=model,
-                causal=all(row.causal for row in rows) if rows else None,
-                engines=len(rows),
+                causal=all(row.causal for row in probed) if probed else None,
+                engines=len(probed),
                 suffixes=sum(row.suffixes for row in rows),
                 statements=tuple(dict.fromkeys(row.statement for row in rows)),
             )

@@ -36,7 +36,7 @@ def render_validation(
     )  # fmt: skip
     for column in table.columns:
         column.no_wrap = True
-    causal = {(row.target, row.bucket, row.dtype, row.model): row.causal for row in causality}
+    causal = {(row.target, row.bucket, row.dtype, row.model): row.causal for row in causality if row.suffixes}
     for row in parity:
         entry = ParityEntry.model_validate(row)
         table.add_row(

@@ -16,7 +16,9 @@ from mod_export.artifacts import Outputs
 from mod_export.config import BuildConfig
 from mod_export.model import Model
 from mod_export.pipeline import build
+from mod_export.report import render_html
 from mod_export.report.schema import BuildReport
+from mod_export.report.summary import samplings
 from mod_export.revalidate import validate_folder
 from mod_export.workspace import read_manifest
 
@@ -70,6 +72,13 @@ def test_the_folder_validates_again(returning: tuple[Outputs, Path, BuildReport]
     assert probed == {outputs != "last"}
     if outputs == "last":
         assert all("only the last token's logits are returned" in row.statement for row in found.causality)
+
+
+def test_what_was_not_probed_is_not_said_to_be_causal(returning: tuple[Outputs, Path, BuildReport]) -> None:
+    outputs, _, report = returning
+    expected = {"mod": None, "dense": None} if outputs == "last" else {"mod": False, "dense": True}
+    assert {one.model: one.causal for one in samplings(report)} == expected
+    assert ("It was not probed." in render_html(report)) == (outputs == "last")
 
 
 def test_a_fault_in_what_is_returned_is_found(
