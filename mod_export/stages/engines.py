@@ -188,7 +188,7 @@ def build_engines(context: Context) -> list[Step]:
                 if cell not in waiting
             }
             done |= {cell: future.result() for cell, future in waiting.items()}
-        except BaseException:
+        except BaseException:  # Interrupted as well: what has not begun must not be waited for.
             pool.shutdown(cancel_futures=True)
             raise
     return [done[cell] for cell in cells]

@@ -197,7 +197,7 @@ def _topk_selects() -> Iterator[None]:
         return index_BK, torch.gather(real_BS, 1, index_BK)
 
     kept = transformer.select_topk
-    transformer.select_topk = select  # type: ignore[attr-defined]
+    transformer.select_topk = select  # type: ignore[attr-defined]  # It is imported there, not defined.
     try:
         yield
     finally:
