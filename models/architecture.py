@@ -18,12 +18,15 @@ from torch import Tensor
 
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.corpus import batch_at, read_split
+from mod_models.decoding import DecodingGraphs
 from mod_models.flops import LayerCost, layer_costs
+from mod_models.generate import generate_eager
+from mod_models.generation import why_not
 from mod_models.routing import Routing
 from mod_models.spec import ModelSpec, RoutingSpec, Site, is_expert, layer_of
 from mod_models.transformer import Transformer
 
-__all__ = ["MOD_TRANSFORMER", "LoadedTransformer", "ModTransformer"]
+__all__ = ["MOD_TRANSFORMER", "GeneratingTransformer", "LoadedTransformer", "ModTransformer"]
 
 BYTE_VOCABULARY = 256
 DECIDES = re.compile(r"layers\.(\d+)\.(experts\.)?(mlp_)?(router|predictor)\.")
@@ -126,6 +129,12 @@ class LoadedTransformer:
     def dense(self) -> LoadedTransformer:
         return LoadedTransformer(self.checkpoint.dense())
 
+    def why_not_generating(self) -> str | None:
+        return why_not(self.checkpoint.spec)
+
+    def generating(self, window: int, slack: int = 0) -> GeneratingTransformer:
+        return GeneratingTransformer(self.checkpoint, window, slack)
+
     def sample_ids(self, batch: int, seq: int, seed: int) -> np.ndarray | None:
         """Held-out bytes of the training corpus; None for a vocabulary that is not bytes."""
         if self.vocab_size != BYTE_VOCABULARY:
@@ -142,6 +151,20 @@ class LoadedTransformer:
         if self.vocab_size != BYTE_VOCABULARY:
             return None
         return np.frombuffer(text.encode(errors="surrogateescape"), dtype=np.uint8).astype(np.int64)
+
+
+class GeneratingTransformer(DecodingGraphs):
+    """A checkpoint that writes texts of up to `window` tokens, as the exporter sees it."""
+
+    def __init__(self, checkpoint: Checkpoint, window: int, slack: int) -> None:
+        super().__init__(checkpoint.spec, window, slack)
+        self.loaded = LoadedTransformer(replace(checkpoint, spec=self.spec))
+
+    def least_bytes(self, rows: int, length: int, executed: Mapping[Site, float]) -> int:
+        return self.step_bytes(self.loaded.weights, rows, length, executed)
+
+    def write(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        return generate_eager(self.loaded.module(), prompt_ids, max_new_tokens, window=self.window).ids
 
 
 class ModTransformer:

@@ -1,0 +1,159 @@
+"""What an exporter needs to make graphs of a model that generates: modules without values, their inputs and names.
+
+Only shapes matter to a graph, so the modules live on the meta device, and nothing here costs the memory of weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mod_models.cache import cache_layout, sites, slots_of_layer
+from mod_models.generation import for_generation
+from mod_models.prefill import Prefill, prefill_outputs
+from mod_models.spec import ModelSpec, Site
+from mod_models.step import Step, places_of_step, step_inputs, step_outputs
+from mod_models.transformer import Transformer
+
+__all__ = ["DecodingGraphs", "GraphSource"]
+
+META = torch.device("meta")
+PART = re.compile(r"layers\.(\d+)\.(attention_norm|attention|mlp_norm|mlp|experts)\.")
+"""What a routed block consists of; its router and predictor are read in every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSource:
+    """What one graph is made of.
+
+    Attributes:
+        module: in eval mode, on the meta device.
+        examples: two sets of inputs of equal shapes; the graph must be the same for both.
+        inputs: their names, in order.
+        outputs: names of what the module returns, in order.
+    """
+
+    module: Transformer
+    examples: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class DecodingGraphs:
+    """Prompts and steps of a model that writes texts of up to `window` tokens."""
+
+    def __init__(self, spec: ModelSpec, window: int, slack: int = 0) -> None:
+        """See `generation.for_generation` for the arguments.
+
+        Raises:
+            GenerationError: the model cannot generate, or not in this window; with the way out.
+        """
+        self.spec = for_generation(spec, window, slack)
+        self.window = window
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The places of routing: the columns of `counts`, `wanted` and `ran`."""
+        return sites(self.spec)
+
+    @property
+    def capacity(self) -> dict[Site, int]:
+        """How many tokens of a text each of them takes."""
+        return self.spec.k_by_layer(self.window)
+
+    def slots(self, length: int) -> dict[int, int]:
+        """How many tokens the keys and values of each layer have room for, in a cache of texts of `length` tokens."""
+        return slots_of_layer(self.spec, length)
+
+    def prefill(self, rows: int, seq: int) -> GraphSource:
+        """Prompts of up to `seq` tokens: (input_ids int64 (B, S), lengths int64 (B,)) -> (logits (B, V), the tensors of
+        a cache for `seq` tokens, and in a model that routes `counts`, `wanted` and `routed_<site>`, as `Prefill` says).
+        """
+        with META:
+            module = Prefill(self.spec, seq)
+        examples = tuple((_whole(rows, seq), torch.full((rows,), length, device=META)) for length in (seq, 1))
+        outputs = tuple(prefill_outputs(self.spec, seq))
+        return GraphSource(_still(module), (examples[0], examples[1]), ("input_ids", "lengths"), outputs)
+
+    def step(self, rows: int, length: int, places: str = "all", *, skip: bool = True) -> GraphSource:
+        """One token of each row on a cache of texts of up to `length` tokens; see `Step` for inputs and outputs.
+
+        Args:
+            rows: texts at once.
+            length: of the cache, at most the window.
+            places: how many rows of a step can run in each place of routing: `all`, or `fair`, as `places_of_step`
+                counts them.
+            skip: conditions around routed parts.
+        """
+        with META:
+            module = Step(self.spec, rows, length, self.places(rows, length, places), skip=skip)
+            layout = cache_layout(self.spec, rows, length)
+            examples = tuple(
+                (
+                    _whole(rows),
+                    torch.full((rows,), position),
+                    *(torch.zeros(one.shape, dtype=one.dtype) for one in layout),
+                )
+                for position in (0, -1)
+            )
+        inputs, outputs = tuple(step_inputs(self.spec, length)), tuple(step_outputs(self.spec))
+        return GraphSource(_still(module), (examples[0], examples[1]), inputs, outputs)
+
+    def places(self, rows: int, length: int, places: str) -> Mapping[Site, int] | None:
+        """How many rows of a step can run in each place of routing; None where all can."""
+        return places_of_step(self.spec, rows, length) if places == "fair" else None
+
+    def kv_bytes(self, length: int) -> dict[int, int]:
+        """Float32 bytes of one row's keys and values in each layer."""
+        width = 2 * 4 * self.spec.n_kv_heads * self.spec.d_head
+        return {layer: slots * width for layer, slots in self.slots(length).items()}
+
+    def step_bytes(self, weights: Mapping[str, Tensor], rows: int, length: int, executed: Mapping[Site, float]) -> int:
+        """Float32 bytes that a step cannot do without: weights that it multiplies by, and the slots of the cache.
+
+        Args:
+            weights: of the model, by name.
+            rows: texts at once.
+            length: of the cache.
+            executed: place of routing -> share of the steps in which some row runs there.
+        """
+        total = 0.0
+        for name, weight in weights.items():
+            if name == "embedding.weight" and not self.spec.tie_embeddings:
+                continue  # One row of it.
+            total += 4 * weight.numel() * self._share(name, rows, executed)
+        for layer, size in self.kv_bytes(length).items():
+            site = self._site(layer, "attention")
+            total += rows * size * (1.0 if site is None else executed[site])
+        return round(total)
+
+    def _share(self, name: str, rows: int, executed: Mapping[Site, float]) -> float:
+        """In how many of the steps a weight is read, and how much of it."""
+        match = PART.match(name)
+        if match is None:
+            return 1.0
+        site = self._site(int(match[1]), "attention" if match[2].startswith("attention") else "mlp")
+        share = 1.0 if site is None else executed[site]
+        experts = self.spec.experts
+        if experts is not None and match[2] == "experts" and not name.endswith("router.projection.weight"):
+            share *= min(1.0, rows * experts.top_k / experts.n_experts)
+        return share
+
+    def _site(self, layer: int, part: str) -> Site | None:
+        """Where it is decided whether a part of a layer is run; None where it always is."""
+        routing = self.spec.routing
+        if routing is None or layer not in self.spec.routed_layers or routing.parts not in ("block", "separate", part):
+            return None
+        return f"{layer}.{part}" if routing.parts == "separate" else layer
+
+
+def _whole(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64, device=META)
+
+
+def _still(module: Transformer) -> Transformer:
+    return module.eval().requires_grad_(False).to("meta")

@@ -1,0 +1,127 @@
+"""What exporters are given of a model that generates, and how many bytes a step of it has to read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from generating import GENERATING, WINDOW
+from tiny_models import lively_checkpoint, make_spec
+from variants import experts
+
+from mod_models.cache import cache_bytes, cache_layout
+from mod_models.decoding import DecodingGraphs
+from mod_models.generation import GenerationError
+from mod_models.prefill import prefill_outputs
+from mod_models.spec import ModelSpec
+from mod_models.step import step_inputs, step_outputs
+
+ATTENTION = 8 + 16 * 8 + 2 * 8 * 8 + 8 * 16
+"""Numbers of a block's attention: norm, queries of 4 x 4, keys and values of 2 x 4, and the way back."""
+MLP = 8 + 3 * 8 * 12
+HEAD = 8 + 16 * 8
+"""The last norm, and the embedding as the head."""
+SLOT = 2 * 4 * 2 * 4
+"""Bytes of a key and a value: 2 heads of 4 float32 numbers each."""
+PLACES = int(0.375 * WINDOW)
+
+
+def graphs_of(spec: ModelSpec) -> tuple[DecodingGraphs, dict[str, torch.Tensor]]:
+    return DecodingGraphs(spec, WINDOW), dict(lively_checkpoint(spec).weights)
+
+
+def routers(weights: dict[str, torch.Tensor]) -> int:
+    """Numbers of routers and predictors."""
+    found = [weight for name, weight in weights.items() if "router" in name or "predictor" in name]
+    return sum(weight.numel() for weight in found)
+
+
+def test_dense() -> None:
+    graphs, weights = graphs_of(make_spec(routing=None))
+    assert graphs.sites == ()
+    found = graphs.step_bytes(weights, 2, WINDOW, {})
+    assert found == 4 * (3 * (ATTENTION + MLP) + HEAD) + 2 * 3 * WINDOW * SLOT
+
+
+@pytest.mark.parametrize("executed", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize(
+    ("parts", "routed", "always", "slots"),
+    [
+        ("block", ATTENTION + MLP, 0, PLACES),
+        ("attention", ATTENTION, MLP, PLACES),
+        ("mlp", MLP, ATTENTION, WINDOW),
+    ],
+)
+def test_routed_parts(parts: str, routed: int, always: int, slots: int, executed: float) -> None:
+    """Layers 0 and 2 are routed. Where the MLP alone is, every token is in the cache."""
+    graphs, weights = graphs_of(make_spec(parts=parts, selection="threshold"))
+    found = graphs.step_bytes(weights, 3, WINDOW, dict.fromkeys(graphs.sites, executed))
+    numbers = ATTENTION + MLP + HEAD + routers(weights) + 2 * (always + executed * routed)
+    share = 1.0 if parts == "mlp" else executed
+    assert found == round(4 * numbers + 3 * SLOT * (WINDOW + 2 * slots * share))
+
+
+def test_parts_that_are_routed_apart() -> None:
+    graphs, weights = graphs_of(make_spec(parts="separate", selection="predictor", predictor_hidden=2))
+    assert graphs.sites == ("0.attention", "0.mlp", "2.attention", "2.mlp")
+    executed = dict(zip(graphs.sites, (0.5, 0.25, 0.0, 1.0), strict=True))
+    found = graphs.step_bytes(weights, 1, WINDOW, executed)
+    numbers = ATTENTION + MLP + HEAD + routers(weights) + 0.5 * ATTENTION + 0.25 * MLP + 0.0 * ATTENTION + 1.0 * MLP
+    assert found == round(4 * numbers + SLOT * (WINDOW + 0.5 * PLACES))
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1, 0.25), (3, 0.75), (4, 1.0), (9, 1.0)])
+def test_experts_are_read_as_rows_can_take_them(rows: int, share: float) -> None:
+    """One of four by each row: so many at most."""
+    graphs, weights = graphs_of(make_spec(routing=None, experts=experts()))
+    every = sum(weight.numel() for name, weight in weights.items() if ".experts." in name and "router" not in name)
+    found = graphs.step_bytes(weights, rows, WINDOW, dict.fromkeys(graphs.sites, 1.0))
+    norms_and_mlp = 2 * 8 + MLP
+    numbers = 3 * ATTENTION + norms_and_mlp + HEAD + routers(weights) + share * every
+    assert found == round(4 * numbers + rows * SLOT * 3 * WINDOW)
+    assert found == graphs.step_bytes(weights, rows, WINDOW, dict.fromkeys(graphs.sites, 0.0))
+
+
+def test_an_embedding_that_is_no_head_is_read_in_one_row() -> None:
+    tied, tied_weights = graphs_of(make_spec(routing=None))
+    apart, weights = graphs_of(dataclasses.replace(make_spec(routing=None), tie_embeddings=False))
+    assert tied.step_bytes(tied_weights, 1, WINDOW, {}) == apart.step_bytes(weights, 1, WINDOW, {})
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_sources(name: str) -> None:
+    """On the meta device, with the names and shapes of the cache, and no tensor twice among the examples."""
+    spec = GENERATING[name]
+    graphs = DecodingGraphs(spec, WINDOW)
+    assert list(graphs.capacity) == list(graphs.sites)
+    assert graphs.kv_bytes(WINDOW) == cache_bytes(graphs.spec, 1, WINDOW)
+    prefill, step = graphs.prefill(2, 9), graphs.step(3, 12)
+    assert prefill.inputs == ("input_ids", "lengths")
+    assert prefill.outputs == tuple(prefill_outputs(graphs.spec, 9))
+    assert step.inputs == tuple(step_inputs(graphs.spec, 12))
+    assert step.outputs == tuple(step_outputs(graphs.spec))
+    for source in (prefill, step):
+        assert not source.module.training
+        assert all(tensor.is_meta for tensor in source.module.state_dict().values())
+        assert {*source.module.state_dict()} == {*lively_checkpoint(spec).module().state_dict()}
+        for example, other in zip(*source.examples, strict=True):
+            assert example.is_meta
+            assert (example.shape, example.dtype) == (other.shape, other.dtype)
+        assert len({id(tensor) for example in source.examples for tensor in example}) == 2 * len(source.examples[0])
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in step.examples[0][2:]]
+    assert shapes == [(one.shape, one.dtype) for one in cache_layout(graphs.spec, 3, 12)]
+    assert [tuple(tensor.shape) for tensor in prefill.examples[0]] == [(2, 9), (2,)]
+
+
+def test_places_of_a_step() -> None:
+    graphs = DecodingGraphs(GENERATING["predictor"], WINDOW)
+    assert graphs.places(4, WINDOW, "all") is None
+    assert graphs.places(4, WINDOW, "fair") == {0: 2, 2: 2}
+
+
+def test_what_cannot_generate_has_no_graphs() -> None:
+    with pytest.raises(GenerationError, match=r"routing\.selection=topk"):
+        DecodingGraphs(make_spec(), WINDOW)
+    with pytest.raises(GenerationError, match="17"):
+        DecodingGraphs(GENERATING["predictor"], 17)
