@@ -13,9 +13,9 @@ from mod_export.errors import CaptureError
 from mod_export.graph.weights import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["CaptureProof", "exported_from_module", "prove_static"]
+__all__ = ["CaptureProof", "exported_from_module", "exported_with", "prove_static", "prove_static_with"]
 
 ADVICE = "Routing must use a fixed k and gather/scatter, without boolean indexing or .item()"
 
@@ -37,9 +37,24 @@ def _example(module: torch.nn.Module, bucket: Bucket, length: int) -> tuple[torc
 
 
 def prove_static(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureProof:
-    """Compiles with `fullgraph=True` and runs two different inputs: one graph, no break, no recompile, no dynamic size.
+    """`prove_static_with` on a row that is full and one of a single token.
+
+    Raises:
+        CaptureError: the model does not compile as one static graph.
+    """
+    examples = (_example(module, bucket, bucket.seq), _example(module, bucket, 1))
+    return prove_static_with(module, examples, f"{name} at {bucket.name}")
+
+
+def prove_static_with(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]], where: str) -> CaptureProof:
+    """Compiles with `fullgraph=True` and runs different inputs: one graph, no break, no recompile, no dynamic size.
 
     The backend is the eager interpreter, because breaks and recompiles happen before any backend is asked.
+
+    Args:
+        module: what is captured.
+        examples: inputs of equal shapes and different values.
+        where: what messages call it.
 
     Raises:
         CaptureError: the model does not compile as one static graph.
@@ -51,18 +66,18 @@ def prove_static(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureP
         nonlocal compiled_graphs
         compiled_graphs += 1
         dynamic.extend(_dynamic_operations(graph_module))
-        return graph_module.forward
+        on_meta = any(tensor.is_meta for tensor in _inputs if isinstance(tensor, torch.Tensor))
+        return _shapes_only(graph_module) if on_meta else graph_module.forward
 
     torch._dynamo.reset()
     # fullgraph=True turns a graph break into an exception; the counters are read as well, so that the proof does not
     # rest on one flag.
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=count)
-    where = f"{name} at {bucket.name}"
     try:
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-            compiled(*_example(module, bucket, bucket.seq))
-            compiled(*_example(module, bucket, 1))
+            for example in examples:
+                compiled(*example)
     except RuntimeError as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CaptureError(
@@ -77,6 +92,16 @@ def prove_static(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureP
         # torch.compile keeps these inside one graph; no graph of fixed sizes can hold them.
         raise CaptureError(f"{where}: a size or number that depends on the data comes from `{dynamic[0]}`. {ADVICE}")
     return proof
+
+
+def _shapes_only(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Gives results without values: of inputs without values no condition can be asked which branch to take."""
+    outputs = graph_module.graph.output_node().args[0]
+
+    def forward(*_inputs: torch.Tensor) -> Any:
+        return torch.fx.map_arg(outputs, lambda node: torch.empty_like(node.meta["example_value"], device="meta"))
+
+    return forward
 
 
 def _dynamic_operations(graph_module: torch.fx.GraphModule) -> list[str]:
@@ -99,9 +124,25 @@ def exported_from_module(module: torch.nn.Module, bucket: Bucket, name: str) -> 
     Raises:
         CaptureError: torch.export refused the model.
     """
+    return exported_with(module, _example(module, bucket, bucket.seq), f"{name} at {bucket.name}")
+
+
+def exported_with(
+    module: torch.nn.Module, example: Sequence[torch.Tensor], where: str, *, strict: bool = False
+) -> torch.export.ExportedProgram:
+    """torch.export for inputs of the shapes of `example`, of which no two may be the same tensor.
+
+    With `strict`, conditions are captured with everything else; without, each of them is compiled on its own, which
+    takes longer than all the rest.
+
+    Raises:
+        CaptureError: torch.export refused the model.
+    """
+    # One tensor in two places is taken for one input, and the graph is quietly wrong.
+    assert len({id(tensor) for tensor in example}) == len(example)
     try:
         with torch.no_grad():
-            return torch.export.export(module, _example(module, bucket, bucket.seq))
+            return torch.export.export(module, tuple(example), strict=strict)
     except (torch._export.verifier.SpecViolationError, RuntimeError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CaptureError(f"{name} at {bucket.name}: torch.export refused the model: {reason}") from error
+        raise CaptureError(f"{where}: torch.export refused the model: {reason}") from error

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from mod_export.errors import GraphError
 from mod_export.graph.places import place_of
 
-__all__ = ["NodeWriter", "constant_array", "is_standard", "require_static_shape", "static_shape"]
+__all__ = ["NodeWriter", "constant_array", "is_standard", "late_zero", "require_static_shape", "static_shape"]
 
 
 def is_standard(node: ir.Node, *op_types: str) -> bool:
@@ -115,3 +115,27 @@ class NodeWriter:
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
         self._graph.register_initializer(value)
         return value
+
+
+def late_zero(writer: NodeWriter, value: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+    """An integer 0 that is only there after a float value is.
+
+    It is abs(x) < 0 of one number, which is false whatever that is, NaN too, but nothing that a builder looks into.
+
+    Args:
+        writer: puts the nodes.
+        value: float, of known rank.
+        dtype: an integer.
+        shape: of the zero, ones only.
+    """
+    assert value.shape is not None
+    assert value.dtype is not None
+    rank, kind = len(value.shape), value.dtype
+    ones = (1,) * rank
+    start = writer.constant(f"start_{rank}", np.zeros(rank, np.int64))
+    one = writer.op("Slice", [value, start, writer.constant(f"end_{rank}", np.ones(rank, np.int64))], kind, ones)
+    zero = writer.constant(f"zero_{kind.name}", np.array(0, kind.numpy()))
+    never = writer.op("Less", [writer.op("Abs", [one], kind, ones), zero], ir.DataType.BOOL, ones)
+    nought = writer.op("Cast", [never], dtype, ones, {"to": dtype})
+    wanted = writer.constant(f"shape_{'x'.join(map(str, shape))}", np.array(shape, np.int64))
+    return writer.op("Reshape", [nought, wanted], dtype, shape)

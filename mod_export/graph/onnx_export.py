@@ -19,7 +19,15 @@ from onnxscript import optimizer
 from mod_export.artifacts import Bucket, Site, routed_output
 from mod_export.errors import GraphError
 
-__all__ = ["EXPORTERS", "IR_VERSION", "OPSET", "assert_capacity", "check_model", "onnx_from_exported"]
+__all__ = [
+    "EXPORTERS",
+    "IR_VERSION",
+    "OPSET",
+    "assert_capacity",
+    "check_model",
+    "onnx_from_exported",
+    "onnx_with_names",
+]
 
 EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
 """What an exported graph depends on beside the model."""
@@ -56,10 +64,7 @@ def onnx_from_exported(
     routed_layers: Sequence[Site],
     primary: str = "logits",
 ) -> ir.Model:
-    """Converts and optimises without touching the weights.
-
-    Constant folding would transpose weights and name them after their place in the graph, a different name in every
-    bucket. So the weights' values are hidden from it, and the graph keeps the state_dict's names and layout.
+    """`onnx_with_names` of a bucket's program.
 
     Args:
         program: inputs (input_ids, lengths), outputs first what `primary` names and then the routed positions of each
@@ -68,13 +73,35 @@ def onnx_from_exported(
         routed_layers: the layers that the outputs after the first belong to.
         primary: name of the first output.
 
+    Raises:
+        GraphError: the exporter failed, or left something that is not standard ONNX.
+    """
+    return onnx_with_names(program, weights, ["input_ids", "lengths"], [primary, *map(routed_output, routed_layers)])
+
+
+def onnx_with_names(
+    program: torch.export.ExportedProgram,
+    weights: Mapping[str, torch.Tensor],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+) -> ir.Model:
+    """Converts and optimises without touching the weights.
+
+    Constant folding would transpose weights and name them after their place in the graph, a different name in every
+    bucket. So the weights' values are hidden from it, and the graph keeps the state_dict's names and layout.
+
+    Args:
+        program: from torch.export.
+        weights: name -> tensor of all parameters and buffers.
+        inputs: names of its inputs in order.
+        outputs: names of its outputs in order.
+
     Returns:
         A model whose weights have no value; `weights.bind_weights` gives them one.
 
     Raises:
         GraphError: the exporter failed, or left something that is not standard ONNX.
     """
-    names = [primary, *map(routed_output, routed_layers)]
     with _quiet():
         try:
             exported = torch.onnx.export(
@@ -83,8 +110,8 @@ def onnx_from_exported(
                 opset_version=OPSET,
                 optimize=False,
                 custom_translation_table=TRANSLATIONS,
-                input_names=["input_ids", "lengths"],
-                output_names=names,
+                input_names=list(inputs),
+                output_names=list(outputs),
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
@@ -100,7 +127,7 @@ def onnx_from_exported(
         for clean_up in CLEAN_UP:
             clean_up(model)
     _strip_metadata(model)
-    foreign = sorted({node.domain for node in model.graph if node.domain not in ("", "ai.onnx")})
+    foreign = sorted({node.domain for node in model.graph.all_nodes() if node.domain not in ("", "ai.onnx")})
     if foreign:
         raise GraphError(f"the portable graph holds operators of {', '.join(foreign)}; only standard ONNX is allowed")
     return model
@@ -118,7 +145,7 @@ def _strip_metadata(model: ir.Model) -> None:
     """Keeps each node's module path, which names the layer in messages; drops stack traces with the builder's paths."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
-    for node in model.graph:
+    for node in model.graph.all_nodes():
         scopes = node.metadata_props.get(NAME_SCOPES)
         node.metadata_props.clear()
         if scopes:

@@ -14,6 +14,7 @@ from onnx_ir.passes import common
 
 from mod_export.artifacts import Dialect, DType
 from mod_export.errors import GraphError
+from mod_export.graph.passes.cache_in_place import CacheInPlace
 from mod_export.graph.passes.cast_floats import CastFloats
 from mod_export.graph.passes.decompose_attention import DecomposeAttention
 from mod_export.graph.passes.flat_heads import FlatHeads
@@ -36,6 +37,7 @@ PASSES: tuple[GraphPass, ...] = (
     FlatHeads(),
     QueryBlocks(),
     DecomposeAttention(),
+    CacheInPlace(),
     CastFloats(),
     QuantizeWeights(),
     StoredWeights(),

@@ -3,10 +3,14 @@
 A selection compares scores. Rounded to 16 bit, different scores become equal and other tokens are chosen, so what
 leads to a selection, and what is computed from the chosen scores alone (the gate), stays float32. The same holds for
 numbers that come from integers: a position above 2,048 has no exact float16.
+
+Branches of If are cast as what stands around them. What they hand out has one type in all of them.
 """
 
 from __future__ import annotations
 
+import math
+from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -16,7 +20,9 @@ import onnx_ir as ir
 
 from mod_export.artifacts import Dialect, DType
 from mod_export.errors import GraphError, LimitError
-from mod_export.graph.nodes import NodeWriter, constant_array, is_standard
+from mod_export.graph.branches import Branches, branches_of
+from mod_export.graph.cache_ports import is_cache
+from mod_export.graph.nodes import NodeWriter, constant_array, is_standard, static_shape
 from mod_export.graph.places import place_of
 
 __all__ = ["CastFloats", "float32_island", "narrowed_initializers"]
@@ -32,6 +38,7 @@ FOLLOWING = (
 """Operators through which a float32 value stays float32, as long as nothing but constants joins it."""
 GATES = ("Clip", "Exp", "Neg", "Sigmoid", "Softmax", "Tanh")
 """What may read scores beside a selection. Nothing reads the residual stream so."""
+PRODUCTS = ("Conv", "Gemm", "MatMul")
 COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 INTEGERS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8})
 NARROWED = "mod_export.narrowed"
@@ -42,7 +49,8 @@ MASK = 1e9
 class CastFloats:
     """Turns float32 values, weights and constants into `dtype`, except where routing needs float32.
 
-    Graph inputs and outputs keep their dtype, so that a caller gets float32 logits whatever happens inside. Weights
+    Graph inputs and outputs keep their dtype, so that a caller gets float32 logits whatever happens inside, except
+    keys and values, known by their names: nobody but the next step reads them, and they are most of its memory. Weights
     that only float32 nodes use stay float32. An initializer keeps its name, and one without data (a weight that is
     bound to a file later) only changes its dtype; `narrowed_initializers` lists them. Infinite constants stay infinite.
 
@@ -59,40 +67,44 @@ class CastFloats:
         """Returns how many nodes now compute in 16 bit.
 
         Raises:
-            GraphError: control flow, or a value without a type.
+            GraphError: a loop, or a value without a type.
             LimitError: a weight beyond the range of `dtype`.
         """
         graph, narrow = model.graph, NARROW[dtype]
         _require_typed(graph)
-        outputs = [i for i, value in enumerate(graph.outputs) if value.dtype == FLOAT]
+        outputs = [i for i, value in enumerate(graph.outputs) if _is_float(value)]
         island = float32_island(graph)
-        _narrow_initializers(graph, island, narrow)
-        casts: dict[ir.Value, ir.Value] = {}
-        count = 0
-        for node in list(graph):
-            computes = _has_float32(node.outputs) and not _widens(node, narrow)
-            _match_inputs(graph, node, FLOAT if node in island else narrow, casts)
-            if node not in island and computes:
-                _narrow_node(node, narrow)
-                count += 1
+        for each in (graph, *graph.subgraphs()):
+            _narrow_initializers(each, island, narrow)
+        for value in graph.inputs:
+            if value.dtype == FLOAT and is_cache(value.name):
+                value.dtype = narrow
+        count = _cast_nodes(graph, island, narrow, ChainMap())
         for i in outputs:
-            _widen_output(graph, i)
+            _cast_output(graph, i, narrow if is_cache(graph.outputs[i].name) else FLOAT)
         return count
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         narrow = NARROW[dtype]
-        problems = [f"output {value.name} is {narrow}" for value in model.graph.outputs if value.dtype == narrow]
-        for node in model.graph:
+        problems = [
+            f"{kind} {value.name} is {value.dtype}"
+            for kind, values in (("input", model.graph.inputs), ("output", model.graph.outputs))
+            for value in values
+            if (value.dtype == FLOAT if is_cache(value.name) else kind == "output" and value.dtype == narrow)
+        ]
+        for node in model.graph.all_nodes():
             if is_standard(node, "TopK") and node.inputs[0] is not None and node.inputs[0].dtype == narrow:
                 problems.append(f"{place_of(node)} compares scores in {narrow}")
-        selecting = {node for node in model.graph if is_standard(node, "TopK")}
-        for node in _comparisons_before(selecting):
+        for node in _deciding_comparisons(model.graph, Branches(model.graph)):
             if any(value is not None and value.dtype == narrow for value in node.inputs):
                 problems.append(f"{place_of(node)} compares scores in {narrow}")
-        for node in model.graph:
+        for node in model.graph.all_nodes():
             kinds = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None and _is_float(value)}
-            if len(kinds) > 1 and not is_standard(node, "Cast"):
+            if len(kinds) > 1 and not is_standard(node, "Cast", "If"):
                 problems.append(f"{place_of(node)} mixes float32 and {narrow}")
+            for branch in branches_of(node):
+                if [value.dtype for value in branch.outputs] != [value.dtype for value in node.outputs]:
+                    problems.append(f"{place_of(node)} returns other types than its branch {branch.name}")
         return problems
 
 
@@ -106,11 +118,11 @@ def _is_float(value: ir.Value | None) -> bool:
 
 
 def _require_typed(graph: ir.Graph) -> None:
-    for node in graph:
-        if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in node.attributes.values()):
+    for node in graph.all_nodes():
+        if branches_of(node) and not is_standard(node, "If"):
             raise GraphError(
-                f"{place_of(node)}: {node.op_type} holds a graph of its own, which cannot be cast to 16 bit; export "
-                "the model without data-dependent control flow"
+                f"{place_of(node)}: {node.op_type} holds a graph of its own, which cannot be cast to 16 bit as the "
+                "branches of If can; export the model without loops"
             )
         for value in node.outputs:
             if value.dtype is None and value.uses():
@@ -121,44 +133,65 @@ def _require_typed(graph: ir.Graph) -> None:
 
 
 def float32_island(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes that stay float32.
+    """The nodes that stay float32, those in branches among them.
 
-    From each selection's scores, and from comparisons that lead to a selection, upwards to the last value that
-    something else uses too (the residual stream); from what is gathered out of them, and from integers, downwards to
-    where another float joins.
+    From each selection's scores, and from comparisons that decide, upwards: through what has as many numbers as there
+    are scores up to the product that they come from, and on to the last value that something else uses too (the
+    residual stream). From what is gathered out of them, and from integers, downwards to where another float joins.
     """
-    selecting = {node for node in graph if is_standard(node, "TopK") and _has_float32(node.inputs)}
-    selecting |= _comparisons_before(selecting)
-    for node in reversed(list(graph)):  # Users come before what they use, so once is enough.
-        users = {use.node for value in node.outputs if value.dtype == FLOAT for use in value.uses()}
+    branches, nodes = Branches(graph), list(graph.all_nodes())
+    selecting = {node for node in nodes if is_standard(node, "TopK") and _has_float32(node.inputs)}
+    selecting |= _deciding_comparisons(graph, branches)
+    sizes = {node: _count(node.inputs[0]) for node in selecting}
+    for node in reversed(nodes):  # Users come before what they use, so once is enough.
+        if node in selecting or branches_of(node):
+            continue
+        users = {user for value in node.outputs if value.dtype == FLOAT for user in branches.readers(value)}
         readers = {user for user in users if _only_reads(user, node)}
         beside = {user for user in users if is_standard(user, *GATES)}
-        if node not in selecting and users & selecting and users <= selecting | readers | beside:
+        n = _count(node.outputs[0])
+        # What is compared may weigh something too.
+        is_score = n is not None and any(sizes.get(user) == n for user in users & selecting)
+        if is_score or (users & selecting and users <= selecting | readers | beside):
             selecting |= {node} | readers
-    island = selecting | {node for node in graph if _is_from_integers(node)}
-    for node in graph:  # And here the other way round.
-        sources = {value.producer() for value in node.inputs if value is not None and _is_computed(value)}
+            if is_score and not is_standard(node, *PRODUCTS):
+                sizes[node] = n
+    island = selecting | {node for node in nodes if _is_from_integers(node)}
+    for node in nodes:  # And here the other way round.
+        computed = [value for value in node.inputs if value is not None and _is_computed(value)]
+        sources = {maker for value in computed for maker in branches.makers(value)}
         if is_standard(node, *FOLLOWING) and sources and sources <= island:
             island.add(node)
     return island
 
 
-def _comparisons_before(selecting: set[ir.Node]) -> set[ir.Node]:
-    """The comparisons of floats whose answers, through truth values and integers alone, decide a selection."""
+def _deciding_comparisons(graph: ir.Graph, branches: Branches) -> set[ir.Node]:
+    """The comparisons of floats whose answers, through truth values and integers alone, decide something.
+
+    That is a selection, which branch is taken, or what the graph returns beside floats: who ran where.
+    """
     found: set[ir.Node] = set()
     seen: set[ir.Node] = set()
-    frontier = list(selecting)
+    frontier = [value for value in graph.outputs if not _is_float(value)]
+    for node in graph.all_nodes():
+        if is_standard(node, "TopK", "If"):
+            frontier += [value for value in node.inputs if value is not None]
     while frontier:
-        node = frontier.pop()
-        for maker in node.predecessors():
-            if maker in seen:
+        for maker in branches.makers(frontier.pop()):
+            if maker is None or maker in seen:
                 continue
             seen.add(maker)
             if is_standard(maker, *COMPARISONS) and any(map(_is_float, maker.inputs)):
                 found.add(maker)
             elif _is_from_integers(maker) or not any(map(_is_float, maker.outputs)):
-                frontier.append(maker)
+                frontier += [value for value in maker.inputs if value is not None]
     return found
+
+
+def _count(value: ir.Value | None) -> int | None:
+    """How many numbers a value has, None if unknown."""
+    shape = static_shape(value)
+    return None if shape is None else math.prod(shape)
 
 
 def _has_float32(values: Iterable[ir.Value | None]) -> bool:
@@ -212,7 +245,7 @@ def _narrowed_tensor(value: ir.Value, array: np.ndarray, narrow: ir.DataType) ->
 
 
 def _copy_of(graph: ir.Graph, value: ir.Value, name: str) -> ir.Value:
-    copy = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+    copy = ir.Value(name=name, type=ir.TensorType(FLOAT), shape=value.shape, const_value=value.const_value)
     graph.register_initializer(copy)
     return copy
 
@@ -238,7 +271,37 @@ def _widens(node: ir.Node, narrow: ir.DataType) -> bool:
     return is_standard(node, "Cast") and node.inputs[0] is not None and node.inputs[0].dtype == narrow
 
 
-def _match_inputs(graph: ir.Graph, node: ir.Node, wanted: ir.DataType, casts: dict[ir.Value, ir.Value]) -> None:
+def _cast_nodes(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType, casts: ChainMap[ir.Value, ir.Value]) -> int:
+    """Casts the nodes of a graph in their order, those of branches before the If that holds them.
+
+    `casts` has what was cast already, in this graph or around it: what is cast in a branch is unknown outside.
+    """
+    count = 0
+    for node in list(graph):
+        branches = branches_of(node)
+        if branches:
+            count += sum(_cast_nodes(branch, island, narrow, casts.new_child()) for branch in branches)
+            _agree(node, branches, narrow)
+            continue
+        computes = _has_float32(node.outputs) and not _widens(node, narrow)
+        _match_inputs(graph, node, FLOAT if node in island else narrow, casts)
+        if node not in island and computes:
+            _narrow_node(node, narrow)
+            count += 1
+    return count
+
+
+def _agree(node: ir.Node, branches: Sequence[ir.Graph], narrow: ir.DataType) -> None:
+    """Gives what an If returns the type of what its branches hand out: float32 where one of them does."""
+    for i, value in enumerate(node.outputs):
+        if _is_float(value):
+            wanted = FLOAT if any(branch.outputs[i].dtype == FLOAT for branch in branches) else narrow
+            value.dtype = wanted
+            for branch in branches:
+                _cast_output(branch, i, wanted)
+
+
+def _match_inputs(graph: ir.Graph, node: ir.Node, wanted: ir.DataType, casts: ChainMap[ir.Value, ir.Value]) -> None:
     """Casts the float inputs that have another type than the node computes in; each value is cast once."""
     if is_standard(node, "Cast", "CastLike"):
         return
@@ -268,14 +331,14 @@ def _narrow_node(node: ir.Node, narrow: ir.DataType) -> None:
         node.attributes["value"] = ir.AttrTensor("value", tensor)
 
 
-def _widen_output(graph: ir.Graph, index: int) -> None:
+def _cast_output(graph: ir.Graph, index: int, wanted: ir.DataType) -> None:
     inner = graph.outputs[index]
-    if inner.dtype == FLOAT:
+    if inner.dtype == wanted:
         return
     name = inner.name
-    inner.name = f"{name}/narrow"
-    cast = ir.node("Cast", [inner], {"to": FLOAT}, name=f"{name}/widen")
+    inner.name = f"{name}/inner"
+    cast = ir.node("Cast", [inner], {"to": wanted}, name=f"{name}/cast")
     outer = cast.outputs[0]
-    outer.name, outer.dtype, outer.shape = name, FLOAT, inner.shape
+    outer.name, outer.dtype, outer.shape = name, wanted, inner.shape
     graph.append(cast)
     graph.outputs[index] = outer

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from mod_export.artifacts import Dialect, DType
 from mod_export.errors import GraphError
-from mod_export.graph.nodes import NodeWriter, is_standard, require_static_shape
+from mod_export.graph.nodes import NodeWriter, is_standard, late_zero, require_static_shape
 from mod_export.graph.places import place_of
 
 __all__ = ["DecomposeAttention"]
@@ -141,17 +141,10 @@ def _causal(writer: NodeWriter, T: int, q: ir.Value) -> ir.Value:
     """Bool (T, T): whether the query of this row may see the key of this column.
 
     A builder would compute a comparison of constants once and store the T * T result, once more for every layer: at
-    5,120 tokens 26 MB each. So the queries' numbers are made to depend on the data, by adding abs(q) < 0 of one number,
-    which is false whatever it is, NaN included, but nothing that a builder looks into.
+    5,120 tokens 26 MB each. So the queries' numbers are made to depend on the data.
     """
     token = np.arange(T, dtype=np.int32)
-    assert q.dtype is not None
-    start = writer.constant("start_4", np.zeros(4, np.int64))
-    one = writer.op("Slice", [q, start, writer.constant("end_4", np.ones(4, np.int64))], q.dtype, (1, 1, 1, 1))
-    zero = writer.constant(f"zero_{q.dtype.name}", np.array(0, q.dtype.numpy()))
-    never = writer.op("Less", [writer.op("Abs", [one], q.dtype, (1, 1, 1, 1)), zero], BOOL, (1, 1, 1, 1))
-    nought = writer.op("Cast", [never], INT32, (1, 1, 1, 1), {"to": INT32})
-    nought = writer.op("Reshape", [nought, writer.constant("shape_1x1", np.array([1, 1], np.int64))], INT32, (1, 1))
+    nought = late_zero(writer, q, INT32, (1, 1))
     query = writer.op("Add", [writer.constant(f"query_{T}", token[:, None]), nought], INT32, (T, 1))
     return writer.op("GreaterOrEqual", [query, writer.constant(f"key_{T}", token[None, :])], BOOL, (T, T))
 

@@ -33,7 +33,8 @@ class StoredWeights:
         found = list(_products(model.graph))
         for node, weight in found:
             y = node.outputs[0]
-            writer = NodeWriter(model.graph, node, "stored")
+            assert isinstance(node.graph, ir.Graph)
+            writer = NodeWriter(node.graph, node, "stored")
             assert y.dtype is not None
             writer.replace(
                 writer.op("FusedMatMul", [node.inputs[0], weight], y.dtype, y.shape, {"transB": 1}, domain=MICROSOFT)
@@ -61,7 +62,7 @@ def transposed_weight(node: ir.Node) -> ir.Value | None:
 
 
 def _products(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
-    for node in graph:
+    for node in graph.all_nodes():  # Those in branches, too: they use the weights of the whole graph.
         weight = transposed_weight(node)
         if weight is not None:
             yield node, weight

@@ -60,9 +60,9 @@ def _portable_proto(spec: ModelSpec, batch: int, seq: int) -> onnx.ModelProto:
     return ir.to_proto(model)
 
 
-def parsed(text: str) -> ir.Model:
-    """A graph of opset 23 from ONNX's text form, with all shapes inferred."""
-    model = ir.from_onnx_text(f'<ir_version: 10, opset_import: ["" : 23]> {text}')
+def parsed(text: str, opset: int = 23) -> ir.Model:
+    """A graph from ONNX's text form, with all shapes inferred."""
+    model = ir.from_onnx_text(f'<ir_version: 10, opset_import: ["" : {opset}]> {text}')
     common.ShapeInferencePass()(model)
     return model
 

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from mod_export.artifacts import Bucket
 from mod_export.errors import CaptureError
-from mod_export.graph.capture import CaptureProof, exported_from_module, prove_static
+from mod_export.graph.capture import (
+    CaptureProof,
+    exported_from_module,
+    exported_with,
+    prove_static,
+    prove_static_with,
+)
 from mod_export.model import Model
 from mod_models.selection import select_topk
 
@@ -143,3 +149,49 @@ def test_the_selection_is_captured_as_it_is() -> None:
     program = exported_from_module(Does(select), BUCKET, "mod")
     ids_BS, lengths_B = torch.randint(0, 3, (2, 8)), torch.tensor([8, 2])
     assert torch.equal(program.module()(ids_BS, lengths_B), select(ids_BS, lengths_B))
+
+
+class Takes(torch.nn.Module):
+    """One of two products, by a condition on the data: the part that is not taken is not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+
+    def forward(self, x_B2: Tensor, flag_B: Tensor) -> tuple[Tensor, Tensor]:
+        y_B3 = torch.cond(flag_B.any(), lambda x: x @ self.weight, lambda x: (x * 0) @ self.weight, (x_B2,))
+        return y_B3, flag_B.sum()[None]
+
+
+def two_examples(device: str) -> list[tuple[Tensor, Tensor]]:
+    flags = (torch.tensor([True, False]), torch.tensor([False, False]))
+    return [(torch.ones(2, 2, device=device), flag.to(device)) for flag in flags]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_conditions_are_one_graph(device: str) -> None:
+    """With values both ways are the same graph, and without them nobody can ask which way."""
+    module = Takes().to(device)
+    assert prove_static_with(module, two_examples(device), "a step") == CaptureProof(
+        graphs=1, graph_breaks=0, recompiles=0
+    )
+
+
+def test_modules_without_values_are_held_to_the_same() -> None:
+    with pytest.raises(CaptureError, match=r"a step: torch\.compile"):
+        prove_static_with(Does(broken), [(torch.ones(2, device="meta"), torch.ones(2, device="meta"))], "a step")
+
+
+def test_any_inputs_are_exported() -> None:
+    program = exported_with(Takes().to("meta"), two_examples("meta")[0], "a step")
+    assert not program.range_constraints
+    assert any("cond" in str(node.target) for node in program.graph.nodes)
+    assert set(program.state_dict) == {"weight"}
+    with pytest.raises(CaptureError, match=r"a step: torch\.export refused the model: "):
+        exported_with(Does(branching), (torch.ones(2), torch.ones(2)), "a step")
+
+
+def test_one_tensor_in_two_places_is_no_example() -> None:
+    tensor = torch.ones(2)
+    with pytest.raises(AssertionError):
+        exported_with(Does(lambda x, y: x + y), (tensor, tensor), "a step")

@@ -104,6 +104,35 @@ def test_refuses_foreign_operators() -> None:
         check_dialect(model, dataclasses.replace(ANY, extra_domains=frozenset({"org.example"})), "float32")
 
 
+IF = """g (bool flag, float[4] x) => (float[2] y) {{ y = If (flag) <
+then_branch = a () => (float[2] p) {{ {0} }},
+else_branch = b () => (float[2] q) {{ k = Constant <value = int64[1] {{2}}> () q, j = TopK (x, k) }}> }}"""
+TAKES_TWO = "l = Constant <value = int64[1] {2}> () p, i = TopK (x, l)"
+TAKES_THREE = """l = Constant <value = int64[1] {3}> () o, i = TopK (x, l)
+s = Constant <value = int64[1] {0}> () e = Constant <value = int64[1] {2}> () p = Slice (o, s, e)"""
+
+
+def test_branches_are_looked_into_where_they_may_stand() -> None:
+    """A node in a branch has the limits of any other."""
+    branching = dataclasses.replace(ANY, branches=True, topk_limit=2)
+    check_dialect(parsed(IF.format(TAKES_TWO)), branching, "float32")
+    with pytest.raises(LimitError, match=r"^Any cannot take this float32 graph: TopK: TopK takes K = 3, the limit is"):
+        check_dialect(parsed(IF.format(TAKES_THREE)), branching, "float32")
+    with pytest.raises(LimitError) as caught:
+        check_dialect(parsed(IF.format(TAKES_THREE)), dataclasses.replace(branching, branches=False), "float32")
+    first, second = str(caught.value).splitlines()
+    assert "If: If holds a graph of its own" in first
+    assert "TopK takes K = 3" in second
+
+
+def test_branches_are_no_loops() -> None:
+    text = """g (int64 n, bool go, float[2] x) => (float[2] y)
+    { y = Loop (n, go, x) <body = b (int64 i, bool c, float[2] p) => (bool d, float[2] q)
+    { d = Identity (c) q = Neg (p) }> }"""
+    with pytest.raises(LimitError, match="Loop: Loop holds a graph of its own"):
+        check_dialect(parsed(text), dataclasses.replace(ANY, branches=True), "float32")
+
+
 def test_scatters_may_reduce_where_the_dialect_says_so() -> None:
     text = """g (float[4,2] x, int64[3,1] i, float[3,2] u) => (float[4,2] y)
     { y = ScatterND <reduction = "add"> (x, i, u) }"""

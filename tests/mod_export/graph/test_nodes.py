@@ -3,10 +3,10 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
-from small_graphs import make_spec, parsed, portable_graph
+from small_graphs import make_spec, parsed, portable_graph, run
 
 from mod_export.errors import GraphError
-from mod_export.graph.nodes import NodeWriter, constant_array, require_static_shape, static_shape
+from mod_export.graph.nodes import NodeWriter, constant_array, late_zero, require_static_shape, static_shape
 from mod_export.graph.places import place_of
 
 
@@ -90,3 +90,12 @@ def test_constants_of_one_name_are_shared_and_must_agree() -> None:
         writer.constant("k", np.array([1, 3]))
     with pytest.raises(AssertionError, match="constant/k"):
         writer.constant("k", np.array([1, 2], np.int32))
+
+
+def test_a_late_zero_is_zero_whatever_it_waits_for() -> None:
+    model = parsed("g (float[2,3] x, int64[1] n) => (int64[1] y) { y = Neg (n) }")
+    negated = model.graph[0]
+    zero = late_zero(NodeWriter(model.graph, negated, "late"), model.graph.inputs[0], ir.DataType.INT64, (1,))
+    negated.replace_input_with(0, zero)
+    for x in (np.zeros((2, 3)), np.full((2, 3), np.nan), np.full((2, 3), -np.inf)):
+        assert run(model, {"x": x.astype(np.float32), "n": np.array([7])})[0].tolist() == [0]

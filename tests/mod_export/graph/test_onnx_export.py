@@ -17,8 +17,15 @@ from torch import Tensor
 from mod_export.artifacts import Bucket
 from mod_export.engine.ort_session import OrtRunner, session_from_onnx
 from mod_export.errors import GraphError
-from mod_export.graph.capture import exported_from_module
-from mod_export.graph.onnx_export import IR_VERSION, OPSET, assert_capacity, check_model, onnx_from_exported
+from mod_export.graph.capture import exported_from_module, exported_with
+from mod_export.graph.onnx_export import (
+    IR_VERSION,
+    OPSET,
+    assert_capacity,
+    check_model,
+    onnx_from_exported,
+    onnx_with_names,
+)
 from mod_export.graph.passes import PORTABLE, run_passes
 from mod_export.graph.weights import bind_weights, state_of, write_weights
 from mod_export.graph.weights_file import WeightsFile
@@ -329,3 +336,29 @@ def _bound(model: ir.Model, module: torch.nn.Module, folder: Path) -> ir.Model:
     write_weights(folder / "weights.data", state_of(module), "float32")
     bind_weights(model, [WeightsFile.open(folder / "weights.data")], folder)
     return model
+
+
+class TwoWays(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(3, 2))
+
+    def forward(self, x_12: torch.Tensor, flag_1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight)
+
+        return torch.cond(flag_1.any(), product, lambda x: x.new_zeros(1, 3), (x_12,)), ~flag_1
+
+
+def test_any_model_keeps_the_names_that_it_is_given() -> None:
+    """Weights keep theirs, in branches too, and have no value."""
+    module = TwoWays()
+    program = exported_with(module, (torch.ones(1, 2), torch.tensor([True])), "two ways")
+    model = onnx_with_names(program, state_of(module), ["values", "flag"], ["product", "not_flag"])
+    assert [value.name for value in model.graph.inputs] == ["values", "flag"]
+    assert [value.name for value in model.graph.outputs] == ["product", "not_flag"]
+    assert "weight" in model.graph.initializers
+    (branching,) = [node for node in model.graph if node.op_type == "If"]
+    used = {value.name for node in model.graph.all_nodes() for value in node.inputs if value is not None}
+    assert "weight" in used
+    assert "weight" not in branching.attributes["then_branch"].as_graph().initializers

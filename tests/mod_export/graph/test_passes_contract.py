@@ -25,6 +25,7 @@ SMALL = Dialect(
     topk_limit=3,
     scatter_reduction=False,
     attention_dtypes=frozenset(),
+    cache_update=True,
 )
 BLOCKED = Dialect(name="a target that takes queries in blocks", max_opset=23, query_blocks=((8, 3), (16, 6)))
 ORT_CPU = ENGINES["ort-cpu"].dialect

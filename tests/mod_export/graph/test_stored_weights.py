@@ -54,3 +54,32 @@ def test_anything_else_is_left(body: str) -> None:
     assert [transposed_weight(node) for node in model.graph] == [None] * len(list(model.graph))
     assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 0
     assert "com.microsoft" not in model.opset_imports
+
+
+BRANCHES = f"""g (bool flag, float[1,3,4] x) => (float[1,3,6] y) {WEIGHT} {{
+y = If (flag) <
+then_branch = a () => (float[1,3,6] p) {{ t = Transpose <perm: ints = [1,0]> (w) p = MatMul (x, t) }},
+else_branch = b () => (float[1,3,6] q) {{
+    n = Neg (x) u = Transpose <perm: ints = [1,0]> (w) m = MatMul (n, u) q = Abs (m) }}> }}"""
+
+
+def test_products_in_branches_are_the_same() -> None:
+    """Their weights are those of the whole graph, which no branch copies."""
+    model = parsed(BRANCHES)
+    feeds = [
+        {"flag": np.array(flag), "x": np.random.default_rng(0).standard_normal((1, 3, 4), np.float32)}
+        for flag in (True, False)
+    ]
+    expected = [run(parsed(BRANCHES), one)[0] for one in feeds]
+    assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 2
+    assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == []
+    kinds = Counter(node.op_type for node in model.graph.all_nodes())
+    assert kinds == {"If": 1, "FusedMatMul": 2, "Neg": 1, "Abs": 1, "Transpose": kinds["Transpose"]}
+    for one, other in zip(feeds, expected, strict=True):
+        (found,) = run(model, one)
+        np.testing.assert_array_equal(found, other)
+
+
+def test_a_copy_that_is_left_in_a_branch_is_named() -> None:
+    (first, second) = StoredWeights().ensures(parsed(BRANCHES), OrtCpu.dialect, "float32")
+    assert first == second == "MatMul multiplies by a copy of w"
