@@ -23,6 +23,7 @@ __all__ = [
     "Outputs",
     "Profile",
     "QuantizedDType",
+    "Role",
     "Site",
     "Variant",
     "engine_stem",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 ModelKind = Literal["mod", "dense"]
+Role = Literal["forward", "prefill", "decode"]
+"""What a graph does with a text: all of it at once; the prompt, with a cache for what follows; or one more token."""
 Site = int | str
 """Where a model decides which tokens run: the number of a routed layer, or a name such as "3.mlp" or "3.expert0" where
 a layer has several such places."""
@@ -93,6 +96,8 @@ class Dialect:
         stored_weights: whether com.microsoft::FusedMatMul takes a weight as it is stored.
         rotary_embedding: whether the operator RotaryEmbedding is the faster way to rotate queries and keys.
         flat_heads: whether Attention takes heads side by side without losing speed.
+        branches: whether If is taken, a condition around nodes of fixed sizes.
+        cache_update: whether a step writes into its cache itself, by TensorScatter.
         query_blocks: (T, b) for every number of tokens T whose causal attention is computed in blocks of b queries.
     """
 
@@ -107,12 +112,16 @@ class Dialect:
     stored_weights: bool = False
     rotary_embedding: bool = False
     flat_heads: bool = False
+    branches: bool = False
+    cache_update: bool = False
     query_blocks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """An ONNX file of one model and bucket. `target` is None for the portable graph.
+
+    Of a decode graph the bucket's `seq` is how many tokens its cache holds.
 
     `query_blocks` has, for every number of tokens whose causal attention is computed in blocks, the queries of a block.
     """
@@ -125,6 +134,7 @@ class Graph:
     k_by_layer: dict[Site, int] = field(hash=False)
     query_blocks: dict[int, int] = field(default_factory=dict, hash=False)
     outputs: Outputs = "logits"
+    role: Role = "forward"
 
     def dialect(self, target: Dialect) -> Dialect:
         """The dialect of its target, with the choices that were made for this graph."""
@@ -150,6 +160,7 @@ class Engine:
     path: str
     weights: str | None = None
     arch: str | None = None
+    role: Role = "forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +224,6 @@ def primary_output(names: Iterable[str]) -> str:
     return next(name for name in names if name in PRIMARY.values())
 
 
-def engine_stem(model: ModelKind, bucket: Bucket, dtype: DType, arch: str | None = None) -> str:
-    """File name of an engine without its suffix: mod-b1s512-float16-sm89."""
-    return "-".join([model, bucket.name, dtype, *([arch] if arch else [])])
+def engine_stem(model: ModelKind, bucket: Bucket, dtype: DType, arch: str | None = None, role: Role = "forward") -> str:
+    """File name of an engine without its suffix: mod-b1s512-float16-sm89, or mod-decode-b1s512-float32."""
+    return "-".join([model, *([] if role == "forward" else [role]), bucket.name, dtype, *([arch] if arch else [])])

@@ -28,11 +28,14 @@ KINDS = ("text", "random", "padded", "ties", "near_ties")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One batch: ids int64 (B, S), and lengths int64 (B,) of real tokens; kind is one of KINDS."""
+    """One batch: ids int64 (B, S), and lengths int64 (B,) of real tokens; kind is one of KINDS. Logits of tokens before
+    position `judged_from` are nobody's answer.
+    """
 
     kind: str
     ids_BS: np.ndarray
     lengths_B: np.ndarray
+    judged_from: int = 0
 
     @property
     def feeds(self) -> dict[str, np.ndarray]:

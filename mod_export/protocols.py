@@ -8,7 +8,7 @@ tables (`PASSES`, `ENGINES`, `CHECKS`); architectures, which live in other packa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
@@ -35,10 +35,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Architecture",
+    "BindableRunner",
     "EngineBuilder",
     "EngineJob",
     "EngineProfiler",
+    "GeneratingModel",
     "GraphPass",
+    "GraphSource",
     "LayerCost",
     "LoadedModel",
     "ReferenceTrace",
@@ -90,6 +93,75 @@ class LayerCost(Protocol):
     def weight_bytes(self) -> int: ...
     @property
     def kv_bytes(self) -> int: ...
+
+
+class GraphSource(Protocol):
+    """What one graph is made of: a module without values on the meta device, in eval mode; two sets of inputs for it,
+    equal in shape and different in value; and the names of its inputs and outputs, in order.
+    """
+
+    @property
+    def module(self) -> torch.nn.Module: ...
+    @property
+    def examples(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]: ...
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+
+
+class GeneratingModel(Protocol):
+    """A model that writes texts of up to `window` tokens.
+
+    Its graphs have the weights of the checkpoint, by their names. Shape legend: B rows, S tokens of a prompt, G key and
+    value heads, L slots of a layer, E head width, N places of routing.
+    """
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The same weights as a model of whole texts that decides as this one does: what it is judged by."""
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """The N places of routing: the columns of `counts`, `wanted` and `ran`."""
+
+    @property
+    def capacity(self) -> Mapping[Site, int]:
+        """How many tokens of a text each of them takes."""
+
+    def prefill(self, rows: int, seq: int) -> GraphSource:
+        """Reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) -> `logits` (B, V) of each last token;
+        `keys_<layer>` and `values_<layer>` (B, G, L, E), what the slots hold; and in a model that routes `counts` int64
+        (B, N), places that are taken, `wanted` int64 (B, N), tokens that chose to run, and `routed_<site>` int64
+        (B, K), the positions that run, ascending, then -1.
+        """
+
+    def step(self, rows: int, length: int, places: str = "all", *, skip: bool = True) -> GraphSource:
+        """Reads a token of each row: (input_ids int64 (B,), positions int64 (B,), negative for a row without a token,
+        keys_0, values_0, ..., counts) -> `logits` (B, V); `keys_row_<layer>` and `values_row_<layer>` (B, G, E);
+        `slots` int64 (B, layers), where these belong, -1 for nowhere; and in a model that routes `new_counts` int64
+        (B, N), `wanted` and `ran` bool (B, N).
+
+        Args:
+            rows: texts at once.
+            length: tokens that a text can have in this cache.
+            places: rows that can run in each routed part in one step, `all`, or a `fair` share of them.
+            skip: whether routed parts stand in conditions, so that one that no row takes is not executed.
+        """
+
+    def kv_bytes(self, length: int) -> Mapping[int, int]:
+        """Layer -> float32 bytes of one row's keys and values."""
+
+    def least_bytes(self, rows: int, length: int, executed: Mapping[Site, float]) -> int:
+        """Float32 bytes that a step cannot do without: weights that it multiplies by, and slots of the cache.
+        `executed` says for each place of routing in which share of the steps some row runs there.
+        """
+
+    def write(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """The eager model's own greedy continuation of one text."""
 
 
 class LoadedModel(Protocol):
@@ -177,6 +249,18 @@ class LoadedModel(Protocol):
 
     def dense(self) -> LoadedModel:
         """The dense twin: every token through every block, routers gone."""
+
+    def why_not_generating(self) -> str | None:
+        """Why the model cannot write text token by token, with the way out; None where it can."""
+
+    def generating(self, window: int, slack: int = 0) -> GeneratingModel:
+        """The model as it decides about one token at a time, for texts of up to `window` tokens, prompt and answer.
+
+        `slack` gives every routed layer so many places more than its capacity in a row of `window` tokens.
+
+        Raises:
+            ValueError: it cannot generate, or not in this window, with a message for the user.
+        """
 
     def sample_ids(self, batch: int, seq: int, seed: int) -> np.ndarray | None:
         """Real inputs of the kind the model was trained on, from text that no training step saw.
@@ -272,6 +356,28 @@ class Runner(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@runtime_checkable
+class BindableRunner(Protocol):
+    """A loaded engine on this machine's processor whose inputs and outputs can stay in one place."""
+
+    inputs: tuple[str, ...]
+
+    @property
+    def ports(self) -> Mapping[str, Any]:
+        """Of every input and output (shape, dtype)."""
+
+    def bind(self, feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
+        """What runs the engine on these arrays each time it is called: read where they lie, written where they lie.
+
+        Args:
+            feeds: all inputs.
+            outputs: those that are wanted.
+
+        Raises:
+            EngineError: an array is not of its port's shape and dtype.
+        """
 
 
 class EngineBuilder(Protocol):

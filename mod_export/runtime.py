@@ -23,7 +23,7 @@ from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.protocols import Runner
 from mod_export.workspace import read_manifest, verify_files, verify_sizes
 
-__all__ = ["Deployment", "engines_of", "graphs_of", "load", "opened_folder", "runnable_engines"]
+__all__ = ["Deployment", "checked_gates", "engines_of", "graphs_of", "load", "opened_folder", "runnable_engines"]
 
 
 def opened_folder(root: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def load(root: str | Path, target: str | None = None, dtype: str | None = None, 
     if not wanted:
         raise TargetError(f"{folder}: holds no {dtype} engine for {runnable[0]}")
     chosen = [engine for engine in wanted if engine.dtype == wanted[0].dtype]
-    _check_gates(folder, manifest.get("refused", {}), chosen)
+    checked_gates(folder, manifest.get("refused", {}), chosen)
     files = {path: manifest["files"][path] for engine in chosen for path in _files_of(engine)}
     verify_sizes(folder, files)
     vocab_size = manifest["models"][model]["vocab_size"]
@@ -126,7 +126,7 @@ def _files_of(engine: Engine) -> list[str]:
     return [path for path in (engine.path, engine.weights) if path is not None]
 
 
-def _check_gates(folder: Path, refused: Mapping[str, Sequence[str]], engines: Sequence[Engine]) -> None:
+def checked_gates(folder: Path, refused: Mapping[str, Sequence[str]], engines: Sequence[Engine]) -> None:
     """Whether engines may be served. No other dtype takes their place: whoever wants one names it.
 
     Raises:
@@ -170,6 +170,11 @@ class Deployment:
         self._runners: dict[Bucket, Runner] = {}
         self.target = engines[0].target
         self.dtype = engines[0].dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self._vocab_size
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

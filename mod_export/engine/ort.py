@@ -75,6 +75,7 @@ class OrtCpu(_Ort):
         stored_weights=True,
         rotary_embedding=True,
         flat_heads=True,
+        branches=True,
     )
 
     def availability(self) -> Availability:

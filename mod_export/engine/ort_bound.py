@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mod_export.engine.ort_session import OrtRunner
+from mod_export.engine.ort_session import DTYPES, OrtRunner
 
 if TYPE_CHECKING:
     import onnxruntime
 
 __all__ = ["BoundRunner"]
-
-DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
 
 
 class BoundRunner(OrtRunner):

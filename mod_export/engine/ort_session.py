@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from mod_export.engine.feeds import check_feeds, check_outputs
+from mod_export.engine.feeds import Port, check_bound, check_feeds, check_outputs
 from mod_export.errors import EngineError
 
 if TYPE_CHECKING:
     import onnxruntime
 
-__all__ = ["CPU", "OrtRunner", "session_from_onnx"]
+__all__ = ["CPU", "DTYPES", "OrtRunner", "session_from_onnx"]
 
 CPU = "CPUExecutionProvider"
+DTYPES: Mapping[str, type[np.generic]] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
+"""Of inputs and outputs."""
 FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 """Lets a graph in engines/ use weights in graphs/: ONNX itself only allows files beside the graph."""
 
@@ -26,16 +33,17 @@ class OrtRunner:
     """A session with inputs and outputs of static shape."""
 
     def __init__(self, session: onnxruntime.InferenceSession, where: str, threads: int) -> None:
-        self._session = session
+        self._opened: onnxruntime.InferenceSession | None = session
         self._where = where
         self._shapes = {item.name: tuple(item.shape) for item in session.get_inputs()}
+        self._dtypes = {item.name: np.dtype(DTYPES[item.type]) for item in session.get_inputs() if item.type in DTYPES}
         self.inputs = tuple(self._shapes)
         self.outputs = tuple(item.name for item in session.get_outputs())
         self.providers = tuple(session.get_providers())
         self.threads = threads
 
     def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        check_feeds(self._where, self._shapes, feeds)
+        check_feeds(self._where, self._shapes, feeds, self._dtypes)
         wanted = list(outputs or self.outputs)
         check_outputs(self._where, self.outputs, wanted)
         try:
@@ -46,6 +54,37 @@ class OrtRunner:
     def _results(self, feeds: Mapping[str, np.ndarray], wanted: list[str]) -> dict[str, np.ndarray]:
         return dict(zip(wanted, self._session.run(wanted, dict(feeds)), strict=True))
 
+    @property
+    def _session(self) -> onnxruntime.InferenceSession:
+        if self._opened is None:
+            raise EngineError(f"{self._where}: the session is closed; open another one")
+        return self._opened
+
+    @property
+    def ports(self) -> Mapping[str, Port]:
+        """Of inputs and outputs."""
+        both = (*self._session.get_inputs(), *self._session.get_outputs())
+        return {item.name: Port(tuple(item.shape), np.dtype(DTYPES[item.type])) for item in both}
+
+    def bind(self, feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
+        check_bound(self._where, self.ports, feeds, outputs)
+        binding, held = self._session.io_binding(), (*feeds.values(), *outputs.values())
+        for name, array in feeds.items():
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+        errors: tuple[type[Exception], ...] = (RuntimeError, *_vendor_errors())
+
+        def run() -> None:
+            assert held
+            try:
+                self._session.run_with_iobinding(binding)
+            except errors as error:
+                raise EngineError(f"{self._where}: ONNX Runtime failed: {str(error).splitlines()[0]}") from error
+
+        return run
+
     def _errors(self) -> tuple[type[Exception], ...]:
         return _vendor_errors()
 
@@ -55,7 +94,7 @@ class OrtRunner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del self._session
+        self._opened = None
 
 
 def session_from_onnx(

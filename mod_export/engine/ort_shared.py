@@ -15,7 +15,7 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from typing import Self
 
 import numpy as np
 
-from mod_export.engine.feeds import check_feeds, check_outputs
+from mod_export.engine.feeds import Port, check_bound, check_feeds, check_outputs
 from mod_export.engine.ort_c import Handle, OrtC
 from mod_export.errors import BuildFolderError, EngineError
 from mod_export.graph.weights_file import WeightsFile
@@ -35,7 +35,7 @@ ARENA, DEFAULT_MEMORY = 1, 0
 ERRORS_ONLY = 3
 CODES = {"F32": 1, "U8": 2, "I8": 3, "F16": 10, "BF16": 16}
 """safetensors' name of a dtype -> ONNXTensorElementDataType."""
-DTYPES: Mapping[int, type[np.generic]] = {1: np.float32, 7: np.int64}
+DTYPES: Mapping[int, type[np.generic]] = {1: np.float32, 7: np.int64, 9: np.bool_}
 """Of inputs and outputs."""
 
 
@@ -156,19 +156,20 @@ class SharedRunner:
     def __init__(self, api: OrtC, session: Handle, weights: _Weights, where: str, threads: int) -> None:
         self._api = api
         self._session: Handle | None = session
+        self._running = 0
+        self._changing = threading.Condition()
         self._close = weakref.finalize(self, _close, api, session, weights)
         self._where = where
         self._inputs = _ports(api, session, "Input")
         self._outputs = _ports(api, session, "Output")
         self._shapes = {name: port.shape for name, port in self._inputs.items()}
+        self._dtypes = {name: np.dtype(port.dtype) for name, port in self._inputs.items()}
         self.inputs = tuple(self._inputs)
         self.outputs = tuple(self._outputs)
         self.threads = threads
 
     def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        if self._session is None:
-            raise EngineError(f"{self._where}: the session is closed; open another one")
-        check_feeds(self._where, self._shapes, feeds)
+        check_feeds(self._where, self._shapes, feeds, self._dtypes)
         wanted = list(outputs or self.outputs)
         check_outputs(self._where, self.outputs, wanted)
         given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
@@ -176,14 +177,12 @@ class SharedRunner:
         # Null for each output: ONNX Runtime takes its memory from the arena, where it is warm after the first run.
         results = (Handle * len(wanted))()
         try:
-            self._api.check(
-                self._api.run(
-                    self._session, None, _names(tuple(given)), (Handle * len(values))(*values), len(values),
+            self._run(
+                (
+                    None, _names(tuple(given)), (Handle * len(values))(*values), len(values),
                     _names(tuple(wanted)), len(wanted), results,
                 )
             )  # fmt: skip
-        except EngineError as error:
-            raise EngineError(f"{self._where}: ONNX Runtime failed: {error}") from error
         finally:
             for value in values:
                 self._api.release_value(value)
@@ -192,14 +191,72 @@ class SharedRunner:
             for name, value in zip(wanted, results, strict=True)
         }
 
+    def _run(self, arguments: tuple[object, ...]) -> None:
+        with self._changing:
+            session = self._session
+            if session is None:
+                raise EngineError(f"{self._where}: the session is closed; open another one")
+            self._running += 1
+        try:
+            self._api.check(self._api.run(session, *arguments))
+        except EngineError as error:
+            raise EngineError(f"{self._where}: ONNX Runtime failed: {error}") from error
+        finally:
+            with self._changing:
+                self._running -= 1
+                self._changing.notify_all()
+
+    @property
+    def ports(self) -> Mapping[str, Port]:
+        """Of inputs and outputs."""
+        both = {**self._inputs, **self._outputs}
+        return {name: Port(port.shape, np.dtype(port.dtype)) for name, port in both.items()}
+
+    def bind(self, feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
+        check_bound(self._where, self.ports, feeds, outputs)
+        given = [self._inputs[name].value(self._api, array) for name, array in feeds.items()]
+        places = [self._outputs[name].value(self._api, array) for name, array in outputs.items()]
+        return _Bound(self, (tuple(feeds), given), (tuple(outputs), places), (*feeds.values(), *outputs.values()))
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session = None
+        with self._changing:
+            self._session = None
+            # Other threads may be in it still, and would be left without the ground under their feet.
+            self._changing.wait_for(lambda: not self._running)
         self._close()
+
+
+class _Bound:
+    """A run whose inputs and outputs have their places for good: one call, and nothing is copied or made anew."""
+
+    def __init__(
+        self,
+        runner: SharedRunner,
+        feeds: tuple[tuple[str, ...], list[Handle]],
+        outputs: tuple[tuple[str, ...], list[Handle]],
+        arrays: Sequence[np.ndarray],
+    ) -> None:
+        self._runner = runner
+        self._arrays = arrays  # ONNX Runtime knows their addresses and nothing else of them.
+        (inputs, given), (wanted, places) = feeds, outputs
+        self._arguments = (
+            None, _names(inputs), (Handle * len(given))(*given), len(given), _names(wanted), len(wanted),
+            (Handle * len(places))(*places),
+        )  # fmt: skip
+        weakref.finalize(self, _release_values, runner._api, (*given, *places))
+
+    def __call__(self) -> None:
+        self._runner._run(self._arguments)
+
+
+def _release_values(api: OrtC, values: Sequence[Handle]) -> None:
+    for value in values:
+        api.release_value(value)
 
 
 def _close(api: OrtC, session: Handle, weights: _Weights) -> None:

@@ -47,17 +47,25 @@ API: Mapping[str, Mapping[str, int | None]] = {
 }
 """What this module uses of the vendor's bindings, as in `trt_worker.API`."""
 
+ALIASED = "get_aliased_input_tensor"
+"""Of ICudaEngine since TensorRT 10.15, and therefore not in `API`."""
 PROBE_SECONDS = 120
 DIALECT = Dialect(
     name="TensorRT",
-    max_opset=23,
+    max_opset=24,
     topk_limit=3840,
     scatter_reduction=False,
+    branches=True,
+    cache_update=True,
     attention_dtypes=frozenset({"float16", "bfloat16"}),
     # TensorRT-RTX 1.7.1 has attention kernels for these widths of a head, and refuses 8 and 257.
     attention_widths=(9, 256),
 )
-"""What both TensorRTs take; their parsers are of one line of code."""
+"""What both TensorRTs take; their parsers are of one line of code.
+
+If becomes a conditional layer, of which one branch is executed. TensorScatter, and with it opset 24, becomes a layer
+that updates a cache in place: outside of branches, from an input to an output, and since TensorRT 10.15.
+"""
 
 WITHOUT_FLOAT32 = {"sm75": "TensorRT-RTX has no float32 matrix product on sm75, and routers are float32"}
 
@@ -111,7 +119,8 @@ def polygraphy_cuda() -> Any:
 class TensorRTRunner:
     """An engine of static shape on the first CUDA device, with buffers that live as long as the runner.
 
-    `run` copies its inputs to the device and the wanted outputs back, into new arrays.
+    A cache that the engine updates in place is one buffer, input and output: TensorRT refuses two. `run` copies its
+    inputs to the device and the wanted outputs back, into new arrays.
     """
 
     def __init__(self, trt: Any, cuda_engine: Any, where: str, provider: str, keep: Sequence[object] = ()) -> None:
@@ -133,7 +142,11 @@ class TensorRTRunner:
                 is_input = cuda_engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
                 self._shapes["in" if is_input else "out"][name] = shape
                 self._dtypes[name] = np.dtype(trt.nptype(cuda_engine.get_tensor_dtype(name)))
-                self._buffers[name] = cuda.DeviceArray(shape, self._dtypes[name])
+            for name, shape in (*self._shapes["in"].items(), *self._shapes["out"].items()):
+                source = None if name in self._shapes["in"] else _updated_input(cuda_engine, name)
+                self._buffers[name] = (
+                    cuda.DeviceArray(shape, self._dtypes[name]) if source is None else self._buffers[source]
+                )
                 self._context.set_tensor_address(name, self._buffers[name].ptr)
         self.inputs = tuple(self._shapes["in"])
         self.outputs = tuple(self._shapes["out"])
@@ -163,13 +176,20 @@ class TensorRTRunner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for buffer in self._buffers.values():
+        for buffer in {id(buffer): buffer for buffer in self._buffers.values()}.values():
             buffer.free()
         self._buffers.clear()
         self._stream.free()
         # In this order: a context outlives neither its engine nor an engine its runtime.
         del self._context
         del self._keep
+
+
+def _updated_input(cuda_engine: Any, output: str) -> str | None:
+    """The input whose memory an output shares. TensorRT 10.14 knows no such thing."""
+    ask = getattr(cuda_engine, ALIASED, None)
+    found: str | None = ask(output) if ask else None
+    return found
 
 
 @contextlib.contextmanager

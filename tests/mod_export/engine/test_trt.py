@@ -7,16 +7,19 @@ import time
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from graph_folders import Job, write_graph
-from small_graphs import make_model, make_spec
+from small_graphs import make_model, make_spec, parsed
+from step_graphs import prefill_graph, step_graph
 
-from mod_export.artifacts import FLOAT_DTYPES, Bucket, DType, Engine, Variant
+from mod_export.artifacts import FLOAT_DTYPES, Bucket, DType, Engine, Graph, Variant
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engine import trt
 from mod_export.engine.trt import TensorRT, TensorRTRTX, runner_from_engine
 from mod_export.errors import EngineError, GraphError, TargetError
+from mod_export.graph.dialect import check_dialect
 from mod_export.graph.passes import run_passes
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -73,6 +76,66 @@ def test_builds_for_every_architecture_that_it_names_and_each_differs(tmp_path: 
     assert len(plans) >= 3
 
 
+def build_graph(folder: Path, model: ir.Model, dtype: DType) -> Path:
+    """Rewrites a graph of a model that writes text for TensorRT-RTX, and builds its plan."""
+    run_passes(model, RTX.dialect, dtype)
+    check_dialect(model, RTX.dialect, dtype)
+    return build_plan(folder, model, dtype)
+
+
+def build_plan(folder: Path, model: ir.Model, dtype: DType) -> Path:
+    (folder / "graph.onnx").write_bytes(ir.to_proto(model).SerializeToString())
+    graph = Graph(path="graph.onnx", model="mod", bucket=BUCKET, dtype=dtype, target=None, k_by_layer={})
+    RTX.build(Job(folder, graph, ""), Variant(dtype=dtype, arch="sm89"), folder / "plan.engine", CONFIG)
+    return folder / "plan.engine"
+
+
+@needs_rtx
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_builds_steps_that_skip_and_write_their_own_cache(tmp_path: Path, dtype: DType) -> None:
+    model = step_graph("predictor", 4, "fair")
+    plan = build_graph(tmp_path, model, dtype)
+    assert {node.op_type for node in model.graph} >= {"If", "TensorScatter"}
+    assert plan.stat().st_size > 100_000
+
+
+@needs_rtx
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_builds_steps_without_conditions_and_prompts(tmp_path: Path, dtype: DType) -> None:
+    """Without a condition nothing but the wait for the logits keeps the writes behind the reads."""
+    for model in (step_graph("predictor", skip=False), prefill_graph("predictor")):
+        assert build_graph(tmp_path, model, dtype).stat().st_size > 100_000
+
+
+IN_PLACE = "g (bool f, float[1,2,9,4] c, float[1,2,1,4] u, int64[1] i) => (float[1,2,9,4] y)"
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("y = TensorScatter (c, u, i)", None),
+        ("d = Neg (c) y = TensorScatter (d, u, i)", "The cache tensor must be a network input"),
+        ("d = TensorScatter (c, u, i) y = Neg (d)", "The output tensor must be a network output"),
+        (
+            """y = If (f) <then_branch = a () => (float[1,2,9,4] p) { p = TensorScatter (c, u, i) },
+            else_branch = b () => (float[1,2,9,4] q) { q = Identity (c) }>""",
+            "The cache tensor must be a network input",
+        ),
+        ('y = TensorScatter <mode = "circular"> (c, u, i)', "Only linear mode is supported"),
+    ],
+    ids=["plain", "no input", "no output", "in a branch", "circular"],
+)
+def test_where_it_takes_a_write_in_place(tmp_path: Path, body: str, reason: str | None) -> None:
+    """Why `cache_in_place` writes outside of branches, from an input to an output."""
+    model = parsed(f"{IN_PLACE} {{ {body} }}", opset=24)
+    if reason is None:
+        build_plan(tmp_path, model, "float32")
+        return
+    with pytest.raises(EngineError, match=reason):
+        build_plan(tmp_path, model, "float32")
+
+
 @needs_rtx
 @pytest.mark.slow
 def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
@@ -123,8 +186,6 @@ def test_a_graph_that_the_builder_refuses_is_named_with_the_vendors_reason(tmp_p
 @needs_rtx
 def test_a_graph_that_the_parser_refuses_is_named_with_the_vendors_reason(tmp_path: Path) -> None:
     """Why scatters are plain."""
-    import onnx_ir as ir
-
     job = portable(tmp_path)
     model = ir.load(tmp_path / job.graph.path)
     run_passes(model, RTX.dialect, "float32")

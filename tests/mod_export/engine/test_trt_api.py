@@ -221,6 +221,17 @@ def test_runs_with_buffers_of_its_own(libraries: Path, tmp_path: Path, version: 
     ]
 
 
+@pytest.mark.parametrize(("version", "shares"), [(VERSIONS[0], False), (VERSIONS[1], True)])
+def test_what_an_engine_updates_in_place_is_one_buffer(
+    libraries: Path, tmp_path: Path, version: str, shares: bool
+) -> None:
+    job = {"path": str(tmp_path / "e.engine"), "aliased": {"routed_0": "input_ids"}}
+    done = process(libraries, version, "run", job, "cudart")
+    assert (done["addresses"]["routed_0"] == done["addresses"]["input_ids"]) is shares
+    assert len(set(done["addresses"].values())) == (3 if shares else 4)
+    assert done["routed"] == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_finds_the_cuda_runtime_of_pip(libraries: Path, tmp_path: Path) -> None:
     """Where the wheel nvidia-cuda-runtime 13 puts it, which Polygraphy does not know."""
     wheel = tmp_path / "nvidia" / "cu13" / "lib"

@@ -96,7 +96,7 @@ class Device:
 
     SHAPES: ClassVar = {"input_ids": (2, 3), "lengths": (2,), "logits": (2, 3), "routed_0": (2, 3)}
 
-    def __init__(self, starts=True, context=True):
+    def __init__(self, starts=True, context=True, aliased=None):
         self.addresses = {}
         self.starts = starts
         names = list(self.SHAPES)
@@ -107,6 +107,8 @@ class Device:
         self.engine.get_tensor_mode.side_effect = lambda n: (
             trt.TensorIOMode.INPUT if n in ("input_ids", "lengths") else trt.TensorIOMode.OUTPUT
         )
+        if hasattr(trt.ICudaEngine, "get_aliased_input_tensor"):
+            self.engine.get_aliased_input_tensor.side_effect = (aliased or {}).get
         self.context = strict(trt.IExecutionContext)
         self.context.set_tensor_address.side_effect = lambda name, address: (
             self.addresses.update({name: address}) or True
@@ -160,6 +162,11 @@ def run(job):
     if "not_started" in job:
         runner = TensorRTRunner(trt, Device(starts=False).engine, "here", "p")
         return _error(lambda: runner.run(_feeds(0)))
+    if "aliased" in job:
+        device = Device(aliased=job["aliased"])
+        with TensorRTRunner(trt, device.engine, "here", "p") as runner:
+            routed = runner.run(_feeds(0), ["routed_0"])["routed_0"].tolist()
+        return {"addresses": device.addresses, "routed": routed}
     trt.Runtime = StrictRuntime
     path.write_bytes(b"plan")
     try:
