@@ -1,0 +1,72 @@
+"""A tiny model that writes text token by token, its build folder, and what its texts are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tiny_models import lively_checkpoint
+
+from mod_export.model import Model
+from mod_export.protocols import GeneratingModel
+from mod_models.checkpoint import Checkpoint
+from mod_models.spec import ModelSpec, RoutingSpec
+
+WINDOW = 48
+SPEC = ModelSpec(
+    vocab_size=256,
+    d_model=32,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    d_head=8,
+    d_ff=64,
+    max_positions=64,
+    tie_embeddings=False,
+    routing=RoutingSpec(capacity=0.375, predictor_hidden=8, layers=(0, 2)),
+)
+WRITING_TOML = """
+buckets = [[1, 16]]
+targets = ["ort-cpu"]
+
+[latency]
+samples = 5
+max_samples = 8
+warmup = 1
+bootstrap = 100
+min_speedup = 0.0
+
+[cost]
+profile_runs = 0
+
+[generation]
+window = 48
+prompts = [8, 16]
+batches = [1, 3]
+compared_texts = 2
+compared_tokens = 8
+measured_tokens = 5
+"""
+
+
+def writing_checkpoint(seed: int = 6) -> Checkpoint:
+    """Weights large enough for texts of many different tokens, which fill one routed layer and not the other."""
+    return lively_checkpoint(SPEC, seed)
+
+
+def eager(model: Model) -> GeneratingModel:
+    """What the engines are held against."""
+    return model.loaded.generating(WINDOW)
+
+
+def prompts_of_lengths(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random ids, one list for each length."""
+    rng = np.random.default_rng(seed)
+    found: list[list[int]] = [rng.integers(0, SPEC.vocab_size, length).tolist() for length in lengths]
+    return found
+
+
+def engine_path(folder: Path, name: str) -> Path:
+    """An engine of a build folder."""
+    return folder / "engines" / "ort-cpu" / f"{name}.onnx"
