@@ -21,9 +21,11 @@ __all__ = ["compared_tokens", "logits_of", "primary_shape"]
 
 def compared_tokens(outputs: Outputs, batch: Batch) -> np.ndarray:
     """Bool (B, S): the tokens whose logits a candidate gives, padding left out."""
+    position_S = np.arange(batch.ids_BS.shape[1])
     if outputs != "last":
-        return batch.real_BS
-    last_BS: np.ndarray = np.arange(batch.ids_BS.shape[1]) == batch.lengths_B[:, None] - 1
+        given_BS: np.ndarray = batch.real_BS & (position_S >= batch.judged_from)
+        return given_BS
+    last_BS: np.ndarray = position_S == batch.lengths_B[:, None] - 1
     return last_BS
 
 

@@ -17,7 +17,7 @@ from mod_export.validate.checks import CHECKS
 from mod_export.validate.parity import Comparison, compare_runner
 from mod_export.validate.reference import Reference
 
-__all__ = ["About", "ParityRow", "failed_row", "judge", "judge_runner"]
+__all__ = ["About", "ParityRow", "failed_row", "judge", "judge_runner", "judge_runners"]
 
 NOTHING = "nothing was compared"
 
@@ -75,8 +75,23 @@ def judge_runner(
         EngineError: the candidate cannot be run on these inputs.
     """
     about: About = {"target": target, "bucket": bucket, "dtype": dtype, "model": model, "artifact": artifact}
-    row = judge(compare_runner(runner, reference, batches), gate, **about)
-    return row if row.passed else judge(compare_runner(runner, reference, batches, shaken=True), gate, **about)
+    return judge_runners([(runner, batches)], reference, gate, about)
+
+
+def judge_runners(
+    parts: Sequence[tuple[Runner, Sequence[Batch]]], reference: Reference, gate: ParityGate, about: About
+) -> ParityRow:
+    """`judge_runner` for a candidate that is run in several ways, each on inputs of its own.
+
+    Raises:
+        EngineError: the candidate cannot be run on these inputs.
+    """
+
+    def compared(*, shaken: bool) -> list[Comparison]:
+        return [one for runner, some in parts for one in compare_runner(runner, reference, some, shaken=shaken)]
+
+    row = judge(compared(shaken=False), gate, **about)
+    return row if row.passed else judge(compared(shaken=True), gate, **about)
 
 
 def judge(

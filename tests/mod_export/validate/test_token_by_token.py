@@ -1,0 +1,353 @@
+"""What writes texts is judged as what reads them, and no fault of a step passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper, numpy_helper
+from writing import WINDOW, engine_path
+
+from mod_export.artifacts import Bucket, Engine
+from mod_export.config import BuildConfig
+from mod_export.engine import ENGINES
+from mod_export.errors import EngineError
+from mod_export.generation.decoder import Decoder, Prompts
+from mod_export.model import Model
+from mod_export.protocols import GeneratingModel
+from mod_export.validate.decoding import decoding_parts, one_of_each_kind
+from mod_export.validate.reference import Reference
+from mod_export.validate.rows import About, ParityRow, failed_row, judge_runner, judge_runners
+from mod_export.validate.token_by_token import PromptRunner
+from mod_export.validate.written import prompts_of, quality_of, texts_of
+
+NAME = "mod-decode-b3s48-float32"
+BUCKET = Bucket(3, WINDOW)
+
+
+@pytest.fixture(scope="module")
+def writer(writing_model: Model) -> GeneratingModel:
+    return writing_model.loaded.generating(WINDOW)
+
+
+@pytest.fixture(scope="module")
+def reference(writer: GeneratingModel) -> Reference:
+    return Reference(writer.loaded)
+
+
+def engine_of(role: str, bucket: Bucket) -> Engine:
+    return Engine(
+        target="ort-cpu", model="mod", bucket=bucket, dtype="float32", role=role,  # type: ignore[arg-type]
+        path=f"engines/ort-cpu/mod-{role}-{bucket.name}-float32.onnx", weights="graphs/weights-float32.data",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def opened(
+    folder: Path, config: BuildConfig, kind: type[Decoder] = Decoder, bucket: Bucket = BUCKET
+) -> Iterator[tuple[Prompts, Decoder]]:
+    builder = ENGINES["ort-cpu"]
+    with contextlib.ExitStack() as stack:
+
+        def load(engine: Engine) -> Any:
+            return stack.enter_context(builder.load(folder, engine, config))
+
+        prompts = Prompts({seq: load(engine_of("prefill", Bucket(1, seq))) for seq in (8, 16)})
+        yield prompts, kind(load(engine_of("decode", bucket)), bucket.seq, "decoder")
+
+
+def judged(
+    folder: Path,
+    config: BuildConfig,
+    reference: Reference,
+    writer: GeneratingModel,
+    kind: type[Decoder] = Decoder,
+    bucket: Bucket = BUCKET,
+) -> ParityRow:
+    about: About = {
+        "target": "ort-cpu decode", "bucket": bucket, "dtype": "float32", "model": "mod", "artifact": None,
+    }  # fmt: skip
+    gate = config.parity.float32
+    with opened(folder, config, kind, bucket) as (prompts, decoder):
+        try:
+            return judge_runners(decoding_parts(prompts, (8, 16), decoder, writer, config), reference, gate, about)
+        except EngineError as error:
+            return failed_row(str(error), gate, **about)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sound_engines_pass(
+    written: Path, writing_config: BuildConfig, reference: Reference, writer: GeneratingModel, rows: int
+) -> None:
+    row = judged(written, writing_config, reference, writer, bucket=Bucket(rows, WINDOW))
+    assert row.passed, row.reasons
+    assert row.routing["routed"] == row.routing["agreed"] > 0
+    assert set(row.inputs) >= {"random", "padded"}
+
+
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from nodes_of(attribute.g)
+
+
+def constant(graph: onnx.GraphProto, name: str, value: object, dtype: type = np.int64) -> str:
+    graph.initializer.append(numpy_helper.from_array(np.array(value, dtype=dtype), name))
+    return name
+
+
+def insert(graph: onnx.GraphProto, before: onnx.NodeProto, *nodes: onnx.NodeProto) -> None:
+    at = list(graph.node).index(before)
+    for node in reversed(nodes):
+        graph.node.insert(at, node)
+
+
+def another_layers_cache(graph: onnx.GraphProto) -> None:
+    other = {f"{part}_{layer}": f"{part}_{2 - layer}" for part in ("keys", "values") for layer in (0, 2)}
+    for node in nodes_of(graph):
+        node.input[:] = [other.get(name, name) for name in node.input]
+
+
+def values_for_keys(graph: onnx.GraphProto) -> None:
+    other = {"keys_1": "values_1", "values_1": "keys_1"}
+    for node in nodes_of(graph):
+        node.input[:] = [other.get(name, name) for name in node.input]
+
+
+def rotated_one_further(graph: onnx.GraphProto) -> None:
+    """Keys of prompts are not, so that a prompt and what follows it are one further apart."""
+    gathers = [node for node in graph.node if node.op_type == "Gather" and node.input[0].startswith("rope_")]
+    assert len(gathers) == 2
+    one = constant(graph, "one_further", 1)
+    insert(graph, gathers[0], helper.make_node("Add", [gathers[0].input[1], one], ["further"]))
+    for node in gathers:
+        node.input[1] = "further"
+
+
+def counts_stay(graph: onnx.GraphProto) -> None:
+    (node,) = [node for node in graph.node if "new_counts" in node.output]
+    node.CopyFrom(helper.make_node("Identity", ["counts"], ["new_counts"]))
+
+
+def next_slot(graph: onnx.GraphProto) -> None:
+    """In the cache all the same, so that nothing but the numbers can tell."""
+    (node,) = [node for node in graph.node if "slots" in node.output]
+    node.output[0] = "true_slots"
+    one, zero = constant(graph, "slot_one", 1), constant(graph, "slot_zero", 0)
+    last = constant(graph, "slot_last", [17, 47, 17])
+    graph.node.extend(
+        [
+            helper.make_node("Add", ["true_slots", one], ["later_slots"]),
+            helper.make_node("Min", ["later_slots", last], ["held_slots"]),
+            helper.make_node("Less", ["true_slots", zero], ["no_slot"]),
+            helper.make_node("Where", ["no_slot", "true_slots", "held_slots"], ["slots"]),
+        ]
+    )
+
+
+def block_is_skipped(graph: onnx.GraphProto) -> None:
+    node = [node for node in graph.node if node.op_type == "If"][-1]
+    node.input[0] = constant(graph, "never", False, np.bool_)
+
+
+def runs_are_mixed_up(graph: onnx.GraphProto) -> None:
+    """Who ran is read off another layer."""
+    (node,) = [node for node in graph.node if "ran" in node.output]
+    node.input[:] = list(reversed(node.input))
+
+
+def nothing_wanted(graph: onnx.GraphProto) -> None:
+    (node,) = [node for node in graph.node if "wanted" in node.output]
+    node.output[0] = "truly_wanted"
+    never = constant(graph, "not_wanted", False, np.bool_)
+    graph.node.append(helper.make_node("And", ["truly_wanted", never], ["wanted"]))
+
+
+def wrong_late_in_the_text(graph: onnx.GraphProto) -> None:
+    """Beyond what is read from the first token on."""
+    (node,) = [node for node in graph.node if "logits" in node.output]
+    node.output[0] = "true_logits"
+    late, two = constant(graph, "late", WINDOW - 4), constant(graph, "late_axis", [1])
+    graph.node.extend(
+        [
+            helper.make_node("GreaterOrEqual", ["positions", late], ["is_late"]),
+            helper.make_node("Unsqueeze", ["is_late", two], ["is_late_column"]),
+            helper.make_node("Neg", ["true_logits"], ["negated"]),
+            helper.make_node("Where", ["is_late_column", "negated", "true_logits"], ["logits"]),
+        ]
+    )
+
+
+FAULTS: list[Callable[[onnx.GraphProto], None]] = [
+    another_layers_cache,
+    values_for_keys,
+    rotated_one_further,
+    counts_stay,
+    next_slot,
+    block_is_skipped,
+    runs_are_mixed_up,
+    nothing_wanted,
+    wrong_late_in_the_text,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_of_a_graph_are_found(
+    written_copy: Path,
+    writing_config: BuildConfig,
+    reference: Reference,
+    writer: GeneratingModel,
+    fault: Callable[[onnx.GraphProto], None],
+) -> None:
+    path = engine_path(written_copy, NAME)
+    model = onnx.load(path, load_external_data=False)
+    fault(model.graph)
+    path.write_bytes(model.SerializeToString())
+    row = judged(written_copy, writing_config, reference, writer)
+    assert not row.passed
+    assert row.reasons
+
+
+@pytest.mark.parametrize("seq", [8, 16])
+def test_a_prompt_that_leaves_no_cache_is_found(
+    written_copy: Path, writing_config: BuildConfig, reference: Reference, writer: GeneratingModel, seq: int
+) -> None:
+    """Its own logits are right: only what follows is not."""
+    path = engine_path(written_copy, f"mod-prefill-b1s{seq}-float32")
+    model = onnx.load(path, load_external_data=False)
+    zero = constant(model.graph, "no_cache", 0, np.float32)
+    for node in list(model.graph.node):
+        for place, name in enumerate(node.output):
+            if name.startswith(("keys_", "values_")) and any(name == one.name for one in model.graph.output):
+                node.output[place] = f"true_{name}"
+                model.graph.node.append(helper.make_node("Mul", [f"true_{name}", zero], [name]))
+    path.write_bytes(model.SerializeToString())
+    row = judged(written_copy, writing_config, reference, writer)
+    assert not row.passed
+    assert row.reasons
+
+
+class LateRows(Decoder):
+    """Writes a row of a layer without routing one token too late."""
+
+    def step(self, ids_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
+        before = {name: array.copy() for name, array in self.cache.items() if name in ("keys_1", "values_1")}
+        late = getattr(self, "_late", before)
+        logits_BV = super().step(ids_B, position_B)
+        self._late = {name: self.cache[name].copy() for name in before}
+        for name, array in late.items():
+            self.cache[name][:] = array
+        return logits_BV
+
+
+class RowsOfOthers(Decoder):
+    """Mixes up whose cache is whose."""
+
+    def put(self, row: int, kept: object) -> None:
+        super().put((row + 1) % self.batch, kept)  # type: ignore[arg-type]
+
+
+class Forgetful(Decoder):
+    """Leaves the counts of the text that was in the row before."""
+
+    def put(self, row: int, kept: object) -> None:
+        counts_N = self.cache["counts"][row].copy()
+        super().put(row, kept)  # type: ignore[arg-type]
+        self.cache["counts"][row] = np.maximum(counts_N, self.cache["counts"][row])
+
+
+@pytest.mark.parametrize("kind", [LateRows, RowsOfOthers, Forgetful])
+def test_faults_of_a_cache_are_found(
+    written: Path,
+    writing_config: BuildConfig,
+    reference: Reference,
+    writer: GeneratingModel,
+    kind: type[Decoder],
+) -> None:
+    row = judged(written, writing_config, reference, writer, kind)
+    assert not row.passed
+    assert row.reasons
+
+
+@pytest.mark.parametrize("seq", [8, 16])
+def test_prompts_are_judged_by_their_last_token(
+    written: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
+) -> None:
+    bucket = Bucket(1, seq)
+    batches = one_of_each_kind(writer.loaded, bucket, 0)
+    reference = Reference(writer.loaded, outputs="last")
+    about = {"target": "ort-cpu prefill", "bucket": bucket, "dtype": "float32", "model": "mod"}
+    with ENGINES["ort-cpu"].load(written, engine_of("prefill", bucket), writing_config) as runner:
+        found = PromptRunner(runner)
+        assert found.outputs == ("last_logits", "routed_0", "routed_2")
+        assert set(found.run({"input_ids": np.zeros((1, seq), np.int64), "lengths": np.array([3])}, ["routed_2"])) == {
+            "routed_2"
+        }
+        row = judge_runner(found, reference, batches, writing_config.parity.float32, **about)  # type: ignore[arg-type]
+    assert row.passed, row.reasons
+
+
+def test_logits_of_steps_are_those_of_prompts(
+    written: Path, writing_config: BuildConfig, writer: GeneratingModel
+) -> None:
+    """At every position that both can read, on the engines, and those of the eager model."""
+    ids_S = np.random.default_rng(4).integers(0, 256, WINDOW)
+    with torch.no_grad():
+        expected_SV = writer.loaded.module().trace(torch.from_numpy(ids_S)[None], torch.tensor([WINDOW]))[0][0].numpy()
+    with opened(written, writing_config, bucket=Bucket(1, WINDOW)) as (prompts, decoder):
+        decoder.put(0, prompts.read(ids_S[:1].tolist()))
+        for t in range(1, WINDOW):
+            logits_V = decoder.step(ids_S[t : t + 1], np.array([t]))[0].copy()
+            np.testing.assert_allclose(logits_V, expected_SV[t], rtol=0, atol=1e-4)
+            if t < 16:
+                kept = prompts.read(ids_S[: t + 1].tolist())
+                np.testing.assert_allclose(logits_V, kept.logits_V, rtol=0, atol=1e-4)
+                np.testing.assert_array_equal(decoder.cache["counts"][0], kept.count_N)
+                np.testing.assert_array_equal(decoder.overflow_BN[0], kept.overflow_N)
+                for name, row_GLE in kept.rows.items():
+                    slots = t + 1 if name.endswith("_1") else kept.count_N[0 if name.endswith("_0") else 1]
+                    found_GLE = decoder.cache[name][0]
+                    np.testing.assert_allclose(found_GLE[:, :slots], row_GLE[:, :slots], rtol=0, atol=1e-4)
+
+
+def test_texts_and_where_they_differ(
+    written: Path, writing_config: BuildConfig, writer: GeneratingModel, writing_model: Model
+) -> None:
+    prompt_NS = prompts_of(writer.loaded, 4, 8, 1)
+    assert prompt_NS.shape == (4, 8)
+    about = {"target": "ort-cpu", "bucket": "b3s48", "dtype": "float32", "kind": "mod"}
+    with opened(written, writing_config) as (prompts, decoder):
+        same = texts_of(writer, prompts, decoder, prompt_NS, 10, 3, **about)  # type: ignore[arg-type]
+        twin = writing_model.of_kind("dense").generating(WINDOW)
+        other = texts_of(twin, prompts, decoder, prompt_NS, 10, 3, **about)  # type: ignore[arg-type]
+    assert (same.texts, same.tokens, same.equal, same.first_difference) == (4, 40, 4, None)
+    assert other.equal < 4
+    assert other.first_difference is not None
+    assert 1 <= other.first_difference <= 10
+
+
+def test_prompts_are_held_out_text_or_random_ids(writing_model: Model) -> None:
+    loaded = writing_model.loaded
+    np.testing.assert_array_equal(prompts_of(loaded, 2, 9, 3), loaded.sample_ids(2, 9, 3))
+
+
+def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, writing_model: Model) -> None:
+    causal, own = Reference(writer.loaded), Reference(writing_model.loaded)
+    row = quality_of(writer, causal, own, 2, 0)
+    assert row is not None
+    assert (row.tokens, row.window) == (2 * (WINDOW - 1), WINDOW)
+    assert row.perplexity != row.own_perplexity
+    for site in ("0", "2"):
+        assert 0 <= row.ran[site] <= min(row.wanted[site], 18 / WINDOW) + 1e-9
+        assert row.overflow[site] == round((row.wanted[site] - row.ran[site]) * 2 * WINDOW)
+    same = quality_of(writer, causal, causal, 2, 0)
+    assert same is not None
+    assert same.perplexity == same.own_perplexity == row.perplexity
