@@ -24,6 +24,7 @@ from mod_export.errors import ConfigError
 __all__ = [
     "BuildConfig",
     "CostOptions",
+    "GenerationOptions",
     "InductorOptions",
     "LatencyOptions",
     "OrtCpuOptions",
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 SHOWN_CHARACTERS = 60
+LONGEST_WINDOW, SHORT_PROMPT = 1024, 128
+"""Tokens of a window and of a short prompt that nobody asked otherwise for."""
 EXPECTED = {
     "model_type": "expected a table",
     "tuple_type": "expected an array",
@@ -201,6 +204,51 @@ class LatencyOptions(_Section):
     bucket. 0 means no gate."""
 
 
+class GenerationOptions(_Section):
+    """Graphs and engines that write text token by token, for models that decide about one token at a time."""
+
+    build: Literal["auto", "always", "never"] = "auto"
+    """`auto` builds them for every model that can generate, `always` refuses one that cannot."""
+    targets: Names[Literal["ort-cpu", "tensorrt", "tensorrt-rtx"]] = ("ort-cpu",)
+    """Which of the build's targets get engines that generate. `mod-export generate` runs those of ort-cpu; plans are
+    for servers that keep the cache on the GPU."""
+    window: Annotated[int, Field(ge=0)] = 0
+    """The longest text in tokens, prompt and answer; capacities are counted for it. 0 is what the model has positions
+    for, at most 1,024."""
+    slack: Annotated[int, Field(ge=0)] = 0
+    """Places that each routed layer has beyond its capacity in a row of `window` tokens."""
+    prompts: tuple[Positive, ...] = ()
+    """Lengths of prefill buckets, of one row each; empty picks 128 and the window."""
+    caches: tuple[Positive, ...] = ()
+    """Lengths of decode buckets: how many tokens a text can have in them; empty picks the window."""
+    batches: Names[Positive] = (1, 8)
+    """Rows of decode buckets: how many texts are written at once."""
+    places: Literal["all", "fair"] = "all"
+    """How many rows of a step can run in a routed part. `all`: every one that wants to, and texts do not depend on each
+    other. `fair`: as many as run on average; where more want to, those with the largest scores do, and the others pass
+    by and are counted."""
+    judged_tokens: Annotated[int, Field(ge=2, le=100_000)] = 256
+    """Tokens of the texts on which decoding is judged against the eager model, at most the cache."""
+    compared_texts: Annotated[int, Field(ge=0, le=1000)] = 4
+    """Texts that the engines and the eager model both continue."""
+    compared_tokens: Count = 48
+    """New tokens of each of them."""
+    measured_tokens: Annotated[int, Field(ge=5, le=100_000)] = 48
+    """Positions of a text at which a step is timed."""
+
+    def window_of(self, max_positions: int) -> int:
+        """The window for a model of so many positions."""
+        return self.window or min(max_positions, LONGEST_WINDOW)
+
+    def prompt_lengths(self, window: int) -> tuple[int, ...]:
+        """Lengths of prefill buckets, ascending."""
+        return tuple(sorted(set(self.prompts or (min(SHORT_PROMPT, window), window))))
+
+    def cache_lengths(self, window: int) -> tuple[int, ...]:
+        """Lengths of decode buckets, ascending."""
+        return tuple(sorted(set(self.caches or (window,))))
+
+
 class CostOptions(_Section):
     """How the cost model is held against measurements."""
 
@@ -229,6 +277,7 @@ class BuildConfig(_Section):
     parity: ParityOptions
     latency: LatencyOptions
     cost: CostOptions = CostOptions()
+    generation: GenerationOptions = GenerationOptions()
 
     @model_validator(mode="before")
     @classmethod

@@ -6,19 +6,59 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mod_export.artifacts import Bucket, Engine, Site, site_from_text
+import numpy as np
+
+from mod_export.artifacts import Bucket, Engine, ModelKind, Site, is_expert, site_from_text
 from mod_export.config import BuildConfig
+from mod_export.engine import ENGINES
 from mod_export.environment import describe_machine
+from mod_export.generation.opened import DecodingEngines
 from mod_export.measure.cost import CostRow
+from mod_export.measure.decoding import DecodeRow, StepBytes
+from mod_export.measure.decoding_folder import steps_of_pair
 from mod_export.measure.latency import LatencyRow, Setting
 from mod_export.measure.pairs import engine_pairs, measure_pair
 from mod_export.measure.parts import roofline_ms
 from mod_export.measure.profiles import flops_by_engine, profile_engines, work_from_json
+from mod_export.measure.roofline import cached_roofline
 from mod_export.measure.statistics import Known, SpeedupRow, gate_of, speedup_rows
 from mod_export.measure.verdict import Verdict, judge
-from mod_export.runtime import opened_folder, runnable_engines
+from mod_export.runtime import engines_of, opened_folder, runnable_engines
 
-__all__ = ["bench_folder"]
+__all__ = ["bench_decoding", "bench_folder"]
+
+
+def bench_decoding(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> list[DecodeRow]:
+    """Steps of every decode bucket again, on random ids: without the checkpoint there is no text.
+
+    Raises:
+        BuildFolderError: not a whole build folder.
+        EngineError: an engine failed.
+    """
+    manifest = opened_folder(root, verify=False)
+    about = manifest.get("generation") or {}
+    if "engines" not in about:
+        return []
+    config = config or BuildConfig.model_validate(manifest["config"])
+    engines = [engine for engine in engines_of(about) if not targets or engine.target in targets]
+    # Those that keep their cache in this machine's memory.
+    able = [one for one in engines if one.target == "ort-cpu" and ENGINES[one.target].availability().can_run(one)]
+    places = [site_from_text(site) for site in about["sites"]]
+    sites: dict[ModelKind, list[Site]] = {"mod": places, "dense": [site for site in places if is_expert(site)]}
+    rows = []
+    for pair in DecodingEngines(root, able, config).pairs("decode"):
+        bucket = pair["mod"].bucket
+        least: dict[ModelKind, StepBytes] = {
+            "mod": StepBytes(**about["step_bytes"][bucket.name]["mod"]),
+            "dense": StepBytes(**about["step_bytes"][bucket.name]["dense"]),
+        }
+        roofline = cached_roofline(describe_machine(), pair["mod"].dtype, config.latency.threads)
+        bandwidth = None if roofline is None else roofline.bandwidth_gbs
+        vocab_size = manifest["models"]["mod"]["vocab_size"]
+        shape = (bucket.batch, bucket.seq)
+        ids_BS = np.random.default_rng(config.seed).integers(0, vocab_size, shape, dtype=np.int64)
+        rows.append(steps_of_pair(DecodingEngines(root, able, config), pair, ids_BS, sites, least, bandwidth))
+    return rows
 
 
 def bench_folder(

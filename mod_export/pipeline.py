@@ -1,6 +1,6 @@
 """The order of the stages, and nothing else.
 
-load > capture > onnx > passes > engines > validate > measure > profile > report
+load > capture > onnx > passes > engines > validate > measure > profile > generation > report
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mod_export.plan import KINDS, make_plan
 from mod_export.report.schema import BuildReport, Stage
 from mod_export.stages.context import Context
 from mod_export.stages.engines import build_engines, passes
+from mod_export.stages.generation import generation
 from mod_export.stages.graphs import capture, onnx
 from mod_export.stages.measure import measure
 from mod_export.stages.outcome import write_report
@@ -37,6 +38,7 @@ AFTER_LOAD: tuple[tuple[str, Callable[[Context], Sequence[Step]]], ...] = (
     ("validate", validate),
     ("measure", measure),
     ("profile", profile),
+    ("generation", generation),
 )
 """Between reading the checkpoint and writing the report."""
 
@@ -57,6 +59,7 @@ def build(
     observer: Observer,
     command: str,
     capacity: float | None = None,
+    tokenizer: Path | None = None,
 ) -> BuildReport:
     """Runs every stage. A failing stage leaves what was whole before it, and the next run resumes there.
 
@@ -68,6 +71,7 @@ def build(
         observer: is told of stages and steps.
         command: as typed, for the report.
         capacity: of every routed layer, in place of the checkpoint's own.
+        tokenizer: a file of the package `tokenizers`, for models whose ids are not bytes.
 
     Raises:
         ModExportError: a stage failed; its notes name the stages that were done.
@@ -79,7 +83,7 @@ def build(
             model = model_from_checkpoint(checkpoint)
             model = model if capacity is None else model.with_capacity(capacity)
             let_go(model.loaded.weights.values())
-            plan = make_plan(model, model_from_checkpoint(baseline) if baseline else None, config, root)
+            plan = make_plan(model, model_from_checkpoint(baseline) if baseline else None, config, root, tokenizer)
             # Not before the request is known to be sound: a refused one leaves nothing behind.
             context = Context(plan, opened.enter_context(Workspace(root)), observer.step_started)
             steps.append(context.step("load", {kind: context.identity(kind) for kind in KINDS}, [], lambda paths: None))

@@ -14,10 +14,11 @@ from mod_export.artifacts import Availability, Bucket, ModelKind, Variant
 from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
+from mod_export.generation.texts import TokenizersFile
 from mod_export.model import Model
-from mod_export.protocols import EngineBuilder, LoadedModel
+from mod_export.protocols import EngineBuilder, GeneratingModel, LoadedModel
 
-__all__ = ["KINDS", "Plan", "check_names", "make_plan"]
+__all__ = ["KINDS", "GenerationPlan", "Plan", "check_names", "make_plan"]
 
 LIBRARIES_BYTES = 2**30
 """PyTorch, its exporter and ONNX Runtime with what they keep."""
@@ -25,6 +26,25 @@ FLOAT32_BYTES = 4
 LOGITS_AT_ONCE = 6
 """Of the reference in float32 and float64, the candidate, and what they are compared in."""
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """What writes text token by token.
+
+    Attributes:
+        models: the model and what it is compared with, as they decide about one token at a time.
+        window: the longest text in tokens.
+        prefills: buckets of prompts, ascending.
+        decodes: buckets of steps, ascending; `seq` is the tokens that a text can have.
+        targets: what engines are built for, by name.
+    """
+
+    models: Mapping[ModelKind, GeneratingModel]
+    window: int
+    prefills: tuple[Bucket, ...]
+    decodes: tuple[Bucket, ...]
+    targets: Mapping[str, EngineBuilder]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +58,8 @@ class Plan:
         buckets: ascending.
         targets: what is built, by name.
         availability: of every known target, built or not.
+        generation: what writes text; or the reason why nothing does.
+        tokenizer: `bytes`, a file of the package `tokenizers`, or None where ids stand for no text.
     """
 
     model: Model
@@ -46,6 +68,8 @@ class Plan:
     buckets: tuple[Bucket, ...]
     targets: Mapping[str, EngineBuilder]
     availability: Mapping[str, Availability]
+    generation: GenerationPlan | str
+    tokenizer: Path | str | None
 
     def loaded(self, kind: ModelKind) -> LoadedModel:
         """The model, or what it is compared with."""
@@ -71,8 +95,12 @@ class Plan:
                     yield builder, variant, kind, bucket
 
 
-def make_plan(model: Model, baseline: Model | None, config: BuildConfig, root: Path) -> Plan:
+def make_plan(
+    model: Model, baseline: Model | None, config: BuildConfig, root: Path, tokenizer: Path | None = None
+) -> Plan:
     """Resolves buckets and targets, and refuses what cannot work.
+
+    `tokenizer` is a file of the package `tokenizers`, for models whose ids are not bytes.
 
     Raises:
         ConfigError: buckets longer than the model or larger than the memory, or that a target cannot take.
@@ -96,8 +124,24 @@ def make_plan(model: Model, baseline: Model | None, config: BuildConfig, root: P
         for kind in KINDS
         for problem in engine.check(config, kind, bucket)
     ]
+    if tokenizer is not None and (size := TokenizersFile(tokenizer).size) > model.loaded.vocab_size:
+        problems.append(
+            f"{tokenizer}: has ids up to {size - 1}, and the model {model.loaded.vocab_size} ids; name its own"
+        )
+    generation: GenerationPlan | str = ""
+    try:
+        generation = _generation(model, baseline, config, targets)
+    except ConfigError as error:
+        problems += error.problems
     plan = Plan(
-        model=model, baseline=baseline, config=config, buckets=buckets, targets=targets, availability=availability
+        model=model,
+        baseline=baseline,
+        config=config,
+        buckets=buckets,
+        targets=targets,
+        availability=availability,
+        generation=generation,
+        tokenizer=tokenizer or ("bytes" if model.loaded.ids_of_text("") is not None else None),
     )
     problems += _beyond_budget(plan)
     if problems:
@@ -129,6 +173,50 @@ def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> d
         reasons = "; ".join(f"{name}: {found.reason}" for name, found in availability.items())
         raise TargetError(f"no target can build on this machine: {reasons}")
     return {name: ENGINES[name] for name in ENGINES if name in wanted}
+
+
+def _generation(
+    model: Model, baseline: Model | None, config: BuildConfig, targets: Mapping[str, EngineBuilder]
+) -> GenerationPlan | str:
+    """What writes text, or why nothing does.
+
+    Raises:
+        ConfigError: the model cannot generate though it should, or not in this window.
+    """
+    options = config.generation
+    if options.build == "never":
+        return "it was built with generation.build = never; build it again with auto"
+    reason = model.loaded.why_not_generating()
+    wanted: dict[str, EngineBuilder] = {name: one for name, one in targets.items() if name in set(options.targets)}
+    if reason is None and not wanted:
+        reason = f"it was built for {', '.join(targets)}, and generation.targets are {', '.join(options.targets)}"
+    if reason is not None:
+        if options.build == "always":
+            raise ConfigError([f"generation.build: always, but this model cannot generate token by token: {reason}"])
+        return reason
+    window = options.window_of(model.loaded.max_positions)
+    problems = [
+        f"generation.{name}: {length} is longer than the window of {window}; shorten it, or give a longer window"
+        for name, lengths in (("prompts", options.prompts), ("caches", options.caches))
+        for length in lengths
+        if length > window
+    ]
+    if problems:
+        raise ConfigError(problems)
+    try:
+        models: dict[ModelKind, GeneratingModel] = {
+            "mod": model.loaded.generating(window, options.slack),
+            "dense": (baseline.loaded if baseline else model.of_kind("dense")).generating(window),
+        }
+    except ValueError as error:
+        raise ConfigError([f"generation: {error}"]) from error
+    return GenerationPlan(
+        models=models,
+        window=window,
+        prefills=tuple(Bucket(1, length) for length in options.prompt_lengths(window)),
+        decodes=tuple(sorted(Bucket(b, c) for b in options.batches for c in options.cache_lengths(window))),
+        targets=wanted,
+    )
 
 
 def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from mod_export.artifacts import DTYPES, Engine, Graph, ModelKind
+from mod_export.artifacts import DTYPES, Engine, Graph, ModelKind, Outputs
 from mod_export.config import BuildConfig
+from mod_export.engine import ENGINES
 from mod_export.environment import versions
 from mod_export.errors import BuildError, BuildFolderError, CheckpointError
+from mod_export.generation.opened import DecodingEngines
 from mod_export.graph.digests import digests_of_tensors
 from mod_export.graph.onnx_export import EXPORTERS
 from mod_export.graph.quantize import source_of
@@ -27,6 +29,7 @@ from mod_export.protocols import LoadedModel
 from mod_export.runtime import engines_of, graphs_of, opened_folder, runnable_engines
 from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
 from mod_export.validate.causality import CausalityRow
+from mod_export.validate.decoding import parity_of_decoding, reference_outputs
 from mod_export.validate.findings import causality_of, parity_of
 from mod_export.validate.fresh import FreshGraphs, structure_of_export
 from mod_export.validate.reference import Reference
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["Validation", "validate_folder"]
 
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
+OUTPUTS: tuple[Outputs, ...] = ("last", "logits")
+TOKENIZER = "tokenizer.json"
 MODEL_KEYS = ("name", "architecture", "checkpoint_sha256", "spec", "vocab_size", "weights", "tensors")
 """What the manifest says of each model."""
 
@@ -100,6 +105,7 @@ def validate_folder(
         parity.append(parity_of(root, candidate, references[candidate.model], config))
         if candidate.engine is not None and parity[-1].inputs:
             causality.append(causality_of(root, candidate, references[candidate.model], config))
+    parity += _decoding(root, manifest, config, references, targets)
     verdict = judge(
         _settings(engines),
         _buckets(engines),
@@ -109,8 +115,37 @@ def validate_folder(
         structure=structure,
         causality=causality,
     )
-    notes = [*_not_judged(manifest, judged), *_not_compared(manifest)]
+    notes = [*_not_judged(manifest, judged), *_not_written_with(manifest, parity), *_not_compared(manifest)]
     return Validation(structure=structure, parity=parity, causality=causality, verdict=verdict, notes=notes)
+
+
+def _decoding(
+    root: Path,
+    manifest: dict[str, Any],
+    config: BuildConfig,
+    references: Mapping[ModelKind, Reference],
+    targets: Sequence[str],
+) -> list[ParityRow]:
+    """Parity of the engines that write text and run here."""
+    about = manifest.get("generation") or {}
+    if "engines" not in about:
+        return []
+    engines = [engine for engine in engines_of(about) if not targets or engine.target in targets]
+    # The window, the slack and the places are those that the graphs were made for, whatever the configuration says now.
+    built = BuildConfig.model_validate(manifest["config"]).generation
+    asked = config.generation.model_copy(update={"places": built.places})
+    config = config.model_copy(update={"generation": asked})
+    # Those that keep their cache in this machine's memory.
+    able = [one for one in engines if one.target == "ort-cpu" and ENGINES[one.target].availability().can_run(one)]
+    found = DecodingEngines(root, able, config)
+    rows = []
+    for kind in KINDS:
+        model = references[kind].loaded.generating(about["window"], built.slack if kind == "mod" else 0)
+        for outputs in OUTPUTS:
+            wanted = [engine for engine in able if engine.model == kind and reference_outputs(engine) == outputs]
+            reference = Reference(model.loaded, outputs=outputs) if wanted else None
+            rows += [parity_of_decoding(found, one, model, reference) for one in wanted if reference is not None]
+    return rows
 
 
 def _check_manifest(root: Path, manifest: dict[str, Any]) -> None:
@@ -121,6 +156,12 @@ def _check_manifest(root: Path, manifest: dict[str, Any]) -> None:
     """
     try:
         files, graphs, engines = manifest["files"], graphs_of(manifest), engines_of(manifest)
+        about, files_of_texts = manifest.get("generation") or {}, set()
+        if "engines" in about:
+            files_of_texts = {
+                *(graph.path for graph in graphs_of(about)),
+                *(engine.path for engine in engines_of(about)),
+            }
         BuildConfig.model_validate(manifest["config"])
         for kind, name in itertools.product(KINDS, MODEL_KEYS):
             manifest["models"][kind][name]
@@ -132,11 +173,12 @@ def _check_manifest(root: Path, manifest: dict[str, Any]) -> None:
             "or build again"
         ) from error
     listed = {*(graph.path for graph in graphs), *(engine.path for engine in engines), *manifest["weight_digests"]}
+    listed |= files_of_texts
     problems = [f"{path} is no file of it" for path in sorted(listed - files.keys())]
     problems += [
         f"{one.path} has no weights file" for one in engines if one.weights is None and one.path.endswith(".onnx")
     ]
-    known = {"report.json", "report.html"}
+    known = {"report.json", "report.html", TOKENIZER}
     problems += [f"{path} is nothing that it describes" for path in sorted(files.keys() - listed - known)]
     problems += [
         f"{one.path} is listed as {one.dtype} and its graph as {one.graph.dtype}"
@@ -228,6 +270,17 @@ def _not_judged(manifest: dict[str, Any], judged: Sequence[Candidate]) -> list[s
     return [
         f"not run: {count} {what}; of these only the files were looked at"
         for what, count in Counter((*engines, *graphs)).items()
+    ]
+
+
+def _not_written_with(manifest: dict[str, Any], parity: Sequence[ParityRow]) -> list[str]:
+    """Engines that write text and were not run, because they keep their cache elsewhere or were not asked for."""
+    about, ran = manifest.get("generation") or {}, {row.artifact for row in parity}
+    engines = engines_of(about) if "engines" in about else []
+    missed = Counter(engine.target for engine in engines if engine.path not in ran)
+    return [
+        f"not run: {count} {target} engines that write text; of these only the files were looked at"
+        for target, count in missed.items()
     ]
 
 

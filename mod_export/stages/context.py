@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from mod_export.artifacts import Bucket, DType, Engine, Graph, ModelKind
 from mod_export.environment import describe_machine, versions
 from mod_export.graph.capture import exported_from_module
 from mod_export.measure.cost import CostRow
+from mod_export.measure.decoding import DecodeRow, FirstTokenRow
 from mod_export.measure.latency import LatencyRow
 from mod_export.measure.parts import PartRow
 from mod_export.measure.precision import PrecisionRow
@@ -22,12 +24,36 @@ from mod_export.validate.maps import RoutingMapRow
 from mod_export.validate.reference import Reference
 from mod_export.validate.rows import ParityRow
 from mod_export.validate.structure import StructureRow
+from mod_export.validate.written import QualityRow, TextsRow
 from mod_export.workspace import Step, Workspace
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Captures", "Context"]
+__all__ = ["Captures", "Context", "Generation"]
+
+
+@dataclass(slots=True)
+class Generation:
+    """What the stage of the same name has made and found.
+
+    Attributes:
+        graphs: portable, and of targets.
+        engines: of prefill and decode buckets.
+        parity: of both, against the eager model.
+        texts: what engines and eager model wrote.
+        decode: time of steps, model against dense twin.
+        first_token: time of prompts.
+        quality: what deciding one token at a time costs.
+    """
+
+    graphs: list[Graph] = field(default_factory=list)
+    engines: list[Engine] = field(default_factory=list)
+    parity: list[ParityRow] = field(default_factory=list)
+    texts: list[TextsRow] = field(default_factory=list)
+    decode: list[DecodeRow] = field(default_factory=list)
+    first_token: list[FirstTokenRow] = field(default_factory=list)
+    quality: QualityRow | None = None
 
 
 class Captures:
@@ -69,6 +95,7 @@ class Context:
         self.work: dict[str, tuple[Work, ...]] = {}
         self.rooflines: list[Roofline] = []
         self.parts: list[PartRow] = []
+        self.generation = Generation()
         self._references: dict[ModelKind, Reference] = {}
         self._each_step = each_step
 

@@ -31,7 +31,7 @@ from mod_export.workspace import Step
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["build_engines", "check_memory", "passes"]
+__all__ = ["build_engines", "check_memory", "engine_options", "passes"]
 
 BUILDER_BYTES = 2**30
 """What a vendor's builder takes whatever the model."""
@@ -222,7 +222,7 @@ def _engine_step(
         "graph": context.workspace.hash_of(graph.path),
         "weights": context.workspace.hash_of(weights),
         "variant": asdict(variant),
-        "options": _options(context, builder),
+        "options": engine_options(context, builder),
         "versions": {**versions("mod_export"), **builder.versions()},
         # An engine that is built where it runs is native code for this machine.
         "machine": None if variant.arch else [context.machine["cpu"], context.machine["gpu"]],
@@ -242,7 +242,7 @@ def _engine_step(
     )
 
 
-def _options(context: Context, builder: EngineBuilder) -> dict[str, Any]:
+def engine_options(context: Context, builder: EngineBuilder) -> dict[str, Any]:
     """The target's options that touch every engine; which engines there are is said by the variants."""
     options: dict[str, Any] = context.plan.config.target.model_dump(mode="json", by_alias=True)[builder.name]
     # What only decides how a graph looks is in the graph.

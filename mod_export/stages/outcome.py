@@ -14,10 +14,12 @@ from mod_export.measure.parts import roofline_ms
 from mod_export.measure.profiles import flops_by_engine
 from mod_export.measure.statistics import Known, SpeedupRow, speedup_rows
 from mod_export.measure.verdict import judge
-from mod_export.plan import KINDS
+from mod_export.plan import KINDS, GenerationPlan
 from mod_export.report import BuildReport, render_html
 from mod_export.report.schema import SCHEMA_VERSION, Stage
 from mod_export.stages.context import Context
+from mod_export.stages.generation.engines import TOKENIZER
+from mod_export.stages.generation.speed import step_bytes
 
 __all__ = ["write_report"]
 
@@ -49,7 +51,7 @@ def _report(context: Context, stages: Sequence[Stage], command: str, capacity: f
     verdict = judge(
         settings,
         plan.buckets,
-        parity=context.parity,
+        parity=[*context.parity, *context.generation.parity],
         speedup=speedup,
         min_speedup=plan.config.latency.min_speedup,
         structure=context.structure,
@@ -83,8 +85,26 @@ def _report(context: Context, stages: Sequence[Stage], command: str, capacity: f
             "cost": context.cost,
             "roofline": context.rooflines,
             "parts": context.parts,
+            "generation": _generation(context),
         }
     )
+
+
+def _generation(context: Context) -> dict[str, Any]:
+    plan, found = context.plan.generation, context.generation
+    if not isinstance(plan, GenerationPlan):
+        return {"reason": plan}
+    mod = plan.models["mod"]
+    return {
+        "window": plan.window,
+        "places": context.plan.config.generation.places,
+        "capacity": {str(site): k for site, k in mod.capacity.items()},
+        "parity": found.parity,
+        "texts": found.texts,
+        "decode": found.decode,
+        "first_token": found.first_token,
+        "quality": found.quality,
+    }
 
 
 def _speedup(context: Context) -> Sequence[SpeedupRow]:
@@ -106,19 +126,18 @@ def _speedup(context: Context) -> Sequence[SpeedupRow]:
 
 def _artifacts(context: Context) -> list[dict[str, Any]]:
     files = context.workspace.files()
-    rows: list[tuple[str, str, str | None, str | None, str | None, str]] = []
-    for graph in {graph.path: graph for graph in (*context.graphs.values(), *context.target_graphs.values())}.values():
-        rows.append(("graph", graph.path, graph.target, graph.model, graph.bucket.name, graph.dtype))
-    for engine in context.engines:
-        rows.append(("engine", engine.path, engine.target, engine.model, engine.bucket.name, engine.dtype))
+    rows: list[tuple[str, str, str | None, str | None, str | None, str, str | None]] = []
+    for graph in (*context.all_graphs(), *context.generation.graphs):
+        rows.append(("graph", graph.path, graph.target, graph.model, graph.bucket.name, graph.dtype, graph.role))
+    for engine in (*context.engines, *context.generation.engines):
+        about = (engine.target, engine.model, engine.bucket.name, engine.dtype, engine.role)
+        rows.append(("engine", engine.path, *about))
     for path in files:
         if path.endswith(".data"):
             dtype = path.rpartition("-")[2].removesuffix(".data")
-            rows.append(("weights", path, None, None, None, dtype))
-    return [
-        {"path": path, "kind": kind, "target": target, "model": model, "bucket": bucket, "dtype": dtype, **files[path]}
-        for kind, path, target, model, bucket, dtype in rows
-    ]
+            rows.append(("weights", path, None, None, None, dtype, None))
+    names = ("kind", "path", "target", "model", "bucket", "dtype", "role")
+    return [{**dict(zip(names, row, strict=True)), **files[row[1]]} for row in rows]
 
 
 def _targets(context: Context) -> list[dict[str, Any]]:
@@ -129,6 +148,28 @@ def _targets(context: Context) -> list[dict[str, Any]]:
         reason = found.reason if name in built or not found.builds else f"not asked for ({found.reason})"
         rows.append({"target": name, "available": found.builds, "reason": reason, "ran": name in ran})
     return rows
+
+
+def _decoding(context: Context) -> dict[str, Any]:
+    """What writing text needs to know of a folder; or why nothing in it can."""
+    plan = context.plan.generation
+    if not isinstance(plan, GenerationPlan):
+        return {"reason": plan}
+    lengths = {bucket.seq for bucket in plan.decodes}
+    return {
+        "window": plan.window,
+        "sites": list(map(str, plan.models["mod"].sites)),
+        "kv_bytes": {
+            kind: {str(length): sum(model.kv_bytes(length).values()) for length in sorted(lengths)}
+            for kind, model in plan.models.items()
+        },
+        "graphs": [asdict(graph) for graph in context.generation.graphs],
+        "engines": [asdict(engine) for engine in context.generation.engines],
+        "step_bytes": {
+            bucket.name: {kind: asdict(step_bytes(model, bucket)) for kind, model in plan.models.items()}
+            for bucket in plan.decodes
+        },
+    }
 
 
 def _header(context: Context) -> dict[str, Any]:
@@ -153,7 +194,13 @@ def _header(context: Context) -> dict[str, Any]:
         "exporters": versions(*EXPORTERS),
         "engines": [asdict(engine) for engine in context.engines],
         # What missed its gates is not shipped: `load` refuses it, with these reasons.
-        "refused": {row.artifact: row.reasons for row in context.parity if row.artifact and not row.passed},
+        "refused": {
+            row.artifact: row.reasons
+            for row in (*context.parity, *context.generation.parity)
+            if row.artifact and not row.passed
+        },
+        "generation": _decoding(context),
+        "tokenizer": TOKENIZER if isinstance(plan.tokenizer, Path) else plan.tokenizer,
         "cost": [asdict(row) for row in context.cost],
         "work": {path: [asdict(one) for one in work] for path, work in context.work.items()},
         "buckets": [asdict(bucket) for bucket in plan.buckets],

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from mod_export.report.text import HEAD
+from mod_export.report.tables import HEAD
 from mod_export.report.wording import count_text, interval_text, ms_text, printable, ratio_text
 from mod_export.sweep.schema import (
     CapacityBreakEven,

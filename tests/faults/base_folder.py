@@ -64,6 +64,8 @@ samples = 5
 warmup = 1
 bootstrap = 100
 min_speedup = 0.0
+[generation]
+build = "never"
 """
 COMPILED = """
 buckets = [[2, 32]]
@@ -73,6 +75,8 @@ samples = 5
 warmup = 1
 bootstrap = 100
 min_speedup = 0.0
+[generation]
+build = "never"
 """
 
 

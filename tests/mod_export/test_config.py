@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from mod_export import config as config_module
 from mod_export.artifacts import DTYPES, FLOAT_DTYPES, Bucket, DType
-from mod_export.config import BuildConfig, config_from_toml, toml_from_config
+from mod_export.config import BuildConfig, GenerationOptions, config_from_toml, toml_from_config
 from mod_export.errors import ConfigError
 
 CONFIGS = sorted(path.name for path in files("mod_export_configs").iterdir() if path.name.endswith(".toml"))
@@ -87,7 +87,8 @@ def test_every_problem_is_reported_at_once_with_the_nearest_name(tmp_path: Path)
         "seed: input should be a valid integer, got true",
         "target.ort-cpu.dtype: unknown key, did you mean 'dtypes'?",
         "target.ort_cuda: unknown key, did you mean 'ort-cuda'?",
-        "zzzz: unknown key; known: buckets, outputs, targets, seed, max_memory, target, parity, latency, cost",
+        "zzzz: unknown key; known: buckets, outputs, targets, seed, max_memory, target, parity, latency, cost, "
+        "generation",
     ]
 
 
@@ -109,6 +110,15 @@ def test_every_problem_is_reported_at_once_with_the_nearest_name(tmp_path: Path)
         (
             "[target.tensorrt-rtx]\narchitectures = ['sm89', 'sm89']",
             'target.tensorrt-rtx.architectures: expected one item or more, each once, got ["sm89", "sm89"]',
+        ),
+        ("[generation]\nbuild = 'no'", "generation.build: input should be 'auto', 'always' or 'never', got \"no\""),
+        ("[generation]\nwindow = -1", "generation.window: input should be greater than or equal to 0, got -1"),
+        ("[generation]\nprompts = [0]", "generation.prompts.0: input should be greater than or equal to 1, got 0"),
+        ("[generation]\nbatches = []", "generation.batches: expected one item or more, each once, got []"),
+        ("[generation]\nbatches = [2, 2]", "generation.batches: expected one item or more, each once, got [2, 2]"),
+        (
+            "[generation]\ntargets = ['ort-cuda']",
+            "generation.targets.0: input should be 'ort-cpu', 'tensorrt' or 'tensorrt-rtx', got \"ort-cuda\"",
         ),
         (f"latency = '{'x' * 99}'", f'latency: expected a table, got "{"x" * 59}...'),
     ],
@@ -235,6 +245,7 @@ def test_the_resolved_configuration_names_everything() -> None:
         "parity",
         "latency",
         "cost",
+        "generation",
     }
     assert shown["target"].keys() == {"ort-cpu", "ort-cuda", "inductor", "tensorrt", "tensorrt-rtx"}
     assert shown["latency"]["samples"] == 40
@@ -255,6 +266,25 @@ def test_buckets_are_ascending_and_each_once() -> None:
 )
 def test_buckets_are_picked_where_none_are_named(positions: int, lengths: list[int]) -> None:
     assert config_from_toml(None).bucket_list(positions) == tuple(Bucket(1, seq) for seq in lengths)
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions", "window", "prompts", "caches"),
+    [
+        ({}, 4096, 1024, (128, 1024), (1024,)),
+        ({}, 512, 512, (128, 512), (512,)),
+        ({}, 64, 64, (64,), (64,)),
+        ({"window": 2000}, 4096, 2000, (128, 2000), (2000,)),
+        ({"window": 99, "prompts": (50, 7, 50), "caches": (90, 9)}, 4096, 99, (7, 50), (9, 90)),
+    ],
+)
+def test_lengths_of_texts(
+    fields: dict[str, Any], positions: int, window: int, prompts: tuple[int, ...], caches: tuple[int, ...]
+) -> None:
+    options = GenerationOptions(**fields)
+    assert options.window_of(positions) == window
+    assert options.prompt_lengths(window) == prompts
+    assert options.cache_lengths(window) == caches
 
 
 def test_every_bucket_that_is_too_long_is_named() -> None:

@@ -15,10 +15,10 @@ from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
 from mod_export.model import Model
-from mod_export.plan import _targets, check_names, make_plan
+from mod_export.plan import GenerationPlan, _targets, check_names, make_plan
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint, random_checkpoint
-from mod_models.spec import ModelSpec
+from mod_models.spec import ModelSpec, RoutingSpec
 
 
 def model_of(spec: ModelSpec, name: str = "m") -> Model:
@@ -46,6 +46,112 @@ def test_a_plan(model: Model, config: BuildConfig, tmp_path: Path) -> None:
     assert plan.weights_of("mod") == plan.weights_of("dense") == "weights"
     assert plan.loaded("dense").k_by_layer(64) == {}
     assert not (tmp_path / "out").exists()
+
+
+WRITES = RoutingSpec(predictor_hidden=2)
+
+
+def generating(config: BuildConfig, **fields: Any) -> BuildConfig:
+    return updated(config, generation=fields)
+
+
+def test_what_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
+    model = model_of(replace(tiny_spec, routing=WRITES))
+    plan = make_plan(model, None, config, tmp_path).generation
+    assert isinstance(plan, GenerationPlan)
+    assert plan.window == 256
+    assert plan.prefills == (Bucket(1, 128), Bucket(1, 256))
+    assert plan.decodes == (Bucket(1, 256), Bucket(8, 256))
+    assert list(plan.targets) == ["ort-cpu"]
+    assert {kind: one.window for kind, one in plan.models.items()} == {"mod": 256, "dense": 256}
+    assert plan.models["mod"].capacity == {1: 32, 3: 32}
+    assert plan.models["dense"].capacity == {}
+
+    chosen = generating(config, window=100, slack=3, prompts=[60, 20, 60], caches=[100, 50], batches=[4, 2])
+    plan = make_plan(model, None, chosen, tmp_path).generation
+    assert isinstance(plan, GenerationPlan)
+    assert plan.prefills == (Bucket(1, 20), Bucket(1, 60))
+    assert plan.decodes == (Bucket(2, 50), Bucket(2, 100), Bucket(4, 50), Bucket(4, 100))
+    assert set(plan.models["mod"].capacity.values()) == {12 + 3}
+
+
+def test_a_baseline_writes_with_its_own_weights(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
+    baseline = model_of(tiny_spec.dense(), "base")
+    model = model_of(replace(tiny_spec, routing=WRITES))
+    plan = make_plan(model, baseline, config, tmp_path).generation
+    assert isinstance(plan, GenerationPlan)
+    weights = plan.models["dense"].loaded.weights
+    assert weights["norm.weight"] is baseline.loaded.weights["norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("routing", "fields", "reason"),
+    [
+        (RoutingSpec(), {}, "routing.selection=topk: whether a token is among the k best depends on tokens after it"),
+        (WRITES, {"build": "never"}, "it was built with generation.build = never; build it again with auto"),
+        (RoutingSpec(), {"build": "never"}, "it was built with generation.build = never; build it again with auto"),
+    ],
+    ids=["cannot", "never", "never and cannot"],
+)
+def test_why_nothing_writes_text(
+    config: BuildConfig,
+    tiny_spec: ModelSpec,
+    tmp_path: Path,
+    routing: RoutingSpec,
+    fields: dict[str, Any],
+    reason: str,
+) -> None:
+    plan = make_plan(model_of(replace(tiny_spec, routing=routing)), None, generating(config, **fields), tmp_path)
+    assert isinstance(plan.generation, str)
+    assert plan.generation.startswith(reason)
+
+
+@pytest.mark.skipif(not ENGINES["tensorrt-rtx"].availability().builds, reason="needs TensorRT-RTX")
+def test_targets_that_do_not_write(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
+    model = model_of(replace(tiny_spec, routing=WRITES))
+    other = updated(config, targets=["tensorrt-rtx"])
+    reason = "it was built for tensorrt-rtx, and generation.targets are ort-cpu"
+    assert make_plan(model, None, other, tmp_path).generation == reason
+    with pytest.raises(ConfigError, match=f"generation.build: always, but this model .*: {reason}"):
+        make_plan(model, None, generating(other, build="always"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("routing", "fields", "problems"),
+    [
+        (
+            RoutingSpec(),
+            {"build": "always"},
+            ["generation.build: always, but this model cannot generate token by token: routing.selection=topk: "],
+        ),
+        (
+            WRITES,
+            {"window": 40, "prompts": [41, 8], "caches": [40, 90]},
+            [
+                "generation.prompts: 41 is longer than the window of 40; shorten it, or give a longer window",
+                "generation.caches: 90 is longer than the window of 40; shorten it, or give a longer window",
+            ],
+        ),
+        (WRITES, {"window": 257}, ["generation: "]),
+    ],
+    ids=["always", "longer than the window", "longer than the model"],
+)
+def test_generation_that_cannot_be_built(
+    config: BuildConfig,
+    tiny_spec: ModelSpec,
+    tmp_path: Path,
+    routing: RoutingSpec,
+    fields: dict[str, Any],
+    problems: list[str],
+) -> None:
+    """Beside what else is wrong, all at once."""
+    other = updated(generating(config, **fields), buckets=[[1, 64], [10**9, 64]])
+    with pytest.raises(ConfigError) as caught:
+        make_plan(model_of(replace(tiny_spec, routing=routing)), None, other, tmp_path)
+    first, *found = caught.value.problems
+    assert first.startswith("buckets: 1000000000 x 64 has ")
+    assert len(found) == len(problems)
+    assert all(one.startswith(expected) for one, expected in zip(found, problems, strict=True)), found
 
 
 def test_a_baseline_has_weights_of_its_own(

@@ -37,6 +37,8 @@ def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[Con
         buckets=config.bucket_list(256)[:1],
         targets={TARGET: ENGINES[TARGET]},
         availability={name: engine.availability() for name, engine in ENGINES.items()},
+        generation="not asked for",
+        tokenizer=None,
     )
     with Workspace(built_copy) as workspace:
         context = Context(plan, workspace, lambda name: None)

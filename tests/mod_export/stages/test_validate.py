@@ -28,6 +28,8 @@ def context_of(root: Path, model: Model, config: BuildConfig) -> Iterator[Contex
         buckets=config.bucket_list(256),
         targets={"ort-cpu": ENGINES["ort-cpu"]},
         availability={name: engine.availability() for name, engine in ENGINES.items()},
+        generation="not asked for",
+        tokenizer=None,
     )
     with Workspace(root) as workspace:
         context = Context(plan, workspace, lambda name: None)

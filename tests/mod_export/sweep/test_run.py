@@ -71,7 +71,9 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     assert read == report
     assert GOOD in {entry.name for entry in read.cells}
     assert "1 could not be built" in (folder / "sweep.html").read_text()
-    assert json.loads((folder / f"cells/{GOOD}.job.json").read_text())["config"]["latency"]["min_speedup"] == 0.0
+    config = json.loads((folder / f"cells/{GOOD}.job.json").read_text())["config"]
+    assert config["latency"]["min_speedup"] == 0.0
+    assert config["generation"]["build"] == "never"
 
     again = Recorder()
     resumed = sweep(*arguments, again, "mod-export sweep tiny.pt")

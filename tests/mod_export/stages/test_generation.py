@@ -1,0 +1,245 @@
+"""Stage generation: what it makes again, every kind of model that can write, and the shipped checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from build_folders import Silent, check_files, steps_of
+from generating import GENERATING, WINDOW
+from tiny_models import lively_checkpoint
+
+from mod_export.config import BuildConfig, config_from_toml
+from mod_export.generation.generator import Generator, load_generator
+from mod_export.model import Model, model_from_checkpoint
+from mod_export.pipeline import build
+from mod_export.plan import KINDS
+from mod_export.report.schema import BuildReport
+from mod_export.validate.written import prompts_of
+from mod_export.workspace import read_manifest
+from mod_models.architecture import MOD_TRANSFORMER
+from mod_models.checkpoint import save_checkpoint
+
+DECODES = [f"{kind}-decode-b{rows}s48-float32" for kind in KINDS for rows in (1, 3)]
+PREFILLS = [f"{kind}-prefill-b1s{seq}-float32" for kind in KINDS for seq in (8, 16)]
+
+
+def steps(prefix: str, names: list[str]) -> set[str]:
+    return {f"{prefix}/ort-cpu/{name}" for name in names}
+
+
+PARITY = steps("parity", DECODES + PREFILLS)
+SPEED = steps("decode", ["b1s48-float32", "b3s48-float32"])
+
+
+def with_options(config: BuildConfig, **options: Any) -> BuildConfig:
+    generation = config.generation.model_copy(update=options)
+    return config.model_copy(update={"generation": generation})
+
+
+def test_every_file_is_listed(written: Path) -> None:
+    check_files(written)
+    about = read_manifest(written)["generation"]
+    assert (about["window"], about["sites"]) == (48, ["0", "2"])
+    assert len(about["engines"]) == len(DECODES + PREFILLS)
+    # Portable, and of the target.
+    assert len(about["graphs"]) == 2 * len(about["engines"])
+    assert set(about["step_bytes"]) == {"b1s48", "b3s48"}
+    report = json.loads((written / "report.json").read_text())["generation"]
+    assert report["capacity"] == {"0": 18, "2": 18}
+    assert [row["artifact"].rpartition("/")[2] for row in report["parity"]] == [
+        f"{kind}-{role}.onnx"
+        for kind in KINDS
+        for role in ("prefill-b1s8-float32", "prefill-b1s16-float32", "decode-b1s48-float32", "decode-b3s48-float32")
+    ]
+    assert all(row["passed"] for row in report["parity"])
+    assert [(row["texts"], row["equal"]) for row in report["texts"]] == [(2, 2)] * 4
+
+
+def test_all_graphs_share_one_file_of_weights(written: Path) -> None:
+    held = {path.name for path in (written / "graphs").iterdir() if path.suffix == ".data"}
+    assert held == {"weights-float32.data"}
+    small = [path.stat().st_size for path in written.rglob("*.onnx")]
+    assert max(small) < 200_000
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, set()),
+        ({"judged_tokens": 20}, PARITY),
+        ({"compared_tokens": 9}, steps("texts", DECODES)),
+        ({"compared_texts": 0}, set()),
+        ({"measured_tokens": 6}, SPEED),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_changed_option_redoes_what_depends_on_it(
+    written_copy: Path,
+    writing_folder: Path,
+    writing_config: BuildConfig,
+    options: dict[str, Any],
+    expected: set[str],
+) -> None:
+    before = steps_of(written_copy)
+    config = with_options(writing_config, **options)
+    report = build(writing_folder / "writing.pt", config, written_copy, None, Silent(), "mod-export build")
+    after = steps_of(written_copy)
+    done = {name for name in after if after[name]["fingerprint"] != before.get(name, {}).get("fingerprint")}
+    assert done == expected | {"report"}
+    assert report.verdict.status == "pass"
+    stages = {stage.name: stage.status for stage in report.stages}
+    assert stages["generation"] == ("built" if expected else "reused")
+    assert len(report.generation.texts) == (0 if options.get("compared_texts") == 0 else 4)
+
+
+def test_never_takes_everything_away(written_copy: Path, writing_folder: Path, writing_config: BuildConfig) -> None:
+    config = with_options(writing_config, build="never")
+    report = build(writing_folder / "writing.pt", config, written_copy, None, Silent(), "mod-export build")
+    assert report.generation.reason == "it was built with generation.build = never; build it again with auto"
+    assert not [path for path in written_copy.rglob("*") if "prefill" in path.name or "decode" in path.name]
+    check_files(written_copy)
+
+
+KINDS_THAT_DIFFER = [
+    "experts in routed blocks",
+    "routed apart by predictors",
+    "MLP routed",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS_THAT_DIFFER)
+def test_every_kind_of_model_writes(name: str, writing_config: BuildConfig, tmp_path: Path) -> None:
+    """As the eager model does, and is measured beside its dense twin."""
+    checkpoint = lively_checkpoint(dataclasses.replace(GENERATING[name], tie_embeddings=False))
+    save_checkpoint(tmp_path / "kind.pt", checkpoint)
+    config = with_options(
+        writing_config, build="always", window=WINDOW, prompts=(6, WINDOW), caches=(WINDOW,), batches=(2,)
+    )
+    report = build(tmp_path / "kind.pt", config, tmp_path / "out", None, Silent(), "mod-export build")
+    assert report.verdict.status == "pass", report.verdict.reasons
+    assert {row.target for row in report.generation.parity} == {"ort-cpu prefill", "ort-cpu decode"}
+    (decode,) = report.generation.decode
+    assert all(0 <= decode.executed[site] <= 1 for site in decode.executed)
+    prompts = np.random.default_rng(0).integers(0, 16, (3, 5)).tolist()
+    for kind in KINDS:
+        eager = model_from_checkpoint(tmp_path / "kind.pt").of_kind(kind).generating(WINDOW)
+        with load_generator(tmp_path / "out", model=kind) as generator:
+            found = generator.generate(prompts, WINDOW - 4)
+        assert [one.ids for one in found] == [eager.write(prompt, WINDOW - 4) for prompt in prompts]
+
+
+SHIPPED_TOML = """
+buckets = [[1, 64]]
+targets = ["ort-cpu"]
+[latency]
+samples = 5
+max_samples = 8
+warmup = 1
+bootstrap = 100
+min_speedup = 0.0
+[cost]
+profile_runs = 0
+[generation]
+window = 512
+prompts = [128]
+batches = [1, 4]
+compared_texts = 0
+judged_tokens = 64
+measured_tokens = 12
+"""
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Model:
+    path = MOD_TRANSFORMER.demo_checkpoint()
+    assert path is not None
+    return model_from_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def shipped_build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BuildReport]:
+    folder = tmp_path_factory.mktemp("shipped")
+    (folder / "c.toml").write_text(SHIPPED_TOML)
+    path = MOD_TRANSFORMER.demo_checkpoint()
+    assert path is not None
+    config = config_from_toml(folder / "c.toml")
+    return folder / "out", build(path, config, folder / "out", None, Silent(), "mod-export build")
+
+
+@pytest.fixture
+def shipped_generator(shipped_build: tuple[Path, BuildReport]) -> Iterator[Generator]:
+    with load_generator(shipped_build[0]) as generator:
+        yield generator
+
+
+@pytest.mark.slow
+def test_the_shipped_checkpoint_writes_what_the_eager_model_writes(
+    shipped_generator: Generator, shipped: Model
+) -> None:
+    """Two hundred tokens after each of several held-out prompts."""
+    eager = shipped.loaded.generating(512)
+    prompt_NS = prompts_of(shipped.loaded, 6, 32, 0)
+    found = shipped_generator.generate(prompt_NS.tolist(), 200)
+    expected = [eager.write(prompt, 200) for prompt in prompt_NS.tolist()]
+    assert [one.ids for one in found] == expected
+    assert len({tuple(ids) for ids in expected}) > 3
+
+
+@pytest.mark.slow
+def test_steps_of_the_shipped_checkpoint_are_its_prompts(shipped_generator: Generator, shipped: Model) -> None:
+    """Logits after some positions of a held-out text, read by steps, as a prompt, and by the eager model."""
+    ids_S = prompts_of(shipped.loaded, 1, 300, 3)[0]
+    loaded = shipped.loaded.generating(512).loaded
+    with torch.no_grad():
+        logits_SV = loaded.module().trace(torch.from_numpy(ids_S)[None], torch.tensor([300]))[0][0].numpy()
+    reads = shipped_generator._reads()
+    with shipped_generator._taken(shipped_generator.bucket_for(1, 300)) as decoder:
+        for position in (1, 5, 40, 127, 299):
+            kept = decoder.read_on(reads.read(ids_S[:1].tolist()), ids_S[1 : position + 1].tolist())
+            np.testing.assert_allclose(kept.logits_V, logits_SV[position], rtol=0, atol=1e-4)
+            if position < 128:
+                whole = reads.read(ids_S[: position + 1].tolist())
+                np.testing.assert_allclose(kept.logits_V, whole.logits_V, rtol=0, atol=1e-4)
+                np.testing.assert_array_equal(kept.count_N, whole.count_N)
+
+
+@pytest.mark.slow
+def test_the_shipped_checkpoint_skips_what_it_says(shipped_build: tuple[Path, BuildReport]) -> None:
+    _, report = shipped_build
+    assert report.verdict.status == "pass", report.verdict.reasons
+    single = next(row for row in report.generation.decode if row.bucket == "b1s512")
+    # Of one row a part is executed where its token runs.
+    assert single.executed == single.share
+    capacity = report.generation.capacity
+    assert capacity is not None
+    routed = single.routed_kv_bytes
+    assert routed["mod"] <= (max(capacity.values()) / 512 + 0.02) * routed["dense"]
+    assert single.least_bytes["mod"] < single.least_bytes["dense"]
+    assert report.generation.quality is not None
+    assert report.generation.quality.perplexity < 1.1 * report.generation.quality.own_perplexity
+
+
+@pytest.mark.slow
+def test_fair_places_are_judged_in_turns_and_counted(
+    writing_folder: Path, writing_config: BuildConfig, tmp_path: Path
+) -> None:
+    config = with_options(writing_config, places="fair", batches=(4,), prompts=(16,))
+    report = build(writing_folder / "writing.pt", config, tmp_path / "fair", None, Silent(), "test").generation
+    assert report is not None
+    assert report.places == "fair"
+    assert [row.reasons for row in report.parity if not row.passed] == []
+    assert {(row.texts, row.equal) for row in report.texts} == {(2, 2)}
+    prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 4, 9, 0).tolist()
+    with load_generator(tmp_path / "fair") as generator:
+        together = generator.generate(prompts, 30)
+        alone = [generator.generate([prompt], 30)[0] for prompt in prompts]
+    # Two of four rows run in a layer at most: some tokens pass by that would have run alone.
+    assert sum(sum(one.overflow.values()) for one in together) > sum(sum(one.overflow.values()) for one in alone)
