@@ -28,7 +28,8 @@ class Deployment:
 
 def deployments(report: BuildReport) -> tuple[Deployment, ...]:
     """What to deploy: engines that ran here, then those built for elsewhere, then portable graphs."""
-    judged = [row for row in report.parity if row.model == "mod"]
+    decoding = report.generation.parity if report.generation else ()
+    judged = [row for row in (*report.parity, *decoding) if row.model == "mod"]
     by_path = {row.artifact: row.passed for row in judged if row.artifact is not None}
     by_setting = {(row.target, row.bucket, row.dtype): row.passed for row in judged}
     settings = {(one.target, one.bucket, one.dtype): one for one in settings_of(report)}
@@ -40,7 +41,10 @@ def deployments(report: BuildReport) -> tuple[Deployment, ...]:
         if artifact.model != "mod" or artifact.kind == "weights":
             continue
         key = (artifact.target or "", artifact.bucket or "", artifact.dtype)
-        if artifact.kind == "engine":
+        if artifact.kind == "engine" and artifact.role in ("prefill", "decode"):
+            # What was timed at the bucket of this name is another engine.
+            state, setting = states.get(by_path.get(artifact.path), "not run here"), None
+        elif artifact.kind == "engine":
             passed = by_path.get(artifact.path, by_setting.get(key))
             state, setting = states.get(passed, "not run here"), settings.get(key)
         elif artifact.target is None:

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from mod_export.measure.decoding import DecodeRow
 from mod_export.measure.latency import LatencyRow
 from mod_export.measure.statistics import SpeedupRow
 from mod_export.measure.verdict import Verdict
 from mod_export.report.latency_entries import Control, LatencyEntry, SpeedupEntry
 from mod_export.report.remarks import disturbance_lines, reason_lines
-from mod_export.report.text import HEAD
+from mod_export.report.tables import HEAD
 from mod_export.report.wording import interval_text, ms_text, printable, ratio_text
 
-__all__ = ["render_speedup"]
+__all__ = ["render_speedup", "render_steps"]
 
 UNBOUNDED = 10_000
 
@@ -46,6 +47,29 @@ def render_speedup(latency: Sequence[LatencyRow], speedup: Sequence[SpeedupRow],
     return _text(table, remarks, verdict)
 
 
+def render_steps(rows: Sequence[DecodeRow]) -> str:
+    """One line for each decode bucket; nothing where nothing writes text."""
+    if not rows:
+        return ""
+    table = _table(
+        "token by token", "texts x cache", "dtype", "dense tokens/s", "MoD tokens/s", "speed-up [95 %]", "bytes say",
+        "efficiency",
+    )  # fmt: skip
+    for row in rows:
+        low, high = row.ci95
+        table.add_row(
+            row.target,
+            row.bucket,
+            row.dtype,
+            f"{row.tokens_per_second['dense']:,.0f}",
+            f"{row.tokens_per_second['mod']:,.0f}",
+            f"{row.speedup:.2f}x [{low:.2f}, {high:.2f}]",
+            ratio_text(row.bound),
+            f"{row.efficiency:.2f}",
+        )
+    return "\n" + "\n".join(_lines(table)) + "\n"
+
+
 def _control(control: Control | None) -> str:
     return "-" if control is None else f"{control.measured:.3f}x [{control.ci99[0]:.3f}, {control.ci99[1]:.3f}]"
 
@@ -58,10 +82,12 @@ def _table(*heads: str) -> Table:
 
 
 def _text(table: Table, remarks: Sequence[str], verdict: Verdict) -> str:
-    file = io.StringIO()
-    console = Console(file=file, width=UNBOUNDED, color_system=None)
-    console.print(table)
     lines = [*(f"  - {printable(reason)}" for reason in verdict.reasons), verdict.status.upper()]
-    rows = [line.rstrip() for line in file.getvalue().splitlines()]
     beside = [*map(printable, remarks), ""] if remarks else []
-    return "\n".join([*rows, "", *beside, *lines]) + "\n"
+    return "\n".join([*_lines(table), "", *beside, *lines]) + "\n"
+
+
+def _lines(table: Table) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=UNBOUNDED, color_system=None).print(table)
+    return [line.rstrip() for line in file.getvalue().splitlines()]

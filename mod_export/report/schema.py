@@ -11,10 +11,11 @@ from typing import Any, Literal
 from pydantic import JsonValue, ValidationError
 from pydantic_core import from_json
 
-from mod_export.artifacts import DType, ModelKind
+from mod_export.artifacts import DType, ModelKind, Role
 from mod_export.errors import BuildFolderError
 from mod_export.report.cost_entries import CostEntry, PartEntry, RooflineEntry
 from mod_export.report.entry import Entry
+from mod_export.report.generation_entries import GenerationEntry
 from mod_export.report.latency_entries import LatencyEntry, PrecisionEntry, SpeedupEntry
 from mod_export.report.parity_entries import CausalityEntry, ParityEntry, RoutingMap, StructureEntry
 
@@ -61,7 +62,7 @@ class Stage(Entry):
 
 class Artifact(Entry):
     """One file of the build folder. `target` is None for portable files; `model` and `bucket` for files that serve
-    several of them.
+    several of them. `role`: `forward` reads whole texts, `prefill` and `decode` write them; None for weights.
     """
 
     path: str
@@ -72,6 +73,7 @@ class Artifact(Entry):
     dtype: DType
     bytes: int
     sha256: str
+    role: Role | None = None
 
 
 class Target(Entry):
@@ -113,6 +115,7 @@ class BuildReport(Entry):
     routing_maps: tuple[RoutingMap, ...] = ()
     roofline: tuple[RooflineEntry, ...] = ()
     parts: tuple[PartEntry, ...] = ()
+    generation: GenerationEntry | None = None
 
     def to_json(self) -> str:
         """report.json, indented, with a newline at its end; `report_from_json` reads it back to an equal value."""

@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO
 
-from rich import box
 from rich.console import Console, Group
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from mod_export.report.generation_text import generation_parts
 from mod_export.report.latency_entries import LatencyEntry
 from mod_export.report.precision import precision_lines
 from mod_export.report.remarks import control_text, disturbance_lines, reason_lines
 from mod_export.report.schema import BuildReport
 from mod_export.report.summary import Setting, Untried, gains, settings_of, untried_targets
+from mod_export.report.tables import BAD, GOOD, QUIET, UNBOUNDED, fitted_table, judged_text
 from mod_export.report.wording import (
     agreement_text,
     count_text,
@@ -37,8 +37,6 @@ from mod_export.report.wording import (
 
 __all__ = ["print_report", "render_text"]
 
-UNBOUNDED = 10_000
-HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 COLUMNS = (
     "target", "bucket", "dtype", "parity", "routed alike", "max error", "dense ms", "MoD ms",
     "speed-up [95 %]", "verdict", "FLOPs say", "efficiency",
@@ -47,7 +45,6 @@ FIRST_NUMBER = 4
 STACKS = ((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11))
 """Which columns stand on top of each other where the terminal is too narrow for all of them."""
 Cleaner = Callable[[str], str]
-GOOD, BAD, QUIET = "green", "bold red", "dim"
 
 
 def print_report(report: BuildReport, folder: str, file: IO[str] | None = None) -> None:
@@ -82,6 +79,7 @@ def _print(report: BuildReport, folder: str, console: Console, encoding: str) ->
     settings = settings_of(report)
     if settings:
         parts += [_table(settings, clean, console), Text(), *_conditions(report, clean), Text()]
+    parts += generation_parts(report.generation, clean, console)
     parts += _not_run(untried_targets(report), clean)
     parts += _verdict(report, folder, clean)
     console.print(Group(*parts), highlight=False, markup=False, emoji=False)
@@ -97,29 +95,7 @@ def _headline(report: BuildReport, clean: Cleaner) -> Text:
 
 def _table(settings: Sequence[Setting], clean: Cleaner, console: Console) -> Table:
     rows = [[Text(head) for head in COLUMNS], *(_cells(setting, clean) for setting in settings)]
-    table = _filled(rows, numbers_from=FIRST_NUMBER)
-    if Measurement.get(console, console.options.update(width=UNBOUNDED), table).maximum <= console.width:
-        return table
-    head, *body, last = [_stacked(row) for row in rows]
-    for row in body:
-        row[0].append("\n")
-    return _filled([head, *body, last], numbers_from=len(STACKS))
-
-
-def _stacked(row: Sequence[Text]) -> list[Text]:
-    # All of one height, because a table aligns heads at the bottom and cells at the top.
-    height = max(len(stack) for stack in STACKS)
-    cells = [[*(row[index] for index in stack), *[Text()] * (height - len(stack))] for stack in STACKS]
-    return [Text("\n").join(lines) for lines in cells]
-
-
-def _filled(rows: Sequence[Sequence[Text]], numbers_from: int) -> Table:
-    table = Table(box=HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for index, head in enumerate(rows[0]):
-        table.add_column(head, no_wrap=True, justify="right" if index >= numbers_from else "left")
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table
+    return fitted_table(rows, FIRST_NUMBER, STACKS, console)
 
 
 def _cells(setting: Setting, clean: Cleaner) -> list[Text]:
@@ -128,20 +104,16 @@ def _cells(setting: Setting, clean: Cleaner) -> list[Text]:
         Text(clean(setting.target)),
         Text(clean(setting.bucket)),
         Text(setting.dtype),
-        _judged({None: "-", True: "pass", False: "FAIL"}[setting.parity_passed], setting.parity_passed),
+        judged_text({None: "-", True: "pass", False: "FAIL"}[setting.parity_passed], setting.parity_passed),
         Text(agreement_text(setting.routing) if setting.routing else "-"),
         Text(error_text(setting.error.max_abs) if setting.error else "-"),
         Text(ms_text(dense.p50_ms) if dense else "-"),
         Text(ms_text(mod.p50_ms) if mod else "-"),
-        _judged(interval_text(speedup), speedup.passed) if speedup else Text("-"),
+        judged_text(interval_text(speedup), speedup.passed) if speedup else Text("-"),
         Text((speedup.verdict if speedup else None) or "-"),
         Text(ratio_text(speedup.predicted_flops) if speedup else "-"),
         Text(f"{speedup.efficiency:.2f}" if speedup else "-"),
     ]
-
-
-def _judged(text: str, passed: bool | None) -> Text:
-    return Text(text, style={None: "", True: GOOD, False: BAD}[passed])
 
 
 def _conditions(report: BuildReport, clean: Cleaner) -> list[Text]:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mod_export.measure.verdict import Verdict
 from mod_export.report.parity_entries import ParityEntry
-from mod_export.report.text import HEAD
+from mod_export.report.tables import HEAD
 from mod_export.report.wording import agreement_text, error_text, printable, share_text
 from mod_export.validate.causality import CausalityRow
 from mod_export.validate.rows import ParityRow

@@ -26,6 +26,7 @@ __all__ = [
     "percent_text",
     "place_text",
     "printable",
+    "ratio_interval_text",
     "ratio_text",
     "setting_text",
     "share_text",
@@ -64,8 +65,12 @@ def ratio_text(ratio: float) -> str:
 
 def interval_text(row: SpeedupEntry | PrecisionEntry) -> str:
     """A speed-up with its interval: 1.68x [1.66, 1.69]."""
-    low, high = row.ci95
-    return f"{ratio_text(row.measured)} [{low:.2f}, {high:.2f}]"
+    return ratio_interval_text(row.measured, row.ci95)
+
+
+def ratio_interval_text(ratio: float, ci95: tuple[float, float] | None) -> str:
+    """A factor with its interval, if there is one."""
+    return ratio_text(ratio) if ci95 is None else f"{ratio_text(ratio)} [{ci95[0]:.2f}, {ci95[1]:.2f}]"
 
 
 def ci_text(interval: tuple[float, float] | None) -> str:

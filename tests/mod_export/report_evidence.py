@@ -115,3 +115,66 @@ def parts(target: str, bucket: str, kind: ModelKind, flops_by_part: dict[str, in
         }
         for part in PARTS
     ]  # fmt: skip
+
+
+def decoding(target: str, role: str, bucket: str, kind: ModelKind) -> dict[str, Any]:
+    """A row of parity of an engine that writes text."""
+    layers = [
+        {"layer": layer, "k": 64, "routed": 60 + layer, "agreed": 60 + layer, "overflow": 3 * layer, "near_ties": 0,
+         "faults": 0, "min_margin": 0.0013, "score_bound": 4e-05, "worst_flip": None}
+        for layer in ((1, 3) if kind == "mod" else ())
+    ]  # fmt: skip
+    routed = sum(layer["routed"] for layer in layers)
+    return {
+        "target": f"{target} {role}", "bucket": bucket, "dtype": "float32", "model": kind,
+        "reference": "eager float32", "inputs": ["text", "random"],
+        "routing": {"layers": layers, "routed": routed, "agreed": routed, "near_ties": 0, "min_margin": None},
+        "error": {"max_abs": 2.7e-05, "mean_abs": 2.8e-06, "max_rel": 2.6e-06, "rms": 3.9e-06},
+        "next_token_agreement": 1.0,
+        "gate": {"max_abs": 1e-4, "near_tie": 1e-3, "next_token_agreement": 0.999, "noise": 16.0, "noise_rms": 8.0,
+                 "max_kl": 1e-6, "max_perplexity_ratio": 1.0001},
+        "passed": True, "reasons": [], **judged(kind, f"engines/{target}/{kind}-{role}-{bucket}-float32.onnx"),
+        "noise": 2.5e-05, "allowed_max_abs": 4.0e-04,
+    }  # fmt: skip
+
+
+def decode(bucket: str, texts: int, ms: dict[str, float], ci95: tuple[float, float]) -> dict[str, Any]:
+    """Steps of one bucket."""
+    speedup = ms["dense"] / ms["mod"]
+    return {
+        "target": "ort-cpu", "bucket": bucket, "dtype": "float32", "threads": 1, "positions": 48, "ms": ms,
+        "tokens_per_second": {kind: 1e3 * texts / one for kind, one in ms.items()}, "speedup": speedup, "ci95": ci95,
+        "executed": {"1": 0.1042, "3": 0.0833}, "share": {"1": 0.1042, "3": 0.0833},
+        "least_bytes": {"mod": 8_398_768, "dense": 14_889_728}, "bound": 1.7728, "efficiency": speedup / 1.7728,
+        "bound_ms": {"mod": 0.583, "dense": 1.034}, "kv_bytes": {"mod": 1_179_648 * texts, "dense": 2_097_152 * texts},
+        "routed_kv_bytes": {"mod": 131_072 * texts, "dense": 1_048_576 * texts},
+    }  # fmt: skip
+
+
+def generation() -> dict[str, Any]:
+    """A model that writes: two decode buckets, one of them no faster than noise allows to say, and two of prompts."""
+    kinds: tuple[ModelKind, ...] = ("mod", "dense")
+    places = (("prefill", "b1s128"), ("prefill", "b1s512"), ("decode", "b1s512"), ("decode", "b8s512"))
+    return {
+        "window": 512, "capacity": {"1": 64, "3": 64},
+        "parity": [decoding("ort-cpu", *place, kind) for kind in kinds for place in places],
+        "texts": [
+            {"target": "ort-cpu", "bucket": bucket, "dtype": "float32", "model": kind, "texts": 4, "tokens": 192,
+             "equal": 4, "first_difference": None}
+            for kind in kinds for bucket in ("b1s512", "b8s512")
+        ],
+        "decode": [
+            decode("b1s512", 1, {"mod": 0.5127, "dense": 0.8313}, (1.516, 1.732)),
+            decode("b8s512", 8, {"mod": 3.477, "dense": 3.579}, (0.96, 1.09)),
+        ],
+        "first_token": [
+            {"target": "ort-cpu", "tokens": tokens, "dtype": "float32", "ms": ms, "speedup": ms["dense"] / ms["mod"],
+             "ci95": ci95}
+            for tokens, ms, ci95 in ((128, {"mod": 8.22, "dense": 9.88}, (0.99, 1.31)),
+                                     (512, {"mod": 27.6, "dense": 49.9}, (1.74, 1.83)))
+        ],
+        "quality": {
+            "tokens": 2044, "window": 512, "perplexity": 3.137692, "own_perplexity": 3.093790,
+            "wanted": {"1": 0.1074, "3": 0.1489}, "ran": {"1": 0.1074, "3": 0.1245}, "overflow": {"1": 0, "3": 50},
+        },
+    }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_evidence import causality, judged, parts, roofline, routing_map, speedup, spread
+from report_evidence import causality, generation, judged, parts, roofline, routing_map, speedup, spread
 
 from mod_export.artifacts import Bucket, DType, ModelKind
 from mod_export.measure.cost import CostRow
@@ -137,6 +137,7 @@ def _content() -> dict[str, Any]:
         "roofline": [roofline()],
         "parts": [part for key in MEDIANS_MS for kind in KINDS
                   for part in parts(*key, kind, flops[key[1], kind], MEDIANS_MS[key][kind])],
+        "generation": generation(),
     }  # fmt: skip
 
 

@@ -52,3 +52,16 @@ def test_a_graph_that_an_engine_holds_is_judged_with_it(report: BuildReport) -> 
     artifacts = (engine, graph.model_copy(update={"sha256": engine.sha256}))
     found = deployments(report.model_copy(update={"parity": (row,), "artifacts": artifacts}))
     assert [(item.artifact.path, item.state) for item in found] == [(engine.path, "passed"), (graph.path, "passed")]
+
+
+def test_an_engine_that_writes_is_judged_by_its_own_row(report: BuildReport) -> None:
+    assert report.generation is not None
+    engine = next(item for item in report.artifacts if item.path == "engines/ort-cpu/mod-b1s512-float32.onnx")
+    decode = engine.model_copy(update={"path": "engines/ort-cpu/mod-decode-b1s512-float32.onnx", "role": "decode"})
+    other = decode.model_copy(update={"path": "engines/ort-cpu/mod-decode-b1s256-float32.onnx"})
+    found = deployments(report.model_copy(update={"artifacts": (engine, decode, other)}))
+    assert [(item.state, item.setting is None) for item in found] == [
+        ("passed", False),
+        ("passed", True),
+        ("not run here", True),
+    ]

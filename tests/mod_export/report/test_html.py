@@ -9,50 +9,17 @@ import re
 import tomllib
 from collections.abc import Callable
 from html import unescape
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from report_pages import DRAWN, Page
 
 from mod_export.report import BuildReport, render_html
 from mod_export.report.parity_entries import InputAgreement
 from mod_export.report.wording import interval_text
 
 Renamed = Callable[[BuildReport, str], BuildReport]
-VOID = {"meta", "link", "br", "input"}
-DRAWN = {"line", "rect", "circle"}
-
-
-class Page(HTMLParser):
-    """Every element with its attributes and ancestors; complains about tags that do not match."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None], tuple[str, ...]]] = []
-        self.text = ""
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), tuple(self._open)))
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), tuple(self._open)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not {"style", "script"} & set(self._open):
-            self.text += data
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes, _ in self.elements if name == tag]
 
 
 def policy_of(page: Page) -> str:
@@ -141,6 +108,9 @@ def test_charts_and_tables_can_be_heard(report: BuildReport) -> None:
     lanes = sum(len(one.layers) for one in report.routing_maps)
     bars = 2 * len({(row.target, row.bucket, row.model) for row in report.parts})
     parity = len(report.parity) + layers + lanes
+    assert report.generation is not None
+    assert report.generation.quality is not None
+    bars += 2 * len(report.generation.decode) + len(report.generation.quality.ran)
     assert len(charts) == len(report.speedup) + 2 * len(report.latency) + len(report.cost) + parity + bars + 1
     assert all(chart["aria-label"] for chart in charts)
     headed = sum(1 for tag, _, above in page.elements if tag == "thead")

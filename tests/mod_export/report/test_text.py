@@ -59,8 +59,11 @@ def test_what_did_not_run_is_listed_with_its_reason(report: BuildReport) -> None
 def test_a_report_without_results_is_still_a_report(report: BuildReport) -> None:
     verdict = report.verdict.model_copy(update={"status": "fail", "reasons": ("nothing can run",)})
     empty = report.model_copy(
-        update={"verdict": verdict, "parity": (), "latency": (), "speedup": (), "targets": (), "artifacts": ()}
-    )
+        update={
+            "verdict": verdict, "parity": (), "latency": (), "speedup": (), "targets": (), "artifacts": (),
+            "generation": None,
+        }
+    )  # fmt: skip
     lines = render_text(empty, "b").splitlines()
     assert lines[-2:] == ["  - nothing can run", "FAIL  1 reason, listed above: b"]
     assert len(lines) == 4

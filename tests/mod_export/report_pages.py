@@ -1,0 +1,41 @@
+"""A page as a parser sees it, for tests of what is written into it."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+__all__ = ["DRAWN", "Page"]
+
+VOID = {"meta", "link", "br", "input"}
+DRAWN = {"line", "rect", "circle"}
+
+
+class Page(HTMLParser):
+    """Every element with its attributes and ancestors; complains about tags that do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None], tuple[str, ...]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), tuple(self._open)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), tuple(self._open)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self._open):
+            self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes, _ in self.elements if name == tag]
