@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from mod_export.errors import ModExportError, UsageError
 from mod_export.outfile import check_place, write_text
 
 if TYPE_CHECKING:
+    from mod_export.artifacts import ModelKind
     from mod_export.config import BuildConfig
 
 __all__ = ["main"]
@@ -31,6 +32,7 @@ __all__ = ["main"]
 GATE_FAILED = 4
 INTERRUPTED = 130
 UNREAD = 141
+RESUME = ("build", "demo", "sweep")
 BUG = 1
 
 
@@ -79,7 +81,8 @@ def _command(function: Callable[..., int]) -> Callable[..., None]:
             click.echo("\n".join(["error: " + lines[0], *(f"       {line}" for line in lines[1:])]), err=True)
             code = error.exit_code
         except KeyboardInterrupt:
-            click.echo("interrupted; what was whole is kept, and the same command resumes there", err=True)
+            resumes = "; what was whole is kept, and the same command resumes there"
+            click.echo("interrupted" + (resumes if function.__name__ in RESUME else ""), err=True)
             code = INTERRUPTED
         except BrokenPipeError:
             # `mod-export report DIR | head`: what is still buffered must not fail again when Python ends.
@@ -107,6 +110,12 @@ def _command(function: Callable[..., int]) -> Callable[..., None]:
     "--max-memory", metavar="SIZE", help="Memory that the build may take, such as 12GiB; default: what is free."
 )
 @click.option("--report", metavar="FILE", type=PATH, help="Write report.json here as well.")
+@click.option(
+    "--tokenizer",
+    metavar="FILE",
+    type=PATH,
+    help="The model's tokenizer.json, kept in the build folder; default: the one in the MODEL folder, if any.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
 @verbose_option
 @_command
@@ -119,6 +128,7 @@ def build(
     targets: Sequence[str],
     max_memory: str | None,
     report: Path | None,
+    tokenizer: Path | None,
     quiet: bool,
     verbose: bool,
 ) -> int:
@@ -126,7 +136,7 @@ def build(
     folder = out or Path("build") / (model.resolve().name.removesuffix(".pt") or "model")
     verbosity = -1 if quiet else int(verbose)
     config = _config(config_file, targets, **({} if max_memory is None else {"max_memory": max_memory}))
-    return _build(model, config, folder, baseline, report, verbosity, capacity)
+    return _build(model, config, folder, baseline, report, verbosity, capacity, tokenizer)
 
 
 def _build(
@@ -137,6 +147,7 @@ def _build(
     report_file: Path | None,
     verbosity: int,
     capacity: float | None = None,
+    tokenizer: Path | None = None,
 ) -> int:
     from rich.console import Console
 
@@ -158,13 +169,92 @@ def _build(
 
     progress = Progress(Console(stderr=True), verbosity)
     try:
-        report = run(model, config, folder, baseline, progress, " ".join(["mod-export", *sys.argv[1:]]), capacity)
+        command = " ".join(["mod-export", *sys.argv[1:]])
+        report = run(model, config, folder, baseline, progress, command, capacity, tokenizer or _own_tokenizer(model))
     finally:
         progress.stop()
     if report_file is not None:
         write_text(report_file, report.to_json())
     print_report(report, str(folder))
     return 0 if report.verdict.status == "pass" else GATE_FAILED
+
+
+def _own_tokenizer(model: Path) -> Path | None:
+    """Beside the weights, as Hugging Face's folders have it."""
+    path = model / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+@cli.command()
+@folder_argument
+@click.option(
+    "--prompt", "texts", metavar="TEXT", multiple=True, help="What to go on from; may be given several times."
+)
+@click.option("--prompt-file", "files", metavar="FILE", type=PATH, multiple=True, help="A file that is a prompt.")
+@click.option("--ids", metavar="N,...", multiple=True, help="A prompt as token ids.")
+@click.option("--max-new-tokens", metavar="N", type=int, default=128, show_default=True, help="Of each text.")
+@click.option("--temperature", metavar="T", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", metavar="K", type=int, default=0, show_default=True, help="Sample among K tokens; 0: all.")
+@click.option("--top-p", metavar="P", type=float, default=1.0, show_default=True, help="Nucleus sampling.")
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Of sampling.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="Ends a text, and is no part of it.")
+@click.option("--roll", is_flag=True, help="At the end of the window, go on from the text's second half.")
+@click.option("--target", metavar="T", help="An engine family; default: the first that generates here.")
+@click.option("--dtype", metavar="D", help="Of the engines; default: the first built.")
+@click.option("--model", "kind", type=click.Choice(["mod", "dense"]), default="mod", show_default=True)
+@click.option(
+    "--selection",
+    type=click.Choice(["own", "topk-prefill"]),
+    default="own",
+    show_default=True,
+    help="topk-prefill scores prompts as the checkpoint's spec routes them, and writes nothing.",
+)
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each token and for the end of each text.")
+@verbose_option
+@_command
+def generate(
+    folder: Path,
+    texts: Sequence[str],
+    files: Sequence[Path],
+    ids: Sequence[str],
+    max_new_tokens: int,
+    stop: Sequence[str],
+    roll: bool,
+    target: str | None,
+    dtype: str | None,
+    kind: ModelKind,
+    selection: str,
+    as_json: bool,
+    verbose: bool,
+    **sampling: Any,
+) -> int:
+    """Write text with a build folder, token by token, without PyTorch."""
+    from mod_export.generation.console import prompts_from, score_prompts, write_texts
+
+    prompts = prompts_from(texts, files, ids)
+    show = partial(click.echo, nl=False)
+    if selection == "topk-prefill":
+        if stop or roll or kind == "dense":
+            raise UsageError(
+                "--selection topk-prefill scores prompts and writes nothing: leave out --stop, --roll and --model"
+            )
+        score_prompts(folder, prompts, target=target, dtype=dtype, as_json=as_json, show=show)
+        return 0
+    write_texts(
+        folder,
+        prompts,
+        max_new_tokens,
+        target=target,
+        dtype=dtype,
+        model=kind,
+        as_json=as_json,
+        show=show,
+        tell=partial(click.echo, err=True),
+        stop=stop,
+        rolling=roll,
+        **sampling,
+    )
+    return 0
 
 
 @cli.command()
@@ -243,11 +333,13 @@ def validate(
 @_command
 def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbose: bool) -> int:
     """Measure latency of a build folder against its dense twin again, on this machine."""
-    from mod_export.folder import bench_folder
-    from mod_export.report.rows import render_speedup
+    from mod_export.folder import bench_decoding, bench_folder
+    from mod_export.report.rows import render_speedup, render_steps
 
-    latency, speedup, verdict = bench_folder(folder, _config(config_file, ()) if config_file else None, targets)
+    config = _config(config_file, ()) if config_file else None
+    latency, speedup, verdict = bench_folder(folder, config, targets)
     click.echo(render_speedup(latency, speedup, verdict), nl=False)
+    click.echo(render_steps(bench_decoding(folder, config, targets)), nl=False)
     return 0 if verdict.status == "pass" else GATE_FAILED
 
 

@@ -25,6 +25,9 @@ max_samples = 8
 warmup = 1
 bootstrap = 100
 min_speedup = 0.0
+
+[generation]
+build = "never"
 """
 
 

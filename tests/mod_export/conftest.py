@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import FAST_TOML
+from writing import WRITING_TOML, writing_checkpoint
 
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.model import Model, model_from_checkpoint
@@ -126,6 +127,43 @@ def built(shared_folder: Path, checkpoint: Path, config: BuildConfig) -> Path:
         if not (root / "report.json").exists():
             build(checkpoint, config, root, None, Recorder(), "mod-export build tiny.pt")
     return root
+
+
+@pytest.fixture(scope="session")
+def writing_folder(shared_folder: Path) -> Path:
+    """Holds the checkpoint `writing.pt`, its configuration `writing.toml`, and its build, to be read only."""
+    folder = shared_folder / "writing"
+    with (shared_folder / "writing.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "build" / "report.json").exists():
+            folder.mkdir(exist_ok=True)
+            save_checkpoint(folder / "writing.pt", writing_checkpoint())
+            (folder / "writing.toml").write_text(WRITING_TOML, encoding="utf-8")
+            config = config_from_toml(folder / "writing.toml")
+            report = build(folder / "writing.pt", config, folder / "build", None, Recorder(), "mod-export build")
+            assert report.verdict.status == "pass", report.verdict.reasons
+    return folder
+
+
+@pytest.fixture(scope="session")
+def written(writing_folder: Path) -> Path:
+    """A finished build folder that writes text, to be read only; `written_copy` is for tests that change it."""
+    return writing_folder / "build"
+
+
+@pytest.fixture
+def written_copy(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "written"))
+
+
+@pytest.fixture(scope="session")
+def writing_model(writing_folder: Path) -> Model:
+    return model_from_checkpoint(writing_folder / "writing.pt")
+
+
+@pytest.fixture(scope="session")
+def writing_config(writing_folder: Path) -> BuildConfig:
+    return config_from_toml(writing_folder / "writing.toml")
 
 
 @pytest.fixture

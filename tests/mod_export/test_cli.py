@@ -27,7 +27,10 @@ from mod_models.spec import ModelSpec
 
 OPTIONS = {
     "build": ["--baseline", "--capacity", "--config", "--help", "--max-memory", "--out", "--quiet", "--report",
-              "--target", "--verbose", "-c", "-h", "-o", "-q", "-v", "model"],
+              "--target", "--tokenizer", "--verbose", "-c", "-h", "-o", "-q", "-v", "model"],
+    "generate": ["--dtype", "--help", "--ids", "--json", "--max-new-tokens", "--model", "--prompt", "--prompt-file",
+                 "--roll", "--seed", "--selection", "--stop", "--target", "--temperature", "--top-k", "--top-p",
+                 "--verbose", "-h", "-v", "folder"],
     "validate": ["--config", "--help", "--model", "--target", "--verbose", "-c", "-h", "-v", "folder"],
     "bench": ["--config", "--help", "--target", "--verbose", "-c", "-h", "-v", "folder"],
     "report": ["--format", "--help", "--verbose", "-h", "-v", "folder"],
@@ -242,7 +245,7 @@ def _names(one: click.Command) -> list[str]:
 
 def test_help_and_version() -> None:
     shown = invoke("--help").stdout
-    for name in ("build", "validate", "bench", "report", "inspect", "targets", "config", "demo"):
+    for name in ("build", "generate", "validate", "bench", "report", "inspect", "targets", "config", "demo"):
         assert re.search(rf"^  {name} ", shown, re.MULTILINE)
     assert re.fullmatch(r"mod-export, version \S+\n", invoke("--version").stdout)
     module = subprocess.run(

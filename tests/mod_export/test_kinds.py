@@ -35,6 +35,7 @@ def config_of(config: BuildConfig) -> BuildConfig:
             "targets": targets,
             "target": config.target.model_copy(update={"tensorrt_rtx": options}),
             "cost": config.cost.model_copy(update={"profile_runs": 0}),
+            "generation": config.generation.model_copy(update={"build": "never"}),
         }
     )
 

@@ -6,9 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from mod_export.cli import generate
+from mod_export.config import GenerationOptions
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -61,3 +66,23 @@ def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_of_the_documents_is_python(document: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+        compile(block, document.name, "exec")
+
+
+def test_options_of_generation_are_those_of_the_configuration() -> None:
+    page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
+    table = textwrap.dedent(page[page.index("    [generation]") : page.index("**The window is part")])
+    shown = tomllib.loads(table)["generation"]
+    assert shown == GenerationOptions().model_dump(mode="json")
+
+
+def test_the_command_that_writes_text_has_the_options_that_are_explained() -> None:
+    page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
+    known = {name for option in generate.params for name in option.opts if name.startswith("--")}
+    rows = "\n".join(re.findall(r"^\| (`--.*?) \|", page, re.MULTILINE))
+    assert set(re.findall(r"--[a-z-]+", rows)) == known - {"--verbose"}

@@ -21,14 +21,15 @@ def test_importing_loads_nothing_heavy(statement: str) -> None:
     assert found.stdout.strip() == ""
 
 
-def test_the_runtime_loads_no_builder() -> None:
-    code = "import mod_export.runtime, sys; print(*(n for n in ('torch', 'onnx', 'onnx_ir') if n in sys.modules))"
+@pytest.mark.parametrize("module", ["runtime", "generation.generator", "generation.console"])
+def test_the_runtime_loads_no_builder(module: str) -> None:
+    code = f"import mod_export.{module}, sys; print(*(n for n in ('torch', 'onnx', 'onnx_ir') if n in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
 
 
 def test_public_names() -> None:
-    assert mod_export.__all__ == ["Deployment", "__version__", "load"]
+    assert mod_export.__all__ == ["Deployment", "Generator", "__version__", "load", "load_generator"]
     assert all(getattr(mod_export, name) for name in mod_export.__all__)
 
 
