@@ -1,0 +1,39 @@
+"""The command line: arguments to configuration to exit code, and the only place where errors become text.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 all gates passed, 1 a bug, 2 usage, configuration or
+unusable input, 3 a stage could not build, 4 built but a gate failed, 130 interrupted, 141 nobody reads the result (as a
+shell says of a program that a closed pipe ended).
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import click
+
+from mod_export import __version__
+from mod_export.cli.looking import config, inspect, report, targets
+from mod_export.cli.making import build, demo, sweep
+from mod_export.cli.using import bench, generate, validate
+
+__all__ = ["cli", "main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="mod-export")
+def cli() -> None:
+    """Puts Mixture-of-Depths models into production: export, engines, parity and speed-up against the dense twin."""
+
+
+for command in (build, generate, sweep, validate, bench, report, inspect, targets, config, demo):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Entry point of the command `mod-export`."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks is shown escaped instead of failing the command.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    cli(prog_name="mod-export")
