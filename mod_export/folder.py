@@ -10,9 +10,8 @@ import numpy as np
 
 from mod_export.artifacts import Bucket, Engine, ModelKind, Site, is_expert, site_from_text
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
 from mod_export.environment import describe_machine
-from mod_export.generation.opened import DecodingEngines
+from mod_export.generation.opened import DecodingEngines, writing_here
 from mod_export.measure.cost import CostRow
 from mod_export.measure.decoding import DecodeRow, StepBytes
 from mod_export.measure.decoding_folder import steps_of_pair
@@ -41,8 +40,7 @@ def bench_decoding(root: Path, config: BuildConfig | None, targets: Sequence[str
         return []
     config = config or BuildConfig.model_validate(manifest["config"])
     engines = [engine for engine in engines_of(about) if not targets or engine.target in targets]
-    # Those that keep their cache in this machine's memory.
-    able = [one for one in engines if one.target == "ort-cpu" and ENGINES[one.target].availability().can_run(one)]
+    able = writing_here(engines)
     places = [site_from_text(site) for site in about["sites"]]
     sites: dict[ModelKind, list[Site]] = {"mod": places, "dense": [site for site in places if is_expert(site)]}
     rows = []

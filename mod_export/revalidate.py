@@ -13,10 +13,9 @@ from pydantic import ValidationError
 
 from mod_export.artifacts import DTYPES, Engine, Graph, ModelKind, Outputs
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
 from mod_export.environment import versions
 from mod_export.errors import BuildError, BuildFolderError, CheckpointError
-from mod_export.generation.opened import DecodingEngines
+from mod_export.generation.opened import DecodingEngines, writing_here
 from mod_export.graph.digests import digests_of_tensors
 from mod_export.graph.onnx_export import EXPORTERS
 from mod_export.graph.quantize import source_of
@@ -40,7 +39,7 @@ from mod_export.validate.structure import (
     structure_of_graph,
     structure_of_weights,
 )
-from mod_export.workspace import MANIFEST
+from mod_export.workspace import MANIFEST, TOKENIZER
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +48,6 @@ __all__ = ["Validation", "validate_folder"]
 
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 OUTPUTS: tuple[Outputs, ...] = ("last", "logits")
-TOKENIZER = "tokenizer.json"
 MODEL_KEYS = ("name", "architecture", "checkpoint_sha256", "spec", "vocab_size", "weights", "tensors")
 """What the manifest says of each model."""
 
@@ -135,8 +133,7 @@ def _decoding(
     built = BuildConfig.model_validate(manifest["config"]).generation
     asked = config.generation.model_copy(update={"places": built.places})
     config = config.model_copy(update={"generation": asked})
-    # Those that keep their cache in this machine's memory.
-    able = [one for one in engines if one.target == "ort-cpu" and ENGINES[one.target].availability().can_run(one)]
+    able = writing_here(engines)
     found = DecodingEngines(root, able, config)
     rows = []
     for kind in KINDS:

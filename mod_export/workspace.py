@@ -28,6 +28,7 @@ from mod_export.errors import BuildFolderError
 
 __all__ = [
     "MANIFEST",
+    "TOKENIZER",
     "Step",
     "Workspace",
     "changed_file",
@@ -40,6 +41,8 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+"""Of a model whose ids are no bytes: beside its weights, as Hugging Face's folders have it, and in its build folder."""
 FORMAT = "mod-export build folder"
 FORMAT_VERSION = 1
 CHECKSUM = "checksum"

@@ -101,7 +101,9 @@ def _build(
 
 def _own_tokenizer(model: Path) -> Path | None:
     """Beside the weights, as Hugging Face's folders have it."""
-    path = model / "tokenizer.json"
+    from mod_export.workspace import TOKENIZER
+
+    path = model / TOKENIZER
     return path if path.is_file() else None
 
 

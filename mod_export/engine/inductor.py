@@ -83,6 +83,7 @@ class Inductor:
     dialect: ClassVar[Dialect] = Dialect(name="AOTInductor", max_opset=0)
     from_onnx: ClassVar[bool] = False
     apart: ClassVar[bool] = False
+    binds: ClassVar[bool] = False
     suffix: ClassVar[str] = ".pt2"
 
     def availability(self) -> Availability:

@@ -36,6 +36,7 @@ class _Ort(ABC):
     dialect: ClassVar[Dialect]
     from_onnx: ClassVar[bool] = True
     apart: ClassVar[bool] = False
+    binds: ClassVar[bool] = False
     suffix: ClassVar[str] = ".onnx"
 
     def versions(self) -> Mapping[str, str]:
@@ -67,6 +68,7 @@ class OrtCpu(_Ort):
     """ONNX Runtime's CPU execution provider."""
 
     name: ClassVar[str] = "ort-cpu"
+    binds: ClassVar[bool] = True
     dialect: ClassVar[Dialect] = Dialect(
         name="ONNX Runtime (CPU)",
         max_opset=26,

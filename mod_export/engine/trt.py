@@ -215,6 +215,7 @@ class _Base:
     dialect: ClassVar[Dialect]
     from_onnx: ClassVar[bool] = True
     apart: ClassVar[bool] = True
+    binds: ClassVar[bool] = False
     suffix: ClassVar[str] = ".engine"
 
     def availability(self) -> Availability:

@@ -111,7 +111,9 @@ def _chosen(
 
 def _unbound(target: str) -> str:
     """Why a target's runners cannot keep a cache; empty where they can."""
-    return "" if target == "ort-cpu" else "its cache is kept on the device by whoever serves it; see docs/generation.md"
+    return (
+        "" if ENGINES[target].binds else "its cache is kept on the device by whoever serves it; see docs/generation.md"
+    )
 
 
 def vocabulary_of(folder: Path, manifest: Mapping[str, Any]) -> Vocabulary | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,15 @@ from mod_export.errors import TargetError
 from mod_export.generation.decoder import Decoder, Prompts
 from mod_export.protocols import BindableRunner, Runner
 
-__all__ = ["GRAPH", "DecodingEngines"]
+__all__ = ["GRAPH", "DecodingEngines", "writing_here"]
 
 GRAPH = " graph"
 """Ends the name of a target whose graphs are run in place of its engines."""
+
+
+def writing_here(engines: Iterable[Engine]) -> list[Engine]:
+    """Those that keep their cache in this machine's memory, and can run on it."""
+    return [one for one in engines if ENGINES[one.target].binds and ENGINES[one.target].availability().can_run(one)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ class EngineBuilder(Protocol):
     dialect: ClassVar[Dialect]
     from_onnx: ClassVar[bool]  # False: builds from the captured program instead of a graph of its dialect
     apart: ClassVar[bool]  # True: builds in a process of its own, so that several engines can be built at once
+    binds: ClassVar[bool]  # True: its runners are BindableRunners, so that a cache can stay where it is
 
     def availability(self) -> Availability:
         """What this machine can do, found by trying, without building anything."""

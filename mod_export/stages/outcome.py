@@ -18,8 +18,8 @@ from mod_export.plan import KINDS, GenerationPlan
 from mod_export.report import BuildReport, render_html
 from mod_export.report.schema import SCHEMA_VERSION, Stage
 from mod_export.stages.context import Context
-from mod_export.stages.generation.engines import TOKENIZER
 from mod_export.stages.generation.speed import step_bytes
+from mod_export.workspace import TOKENIZER
 
 __all__ = ["write_report"]
 

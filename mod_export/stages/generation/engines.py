@@ -25,13 +25,9 @@ from mod_export.stages.context import Context
 from mod_export.stages.engines import Job, engine_options
 from mod_export.stages.formulation import chosen_dialect
 from mod_export.stages.graphs import save_graph
-from mod_export.workspace import Step
+from mod_export.workspace import TOKENIZER, Step
 
-__all__ = ["DECODES_HERE", "TOKENIZER", "build_decoding", "keep_tokenizer"]
-
-TOKENIZER = "tokenizer.json"
-DECODES_HERE = "ort-cpu"
-"""The target whose engines keep their cache in this machine's memory. It has float32 alone."""
+__all__ = ["build_decoding", "keep_tokenizer"]
 
 
 def build_decoding(context: Context, plan: GenerationPlan) -> list[Step]:
@@ -55,7 +51,8 @@ def build_decoding(context: Context, plan: GenerationPlan) -> list[Step]:
 
 
 def _variants(context: Context, builder: EngineBuilder) -> list[Variant]:
-    if builder.name == DECODES_HERE:
+    if builder.binds:
+        # Steps with quantized weights are not built yet.
         return [Variant(dtype="float32")]
     return list(builder.variants(context.plan.config))
 

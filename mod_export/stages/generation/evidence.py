@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.artifacts import Engine, ModelKind, Outputs, engine_stem
+from mod_export.engine import ENGINES
 from mod_export.environment import package_version
-from mod_export.generation.opened import GRAPH, DecodingEngines
+from mod_export.generation.opened import GRAPH, DecodingEngines, writing_here
 from mod_export.plan import GenerationPlan
 from mod_export.stages.context import Context
-from mod_export.stages.generation.engines import DECODES_HERE
 from mod_export.validate.decoding import parity_of_decoding, reference_outputs, texts_of_decoding
 from mod_export.validate.reference import Reference
 from mod_export.validate.rows import ParityRow
@@ -27,8 +27,7 @@ QUALITY_TEXTS = 4
 
 def decoding_engines(context: Context) -> DecodingEngines:
     """Those that keep their cache in this machine's memory."""
-    able = [one for one in context.generation.engines if one.target == DECODES_HERE]
-    return DecodingEngines(context.root, able, context.plan.config)
+    return DecodingEngines(context.root, writing_here(context.generation.engines), context.plan.config)
 
 
 def graphs_of_plans(context: Context) -> DecodingEngines:
@@ -44,7 +43,7 @@ def graphs_of_plans(context: Context) -> DecodingEngines:
             role=graph.role,
         )
         for graph in context.generation.graphs
-        if graph.target not in (None, DECODES_HERE) and graph.dtype != "bfloat16"
+        if graph.target and not ENGINES[graph.target].binds and graph.dtype != "bfloat16"
     ]
     return DecodingEngines(context.root, graphs, context.plan.config)
 

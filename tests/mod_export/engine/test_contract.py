@@ -34,6 +34,7 @@ def test_the_table_is_by_name_and_every_target_has_options() -> None:
 def test_attributes(engine: EngineBuilder) -> None:
     assert isinstance(engine.dialect, Dialect)
     assert isinstance(engine.from_onnx, bool)
+    assert isinstance(engine.binds, bool)
     assert engine.suffix.startswith(".")
     assert type(engine).__doc__
 
