@@ -52,7 +52,7 @@ def build_decoding(context: Context, plan: GenerationPlan) -> list[Step]:
 
 def _variants(context: Context, builder: EngineBuilder) -> list[Variant]:
     if builder.binds:
-        # Steps with quantized weights are not built yet.
+        # Not int8: one scale for all rows would let a text depend on those that are written beside it.
         return [Variant(dtype="float32")]
     return list(builder.variants(context.plan.config))
 
