@@ -25,7 +25,9 @@ def forget_sources() -> None:
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A Python whose standard library is an empty folder, for a test to fill."""
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    paths = sysconfig.get_paths
+    # Whoever measures coverage asks for schemes by name meanwhile.
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *scheme: paths(*scheme) if scheme else {"stdlib": str(tmp_path)})
     forget_sources()
     yield tmp_path
     forget_sources()
