@@ -53,7 +53,7 @@ def has_unique_targets(node: ir.Node) -> bool:
     )
     lines = found.each(lambda a: np.moveaxis(a[once], axis, -1).reshape(-1, a.shape[axis]))
     # mypy infers no type of a lambda with a default.
-    return all(_distinct(lines.each(lambda a, i=i: a[i, :, None])) for i in range(len(lines.draw)))  # type: ignore[misc]
+    return all(_distinct(lines.each(lambda a, i=i: a[i, :, None])) for i in range(len(lines.draw)))  # type: ignore[misc]  # mypy infers no lambda with a default.
 
 
 class _Tracer:

@@ -124,7 +124,7 @@ class Surgery:
             path = self.path.parents[2] / "graphs" / str(tensor.location)
         dtype = {ir.DataType.FLOAT: np.float32, ir.DataType.FLOAT16: np.float16}[tensor.dtype]
         # Our weights files say where each tensor begins and how long it is, which ONNX leaves optional.
-        data = path.read_bytes()[tensor.offset : tensor.offset + tensor.length]  # type: ignore[operator]
+        data = path.read_bytes()[tensor.offset : tensor.offset + tensor.length]  # type: ignore[operator]  # Written by us, so both are set.
         return np.frombuffer(data, dtype).reshape(static_shape(self.graph.initializers[name]) or ()).copy()
 
     def repoint(self, name: str, other: str) -> None:

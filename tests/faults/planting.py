@@ -57,7 +57,7 @@ def _faults() -> Iterator[Fault]:
         yield Fault(name, where, False, into_engine)
     for name, (plant, where) in FOLDER_FAULTS.items():
         # mypy infers no type of a lambda with a default.
-        yield Fault(name, where, False, lambda root, packages, plant=plant: plant(root))  # type: ignore[misc]
+        yield Fault(name, where, False, lambda root, packages, plant=plant: plant(root))  # type: ignore[misc]  # mypy infers no lambda with a default.
     for name, (place, where) in COMPILED_FAULTS.items():
         yield Fault(name, where, True, place)
 
