@@ -44,7 +44,8 @@ def bench_decoding(root: Path, config: BuildConfig | None, targets: Sequence[str
     places = [site_from_text(site) for site in about["sites"]]
     sites: dict[ModelKind, list[Site]] = {"mod": places, "dense": [site for site in places if is_expert(site)]}
     rows = []
-    for pair in DecodingEngines(root, able, config).pairs("decode"):
+    decoding = DecodingEngines(root, able, config)
+    for pair in decoding.pairs("decode"):
         bucket = pair["mod"].bucket
         least: dict[ModelKind, StepBytes] = {
             "mod": StepBytes(**about["step_bytes"][bucket.name]["mod"]),
@@ -55,7 +56,7 @@ def bench_decoding(root: Path, config: BuildConfig | None, targets: Sequence[str
         vocab_size = manifest["models"]["mod"]["vocab_size"]
         shape = (bucket.batch, bucket.seq)
         ids_BS = np.random.default_rng(config.seed).integers(0, vocab_size, shape, dtype=np.int64)
-        rows.append(steps_of_pair(DecodingEngines(root, able, config), pair, ids_BS, sites, least, bandwidth))
+        rows.append(steps_of_pair(decoding, pair, ids_BS, sites, least, bandwidth))
     return rows
 
 

@@ -9,7 +9,7 @@ an ONNX or TensorRT engine, and never the checkpoint.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +23,16 @@ from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.protocols import Runner
 from mod_export.workspace import read_manifest, verify_files, verify_sizes
 
-__all__ = ["Deployment", "checked_gates", "engines_of", "graphs_of", "load", "opened_folder", "runnable_engines"]
+__all__ = [
+    "Deployment",
+    "checked_gates",
+    "chosen_engines",
+    "engines_of",
+    "graphs_of",
+    "load",
+    "opened_folder",
+    "runnable_engines",
+]
 
 
 def opened_folder(root: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -99,27 +108,58 @@ def load(root: str | Path, target: str | None = None, dtype: str | None = None, 
     folder = Path(root)
     manifest = opened_folder(folder, verify=False)
     engines = [engine for engine in engines_of(manifest) if engine.model == model]
-    if not engines:
-        raise UsageError(f"{folder}: holds no engine of model {model!r}; expected 'mod' or 'dense'")
-    names = list(dict.fromkeys(engine.target for engine in engines))
-    if target is not None and target not in names:
-        raise TargetError(f"{folder}: holds no engine for {target!r}; built for {', '.join(names)}")
-    found = {name: ENGINES[name].availability() for name in ([target] if target else names)}
-    refusals = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
-    runnable = [name for name, refusal in refusals.items() if not refusal]
-    if not runnable:
-        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
-        raise TargetError(f"{folder}: no engine runs on this machine ({reasons})")
-    here = [engine for engine in engines if engine.target == runnable[0] and found[runnable[0]].can_run(engine)]
-    wanted = [engine for engine in here if dtype in (None, engine.dtype)]
-    if not wanted:
-        raise TargetError(f"{folder}: holds no {dtype} engine for {runnable[0]}")
-    chosen = [engine for engine in wanted if engine.dtype == wanted[0].dtype]
+    chosen = chosen_engines(folder, engines, model, target, dtype)
     checked_gates(folder, manifest.get("refused", {}), chosen)
     files = {path: manifest["files"][path] for engine in chosen for path in _files_of(engine)}
     verify_sizes(folder, files)
     vocab_size = manifest["models"][model]["vocab_size"]
     return Deployment(folder, chosen, BuildConfig.model_validate(manifest["config"]), vocab_size, files)
+
+
+def chosen_engines(
+    folder: Path,
+    engines: Sequence[Engine],
+    model: ModelKind,
+    target: str | None,
+    dtype: str | None,
+    *,
+    that: str = "",
+    unfit: Callable[[str], str] = lambda name: "",
+) -> list[Engine]:
+    """Engines of one target and dtype that run here.
+
+    Args:
+        folder: the build folder.
+        engines: of the model, in the order in which they are taken.
+        model: which one.
+        target: an engine family; None takes the first that runs here.
+        dtype: None takes the first built.
+        that: what the engines are for, in messages.
+        unfit: target -> why its engines cannot do that here; empty where they can.
+
+    Raises:
+        UsageError: there is no engine of this model.
+        TargetError: nothing runs here, or the target or the dtype is not among them.
+    """
+    if not engines:
+        raise UsageError(f"{folder}: holds no engine{that} of model {model!r}; expected 'mod' or 'dense'")
+    names = list(dict.fromkeys(engine.target for engine in engines))
+    if target is not None and target not in names:
+        raise TargetError(f"{folder}: holds no engine{that} for {target!r}; built for {', '.join(names)}")
+    found = {name: ENGINES[name].availability() for name in ([target] if target else names)}
+    refusals = {
+        name: one.refusal(engine for engine in engines if engine.target == name) or unfit(name)
+        for name, one in found.items()
+    }
+    runnable = [name for name, refusal in refusals.items() if not refusal]
+    if not runnable:
+        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+        raise TargetError(f"{folder}: no engine{that} runs on this machine ({reasons})")
+    here = [engine for engine in engines if engine.target == runnable[0] and found[runnable[0]].can_run(engine)]
+    wanted = [engine for engine in here if dtype in (None, engine.dtype)]
+    if not wanted:
+        raise TargetError(f"{folder}: holds no {dtype} engine{that} for {runnable[0]}")
+    return [engine for engine in wanted if engine.dtype == wanted[0].dtype]
 
 
 def _files_of(engine: Engine) -> list[str]:

@@ -178,7 +178,7 @@ class Workspace:
             for left in [*self.root.glob(f"{PARTIAL}*"), *self.root.glob(f"*/{PARTIAL}*")]:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             self._write_manifest()
-        except BaseException:
+        except BaseException:  # Interrupted as well: the lock is given back, and a folder that is new goes.
             os.close(self._lock)
             if is_new:
                 shutil.rmtree(self.root)

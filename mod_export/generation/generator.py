@@ -22,14 +22,14 @@ import numpy as np
 from mod_export.artifacts import Bucket, Engine, ModelKind, site_from_text
 from mod_export.config import BuildConfig
 from mod_export.engine import ENGINES
-from mod_export.errors import EngineError, TargetError, UsageError
+from mod_export.errors import EngineError, UsageError
 from mod_export.generation.decoder import Decoder, Kept, Prompts
 from mod_export.generation.sampling import Sampling, rng_of
 from mod_export.generation.stream import Completion, Request, Stream
 from mod_export.generation.texts import Bytes, StopText, TokenizersFile, Vocabulary
 from mod_export.memory import free_bytes
 from mod_export.protocols import BindableRunner, Runner
-from mod_export.runtime import checked_gates, engines_of, opened_folder
+from mod_export.runtime import checked_gates, chosen_engines, engines_of, opened_folder
 from mod_export.workspace import verify_files
 
 __all__ = ["Generator", "Prefix", "Prompt", "load_generator", "vocabulary_of"]
@@ -79,34 +79,12 @@ def load_generator(
         raise UsageError(f"{folder}: cannot generate: {about['reason']}\n{SCORED}")
     engines = [engine for engine in engines_of(about) if engine.model == model]
     config = BuildConfig.model_validate(manifest["config"])
-    chosen = _chosen(folder, engines, target, dtype, model)
+    chosen = chosen_engines(folder, engines, model, target, dtype, that=" that writes text", unfit=_unbound)
     checked_gates(folder, manifest.get("refused", {}), chosen)
     files = {path for engine in chosen for path in (engine.path, engine.weights) if path is not None}
     verify_files(folder, {path: manifest["files"][path] for path in sorted(files)})
     vocabulary = vocabulary_of(folder, manifest)
     return Generator(folder, chosen, config, about, manifest["models"][model]["vocab_size"], vocabulary)
-
-
-def _chosen(
-    folder: Path, engines: Sequence[Engine], target: str | None, dtype: str | None, model: ModelKind
-) -> list[Engine]:
-    names = list(dict.fromkeys(engine.target for engine in engines))
-    if not engines:
-        raise UsageError(f"{folder}: holds no engines of model {model!r} that generate")
-    if target is not None and target not in names:
-        raise TargetError(f"{folder}: holds no engines of {target!r} that generate; built for {', '.join(names)}")
-    found = {name: ENGINES[name].availability() for name in ([target] if target else names)}
-    refusals = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
-    refusals = {name: reason or _unbound(name) for name, reason in refusals.items()}
-    runs = [name for name, reason in refusals.items() if not reason]
-    if not runs:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
-        raise TargetError(f"{folder}: nothing in it generates on this machine ({reasons})")
-    here = [engine for engine in engines if engine.target == runs[0] and found[runs[0]].can_run(engine)]
-    wanted = [engine for engine in here if dtype in (None, engine.dtype)]
-    if not wanted:
-        raise TargetError(f"{folder}: holds no {dtype} engines for {runs[0]} that generate")
-    return [engine for engine in wanted if engine.dtype == wanted[0].dtype]
 
 
 def _unbound(target: str) -> str:

@@ -106,8 +106,7 @@ def _cost_line(model: ir.Model) -> str:
     if ids is None or len(ids) != 2 or not all(isinstance(size, int) for size in ids):
         return "FLOPs not counted: the first input is not (batch, sequence) of fixed size"
     try:
-        # To mypy a size may still be symbolic.
-        cost = cost_row(model, "mod", Bucket(*(int(size) for size in ids)))  # type: ignore[arg-type]
+        cost = cost_row(model, "mod", Bucket(*(int(size) for size in ids)))  # type: ignore[arg-type]  # None is symbolic.
     except GraphError as error:
         return f"FLOPs not counted: {error}"
     return f"{cost.flops:,} FLOPs, {cost.weight_bytes:,} bytes of weights"

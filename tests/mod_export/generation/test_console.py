@@ -123,7 +123,7 @@ def test_ids_where_there_is_no_text(written_copy: Path, generator: Generator) ->
             ["--prompt", "x", "--max-new-tokens", 2, "--temperature", "nan"],
             "temperature: got nan, expected a finite",
         ),
-        (["--prompt", "x", "--target", "tensorrt"], "holds no engines of 'tensorrt' that generate"),
+        (["--prompt", "x", "--target", "tensorrt"], "holds no engine that writes text for 'tensorrt'"),
         (
             ["--prompt", "x", "--max-new-tokens", 2, "--stop", ""],
             "stop: got '', expected a string of at",

@@ -104,14 +104,27 @@ def test_engines_that_missed_their_gates_are_refused(written_copy: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"target": "tensorrt"}, TargetError, "holds no engines of 'tensorrt' that generate; built for ort-cpu"),
-        ({"dtype": "float16"}, TargetError, "holds no float16 engines for ort-cpu that generate"),
-        ({"model": "other"}, UsageError, "holds no engines of model 'other' that generate"),
+        ({"target": "tensorrt"}, TargetError, "holds no engine that writes text for 'tensorrt'; built for ort-cpu"),
+        ({"dtype": "float16"}, TargetError, "holds no float16 engine that writes text for ort-cpu"),
+        ({"model": "other"}, UsageError, "holds no engine that writes text of model 'other'; expected 'mod'"),
     ],
 )
 def test_what_a_folder_does_not_hold(written: Path, arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load_generator(written, **arguments)
+
+
+def test_a_target_that_keeps_no_cache_here(written_copy: Path) -> None:
+    """One that runs on this machine, and whose runners take no places for good."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        for engine in manifest["generation"]["engines"]:
+            engine["target"] = "inductor"
+
+    rewrite_manifest(written_copy, change)
+    message = r"no engine that writes text runs on this machine \(inductor: its cache is kept on the device by whoever"
+    with pytest.raises(TargetError, match=message):
+        load_generator(written_copy)
 
 
 def test_folders_that_cannot_generate(built: Path, written_copy: Path) -> None:
