@@ -15,17 +15,18 @@ from click.testing import CliRunner, Result
 from mod_export.cli import cli
 from mod_models.checkpoint import Checkpoint
 
-FAST_TOML = """
-buckets = [[1, 16]]
-targets = ["ort-cpu"]
-
+FEW_SAMPLES = """
 [latency]
 samples = 5
 max_samples = 8
 warmup = 1
 bootstrap = 100
 min_speedup = 0.0
-
+"""
+FAST_TOML = f"""
+buckets = [[1, 16]]
+targets = ["ort-cpu"]
+{FEW_SAMPLES}
 [generation]
 build = "never"
 """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import FAST_TOML
+from command_line import FAST_TOML, FEW_SAMPLES
 from writing import WRITING_TOML, writing_checkpoint
 
 from mod_export.config import BuildConfig, config_from_toml
@@ -29,17 +29,10 @@ TINY = ModelSpec(
     max_positions=256,
     routing=RoutingSpec(),
 )
-CONFIG_TOML = """
+CONFIG_TOML = f"""
 buckets = [[1, 64], [2, 32]]
 targets = ["ort-cpu"]
-
-[latency]
-samples = 5
-max_samples = 8
-warmup = 1
-bootstrap = 100
-min_speedup = 0.0
-"""
+{FEW_SAMPLES}"""
 
 
 class Recorder:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from command_line import FEW_SAMPLES
 from tiny_models import lively_checkpoint
 
 from mod_export.model import Model
@@ -26,17 +27,10 @@ SPEC = ModelSpec(
     tie_embeddings=False,
     routing=RoutingSpec(capacity=0.375, predictor_hidden=8, layers=(0, 2)),
 )
-WRITING_TOML = """
+WRITING_TOML = f"""
 buckets = [[1, 16]]
 targets = ["ort-cpu"]
-
-[latency]
-samples = 5
-max_samples = 8
-warmup = 1
-bootstrap = 100
-min_speedup = 0.0
-
+{FEW_SAMPLES}
 [cost]
 profile_runs = 0
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from build_folders import Silent, check_files, steps_of
+from command_line import FEW_SAMPLES
 from generating import GENERATING, WINDOW
 from tiny_models import lively_checkpoint
 
@@ -136,16 +137,10 @@ def test_every_kind_of_model_writes(name: str, writing_config: BuildConfig, tmp_
         assert [one.ids for one in found] == [eager.write(prompt, WINDOW - 4) for prompt in prompts]
 
 
-SHIPPED_TOML = """
+SHIPPED_TOML = f"""
 buckets = [[1, 64]]
 targets = ["ort-cpu"]
-[latency]
-samples = 5
-max_samples = 8
-warmup = 1
-bootstrap = 100
-min_speedup = 0.0
-[cost]
+{FEW_SAMPLES}[cost]
 profile_runs = 0
 [generation]
 window = 512
