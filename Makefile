@@ -1,38 +1,71 @@
-# Everything runs inside .venv, which `make install` creates; nothing else on the machine is touched.
+# Everything runs inside .venv; nothing else on the machine is touched. Each stamp installs what its targets need, on top
+# of the stamp before it: .venv/demo (to build and to serve), .venv/bench (what is compared and drawn), .venv/dev (tests).
 
 PYTHON ?= python3.11
 BIN := .venv/bin
-STAMP := .venv/installed
+PIP := $(BIN)/pip install --quiet --constraint constraints.txt
+# The two distributions own the same import name. The one for GPUs is ten times as large, and useful with a GPU only.
+ORT := $(if $(wildcard /proc/driver/nvidia/version),ort-gpu,ort)
+OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo bench faults study test check schema clean
+.PHONY: install demo-install demo bench faults floors study figures test test-slice test-all check docs clean
 
-install: $(STAMP)
+install: .venv/dev
 
-$(STAMP): pyproject.toml constraints.txt
+demo-install: .venv/demo
+
+.venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[build,ort-gpu,tensorrt-rtx,dev,bench]"
+	$(BIN)/pip uninstall -qqq --yes $(OTHER_ORT)
+	$(PIP) --editable ".[build,$(ORT),tensorrt-rtx]"
+	touch $@
+
+.venv/bench: .venv/demo
+	$(PIP) --editable ".[bench]"
+	touch $@
+
+.venv/dev: .venv/bench
+	$(PIP) --editable ".[dev]"
 	for version in $(TENSORRT_BINDINGS); do \
 		$(BIN)/pip install --quiet --no-deps --target .venv/trt-api/$$version tensorrt-cu13-bindings==$$version || exit 1; \
 	done
-	touch $(STAMP)
+	touch $@
 
-demo: install
+demo: .venv/demo
 	$(BIN)/mod-export demo --out build/demo
 
-bench: install
+bench: .venv/bench
 	$(BIN)/python tests/benchmarks/run.py
 
-study: install
+study: .venv/bench
 	$(BIN)/python tests/study/run_study.py
+
+# The pictures of the README, from what `make demo` has built. Run it on a quiet machine, after a demo.
+figures: install
+	PYTHONPATH=tests/mod_export $(BIN)/python tests/figures/make_figures.py
 
 faults: install
 	$(BIN)/python tests/faults/rates.py
 
+floors: install
+	$(BIN)/python tests/floors/run.py
+
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist worksteal
+COMMIT := $$(git rev-parse HEAD)
+
+# Everything that matters once.
 test: install
-	$(BIN)/pytest --numprocesses 2 --dist worksteal --cov --cov-report=
+	$(PYTEST) -m "not slow"
+
+# About 5 minutes of the slow tests, others with every commit.
+test-slice: install
+	$(PYTEST) -m slow --slice $(COMMIT)
+
+# Everything, and what it covers.
+test-all: install
+	$(PYTEST) --cov --cov-report=
 	$(BIN)/coverage report --fail-under=90
 
 check: install
@@ -40,10 +73,13 @@ check: install
 	$(BIN)/ruff format --check .
 	mkdir -p build/types && ln -sfn ../../models build/types/mod_models
 	$(BIN)/mypy
+	$(BIN)/mypy tests/mod_export/sources/conformance.py
 	$(BIN)/lint-imports
 
-schema: install
-	$(BIN)/python -m mod_export.report.json_schema > docs/report.schema.json
+# Pages that are generated from the code; tests compare them with it.
+docs: install
+	$(BIN)/python -m mod_export.results.docs docs
+	$(BIN)/mod-export config explain > docs/configuration.md
 
 clean:
 	rm -rf build .venv

@@ -1,7 +1,7 @@
-"""The configuration: one TOML file, one tree of frozen values, every problem reported at once.
+"""The configuration: one TOML file becomes one tree of frozen values, and all problems are reported together.
 
-Every tolerance and threshold lives here or in a file of export_configs/, none in code. The reasons for the numbers of
-default.toml stand in docs/numerics.md.
+Every tolerance and threshold is defined here or in a file of export_configs/, and nowhere else in the code. The reasons
+for the numbers of default.toml are in docs/numerics.md and docs/measurement.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from mod_export.artifacts import Bucket, DType, FloatDType, Outputs
 from mod_export.errors import ConfigError
+from mod_export.types import Bucket, DType, FloatDType, Outputs
 
 __all__ = [
     "BuildConfig",
@@ -40,19 +40,19 @@ __all__ = [
 
 SHOWN_CHARACTERS = 60
 LONGEST_WINDOW, SHORT_PROMPT = 1024, 128
-"""Tokens of a window and of a short prompt that nobody asked otherwise for."""
+"""Default tokens of a window, at most, and of a short prompt."""
 EXPECTED = {
     "model_type": "expected a table",
     "tuple_type": "expected an array",
     "too_long": "expected fewer items",
 }
-"""What pydantic calls by the names of Python's types."""
+"""Replaces messages of pydantic that name Python types."""
 
 T = TypeVar("T")
 
 
 def _each_once(items: tuple[T, ...]) -> tuple[T, ...]:
-    # An empty list would build nothing, and what is named twice would count twice.
+    # An empty list would build nothing, and an item that is named twice would count twice.
     if not items or len(set(items)) < len(items):
         raise PydanticCustomError("each_once", "expected one item or more, each once")
     return items
@@ -67,48 +67,57 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
-    # Strict: a quoted number or a 1 for true is a mistake, and TOML has types to say what is meant.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    # Strict: TOML has types, so a quoted number, or a 1 instead of true, is a mistake.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True
+    )
 
 
 class OrtCpuOptions(_Section):
     """ONNX Runtime on the CPU."""
 
     dtypes: Names[Literal["float32", "int8", "int4"]] = ("float32",)
-    """int8 is faster, int4 smaller; neither is shipped unless it meets its gates. float16 and bfloat16 bring no speed
-    on a CPU: ONNX Runtime casts them to float32 and back."""
+    """int8 is faster, int4 smaller; neither is served unless it meets its gates. float16 and bfloat16 would not be
+    faster on a CPU, where ONNX Runtime casts them to float32 and back."""
     query_block: Literal["measured"] | Annotated[int, Field(ge=0)] = "measured"
-    """Queries that causal attention takes at a time, so that what the mask hides is not computed; 0 takes all at once.
-    `measured` asks this machine which number is the fastest."""
+    """Queries that causal attention computes at a time, so that scores hidden by the mask are not computed; 0 computes
+    all at once. `measured` measures on this machine which number is the fastest."""
 
 
 class OrtCudaOptions(_Section):
     """ONNX Runtime's CUDA execution provider."""
 
     dtypes: Names[Literal["float32", "float16"]] = ("float32", "float16")
+    """One engine each."""
     device: Annotated[int, Field(ge=0)] = 0
+    """Number of the CUDA device."""
     cuda_graph: bool = True
-    """Whether a run is recorded once and then started as a whole."""
+    """Whether a run is recorded once as a CUDA graph and then replayed."""
 
 
 class InductorOptions(_Section):
     """torch.compile, packaged ahead of time by AOTInductor for this machine's CPU."""
 
     dtypes: Names[Literal["float32"]] = ("float32",)
+    """float32 is the only one."""
 
 
 class TensorRTOptions(_Section):
     """TensorRT, built on the GPU that runs it."""
 
     dtypes: Names[FloatDType] = ("float16", "bfloat16", "float32")
+    """One plan each."""
     optimization_level: Annotated[int, Field(ge=0, le=5)] = 3
+    """How long TensorRT's builder searches for fast kernels: 0 is the shortest build, 5 the longest."""
     workspace_mib: Annotated[int, Field(ge=1, le=2**24)] = 4096
+    """GPU memory in MiB that one kernel may use for intermediate results."""
 
 
 class TensorRTRTXOptions(_Section):
     """TensorRT-RTX, built ahead of time for named GPU architectures; no GPU is needed to build."""
 
     dtypes: Names[FloatDType] = ("float16", "bfloat16", "float32")
+    """One plan each."""
     architectures: Names[str] = ("sm89", "sm120")
     """Names as NVIDIA writes compute capabilities, for example sm86. One plan each."""
 
@@ -116,7 +125,7 @@ class TensorRTRTXOptions(_Section):
 class TargetOptions(_Section):
     """Options of every target, each under the target's name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=lambda n: n.replace("_", "-"))
+    model_config = ConfigDict(alias_generator=lambda n: n.replace("_", "-"))
 
     ort_cpu: OrtCpuOptions = OrtCpuOptions()
     ort_cuda: OrtCudaOptions = OrtCudaOptions()
@@ -126,33 +135,37 @@ class TargetOptions(_Section):
 
 
 class ParityGate(_Section):
-    """What a candidate must meet, against eager float32, for one dtype. Reasons: docs/numerics.md.
+    """What an engine or graph of one dtype must meet, compared with eager float32. Reasons: docs/numerics.md.
 
-    Rounding is measured on the model at hand: eager float32 against the same model in float64, on the same inputs and
-    routing. The gates `noise` and `noise_rms` are multiples of that, scaled to the dtype's unit roundoff. `max_abs`
-    stands in for them where the model is too large for float64 on this machine.
+    The rounding error is measured for each model: eager float32 against the same model in float64, on the same inputs
+    and with the same selected tokens. The gates `noise` and `noise_rms` are multiples of it, scaled to the dtype's unit
+    roundoff. `max_abs` replaces them where the model is too large for float64 on this machine.
     """
 
     noise: Tolerance
     """Largest error of a logit and of a router score, as a multiple of the largest rounding error of the reference."""
     noise_rms: Tolerance
-    """Root mean square of the errors of the logits, as a multiple of that of the reference's rounding errors."""
+    """Largest root mean square of the errors of the logits, as a multiple of that of the rounding errors of the
+    reference."""
     max_abs: Tolerance
-    """Largest absolute error of any real token's logits, given the same routing."""
+    """Largest absolute error of any real token's logits, given the same selected tokens."""
     near_tie: Tolerance
-    """Largest distance from the edge of a selection (the k-th score, or 0), as a share of the root mean square of the
-    row's scores, at which a token that is routed differently can be a near-tie, however large the rounding. Outside it
-    a difference is a fault."""
+    """Largest distance of a score from the edge of the selection (the k-th score, or 0), as a share of the layer's
+    largest root mean square of a row's scores, at which a token that only one side selected can be a near-tie, however
+    large the rounding error. Beyond it the difference is a fault."""
     next_token_agreement: Share
-    """Smallest share of positions whose most probable next token is the same, or as probable as rounding can tell."""
+    """Smallest share of positions whose most probable next token is the same, or equally probable within the rounding
+    error."""
     max_kl: Tolerance
-    """Largest mean divergence of the next-token distribution from the reference's, in nats, of any input."""
+    """Largest mean Kullback-Leibler divergence of the next-token distribution from that of the reference, in nats, of
+    any input."""
     max_perplexity_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """Perplexity on held-out text over the reference's, or the reference's over it, whichever is larger."""
+    """Largest ratio of the perplexity on held-out text to that of the reference, or the inverse ratio, whichever is
+    larger."""
 
 
 class ParityOptions(_Section):
-    """Gates per dtype, and how many inputs of each kind. The numbers are in export_configs/default.toml."""
+    """Gates of each dtype, and the number of inputs of each kind. The numbers are in export_configs/default.toml."""
 
     float32: ParityGate
     float16: ParityGate
@@ -162,9 +175,9 @@ class ParityOptions(_Section):
     batches_per_kind: Count = 1
     """Batches of each kind of input (text, random, padded, ties, near_ties) for every bucket."""
     text_batches: Count = 4
-    """Least number of batches of held-out text: what perplexity is averaged over."""
+    """Least number of batches of held-out text, over which perplexity is averaged."""
     suffixes: Annotated[int, Field(ge=1, le=1000)] = 4
-    """Endings of a text that the causality probe tries."""
+    """Changed endings of a text that the causality probe tries."""
 
     def gate(self, dtype: DType) -> ParityGate:
         """The gate of one dtype."""
@@ -173,68 +186,74 @@ class ParityOptions(_Section):
 
 
 class LatencyOptions(_Section):
-    """How latency is sampled and what speed-up the build must show."""
+    """How latency is sampled, and which speed-up the build must reach."""
 
     samples: Samples = 40
-    """Least number of interleaved samples of each of the two models; whole blocks of rounds are taken."""
+    """Least number of interleaved samples of each of the two models, rounded up to whole blocks of rounds."""
     max_samples: Samples = 640
-    """Most samples of each model: they are doubled until the comparison is settled. No more than `samples` if less."""
+    """Most samples of each model: their number is doubled until the comparison is settled. If it is less than
+    `samples`, then `samples`."""
     max_seconds: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 15.0
-    """Time for warming up and sampling one comparison, beyond which only what `warmup` and `samples` demand is run."""
+    """Seconds for warming up and sampling one comparison. After that, only what `warmup` and `samples` require is
+    run."""
     warmup: Count = 5
-    """Rounds of a window of the warm-up, which ends when two windows in a row have the same median."""
+    """Rounds of one window of the warm-up. The warm-up ends when two consecutive windows have the same median."""
     max_warmup: Count = 50
     """Most rounds of a warm-up that does not become stable."""
     warmup_tolerance: Share = 0.05
-    """How far two medians may lie apart and still be the same, as a share of the earlier."""
+    """Largest difference at which two medians count as the same, as a share of the earlier one."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 1
-    """Threads of every CPU engine, the same for both models; 0 leaves the library's own choice. One is the default
-    because it is what can be compared between machines and runs."""
+    """Threads of every CPU engine, the same for both models; 0: the library chooses. The default is one, because
+    results on one thread can be compared between machines and runs."""
     bootstrap: Annotated[int, Field(ge=100, le=100_000)] = 2000
-    """Resamples behind the intervals of the ratios."""
+    """Bootstrap resamples for the intervals of the ratios."""
     resolution: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.02
-    """The smallest speed-up worth a name, as a share: an interval that ends below 1 + resolution is `not faster`."""
+    """The smallest speed-up that counts, as a share: if the interval ends below 1 + resolution and does not lie above
+    1, the verdict is `not faster`."""
     precision: Share = 0.1
-    """Sampling goes on, within its budget, while the interval of the ratio is wider than this share of the ratio."""
+    """Sampling continues, within `max_seconds` and `max_samples`, while the interval of the ratio is wider than this
+    share of the ratio."""
     disturbance: Share = 0.1
-    """What is off by more than this share is flagged: outliers among the samples, CPU time that other processes took,
-    a change of the CPU's clock."""
+    """Shares above this one are flagged: outliers among the samples, CPU time that other processes used, a change of
+    the CPU's clock."""
     min_speedup: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Gate: what the interval of the ratio dense / MoD must reach as a whole, for every runnable target at the largest
-    bucket. 0 means no gate."""
+    """Gate: the whole interval of the ratio dense / MoD must reach this, for every target that runs here, at the
+    largest bucket. 0 means no gate."""
 
 
 class GenerationOptions(_Section):
-    """Graphs and engines that write text token by token, for models that decide about one token at a time."""
+    """Graphs and engines that write text token by token, for models that can decide about one token at a time."""
 
     build: Literal["auto", "always", "never"] = "auto"
-    """`auto` builds them for every model that can generate, `always` refuses one that cannot."""
+    """`auto` builds them for every model that can generate, `always` refuses a model that cannot, `never` builds
+    none."""
     targets: Names[Literal["ort-cpu", "tensorrt", "tensorrt-rtx"]] = ("ort-cpu",)
-    """Which of the build's targets get engines that generate. `mod-export generate` runs those of ort-cpu; plans are
-    for servers that keep the cache on the GPU."""
+    """Those of the build's targets that get engines for generation. `mod-export generate` runs those of ort-cpu; the
+    TensorRT plans are for servers that keep the cache on the GPU."""
     window: Annotated[int, Field(ge=0)] = 0
-    """The longest text in tokens, prompt and answer; capacities are counted for it. 0 is what the model has positions
-    for, at most 1,024."""
+    """The longest text in tokens, prompt and answer; the slots of routed layers are computed for it. 0: the model's
+    number of positions, at most 1,024."""
     slack: Annotated[int, Field(ge=0)] = 0
-    """Places that each routed layer has beyond its capacity in a row of `window` tokens."""
+    """Slots that each routed layer has beyond its capacity in a row of `window` tokens."""
     prompts: tuple[Positive, ...] = ()
-    """Lengths of prefill buckets, of one row each; empty picks 128 and the window."""
+    """Lengths of prefill buckets, with one row each; empty: 128 and the window."""
     caches: tuple[Positive, ...] = ()
-    """Lengths of decode buckets: how many tokens a text can have in them; empty picks the window."""
+    """Cache lengths of decode buckets: how many tokens a text can have in them; empty: the window."""
     batches: Names[Positive] = (1, 8)
     """Rows of decode buckets: how many texts are written at once."""
     places: Literal["all", "fair"] = "all"
-    """How many rows of a step can run in a routed part. `all`: every one that wants to, and texts do not depend on each
-    other. `fair`: as many as run on average; where more want to, those with the largest scores do, and the others pass
-    by and are counted."""
+    """How many rows of a step can run in a routed part. `all`: every row that wants a slot, so that texts do not depend
+    on each other. `fair`: as many as run on average; if more rows want a slot, those with the largest scores run, and
+    the others skip the part and count as overflow."""
     judged_tokens: Annotated[int, Field(ge=2, le=100_000)] = 256
-    """Tokens of the texts on which decoding is judged against the eager model, at most the cache."""
+    """Tokens of the texts on which decode engines are compared with the eager model; at most the length of the
+    cache."""
     compared_texts: Annotated[int, Field(ge=0, le=1000)] = 4
-    """Texts that the engines and the eager model both continue."""
+    """Texts that the engines and the eager model both continue, to be compared; 0: none."""
     compared_tokens: Count = 48
-    """New tokens of each of them."""
+    """New tokens in each of these texts."""
     measured_tokens: Annotated[int, Field(ge=5, le=100_000)] = 48
-    """Positions of a text at which a step is timed."""
+    """Number of positions of a text at which a step is timed."""
 
     def window_of(self, max_positions: int) -> int:
         """The window for a model of so many positions."""
@@ -250,29 +269,30 @@ class GenerationOptions(_Section):
 
 
 class CostOptions(_Section):
-    """How the cost model is held against measurements."""
+    """How the cost model is compared with measurements."""
 
     profile_runs: Annotated[int, Field(ge=0, le=1000)] = 7
-    """Runs of each engine under its own profiler, after one that does not count; 0 profiles nothing. The fastest time
-    of each kernel counts."""
+    """Runs of each engine under its own profiler, after one run that does not count; 0 profiles nothing. For each
+    kernel the fastest run counts."""
     measure_again: bool = False
-    """Measures this machine's roofline anew instead of taking it from the cache."""
+    """Whether this machine's roofline is measured again instead of being read from the cache."""
 
 
 class BuildConfig(_Section):
     """One named build."""
 
     buckets: tuple[tuple[Positive, Positive], ...] = ()
-    """(batch, sequence) pairs; empty picks 1 x 128, and 1 x 512 or the longest power of two that the model allows."""
+    """(batch, sequence) pairs; empty: 1 x 128, and 1 x 512 or the longest power of two that the model allows."""
     outputs: Outputs = "logits"
-    """What the graphs return: `logits` of every token; `last`, the logits of each row's last real token, which is what
-    sampling needs and saves the head of all others; or `none`, hidden states after the final norm."""
+    """What the graphs return: `logits` of every token; `last`, the logits of each row's last real token, which sampling
+    needs, so that the output head is not computed for the others; or `none`, hidden states after the final norm."""
     targets: tuple[str, ...] = ()
-    """Names as in `mod-export targets`; empty picks every target that can build on this machine."""
+    """Names as in `mod-export targets`; empty: every target that can build on this machine."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Random seed of the inputs of validation and measurement, of run orders, and of bootstrap resamples."""
     max_memory: ByteSize = ByteSize(0)
-    """Memory that a build may take, such as "12GiB"; 0 is what is free. What needs more is refused before it starts,
-    and what only helps (the reference in float64) is left out."""
+    """Memory that a build may use, such as "12GiB"; 0: the free memory. A build that needs more is refused before it
+    starts, and steps that are not essential (the reference in float64) are left out."""
     target: TargetOptions = TargetOptions()
     parity: ParityOptions
     latency: LatencyOptions
@@ -282,7 +302,7 @@ class BuildConfig(_Section):
     @model_validator(mode="before")
     @classmethod
     def _tuples(cls, data: Any) -> Any:
-        # TOML has arrays only; the tree is frozen and therefore holds tuples.
+        # TOML has arrays; the tree is frozen and therefore holds tuples.
         return _tuples_from_lists(data)
 
     def bucket_list(self, max_positions: int) -> tuple[Bucket, ...]:
@@ -314,7 +334,7 @@ def _tuples_from_lists(value: Any) -> Any:
 
 
 def config_from_toml(path: Path | None, overrides: Mapping[str, Any] | None = None) -> BuildConfig:
-    """Reads a configuration. What the file leaves out is as in default.toml, and None is default.toml itself.
+    """Reads a configuration. Fields that the file leaves out are those of default.toml; None is default.toml itself.
 
     `overrides` replaces top-level fields, as the command line's options do.
 

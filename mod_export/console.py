@@ -1,17 +1,17 @@
-"""What a build looks like while it runs: a line for each stage on stderr, a live line where stderr is a terminal."""
+"""Progress of a build: a line for each finished stage on stderr, and a live line where stderr is a terminal."""
 
 from __future__ import annotations
 
 from rich.console import Console
 from rich.status import Status
 
-from mod_export.report.schema import Stage
+from mod_export.results.report import Stage
 
 __all__ = ["Progress"]
 
 
 class Progress:
-    """Observes a build. `verbosity` -1 says nothing, 0 names stages, 1 names every step as well."""
+    """Observer of a build. `verbosity` -1 prints nothing, 0 stages, 1 every step as well."""
 
     def __init__(self, console: Console, verbosity: int) -> None:
         self._console = console
@@ -46,7 +46,7 @@ class Progress:
         )
 
     def stop(self) -> None:
-        """Takes the live line away; also after an error."""
+        """Removes the live line; to be called after an error too."""
         if self._status is not None:
             self._status.stop()
             self._status = None

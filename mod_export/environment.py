@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -16,7 +17,18 @@ from typing import Any
 
 import psutil
 
-__all__ = ["cache_folder", "cpu_features", "describe_machine", "package_version", "source_digest", "versions"]
+__all__ = [
+    "EXPORTERS",
+    "cache_folder",
+    "cpu_features",
+    "describe_machine",
+    "extra_of_import",
+    "missing_modules",
+    "package_version",
+    "source_digest",
+    "usable_cores",
+    "versions",
+]
 
 PACKAGES = {
     "mod_export": ("mod-export",),
@@ -29,8 +41,19 @@ PACKAGES = {
     "tensorrt_rtx": ("tensorrt-rtx",),
     "polygraphy": ("polygraphy",),
 }
+EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
+"""What an exported graph depends on beside the model."""
 
-
+EXTRAS = {
+    "build": ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"),
+    "ort": ("onnxruntime",),
+    "tensorrt": ("tensorrt",),
+    "tensorrt-rtx": ("tensorrt_rtx", "polygraphy"),
+    "generate": ("tokenizers",),
+    "figures": ("matplotlib",),
+    "ray": ("ray",),
+}
+"""Extra of this package -> the modules that come with it."""
 COMPILED = re.compile("s?sse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|v?aes|sha|gfni|v?pclmul|asimd|sve|bf16|i8mm")
 
 
@@ -45,8 +68,19 @@ def package_version(name: str) -> str | None:
     return None
 
 
+def extra_of_import(error: ImportError) -> str | None:
+    """The extra that brings the module whose import failed; None where no extra does."""
+    module = (error.name or "").partition(".")[0]
+    return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+
+
+def missing_modules(extra: str) -> list[str]:
+    """Modules of an extra that are not installed."""
+    return [module for module in EXTRAS[extra] if find_spec(module) is None]
+
+
 def cache_folder() -> Path:
-    """Where what was measured here is kept: $XDG_CACHE_HOME/mod-export, ~/.cache by default."""
+    """The folder for measurements of this machine: $XDG_CACHE_HOME/mod-export, by default in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if Path(base).is_absolute() else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111
     return folder / "mod-export"
@@ -54,9 +88,9 @@ def cache_folder() -> Path:
 
 @cache
 def source_digest(package: str) -> str:
-    """SHA-256 over the Python files of an installed package: its version as far as results depend on it.
+    """SHA-256 over the Python files of an installed package, which stands for its version.
 
-    A version number alone would let an edited or half-upgraded installation reuse what other code has made.
+    With the version number alone, an edited or half-upgraded installation would reuse the results of other code.
     """
     spec = find_spec(package)
     roots = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
@@ -68,7 +102,7 @@ def source_digest(package: str) -> str:
 
 
 def versions(*names: str) -> dict[str, str | None]:
-    """Installed versions of PACKAGES; of this package the source itself."""
+    """Installed versions of PACKAGES; of this package the digest of its source."""
     return {name: source_digest(name) if name == "mod_export" else package_version(name) for name in names}
 
 
@@ -87,8 +121,54 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def usable_cores() -> int:
+    """Physical cores that this process may use, at least 1: those of its CPU affinity, and no more than its quota.
+
+    Hyperthreads of one core share its arithmetic units, so more threads than cores make matrix products slower.
+    """
+    cpus = _allowed_cpus()
+    siblings = {_siblings(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology"), cpu) for cpu in cpus}
+    quota = min(_cgroup_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")), default=len(cpus))
+    return max(1, min(len(siblings), psutil.cpu_count(logical=False) or len(siblings), int(quota)))
+
+
+def _allowed_cpus() -> list[int]:
+    """Numbers of the logical CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _siblings(topology: Path, cpu: int) -> str:
+    """A name of the CPU's core: the list of its hyperthreads, or the CPU itself where Linux does not list them."""
+    try:
+        return (topology / "thread_siblings_list").read_text(encoding="ascii").strip()
+    except OSError:
+        return str(cpu)
+
+
+def _cgroup_quotas(root: Path, membership: Path) -> list[float]:
+    """CPUs' worth of time that control groups (version 2) grant this process: its own group and those above it.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max.
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    group = next((line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")), "")
+    found = []
+    for folder in (root / group, *(root / group).parents):
+        with contextlib.suppress(OSError, ValueError):
+            limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            found.append(float(limit) / float(period))  # "max" is no number, and no limit.
+        if folder == root:
+            break
+    return found
+
+
 def cpu_features() -> frozenset[str]:
-    """Instruction sets of this CPU that compilers write native code for; empty where the kernel does not say."""
+    """Instruction sets of this CPU that compilers generate code for; empty where the kernel does not list them."""
     return frozenset(filter(COMPILED.match, (_cpu_line("flags") or _cpu_line("Features")).split()))
 
 
@@ -97,7 +177,7 @@ def _cpu_name() -> str:
 
 
 def _cpu_line(key: str) -> str:
-    """What Linux says of the first CPU; empty elsewhere."""
+    """The value of a key of the first CPU in Linux's /proc/cpuinfo; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

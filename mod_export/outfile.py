@@ -1,4 +1,4 @@
-"""Files that a user names, outside of any build folder: written whole or not at all."""
+"""Files that a user names outside of a build folder: written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_place", "write_bytes", "write_text"]
 
 
 def check_place(path: Path, option: str = "--report") -> None:
-    """Whether a file can be written there, before minutes are spent on what is to be in it.
+    """Checks that a file can be written there, before minutes are spent on its content.
 
     Raises:
         UsageError: it cannot; the message says to name another file with `option`.
@@ -29,7 +29,7 @@ def write_text(path: Path, text: str, option: str = "--report") -> None:
 
 
 def write_bytes(path: Path, content: bytes, option: str) -> None:
-    """Writes beside the file's place and renames, so that what was there is replaced whole or not at all.
+    """Writes a temporary file beside it and renames that, so an existing file is replaced completely or not at all.
 
     Raises:
         UsageError: it cannot be written; the message says to name another file with `option`.
@@ -37,8 +37,8 @@ def write_bytes(path: Path, content: bytes, option: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            beside = Path(folder) / path.name
-            beside.write_bytes(content)
-            beside.replace(path)
+            temporary = Path(folder) / path.name
+            temporary.write_bytes(content)
+            temporary.replace(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}); name another file with {option}") from error

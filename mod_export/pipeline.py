@@ -1,44 +1,44 @@
-"""The order of the stages, and nothing else.
+"""The order of the stages of a build, and nothing else.
 
-load > capture > onnx > passes > engines > validate > measure > profile > generation > report
+load > capture > onnx > passes > engines > validate > benchmark > profile > report
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from mod_export.build_folder.manifest import TOKENIZER
+from mod_export.build_folder.workspace import Step, Workspace, peak_rss_bytes, reset_peak_rss
 from mod_export.config import BuildConfig
 from mod_export.errors import ModExportError
-from mod_export.graph.pages import let_go
-from mod_export.memory import limited
-from mod_export.model import model_from_checkpoint
+from mod_export.memory import let_go, limited
 from mod_export.plan import KINDS, make_plan
-from mod_export.report.schema import BuildReport, Stage
-from mod_export.stages.context import Context
-from mod_export.stages.engines import build_engines, passes
-from mod_export.stages.generation import generation
+from mod_export.results.report import BuildReport, Stage
+from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.stages.benchmark import benchmark
+from mod_export.stages.context import BuildContext
+from mod_export.stages.engines import build_engines
 from mod_export.stages.graphs import capture, onnx
-from mod_export.stages.measure import measure
-from mod_export.stages.outcome import write_report
-from mod_export.stages.profile import profile
+from mod_export.stages.passes import passes
+from mod_export.stages.profile import count_work, profile
+from mod_export.stages.report import write_report
 from mod_export.stages.validate import validate
-from mod_export.workspace import Step, Workspace, peak_rss_bytes, reset_peak_rss
 
 __all__ = ["AFTER_LOAD", "Observer", "build"]
 
-AFTER_LOAD: tuple[tuple[str, Callable[[Context], Sequence[Step]]], ...] = (
-    ("capture", capture),
-    ("onnx", onnx),
-    ("passes", passes),
-    ("engines", build_engines),
-    ("validate", validate),
-    ("measure", measure),
-    ("profile", profile),
-    ("generation", generation),
+AFTER_LOAD: tuple[tuple[str, tuple[Callable[[BuildContext], None], ...]], ...] = (
+    ("capture", (capture,)),
+    ("onnx", (onnx,)),
+    ("passes", (passes,)),
+    ("engines", (build_engines,)),
+    ("validate", (validate,)),
+    ("benchmark", (benchmark,)),
+    ("profile", (count_work, profile)),
 )
 """Between reading the checkpoint and writing the report."""
 
@@ -67,7 +67,7 @@ def build(
         checkpoint: model.pt or a folder.
         config: the resolved configuration.
         root: the build folder; made if need be.
-        baseline: a dense checkpoint to compare with instead of the dense twin.
+        baseline: a dense checkpoint to compare with, instead of the model's own weights without routing.
         observer: is told of stages and steps.
         command: as typed, for the report.
         capacity: of every routed layer, in place of the checkpoint's own.
@@ -79,36 +79,49 @@ def build(
     stages: list[Stage] = []
     with contextlib.ExitStack() as opened:
         opened.enter_context(limited(config.max_memory))
-        with _stage("load", stages, observer) as steps:
+        steps: list[Step] = []
+        with _stage("load", stages, steps, observer):
             model = model_from_checkpoint(checkpoint)
             model = model if capacity is None else model.with_capacity(capacity)
             let_go(model.loaded.weights.values())
             plan = make_plan(model, model_from_checkpoint(baseline) if baseline else None, config, root, tokenizer)
             # Not before the request is known to be sound: a refused one leaves nothing behind.
-            context = Context(plan, opened.enter_context(Workspace(root)), observer.step_started)
-            steps.append(context.step("load", {kind: context.identity(kind) for kind in KINDS}, [], lambda paths: None))
-        for name, work in AFTER_LOAD:
-            with _stage(name, stages, observer) as steps:
-                steps += work(context)
-        with _stage("report", stages, observer):
+            context = BuildContext(plan, opened.enter_context(Workspace(root)), observer.step_started)
+            context.steps = steps
+            context.step("load", {kind: context.identity(kind) for kind in KINDS}, [], lambda paths: None)
+            _keep_tokenizer(context)
+        for name, works in AFTER_LOAD:
+            with _stage(name, stages, steps, observer):
+                for work in works:
+                    work(context)
+        with _stage("report", stages, steps, observer):
             return write_report(context, stages, command, capacity)
 
 
+def _keep_tokenizer(context: BuildContext) -> None:
+    """A copy of the tokenizer's file, if the model has one."""
+    path = context.plan.tokenizer
+    if isinstance(path, Path):
+        data = path.read_bytes()
+        inputs = {"sha256": hashlib.sha256(data).hexdigest()}
+        context.step("tokenizer", inputs, [TOKENIZER], lambda paths: paths[0].write_bytes(data))
+
+
 @contextlib.contextmanager
-def _stage(name: str, stages: list[Stage], observer: Observer) -> Iterator[list[Step]]:
+def _stage(name: str, stages: list[Stage], steps: list[Step], observer: Observer) -> Iterator[None]:
     """Times a stage, watches its memory, and says which stages were done when it fails."""
     observer.stage_started(name)
     reset_peak_rss()
-    begin = time.perf_counter()
-    steps: list[Step] = []
+    begin, first = time.perf_counter(), len(steps)
     try:
-        yield steps
+        yield
     except ModExportError as error:
         done = ", ".join(stage.name for stage in stages) or "none"
         error.add_note(f"stage {name} failed; done before it: {done}")
         raise
     # A stage that had nothing to do is as new or as old as the one before it.
-    reused = all(step.reused for step in steps) if steps else all(stage.status == "reused" for stage in stages)
+    own = steps[first:]
+    reused = all(step.reused for step in own) if own else all(stage.status == "reused" for stage in stages)
     stage = Stage(
         name=name,
         status="reused" if reused else "built",

@@ -1,50 +1,45 @@
-"""The plan of a build: which models, buckets, targets and variants, decided and checked before any work is done."""
+"""The plan of a build: its models, buckets, targets and variants, decided and checked before any work is done."""
 
 from __future__ import annotations
 
 import difflib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from mod_export.artifacts import Availability, Bucket, ModelKind, Variant
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
+from mod_export.engines import ENGINES
+from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
-from mod_export.generation.texts import TokenizersFile
-from mod_export.model import Model
-from mod_export.protocols import EngineBuilder, GeneratingModel, LoadedModel
+from mod_export.runtime.generate.texts import TokenizersFile
+from mod_export.sources.checkpoint import Model
+from mod_export.sources.protocol import GeneratingModel, LoadedModel
+from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Site, Variant
 
 __all__ = ["KINDS", "GenerationPlan", "Plan", "check_names", "make_plan"]
 
 LIBRARIES_BYTES = 2**30
-"""PyTorch, its exporter and ONNX Runtime with what they keep."""
+"""Memory of PyTorch, its exporter and ONNX Runtime."""
 FLOAT32_BYTES = 4
 LOGITS_AT_ONCE = 6
-"""Of the reference in float32 and float64, the candidate, and what they are compared in."""
+"""Arrays of logits: of the reference in float32 and float64, of the candidate, and of their comparison."""
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """What writes text token by token.
+    """Models that write text token by token.
 
     Attributes:
-        models: the model and what it is compared with, as they decide about one token at a time.
+        models: the model and its dense baseline, each in the form that decides about one token at a time.
         window: the longest text in tokens.
-        prefills: buckets of prompts, ascending.
-        decodes: buckets of steps, ascending; `seq` is the tokens that a text can have.
-        targets: what engines are built for, by name.
     """
 
     models: Mapping[ModelKind, GeneratingModel]
     window: int
-    prefills: tuple[Bucket, ...]
-    decodes: tuple[Bucket, ...]
-    targets: Mapping[str, EngineBuilder]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,63 +48,80 @@ class Plan:
 
     Attributes:
         model: the Mixture-of-Depths model.
-        baseline: the dense model given with --baseline, None for the dense twin.
+        baseline: the dense model given with --baseline; None if the dense baseline has the model's own weights.
         config: the resolved configuration.
-        buckets: ascending.
-        targets: what is built, by name.
-        availability: of every known target, built or not.
-        generation: what writes text; or the reason why nothing does.
-        tokenizer: `bytes`, a file of the package `tokenizers`, or None where ids stand for no text.
+        buckets: of the forward graphs, ascending.
+        graphs: the portable graph of every model, role and bucket. All stages loop over this table.
+        targets: the targets to build, by name.
+        availability: of every known target, whether it is built or not.
+        generation: the models that write text, or the reason why there are none.
+        tokenizer: `bytes`, a file of the package `tokenizers`, or None if ids do not represent text.
     """
 
     model: Model
     baseline: Model | None
     config: BuildConfig
     buckets: tuple[Bucket, ...]
+    graphs: tuple[Graph, ...]
     targets: Mapping[str, EngineBuilder]
     availability: Mapping[str, Availability]
     generation: GenerationPlan | str
     tokenizer: Path | str | None
 
     def loaded(self, kind: ModelKind) -> LoadedModel:
-        """The model, or what it is compared with."""
-        if kind == "dense" and self.baseline is not None:
-            return self.baseline.loaded
-        return self.model.of_kind(kind)
+        """The model, or its dense baseline."""
+        return _loaded(self.model, self.baseline, kind)
 
-    def weights_of(self, kind: ModelKind) -> str:
-        """Prefix of the weights files of a kind; the dense twin uses the model's own."""
-        return "weights-baseline" if kind == "dense" and self.baseline is not None else "weights"
+    def source_of(self, kind: ModelKind) -> Model:
+        """The checkpoint that a model comes from."""
+        return (self.baseline if kind == "dense" else None) or self.model
 
-    def cells(self) -> Iterator[tuple[ModelKind, Bucket]]:
-        """Every (model, bucket)."""
-        for bucket in self.buckets:
-            for kind in KINDS:
-                yield kind, bucket
+    def generating(self, kind: ModelKind) -> GeneratingModel:
+        """The same in the form that decides about one token at a time. Only for a plan that writes text."""
+        assert isinstance(self.generation, GenerationPlan)
+        return self.generation.models[kind]
 
-    def variants(self) -> Iterator[tuple[EngineBuilder, Variant, ModelKind, Bucket]]:
-        """Every engine to build."""
+    def weights_path(self, kind: ModelKind, dtype: DType) -> str:
+        """The weights file of a model and dtype, relative to the build folder; both models share one if possible."""
+        prefix = "weights-baseline" if kind == "dense" and self.baseline is not None else "weights"
+        return f"graphs/{prefix}-{dtype}.data"
+
+    def engines(self) -> Iterator[tuple[EngineBuilder, Variant, Graph]]:
+        """Every engine to build, with its portable graph."""
         for builder in self.targets.values():
-            for kind, bucket in self.cells():
-                for variant in builder.variants(self.config):
-                    yield builder, variant, kind, bucket
+            for graph in self.graphs:
+                for variant in _variants(builder, graph, self.config):
+                    yield builder, variant, graph
+
+
+def _loaded(model: Model, baseline: Model | None, kind: ModelKind) -> LoadedModel:
+    return baseline.loaded if kind == "dense" and baseline is not None else model.of_kind(kind)
+
+
+def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequence[Variant]:
+    if graph.role == "forward":
+        return builder.variants(config)
+    if builder.name not in config.generation.targets:
+        return []
+    # Not int8 on the CPU: with one scale for all rows, a text would depend on the texts that are written beside it.
+    return [Variant(dtype="float32")] if builder.binds else builder.variants(config)
 
 
 def make_plan(
     model: Model, baseline: Model | None, config: BuildConfig, root: Path, tokenizer: Path | None = None
 ) -> Plan:
-    """Resolves buckets and targets, and refuses what cannot work.
+    """Resolves buckets and targets, and refuses a build that cannot succeed.
 
     `tokenizer` is a file of the package `tokenizers`, for models whose ids are not bytes.
 
     Raises:
-        ConfigError: buckets longer than the model or larger than the memory, or that a target cannot take.
-        CheckpointError: a baseline that does not match.
-        TargetError: an unknown target, or one that cannot build on this machine.
-        BuildFolderError: the disk has no room for the result.
+        ConfigError: a bucket is longer than the model, too large for the memory, or not supported by a target.
+        CheckpointError: the baseline does not match the model.
+        TargetError: a target is unknown or cannot build on this machine.
+        BuildFolderError: there is not enough free space on the disk.
     """
     if not model.loaded.routes_depth and baseline is None:
-        # The dense twin of a model in which nobody passes a block by is the model itself: there is no gain to ask for.
+        # A model without skipped tokens is its own dense baseline, so no speed-up can be demanded.
         config = config.model_copy(update={"latency": config.latency.model_copy(update={"min_speedup": 0.0})})
     if baseline is not None:
         _check_baseline(model, baseline)
@@ -138,6 +150,7 @@ def make_plan(
         baseline=baseline,
         config=config,
         buckets=buckets,
+        graphs=tuple(_graphs(model, baseline, config, buckets, generation)),
         targets=targets,
         availability=availability,
         generation=generation,
@@ -151,10 +164,10 @@ def make_plan(
 
 
 def check_names(targets: Sequence[str]) -> None:
-    """Every target is one of ENGINES.
+    """Checks that every target is known.
 
     Raises:
-        TargetError: one is not.
+        TargetError: one is not in ENGINES.
     """
     for name in targets:
         if name not in ENGINES:
@@ -178,17 +191,16 @@ def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> d
 def _generation(
     model: Model, baseline: Model | None, config: BuildConfig, targets: Mapping[str, EngineBuilder]
 ) -> GenerationPlan | str:
-    """What writes text, or why nothing does.
+    """The models that write text, or the reason why there are none.
 
     Raises:
-        ConfigError: the model cannot generate though it should, or not in this window.
+        ConfigError: the model must generate (`generation.build = "always"`) and cannot, or not in this window.
     """
     options = config.generation
     if options.build == "never":
         return "it was built with generation.build = never; build it again with auto"
     reason = model.loaded.why_not_generating()
-    wanted: dict[str, EngineBuilder] = {name: one for name, one in targets.items() if name in set(options.targets)}
-    if reason is None and not wanted:
+    if reason is None and targets.keys().isdisjoint(options.targets):
         reason = f"it was built for {', '.join(targets)}, and generation.targets are {', '.join(options.targets)}"
     if reason is not None:
         if options.build == "always":
@@ -210,17 +222,50 @@ def _generation(
         }
     except ValueError as error:
         raise ConfigError([f"generation: {error}"]) from error
-    return GenerationPlan(
-        models=models,
-        window=window,
-        prefills=tuple(Bucket(1, length) for length in options.prompt_lengths(window)),
-        decodes=tuple(sorted(Bucket(b, c) for b in options.batches for c in options.cache_lengths(window))),
-        targets=wanted,
+    return GenerationPlan(models=models, window=window)
+
+
+def _graphs(
+    model: Model,
+    baseline: Model | None,
+    config: BuildConfig,
+    buckets: Sequence[Bucket],
+    generation: GenerationPlan | str,
+) -> Iterator[Graph]:
+    """The portable graphs of a build: forward graphs of both models, then prefill and decode graphs of both."""
+    for bucket in buckets:
+        for kind in KINDS:
+            loaded = _loaded(model, baseline, kind)
+            yield _portable(kind, "forward", bucket, loaded.k_by_layer(bucket.seq), config.outputs)
+    if isinstance(generation, str):
+        return
+    options, window = config.generation, generation.window
+    prefills = [Bucket(1, length) for length in options.prompt_lengths(window)]
+    decodes = sorted(Bucket(batch, cache) for batch in options.batches for cache in options.cache_lengths(window))
+    for kind in KINDS:
+        loaded = generation.models[kind].loaded
+        for bucket in prefills:
+            yield _portable(kind, "prefill", bucket, loaded.k_by_layer(bucket.seq), "logits")
+        for bucket in decodes:
+            yield _portable(kind, "decode", bucket, loaded.k_by_layer(bucket.seq), "logits")
+
+
+def _portable(kind: ModelKind, role: Role, bucket: Bucket, k_by_layer: dict[Site, int], outputs: Outputs) -> Graph:
+    graph = Graph(
+        path="",
+        model=kind,
+        bucket=bucket,
+        dtype="float32",
+        target=None,
+        k_by_layer=k_by_layer,
+        outputs=outputs,
+        role=role,
     )
+    return replace(graph, path=f"graphs/{graph.stem}.onnx")
 
 
 def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:
-    """Every stage runs a bucket at least once, be it only to see that the model is one graph."""
+    """Problems of buckets whose logits do not fit into memory: every bucket is run at least once, during capture."""
     memory = psutil.virtual_memory().total
     needed = {bucket: 4 * bucket.batch * bucket.seq * model.loaded.vocab_size for bucket in buckets}
     return [
@@ -232,9 +277,10 @@ def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:
 
 
 def _beyond_budget(plan: Plan) -> list[str]:
-    """What a build cannot do without: libraries, the reference, an engine's packed weights, and logits of both.
+    """The problem of a build whose least memory is above `max_memory`.
 
-    The graph stages take no memory for weights. Measuring loads two engines, which share theirs, and validation one.
+    The least memory is that of libraries, the reference, an engine's packed weights, and the logits of both. The graph
+    stages need no memory for weights. Benchmarks load two engines, which share their weights; validation loads one.
     """
     weights = FLOAT32_BYTES * (plan.model.parameters + (plan.baseline.parameters if plan.baseline else 0))
     logits = max(FLOAT32_BYTES * bucket.batch * bucket.seq * plan.model.loaded.vocab_size for bucket in plan.buckets)
@@ -264,13 +310,16 @@ def _check_baseline(model: Model, baseline: Model) -> None:
 
 
 def _check_room(plan: Plan, root: Path) -> None:
-    """A full disk is found now and not after minutes: weights per dtype, and plans that embed a copy of them."""
+    """Checks that there is space for the weights of each dtype, and for plans that contain a copy of them.
+
+    Otherwise a full disk would end the build after minutes.
+    """
     parameters = plan.model.parameters + (plan.baseline.parameters if plan.baseline else 0)
     sizes = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 4}
-    dtypes = {"float32", *(variant.dtype for _, variant, _, _ in plan.variants())}
+    dtypes = {"float32", *(variant.dtype for _, variant, _ in plan.engines())}
     needed = sum(sizes[dtype] for dtype in dtypes) * parameters
-    for builder, variant, _, _ in plan.variants():
-        needed += sizes[variant.dtype] * plan.model.parameters if builder.suffix == ".engine" else 2**20
+    for builder, variant, _ in plan.engines():
+        needed += sizes[variant.dtype] * plan.model.parameters if builder.embeds_weights else 2**20
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:

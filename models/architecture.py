@@ -21,8 +21,7 @@ from mod_models.corpus import batch_at, read_split
 from mod_models.decoding import DecodingGraphs
 from mod_models.flops import LayerCost, layer_costs
 from mod_models.generate import generate_eager
-from mod_models.generation import why_not
-from mod_models.routing import Routing
+from mod_models.generation_spec import why_not
 from mod_models.spec import ModelSpec, RoutingSpec, Site, is_expert, layer_of
 from mod_models.transformer import Transformer
 
@@ -30,7 +29,7 @@ __all__ = ["MOD_TRANSFORMER", "GeneratingTransformer", "LoadedTransformer", "Mod
 
 BYTE_VOCABULARY = 256
 DECIDES = re.compile(r"layers\.(\d+)\.(experts\.)?(mlp_)?(router|predictor)\.")
-"""Weights that scores are made of: layer, whether of experts, whether of the second router of a layer, and which."""
+"""Weights that scores are computed with: layer, whether of experts, whether of the second router of a layer, kind."""
 TIMED_SPEC = ModelSpec(
     vocab_size=8192,
     d_model=512,
@@ -83,7 +82,7 @@ class LoadedTransformer:
         spec = self.checkpoint.spec
         sites = spec.k_by_layer(spec.max_positions)
         selection = "topk" if spec.routing is None else spec.routing.selection
-        # Noise is nobody's weight. The router then weighs what it does not choose.
+        # Noise has no weights, so a random selection has none either; its router makes gates alone.
         deciding = {"predictor": "predictor", "random": None}.get(selection, "router")
         found: dict[str, tuple[Site, ...]] = {}
         for name in self.checkpoint.weights:
@@ -120,11 +119,6 @@ class LoadedTransformer:
         name = "embedding.weight" if self.checkpoint.spec.tie_embeddings else "head.weight"
         weight_VD = self.checkpoint.weights[name].float()
         return torch.nn.functional.linear(torch.from_numpy(hidden_ND), weight_VD).numpy()
-
-    def trace(
-        self, module: Transformer, ids_BS: Tensor, lengths_B: Tensor, forced: Mapping[Site, Tensor] | None
-    ) -> tuple[Tensor, Mapping[Site, Routing]]:
-        return module.trace(ids_BS, lengths_B, forced)
 
     def dense(self) -> LoadedTransformer:
         return LoadedTransformer(self.checkpoint.dense())

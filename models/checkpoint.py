@@ -43,7 +43,7 @@ __all__ = [
 
 ARCHITECTURE = "mod_transformer"
 ROUTES = re.compile(r"layers\.\d+\.(mlp_)?(router|predictor)\.")
-"""Weights of what decides who passes a block by. The router of experts is part of the dense twin as well."""
+"""Weights that decide which tokens skip a block. The router of experts is part of the dense baseline as well."""
 FORMAT_VERSION = 1
 DECLARE = (
     "Save it with mod_models.checkpoint.save_checkpoint(path, Checkpoint(spec=ModelSpec(...), weights=state_dict)), "
@@ -80,13 +80,13 @@ class Checkpoint:
         return model.eval().requires_grad_(False)
 
     def dense(self) -> Checkpoint:
-        """The dense twin: the same weights without routers and predictors, every token through every block."""
+        """The dense baseline: the same weights without routers and predictors, every token through every block."""
         weights = {name: tensor for name, tensor in self.weights.items() if not ROUTES.match(name)}
         return Checkpoint(spec=self.spec.dense(), weights=weights)
 
 
 def random_checkpoint(spec: ModelSpec, seed: int) -> Checkpoint:
-    """Initial weights, for measuring models that nobody has trained yet. Same spec and seed, same weights."""
+    """Initial weights, for measuring models that are not trained yet. Same spec and seed, same weights."""
     with torch.device("meta"):
         model = Transformer(spec)
     empty = {name: torch.empty_like(tensor, device="cpu") for name, tensor in model.state_dict().items()}
@@ -98,11 +98,11 @@ def random_checkpoint(spec: ModelSpec, seed: int) -> Checkpoint:
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Writes `model.pt` (a path ending in .pt) or a folder of config.json and model.safetensors.
 
-    Every file is written beside its place and renamed, so a write that fails leaves the old checkpoint as it was, and
-    a killed one leaves the old checkpoint or none, never weights of one and the spec of another.
+    Every file is written to a temporary file beside it and renamed. So a write that fails leaves the old checkpoint as
+    it was, and a killed one leaves the old checkpoint or none, never weights of one and the spec of another.
 
     Raises:
-        OSError: the place cannot be written to, or is full.
+        OSError: the disk cannot be written to, or is full.
     """
     header = {
         "format_version": FORMAT_VERSION,
@@ -127,7 +127,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Gives a place beside `path` to write to, and renames what was written there once the block has succeeded."""
+    """Gives a temporary path beside `path`, and renames what was written there once the block has succeeded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         temporary = Path(folder) / path.name
@@ -139,14 +139,14 @@ def written_beside(path: Path) -> Iterator[Path]:
 
 
 def write_plain(path: Path, data: Mapping[str, object]) -> None:
-    """Writes what `read_plain` reads, beside its place and then renamed.
+    """Writes what `read_plain` reads, to a temporary file that is then renamed.
 
     Raises:
-        OSError: the place cannot be written to, or is full.
+        OSError: the disk cannot be written to, or is full.
     """
-    with written_beside(path) as place:
+    with written_beside(path) as temporary:
         try:
-            with place.open("wb") as file:
+            with temporary.open("wb") as file:
                 torch.save(data, file)
         except (OSError, RuntimeError) as error:
             # torch reports how its writer was confused by what the file system had said.

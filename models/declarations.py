@@ -33,7 +33,7 @@ GATES = ("identity", "sigmoid", "scaled_sigmoid", "tanh_affine", "softmax_select
 COMBINES = ("paper", "replace", "double_residual", "replace_ungated", "ffn_gated")
 SELECTIONS = ("topk", "threshold", "predictor", "random", "exit")
 CAUSAL_SELECTIONS = ("threshold", "predictor")
-"""Those in which a token's place depends on nothing after it."""
+"""Selections in which whether a token is selected depends on nothing after it."""
 PARTS = ("block", "attention", "mlp", "separate")
 POSITIONS = ("original", "compact")
 CHOICES = ("token", "expert")
@@ -72,7 +72,7 @@ class RoutingSpec:
         parts: what of a block is routed: the whole `block`; its `attention` or its `mlp` alone, the other one running
             on every token; or both with a router each, `separate`.
         router: `linear` (D -> 1), `linear_bias`, `mlp` (D -> router_hidden -> 1 with SiLU), or `noise`, Gaussian noise
-            in the place of a score, which selects and weighs: the paper's control, stochastic routing.
+            instead of a score, which selects and weighs: the paper's control, stochastic routing.
         router_input: `raw` residual stream, or `normed` by the norm of the routed part.
         router_hidden: width of the hidden layer of the `mlp` router.
         gate: from the router's score l to the weight g: `identity` l; `sigmoid`; `scaled_sigmoid` a * sigmoid(l);
@@ -84,10 +84,10 @@ class RoutingSpec:
             `ffn_gated` x + A + g M. Where a part alone is routed, the delta of the other one is left out. A token that
             is not selected stays x.
         selection: `topk`, the k largest scores of the row's real tokens, ties to the earlier token (expert choice);
-            `threshold`, a token whose score is above 0, the first k of a row (token choice: those after pass by);
+            `threshold`, a token whose score is above 0, the first k of a row (token choice: later ones overflow);
             `predictor`, the same of the auxiliary predictor's output, and top-k while it is trained; `random`, the k
             largest of Gaussian noise, weighed by the router: a control in which only the choice is not learned;
-            `exit`, top-k among the tokens that are left, and who is not chosen never comes back.
+            `exit`, top-k among the tokens that are left; a token that is not selected skips all later blocks as well.
         noise_seed: of the noise of the router `noise` and of the selection `random`.
         capacity_rule: name in CAPACITY_RULES.
         capacity: share of the tokens in (0, 1], or a number of tokens for `absolute`; a tuple is a per-layer
@@ -114,25 +114,25 @@ class RoutingSpec:
 
     @property
     def draws(self) -> bool:
-        """Whether noise decides or weighs."""
+        """Whether noise selects tokens or weighs them."""
         return self.router == "noise" or self.selection == "random"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts in the place of the MLP; with no-op experts an integrated MoDE (arXiv 2404.02258, 4.3).
+    """A mixture of experts instead of the MLP; with no-op experts an integrated MoDE (arXiv 2404.02258, 4.3).
 
     Attributes:
         layers: which blocks have experts.
         n_experts: SwiGLU experts of width d_ff each.
         choice: `token`, each token goes to its `top_k` most probable experts, first come first served into an expert's
-            places, and what does not fit is dropped (Fedus et al., arXiv 2101.03961); `expert`, each expert takes the
+            slots, and what does not fit is dropped (Fedus et al., arXiv 2101.03961); `expert`, each expert takes the
             tokens that it is most probable for (Zhou et al., arXiv 2202.09368).
         top_k: experts of a token, for `token` choice; their weights are made to sum to 1 when there are several.
-        capacity_factor: places of an expert, as a share of top_k * T / n_experts, the fair share of T tokens.
-        fixed_places: places of an expert in place of that share, one number for each layer with experts; as with the
+        capacity_factor: slots of an expert, as a share of top_k * T / n_experts, the fair share of T tokens.
+        fixed_places: slots of an expert instead of that share, one number for each layer with experts; as with the
             capacity rule `absolute` they do not grow with the row, and are T at most. Empty: the share.
-        noop_experts: experts that do nothing, beside the real ones: a token that is theirs passes by.
+        noop_experts: experts that do nothing, beside the real ones: a token that chooses one is skipped.
     """
 
     layers: EveryNth | tuple[int, ...] = EveryNth(every=1, offset=0)
@@ -143,7 +143,7 @@ class ExpertsSpec:
     fixed_places: tuple[int, ...] = ()
     noop_experts: int = 0
 
-    def places(self, tokens: int) -> int:
+    def slots(self, tokens: int) -> int:
         """How many of `tokens` each expert takes by its share, from 1 to all."""
         share = self.capacity_factor * self.top_k * tokens / self.n_experts
         return min(tokens, max(1, math.ceil(share)))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mod_models.cache import cache_layout, sites, slots_of_layer
-from mod_models.generation import for_generation
+from mod_models.cache import cache_bytes, cache_layout, sites, slots_of_layer
+from mod_models.generation_spec import for_generation
 from mod_models.prefill import Prefill, prefill_outputs
 from mod_models.spec import ModelSpec, Site
 from mod_models.step import Step, places_of_step, step_inputs, step_outputs
@@ -47,7 +47,7 @@ class DecodingGraphs:
     """Prompts and steps of a model that writes texts of up to `window` tokens."""
 
     def __init__(self, spec: ModelSpec, window: int, slack: int = 0) -> None:
-        """See `generation.for_generation` for the arguments.
+        """See `generation_spec.for_generation` for the arguments.
 
         Raises:
             GenerationError: the model cannot generate, or not in this window; with the way out.
@@ -57,7 +57,7 @@ class DecodingGraphs:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The places of routing: the columns of `counts`, `wanted` and `ran`."""
+        """The routing sites: the columns of `counts`, `wanted` and `ran`."""
         return sites(self.spec)
 
     @property
@@ -66,7 +66,7 @@ class DecodingGraphs:
         return self.spec.k_by_layer(self.window)
 
     def slots(self, length: int) -> dict[int, int]:
-        """How many tokens the keys and values of each layer have room for, in a cache of texts of `length` tokens."""
+        """How many slots the keys and values of each layer have, in a cache of texts of `length` tokens."""
         return slots_of_layer(self.spec, length)
 
     def prefill(self, rows: int, seq: int) -> GraphSource:
@@ -75,9 +75,9 @@ class DecodingGraphs:
         """
         with META:
             module = Prefill(self.spec, seq)
-        examples = tuple((_whole(rows, seq), torch.full((rows,), length, device=META)) for length in (seq, 1))
+        examples = tuple((_zeros(rows, seq), torch.full((rows,), length, device=META)) for length in (seq, 1))
         outputs = tuple(prefill_outputs(self.spec, seq))
-        return GraphSource(_still(module), (examples[0], examples[1]), ("input_ids", "lengths"), outputs)
+        return GraphSource(_on_meta(module), (examples[0], examples[1]), ("input_ids", "lengths"), outputs)
 
     def step(self, rows: int, length: int, places: str = "all", *, skip: bool = True) -> GraphSource:
         """One token of each row on a cache of texts of up to `length` tokens; see `Step` for inputs and outputs.
@@ -85,8 +85,7 @@ class DecodingGraphs:
         Args:
             rows: texts at once.
             length: of the cache, at most the window.
-            places: how many rows of a step can run in each place of routing: `all`, or `fair`, as `places_of_step`
-                counts them.
+            places: how many rows of a step can run at each routing site: `all`, or `fair`, see `places_of_step`.
             skip: conditions around routed parts.
         """
         with META:
@@ -94,32 +93,31 @@ class DecodingGraphs:
             layout = cache_layout(self.spec, rows, length)
             examples = tuple(
                 (
-                    _whole(rows),
+                    _zeros(rows),
                     torch.full((rows,), position),
                     *(torch.zeros(one.shape, dtype=one.dtype) for one in layout),
                 )
                 for position in (0, -1)
             )
         inputs, outputs = tuple(step_inputs(self.spec, length)), tuple(step_outputs(self.spec))
-        return GraphSource(_still(module), (examples[0], examples[1]), inputs, outputs)
+        return GraphSource(_on_meta(module), (examples[0], examples[1]), inputs, outputs)
 
     def places(self, rows: int, length: int, places: str) -> Mapping[Site, int] | None:
-        """How many rows of a step can run in each place of routing; None where all can."""
+        """How many rows of a step can run at each routing site; None where all can."""
         return places_of_step(self.spec, rows, length) if places == "fair" else None
 
     def kv_bytes(self, length: int) -> dict[int, int]:
         """Float32 bytes of one row's keys and values in each layer."""
-        width = 2 * 4 * self.spec.n_kv_heads * self.spec.d_head
-        return {layer: slots * width for layer, slots in self.slots(length).items()}
+        return cache_bytes(self.spec, 1, length)
 
     def step_bytes(self, weights: Mapping[str, Tensor], rows: int, length: int, executed: Mapping[Site, float]) -> int:
-        """Float32 bytes that a step cannot do without: weights that it multiplies by, and the slots of the cache.
+        """Float32 bytes that a step has to read: weights that it multiplies by, and the slots of the cache.
 
         Args:
             weights: of the model, by name.
             rows: texts at once.
             length: of the cache.
-            executed: place of routing -> share of the steps in which some row runs there.
+            executed: routing site -> share of the steps in which some row runs there.
         """
         total = 0.0
         for name, weight in weights.items():
@@ -132,7 +130,7 @@ class DecodingGraphs:
         return round(total)
 
     def _share(self, name: str, rows: int, executed: Mapping[Site, float]) -> float:
-        """In how many of the steps a weight is read, and how much of it."""
+        """The share of a weight that a step reads on average."""
         match = PART.match(name)
         if match is None:
             return 1.0
@@ -144,16 +142,16 @@ class DecodingGraphs:
         return share
 
     def _site(self, layer: int, part: str) -> Site | None:
-        """Where it is decided whether a part of a layer is run; None where it always is."""
+        """The routing site that decides whether a part of a layer runs; None where it always does."""
         routing = self.spec.routing
         if routing is None or layer not in self.spec.routed_layers or routing.parts not in ("block", "separate", part):
             return None
         return f"{layer}.{part}" if routing.parts == "separate" else layer
 
 
-def _whole(*shape: int) -> Tensor:
+def _zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64, device=META)
 
 
-def _still(module: Transformer) -> Transformer:
+def _on_meta(module: Transformer) -> Transformer:
     return module.eval().requires_grad_(False).to("meta")

@@ -8,11 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mod_models.corpus import Corpus, batch_at, read_corpus
+from mod_models.corpus import Corpus, TokenizedText, batch_at, read_corpus
 from mod_models.losses import Losses, LossModule
+from mod_models.optimization import autocast
 from mod_models.parallel import Workers
-from mod_models.precision import autocast
-from mod_models.tokens import Tokens
 from mod_models.train_config import TrainConfig
 from mod_models.transformer import Transformer
 
@@ -23,7 +22,7 @@ NATS_PER_BIT = math.log(2)
 PREDICTOR_ACCURACY = "predictor_accuracy/"
 
 
-def rows_at(text: Tokens, config: TrainConfig, seed: int, workers: Workers) -> tuple[Tensor, int]:
+def rows_at(text: TokenizedText, config: TrainConfig, seed: int, workers: Workers) -> tuple[Tensor, int]:
     """This process's rows of a batch, a function of the seed, and how many bytes of text they predict.
 
     Returns:
@@ -42,7 +41,9 @@ def parts(ids_BS1: Tensor, config: TrainConfig) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def held_out(step: Callable[[Tensor], Losses], text: Tokens, config: TrainConfig, workers: Workers) -> dict[str, float]:
+def held_out(
+    step: Callable[[Tensor], Losses], text: TokenizedText, config: TrainConfig, workers: Workers
+) -> dict[str, float]:
     """What the losses of `eval_batches` batches of held-out text are on average; all processes have to call it.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Mixture of experts in the place of an MLP, static: every expert has a fixed number of places.
+"""Mixture of experts instead of an MLP, static: every expert has a fixed number of slots.
 
 Shape legend: B batch, T tokens that the block is given, D model width, F expert width, N experts, M with no-op ones,
-C places of an expert, J experts of a token, R = N * B * C rows of all places.
+C slots of an expert, J experts of a token, R = N * B * C rows of all slots.
 
 No scatter with a reduction, which TensorRT does not take: with token choice a token fetches the rows of its J experts;
 with expert choice, where a token can be chosen by any number of them, experts add to the stream one after the other,
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mod_models.routing import Decisions, SeenByExperts
-from mod_models.selection import FIRST_COME, RANK, select_first, select_topk
+from mod_models.routing import Decisions, SeenByExperts, linear_float32
+from mod_models.selection import FIRST_COME, RANK, Rule, select_first, select_topk
 from mod_models.spec import ExpertsSpec, ModelSpec, expert_site
-from mod_models.stream import Tokens, record
+from mod_models.stream import Tokens, selected_at
 
 __all__ = ["EXPERT_CHOICES", "Experts"]
 
 SMALLEST = 2.0**-126
-"""The margin of a choice between equals: chosen, by nothing."""
+"""The score of an expert that is chosen although another one has the same logit: it must be above 0."""
 
 
 class ExpertRouter(nn.Module):
@@ -36,8 +36,7 @@ class ExpertRouter(nn.Module):
         self.projection = nn.Linear(d_model, n_choices, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
-        return functional.linear(x_BTD.to(dtype), self.projection.weight.to(dtype))
+        return linear_float32(self.projection, x_BTD)
 
 
 class Experts(nn.Module):
@@ -46,7 +45,7 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, experts: ExpertsSpec) -> None:
         super().__init__()
         d_model, d_ff = spec.d_model, spec.d_ff
-        self.places = partial(spec.expert_places, layer)
+        self.slots = partial(spec.expert_slots, layer)
         self.layer = layer
         self.experts = experts
         self.router = ExpertRouter(d_model, experts.n_experts + experts.noop_experts)
@@ -60,7 +59,7 @@ class Experts(nn.Module):
         return EXPERT_CHOICES[self.experts.choice](self, x_BTD, tokens, decisions)
 
     def run(self, x_BTD: Tensor, index_BNC: Tensor) -> Tensor:
-        """SwiGLU of expert e on the tokens of its places: (N, B * C, D)."""
+        """SwiGLU of each expert on the tokens in its slots: (N, B * C, D)."""
         B, T, D = x_BTD.shape
         row_R = (index_BNC + T * torch.arange(B, device=x_BTD.device)[:, None, None]).transpose(0, 1).reshape(-1)
         x_NCD = torch.index_select(x_BTD.reshape(B * T, D), 0, row_R).reshape(self.experts.n_experts, -1, D)
@@ -68,30 +67,19 @@ class Experts(nn.Module):
         return torch.bmm(h_NCF, self.down_proj)
 
     def weights(self, probability_BTM: Tensor, expert_BTJ: Tensor, sorted_BTM: Tensor) -> Tensor:
-        """What a token's experts count for it, (B, T, J); `sorted_BTM` are its logits, the largest first."""
+        """The weights of a token's experts, (B, T, J); `sorted_BTM` are its logits, the largest first."""
         weight_BTJ = torch.gather(probability_BTM, 2, expert_BTJ)
         if self.experts.top_k == 1:
             return weight_BTJ
         chosen_BTJ = torch.softmax(sorted_BTM, dim=-1)[..., : self.experts.top_k]
         return weight_BTJ / chosen_BTJ.sum(-1, keepdim=True)
 
-    def forced(
-        self, tokens: Tokens, decisions: Decisions, index_BNC: Tensor, live_BNC: Tensor
+    def selected(
+        self, tokens: Tokens, decisions: Decisions, selection: tuple[Tensor, Tensor], score_BNT: Tensor, rule: Rule
     ) -> tuple[Tensor, Tensor]:
-        """The places, with those of the experts that are told what to take."""
-        told = {e: decisions.forced.get(expert_site(self.layer, e)) for e in range(self.experts.n_experts)}
-        places = {e: tokens.forced(position_BC) for e, position_BC in told.items() if position_BC is not None}
-        if not places:
-            return index_BNC, live_BNC
-        chosen = [places.get(e, (index_BNC[:, e], live_BNC[:, e])) for e in told]
-        return torch.stack([index for index, _ in chosen], 1), torch.stack([live for _, live in chosen], 1)
-
-    def note(
-        self, tokens: Tokens, decisions: Decisions, index_BNC: Tensor, live_BNC: Tensor, score_BNT: Tensor, rule: str
-    ) -> None:
-        for e in range(self.experts.n_experts):
-            site = expert_site(self.layer, e)
-            record(decisions, site, tokens, index_BNC[:, e], live_BNC[:, e], score_BNT[:, e], rule)
+        """Each expert's selection (index_BNC, live_BNC) as a routing site."""
+        sites = [expert_site(self.layer, e) for e in range(self.experts.n_experts)]
+        return selected_at(sites, tokens, decisions, *selection, score_BNT, rule)
 
 
 def _margins(logits_BTM: Tensor, sorted_BTM: Tensor, chosen_BTM: Tensor, top_k: int) -> Tensor:
@@ -101,58 +89,56 @@ def _margins(logits_BTM: Tensor, sorted_BTM: Tensor, chosen_BTM: Tensor, top_k: 
 
 
 def _token_choice(self: Experts, x_BTD: Tensor, tokens: Tokens, decisions: Decisions) -> Tensor:
-    """Each token goes to its J most probable experts; places of an expert are taken in the order of the sequence.
+    """Each token goes to its J most probable experts; slots of an expert fill in the order of the sequence.
 
     The router's softmax is over all experts, no-ops included. For J > 1 a token's weights are divided by their sum over
-    its J choices, whether it found a place there or not, so one token's weight does not depend on the others.
+    its J choices, whether it found a slot there or not, so one token's weight does not depend on the others.
     """
     N, J = self.experts.n_experts, self.experts.top_k
     B, T, D = x_BTD.shape
-    C = self.places(T)
+    C = self.slots(T)
     logits_BTM = self.router(x_BTD)
     probability_BTM = torch.softmax(logits_BTM, dim=-1)
     # The same tie rule as everywhere: of equally probable experts the first.
     sorted_BTM, expert_BTM = torch.sort(logits_BTM, dim=-1, descending=True, stable=True)
-    expert_BTJ = expert_BTM[..., :J]
     numbers_M = torch.arange(logits_BTM.shape[-1], device=x_BTD.device)
-    chosen_BTM = (expert_BTJ[..., None] == numbers_M).any(-2)
-    wanted_BNT = (chosen_BTM[..., :N] & tokens.live_BT[..., None]).transpose(1, 2)
-    index_BNC, live_BNC = self.forced(tokens, decisions, *select_first(wanted_BNT, C))
-    score_BTM = _margins(logits_BTM, sorted_BTM, chosen_BTM, J)
-    self.note(tokens, decisions, index_BNC, live_BNC, score_BTM[..., :N].transpose(1, 2), FIRST_COME)
+    chosen_BTM = (expert_BTM[..., :J, None] == numbers_M).any(-2)
+    chosen_BNT = (chosen_BTM[..., :N] & tokens.live_BT[..., None]).transpose(1, 2)
+    score_BNT = _margins(logits_BTM, sorted_BTM, chosen_BTM, J)[..., :N].transpose(1, 2)
+    index_BNC, live_BNC = self.selected(tokens, decisions, select_first(chosen_BNT, C), score_BNT, FIRST_COME)
     decisions.experts[self.layer] = SeenByExperts(probability_BTM, expert_BTM[..., 0], tokens.live_BT)
 
-    if decisions.forced:
-        # Experts that took a token that did not choose them are its choice then.
-        wanted_BNT = torch.zeros_like(wanted_BNT).scatter(2, index_BNC, live_BNC)
-        taken_BTN = wanted_BNT.transpose(1, 2).to(torch.float32)
-        taken_BTM = functional.pad(taken_BTN, (0, logits_BTM.shape[-1] - N))
-        took_BTJ = torch.sort(taken_BTM, dim=-1, descending=True, stable=True).indices[..., :J]
-        # Otherwise its own order stays, in which its sum is rounded.
-        expert_BTJ = torch.where(((taken_BTM > 0) & ~chosen_BTM).any(-1, keepdim=True), took_BTJ, expert_BTJ)
     y_RD = self.run(x_BTD, index_BNC).reshape(-1, D)
-    # The n-th token that wants an expert has its n-th place.
-    place_BTN = torch.cumsum(wanted_BNT.to(torch.int64), dim=2).transpose(1, 2) - 1
-    real_BTJ = expert_BTJ.clamp(max=N - 1)
-    place_BTJ = torch.gather(place_BTN, 2, real_BTJ)
-    wanted_BTJ = torch.gather(wanted_BNT.transpose(1, 2), 2, real_BTJ)
-    found_BTJ = wanted_BTJ & (expert_BTJ < N) & (place_BTJ < C)
+    slot_BTN = _slots(index_BNC, live_BNC, T).transpose(1, 2)
+    # The experts that have a slot for the token come first, the most probable of them at the front.
+    ranked_BTN = torch.where(slot_BTN < C, logits_BTM[..., :N], float("-inf"))
+    expert_BTJ = torch.sort(ranked_BTN, dim=-1, descending=True, stable=True).indices[..., :J]
+    slot_BTJ = torch.gather(slot_BTN, 2, expert_BTJ)
+    found_BTJ = slot_BTJ < C
     row = torch.arange(B, device=x_BTD.device)[:, None, None]
-    row_BTJ = torch.where(found_BTJ, (real_BTJ * B + row) * C + place_BTJ, 0)
+    row_BTJ = torch.where(found_BTJ, (expert_BTJ * B + row) * C + slot_BTJ, 0)
     weight_BTJ = torch.where(found_BTJ, self.weights(probability_BTM, expert_BTJ, sorted_BTM), 0).to(x_BTD.dtype)
-    y_BTJD = torch.index_select(y_RD, 0, row_BTJ.reshape(-1)).reshape(B, T, J, D)
+    y_BTJD = torch.index_select(y_RD, 0, row_BTJ.reshape(-1)).reshape(B, T, -1, D)
     return (weight_BTJ[..., None] * y_BTJD).sum(2)
 
 
+def _slots(index_BNC: Tensor, live_BNC: Tensor, T: int) -> Tensor:
+    """The slot of each expert that holds a token, int64 (B, N, T); C where none does."""
+    B, N, C = index_BNC.shape
+    row_R = (index_BNC + T * torch.arange(B * N, device=index_BNC.device).reshape(B, N, 1)).reshape(-1)
+    slot_R = torch.where(live_BNC, torch.arange(C, device=index_BNC.device), C).reshape(-1)
+    none = torch.full((B * N * T,), C, dtype=torch.int64, device=index_BNC.device)
+    return none.index_put((row_R,), slot_R).reshape(B, N, T)
+
+
 def _expert_choice(self: Experts, x_BTD: Tensor, tokens: Tokens, decisions: Decisions) -> Tensor:
-    """Each expert takes the C tokens of a row that it has the largest share of: a softmax over experts, no-ops too."""
+    """Each expert takes the C tokens of a row with its largest probabilities: a softmax over experts, no-ops too."""
     N = self.experts.n_experts
     B, T, D = x_BTD.shape
-    C = self.places(T)
+    C = self.slots(T)
     share_BNT = torch.softmax(self.router(x_BTD), dim=-1)[..., :N].transpose(1, 2)
     live_BNT = tokens.live_BT[:, None, :].expand(B, N, T)
-    index_BNC, live_BNC = self.forced(tokens, decisions, *select_topk(share_BNT, live_BNT, C))
-    self.note(tokens, decisions, index_BNC, live_BNC, share_BNT, RANK)
+    index_BNC, live_BNC = self.selected(tokens, decisions, select_topk(share_BNT, live_BNT, C), share_BNT, RANK)
     weight_BNC = torch.where(live_BNC, torch.gather(share_BNT, 2, index_BNC), 0).to(x_BTD.dtype)
     y_NCD = self.run(x_BTD, index_BNC) * weight_BNC.transpose(0, 1).reshape(N, B * C, 1)
     row_BNC = index_BNC + T * torch.arange(B, device=x_BTD.device)[:, None, None]

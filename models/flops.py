@@ -1,15 +1,15 @@
 """What a model costs by arithmetic on its spec: FLOPs, weights, keys and values, layer by layer and part by part.
 
 Counted are matrix products, two FLOPs for each multiply-add, as `torch.utils.flop_counter` counts the eager model and
-`mod_export.measure.cost` the exported graph. For a batch of B rows of S positions, in a layer whose attention sees A
+`mod_export.benchmark.cost` the exported graph. For a batch of B rows of S positions, in a layer whose attention sees A
 tokens of a row and whose MLP sees M (S each where nothing is routed, k in a routed part):
 
     attention_projections  2 B A D E (2 H + 2 G)    queries and outputs of H heads, keys and values of G, E wide
     attention              4 B H E A^2              scores and their product with values, the full square
     mlp                    6 B M D F                gate, up and down
-    experts                6 B N C D F              instead of it: N experts of C places each, empty ones included
+    experts                6 B N C D F              instead of it: N experts of C slots each, empty ones included
     routing                2 B T D                  a linear router that scores the T tokens it is given
-                           nothing                  noise in the place of a router
+                           nothing                  noise instead of a router
                            2 B T (D h + h)          an MLP router, or the predictor where that decides
                            2 B M D (N + no-ops)     the router of experts
     head                   2 B S D V                outside of the layers; the logits of every token
@@ -25,7 +25,7 @@ V vocabulary, h hidden width of a router.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mod_models.spec import ExpertsSpec, ModelSpec, RoutingSpec, Site, layer_of
@@ -42,7 +42,7 @@ class LayerCost:
     Attributes:
         name: the number of the layer, `embedding`, or `head`, which the final norm belongs to.
         routed: what is routed and by which selection, for a person to read; empty where every token runs.
-        taken: tokens that each place of routing of this layer takes of a row, in the order of decision.
+        taken: tokens of a row that each routing site of this layer selects, in the order of decision.
         flops: by part, of all matrix products; a part that the layer does not have is absent.
         needed_flops: all of them without the scores that the causal mask hides.
         weight_bytes: its weights, routers and predictors included. A head that is the embedding has none of its own.
@@ -51,15 +51,15 @@ class LayerCost:
     """
 
     name: str
-    routed: str
-    taken: Mapping[Site, int]
+    routed: str = ""
+    taken: Mapping[Site, int] = field(default_factory=dict)
     flops: Mapping[str, int]
     needed_flops: int
     weight_bytes: int
-    kv_bytes: int
+    kv_bytes: int = 0
 
 
-class _Given(NamedTuple):
+class _TokenCounts(NamedTuple):
     """Tokens of a row that the routers of a layer score, that its attention sees, and that its MLP sees."""
 
     scored: int
@@ -80,41 +80,31 @@ def layer_costs(spec: ModelSpec, batch: int, seq: int, number_bytes: int = FLOAT
     head_flops = 2 * batch * seq * table
     head_weights = spec.d_model + (0 if spec.tie_embeddings else table)
     return (
-        _outside("embedding", {}, table * number_bytes),
-        *(_layer(spec, layer, given, batch, seq, number_bytes) for layer, given in enumerate(_given(spec, seq))),
-        _outside("head", {"head": head_flops}, head_weights * number_bytes),
+        LayerCost(name="embedding", flops={}, needed_flops=0, weight_bytes=table * number_bytes),
+        *(_layer(spec, layer, given, batch, seq, number_bytes) for layer, given in enumerate(_token_counts(spec, seq))),
+        LayerCost(
+            name="head", flops={"head": head_flops}, needed_flops=head_flops, weight_bytes=head_weights * number_bytes
+        ),
     )
 
 
-def _outside(name: str, flops: Mapping[str, int], weight_bytes: int) -> LayerCost:
-    return LayerCost(
-        name=name,
-        routed="",
-        taken={},
-        flops=flops,
-        needed_flops=sum(flops.values()),
-        weight_bytes=weight_bytes,
-        kv_bytes=0,
-    )
-
-
-def _given(spec: ModelSpec, seq: int) -> Iterator[_Given]:
-    """Of each layer. Who exits is given to no later layer."""
+def _token_counts(spec: ModelSpec, seq: int) -> Iterator[_TokenCounts]:
+    """Of each layer. A token that exits is given to no later layer."""
     taken, routing = spec.k_of_layer(seq), spec.routing
     left = seq
     for layer in range(spec.n_layers):
         k = taken.get(layer)
         if k is None or routing is None:
-            yield _Given(0, left, left)
+            yield _TokenCounts(0, left, left)
             continue
         attended = left if routing.parts == "mlp" else k
         transformed = left if routing.parts == "attention" else k
-        # A block that takes nobody does not ask its router.
-        yield _Given(left if k else 0, attended, transformed)
+        # A block that selects no token does not run its router.
+        yield _TokenCounts(left if k else 0, attended, transformed)
         left = k if routing.selection == "exit" else left
 
 
-def _layer(spec: ModelSpec, layer: int, given: _Given, batch: int, seq: int, number_bytes: int) -> LayerCost:
+def _layer(spec: ModelSpec, layer: int, given: _TokenCounts, batch: int, seq: int, number_bytes: int) -> LayerCost:
     routing = spec.routing if layer in spec.routed_layers else None
     experts = spec.experts if layer in spec.expert_layers else None
     D, H, G, E = spec.d_model, spec.n_heads, spec.n_kv_heads, spec.d_head
@@ -123,18 +113,18 @@ def _layer(spec: ModelSpec, layer: int, given: _Given, batch: int, seq: int, num
     flops = {}
     if routing is not None or experts is not None:
         scored = batch * given.scored * (_scoring(D, routing) if routing else 0)
-        flops["routing"] = 2 * (scored + (batch * M * D * _choices(experts) if experts else 0))
+        flops["routing"] = 2 * (scored + (batch * M * D * _expert_choices(experts) if experts else 0))
     flops["attention_projections"] = 2 * batch * A * projections
     flops["attention"] = 4 * batch * H * E * A * A
     if experts is None:
         flops["mlp"] = 6 * batch * M * D * spec.d_ff
     else:
-        places = experts.n_experts * spec.expert_places(layer, M) if M else 0
-        flops["experts"] = 6 * batch * places * D * spec.d_ff
+        slots = experts.n_experts * spec.expert_slots(layer, M) if M else 0
+        flops["experts"] = 6 * batch * slots * D * spec.d_ff
     weights = 2 * D + projections + _mlp_weights(spec, experts) + (_router_weights(D, routing) if routing else 0)
     return LayerCost(
         name=str(layer),
-        routed=", ".join(filter(None, [_routed(routing), _shared_out(experts)])),
+        routed=", ".join(filter(None, [_routing_label(routing), _experts_label(experts)])),
         taken={site: k for site, k in spec.k_by_layer(seq).items() if layer_of(site) == layer},
         flops=flops,
         needed_flops=sum(flops.values()) - 2 * batch * H * E * A * (A - 1),
@@ -145,8 +135,8 @@ def _layer(spec: ModelSpec, layer: int, given: _Given, batch: int, seq: int, num
 
 def _scoring(d_model: int, routing: RoutingSpec) -> int:
     """Multiply-adds for one token, of the routers of all parts and of the predictors where they decide."""
-    router = {"mlp": _through(d_model, routing.router_hidden), "noise": 0}.get(routing.router, d_model)
-    predictor = _through(d_model, routing.predictor_hidden) if routing.selection == "predictor" else 0
+    router = {"mlp": _through_hidden(d_model, routing.router_hidden), "noise": 0}.get(routing.router, d_model)
+    predictor = _through_hidden(d_model, routing.predictor_hidden) if routing.selection == "predictor" else 0
     return _routers(routing) * (router + predictor)
 
 
@@ -156,19 +146,19 @@ def _router_weights(d_model: int, routing: RoutingSpec) -> int:
     router = {
         "linear": d_model,
         "linear_bias": d_model + 1,
-        "mlp": _through(d_model, hidden) + hidden + 1,
+        "mlp": _through_hidden(d_model, hidden) + hidden + 1,
         "noise": 0,
     }[routing.router]
-    predictor = _through(d_model, width) + width + 1 if width else 0
+    predictor = _through_hidden(d_model, width) + width + 1 if width else 0
     return _routers(routing) * (router + predictor)
 
 
 def _mlp_weights(spec: ModelSpec, experts: ExpertsSpec | None) -> int:
     one = 3 * spec.d_model * spec.d_ff
-    return one if experts is None else experts.n_experts * one + spec.d_model * _choices(experts)
+    return one if experts is None else experts.n_experts * one + spec.d_model * _expert_choices(experts)
 
 
-def _through(d_model: int, hidden: int) -> int:
+def _through_hidden(d_model: int, hidden: int) -> int:
     return d_model * hidden + hidden
 
 
@@ -176,18 +166,18 @@ def _routers(routing: RoutingSpec) -> int:
     return 2 if routing.parts == "separate" else 1
 
 
-def _choices(experts: ExpertsSpec) -> int:
+def _expert_choices(experts: ExpertsSpec) -> int:
     return experts.n_experts + experts.noop_experts
 
 
-def _routed(routing: RoutingSpec | None) -> str:
+def _routing_label(routing: RoutingSpec | None) -> str:
     if routing is None:
         return ""
     part = {"block": "block", "attention": "attention", "mlp": "MLP", "separate": "attention and MLP"}[routing.parts]
     return f"{part} by {routing.selection}"
 
 
-def _shared_out(experts: ExpertsSpec | None) -> str:
+def _experts_label(experts: ExpertsSpec | None) -> str:
     if experts is None:
         return ""
     noops = f" + {experts.noop_experts} no-op" if experts.noop_experts else ""

@@ -1,4 +1,4 @@
-"""Writing text with the eager model: by prompt and steps, and by the definition that these have to agree with."""
+"""Writing text with the eager model: the prompt at once, and then a token at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from mod_models.cache import cache_layout, sites, write_rows
-from mod_models.generation import GenerationError, for_generation
+from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.prefill import Prefill, prefill_outputs
+from mod_models.routing import Decisions
 from mod_models.spec import Site
 from mod_models.step import Step, step_outputs
 from mod_models.transformer import Transformer
 
-__all__ = ["Generated", "Session", "generate_by_definition", "generate_eager"]
+__all__ = ["Generated", "Session", "generate_eager"]
 
 
 class Generated(NamedTuple):
@@ -24,9 +25,9 @@ class Generated(NamedTuple):
     Attributes:
         ids: the new tokens; of equal logits the first.
         logits_NV: those that each was taken from.
-        ran: place of routing -> positions of the text that ran there, of all tokens that were read (the last one that
+        ran: routing site -> positions of the text that ran there, of all tokens that were read (the last one that
             was written is not).
-        overflow: place of routing -> how many tokens wanted to run there and found no place.
+        overflow: routing site -> how many tokens wanted to run there and found no slot.
     """
 
     ids: list[int]
@@ -52,14 +53,16 @@ class Session:
 
     def read(self, ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
         """Reads the prompts, padded on the right, and returns the logits (B, V) of what follows each."""
+        decisions = Decisions()
         with torch.no_grad():
-            found: dict[str, Tensor] = dict(zip(self.prefill_names, self.prefill(ids_BS, lengths_B), strict=True))
+            outputs = self.prefill.read(ids_BS, lengths_B, decisions)
+        found: dict[str, Tensor] = dict(zip(self.prefill_names, outputs, strict=True))
         self.cache = {name: found[name].clone() for name in self.cache_names}
         self.length_B = lengths_B.clone()
         self.ran = [{} for _ in lengths_B]
-        for site in sites(self.spec):
-            for ran, position_K in zip(self.ran, found[f"routed_{site}"], strict=True):
-                ran[site] = [position for position in position_K.tolist() if position >= 0]
+        for site, routing in decisions.made.items():
+            for ran, position_K, live_K in zip(self.ran, routing.position_BK, routing.live_BK, strict=True):
+                ran[site] = position_K[live_K].tolist()
         if self.overflow_BN.numel():
             self.overflow_BN = found["wanted"] - found["counts"]
         return found["logits"]
@@ -106,27 +109,6 @@ def generate_eager(
         ids.append(_best(logits[-1]))
     overflow = dict(zip(sites(model.spec), session.overflow_BN[0].tolist(), strict=True))
     return Generated(ids, torch.stack(logits), session.ran[0], overflow)
-
-
-@torch.no_grad()
-def generate_by_definition(
-    model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int, *, window: int = 0, slack: int = 0
-) -> Generated:
-    """What `generate_eager` means, slowly: the whole text through the causal model again for every token."""
-    model, window = _in_window(model, prompt_ids, max_new_tokens, window, slack)
-    ids, logits = list(prompt_ids), []
-    ran: dict[Site, list[int]] = {}
-    overflow: dict[Site, int] = {}
-    for _ in range(max_new_tokens):
-        # In the window, whose numbers of places are the model's.
-        ids_1S = torch.tensor([ids + [0] * (window - len(ids))])
-        logits_1SV, decided = model.trace(ids_1S, torch.tensor([len(ids)]))
-        logits.append(logits_1SV[0, len(ids) - 1])
-        for site, routing in decided.items():
-            ran[site] = routing.index_BK[0][routing.live_BK[0]].tolist()
-            overflow[site] = int(((routing.score_BS > 0) & routing.open_BS).sum()) - len(ran[site])
-        ids.append(_best(logits[-1]))
-    return Generated(ids[len(prompt_ids) :], torch.stack(logits), ran, overflow)
 
 
 def _in_window(

@@ -2,8 +2,8 @@
 
 Top-k looks at a whole row, so at generation, one token at a time, something else has to decide. The paper (Raposo et
 al., arXiv 2404.02258, section 3.5) gives two ways, and both are here: an auxiliary predictor on stop-gradient inputs
-that learns which tokens top-k takes, and a binary cross entropy on the router's own outputs, whose gradient reaches
-the router and the stream and which centres the scores so that "l > 0" means "taken".
+that learns which tokens top-k selects, and a binary cross entropy on the router's own outputs, whose gradient reaches
+the router and the stream and which centres the scores so that "l > 0" means "selected".
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Losses(NamedTuple):
         next_token: float32 scalar, mean cross entropy of the next token in nats.
         metrics: name -> number, of what the model has and what is trained: `predictor_loss`, `router_loss` (nats) and
             `balance_loss`, summed over layers, before their weights; `predictor_accuracy/<site>` and
-            `router_accuracy/<site>`, share of the positions where the sign of the logit says whether top-k takes the
-            token; `overflow/<site>`, share of the tokens that chose to run and found no place.
+            `router_accuracy/<site>`, share of the positions where the sign of the logit says whether top-k selects
+            the token; `overflow/<site>`, share of the tokens that wanted to run and found no slot.
     """
 
     total: Tensor
@@ -75,28 +75,28 @@ def losses(model: Transformer, ids_BS1: Tensor, weights: LossWeights = DEFAULT_W
     logits_BSV = model.logits(model.hidden(ids_BS, lengths_B, decisions))
     next_token = functional.cross_entropy(logits_BSV.flatten(0, 1).float(), target_BS.flatten())
     auxiliary: dict[str, list[Tensor]] = {"predictor": [], "router": [], "balance": []}
-    metered: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     for site, seen in decisions.seen.items():
-        taken_BT = _membership(seen)
+        selected_BT = _membership(seen)
         if seen.predictor is not None:
             logit_BT = seen.predictor(seen.x_BTD.detach())
-            auxiliary["predictor"].append(_cross_entropy(logit_BT, taken_BT, seen.live_BT))
-            metered[f"predictor_accuracy/{site}"] = _agreement(logit_BT, taken_BT, seen.live_BT)
+            auxiliary["predictor"].append(_cross_entropy(logit_BT, selected_BT, seen.live_BT))
+            metrics[f"predictor_accuracy/{site}"] = _agreement(logit_BT, selected_BT, seen.live_BT)
         if weights.router > 0:
-            # Only what is trained is metered: without this loss the sign of a score means nothing.
-            auxiliary["router"].append(_cross_entropy(seen.l_BT, taken_BT, seen.live_BT))
-            metered[f"router_accuracy/{site}"] = _agreement(seen.l_BT, taken_BT, seen.live_BT)
+            # A metric of what is trained only: without this loss the sign of a score means nothing.
+            auxiliary["router"].append(_cross_entropy(seen.l_BT, selected_BT, seen.live_BT))
+            metrics[f"router_accuracy/{site}"] = _agreement(seen.l_BT, selected_BT, seen.live_BT)
     auxiliary["balance"] = [_balance(seen) for seen in decisions.experts.values()]
-    metered |= _overflow(model, decisions.made)
+    metrics |= _overflow(model, decisions.made)
     total = next_token
     for name, by_layer in auxiliary.items():
         if by_layer:
             loss = torch.stack(by_layer).sum()
-            metered[f"{name}_loss"] = loss
-            # Not `0 * loss`: a gradient of zeros is still one, and the optimizer would decay what nothing trains.
+            metrics[f"{name}_loss"] = loss
+            # Not `0 * loss`: with a gradient of zeros the optimizer would still decay weights that nothing trains.
             weight = getattr(weights, name)
             total = total + weight * loss if weight > 0 else total
-    return Losses(total, next_token, _numbers(metered))
+    return Losses(total, next_token, _numbers(metrics))
 
 
 class LossModule(nn.Module):
@@ -123,19 +123,19 @@ def _mean(value_BT: Tensor, live_BT: Tensor) -> Tensor:
     return torch.where(live_BT, value_BT, 0).sum() / live_BT.sum().clamp(min=1)
 
 
-def _cross_entropy(logit_BT: Tensor, taken_BT: Tensor, live_BT: Tensor) -> Tensor:
-    return _mean(functional.binary_cross_entropy_with_logits(logit_BT, taken_BT, reduction="none"), live_BT)
+def _cross_entropy(logit_BT: Tensor, selected_BT: Tensor, live_BT: Tensor) -> Tensor:
+    return _mean(functional.binary_cross_entropy_with_logits(logit_BT, selected_BT, reduction="none"), live_BT)
 
 
-def _agreement(logit_BT: Tensor, taken_BT: Tensor, live_BT: Tensor) -> Tensor:
-    return _mean(((logit_BT > 0) == (taken_BT > 0)).float(), live_BT)
+def _agreement(logit_BT: Tensor, selected_BT: Tensor, live_BT: Tensor) -> Tensor:
+    return _mean(((logit_BT > 0) == (selected_BT > 0)).float(), live_BT)
 
 
 def _balance(seen: SeenByExperts) -> Tensor:
     """M * sum over experts of (share of the tokens whose first choice it is) * (mean probability of it); 1 when even.
 
     Of each row, and then the mean over rows, so that it does not depend on how rows are spread over processes. A row of
-    which no token got here adds nothing.
+    which no token is given to the experts adds nothing.
     """
     experts = seen.probability_BTM.shape[-1]
     first_BTM = functional.one_hot(seen.first_BT, experts) * seen.live_BT[..., None]
@@ -146,26 +146,26 @@ def _balance(seen: SeenByExperts) -> Tensor:
 
 
 def _overflow(model: Transformer, made: Mapping[Site, Routing]) -> dict[str, Tensor]:
-    """Of the tokens that chose, the share that found no place, for each place of routing where tokens choose.
+    """The share of the tokens that wanted to run and found no slot, for each routing site with token choice.
 
-    Where a predictor will decide, top-k runs in training, and nobody is left over; the metric is there all the same, so
-    that training and evaluation meter the same things.
+    Where a predictor will decide, top-k decides in training, and there is no overflow; the metric is still there, so
+    that training and evaluation have the same metrics.
     """
     routing_spec = model.spec.routing
     learning = routing_spec is not None and routing_spec.selection == "predictor"
     found = {}
     for site, routing in made.items():
         if routing.rule == FIRST_COME:
-            wanted = ((routing.score_BS > 0) & routing.open_BS).sum()
+            wanted = routing.chosen_BT.sum()
             found[f"overflow/{site}"] = (wanted - routing.live_BK.sum()) / wanted.clamp(min=1)
         elif learning and not is_expert(site):
-            found[f"overflow/{site}"] = torch.zeros((), device=routing.score_BS.device)
+            found[f"overflow/{site}"] = torch.zeros((), device=routing.score_BT.device)
     return found
 
 
-def _numbers(metered: dict[str, Tensor]) -> dict[str, float]:
-    if not metered:
+def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
+    if not metrics:
         return {}
     # One copy from the device for all of them, because every copy waits for it.
-    values = torch.stack([value.detach().float() for value in metered.values()]).tolist()
-    return dict(zip(metered, values, strict=True))
+    values = torch.stack([value.detach().float() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))

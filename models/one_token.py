@@ -1,10 +1,10 @@
 """One token of each row through one layer, with what the layer remembers of the tokens before it.
 
-Shape legend: B rows, R rows that really run, D model width, G key/value heads, M query heads of each, E head width,
+Shape legend: B rows, R rows that run, D model width, G key/value heads, M query heads of each, E head width,
 L slots of a layer, K slots and the token itself. `_1` is the one token.
 
-Nothing here copies a cache. The new key and value take part in attention beside the cached ones and are handed out as
-rows (B, G, E); whoever owns the cache writes them into their slots.
+Nothing here copies a cache. The new key and value take part in attention beside the cached ones and are returned as
+rows (B, G, E); the owner of the cache writes them into their slots.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mod_models.routing import COMBINES, GATES
 from mod_models.selection import select_topk
 from mod_models.transformer import Attention, Block, RoutedBlock
 
-__all__ = ["Chance", "Past", "Ran", "attended_one", "decide", "routed_one", "transformed_one"]
+__all__ = ["Decision", "Past", "Ran", "attended_one", "decide", "routed_one", "transformed_one"]
 
 EVERY_TOKEN = 2**24
-"""More than a window has: the places of an expert that are declared, not those of a row."""
+"""More tokens than any window has: asks for the slots of an expert as declared, not for those of a short row."""
 Branch = Callable[..., tuple[Tensor, ...]]
 
 
 class Past(NamedTuple):
-    """What one layer remembers: its cache, and how many of its slots are taken in each row.
+    """What one layer remembers: its cache, and how many of its slots are in use in each row.
 
     Attributes:
         keys_BGLE: rotated keys.
@@ -47,7 +47,7 @@ class Past(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A layer's answer.
+    """What a layer returns.
 
     Attributes:
         x_B1D: the stream after it.
@@ -60,13 +60,13 @@ class Ran(NamedTuple):
     experts: tuple[Tensor, ...]
 
 
-class Chance(NamedTuple):
-    """Who wants to run, who can, and what weighs it.
+class Decision(NamedTuple):
+    """The decision about each row's token.
 
     Attributes:
-        wanted_B: bool.
-        ran_B: bool: those of them that found a place in their row, and in this step.
-        index_R: int64, the rows in the places of this step, ascending; None where every row has one.
+        wanted_B: bool, which tokens want to run.
+        ran_B: bool, those of them that found a slot in their row, and in this step.
+        index_R: int64, the rows in the slots of this step, ascending; None where every row has one.
         g_B11: the gate, in the dtype of the stream.
     """
 
@@ -105,22 +105,22 @@ def attended_one(attention: Attention, x_B1D: Tensor, cos: Tensor, sin: Tensor, 
     return attention.o_proj(y_BGME.reshape(B, 1, -1)), k_BG1E.reshape(B, G, E), v_BG1E.reshape(B, G, E)
 
 
-def decide(block: RoutedBlock, part: str, x_B1D: Tensor, active_B: Tensor, free_B: Tensor, places: int) -> Chance:
+def decide(block: RoutedBlock, part: str, x_B1D: Tensor, active_B: Tensor, free_B: Tensor, slots: int) -> Decision:
     """Whether each row's token runs in a routed part.
 
-    A token wants to where the score that decides is above 0, as in a prompt. It can where its row has a place left
-    (`free_B`). Where more rows can than this step has places, those with the largest scores do, ties to the lower row:
-    what top-k would take of them, and no row is worse off for standing behind another one.
+    A token wants to where the score that decides is above 0, as in a prompt. It can where its row has a free slot
+    (`free_B`). Where more rows can than this step has slots, those with the largest scores do, ties to the lower row,
+    so that the order of the rows gives none of them an advantage.
 
     Args:
         block: the routed block.
         part: "block", "attention" or "mlp".
         x_B1D: the stream.
         active_B: bool, False for rows without a token.
-        free_B: bool, rows with a place left in this part.
-        places: how many rows can run at once.
+        free_B: bool, rows with a free slot in this part.
+        slots: how many rows can run at once.
     """
-    routed_B1D, router, predictor = block.asked(x_B1D, part)
+    routed_B1D, router, predictor = block.scorers(x_B1D, part)
     l_B1: Tensor = router(routed_B1D)
     score_B1 = l_B1
     if block.routing.selection == "predictor":
@@ -130,11 +130,11 @@ def decide(block: RoutedBlock, part: str, x_B1D: Tensor, active_B: Tensor, free_
     ran_B = wanted_B & free_B
     gate_B1 = GATES[block.routing.gate](l_B1, ran_B[:, None], block.routing)
     g_B11 = gate_B1[..., None].to(x_B1D.dtype)
-    if places >= len(ran_B):
-        return Chance(wanted_B, ran_B, None, g_B11)
-    index_1R, live_1R = select_topk(score_B1.T, ran_B[None], places)
+    if slots >= len(ran_B):
+        return Decision(wanted_B, ran_B, None, g_B11)
+    index_1R, live_1R = select_topk(score_B1.T, ran_B[None], slots)
     ran_B = torch.zeros_like(ran_B).scatter(0, index_1R[0], live_1R[0])
-    return Chance(wanted_B, ran_B, index_1R[0], g_B11)
+    return Decision(wanted_B, ran_B, index_1R[0], g_B11)
 
 
 def transformed_one(
@@ -146,7 +146,7 @@ def transformed_one(
         block: the block.
         x_B1D: the stream after attention.
         active_B: bool, the rows that are given to it.
-        count_BN: int64, how many places of each expert are taken; None without experts.
+        count_BN: int64, how many slots of each expert are in use; None without experts.
     """
     normed_B1D = block.mlp_norm(x_B1D)
     if count_BN is None:
@@ -157,7 +157,7 @@ def transformed_one(
 def _experts_one(
     experts: Experts, x_B1D: Tensor, active_B: Tensor, count_BN: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Each token's own experts alone: their weights are fetched, the others are not touched."""
+    """Runs the experts of each token alone; weights of other experts are not read."""
     B, _, D = x_B1D.shape
     N, J = experts.experts.n_experts, experts.experts.top_k
     logits_B1M = experts.router(x_B1D)
@@ -167,7 +167,7 @@ def _experts_one(
     weight_BJ = experts.weights(torch.softmax(logits_B1M, dim=-1), expert_B1J, sorted_B1M)[:, 0]
     expert_BJ = expert_B1J[:, 0]
     chosen_BN = (expert_BJ[..., None] == torch.arange(N, device=x_B1D.device)).any(1) & active_B[:, None]
-    ran_BN = chosen_BN & (count_BN < experts.places(EVERY_TOKEN))
+    ran_BN = chosen_BN & (count_BN < experts.slots(EVERY_TOKEN))
     real_BJ = expert_BJ.clamp(max=N - 1)
     found_BJ = torch.gather(ran_BN, 1, real_BJ) & (expert_BJ < N)
     gate_RDF, up_RDF, down_RFD = (
@@ -187,12 +187,12 @@ def routed_one(
     x_B1D: Tensor,
     angles: tuple[Tensor, Tensor],
     past: Past | None,
-    chance: Chance,
+    decision: Decision,
     count_BN: Tensor | None,
     *,
     skip: bool,
 ) -> Ran:
-    """A routed part for those that run; the others keep the bits that they have.
+    """A routed part for the tokens that run; the stream of the others stays as it is, bit for bit.
 
     Args:
         block: the routed block.
@@ -200,7 +200,7 @@ def routed_one(
         x_B1D: the stream.
         angles: cosines and sines, each (B, 1, 1, E / 2).
         past: of the layer; None for "mlp".
-        chance: from `decide`.
+        decision: from `decide`.
         count_BN: of the experts in this part, as in `transformed_one`.
         skip: a condition around the part, which is then not executed where no row runs.
     """
@@ -214,7 +214,7 @@ def routed_one(
         return rows + tuple(x_B1D.new_zeros(B, N, dtype=torch.bool) for _ in range(n_marks))
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
-        row_R = chance.index_R
+        row_R = decision.index_R
         if row_R is None:
             return _part(block, part, given, has_past=past is not None)
         inner = tuple(torch.index_select(tensor, 0, row_R) for tensor in given)
@@ -222,23 +222,23 @@ def routed_one(
         whole = (given[0], *nothing(given[0]))
         return tuple(into.index_put((row_R,), new) for into, new in zip(whole, found, strict=True))
 
-    def pass_by(*given: Tensor) -> tuple[Tensor, ...]:
-        # A branch must not hand out what it was given.
+    def skipped(*given: Tensor) -> tuple[Tensor, ...]:
+        # A branch must not return one of its inputs.
         return given[0].clone(), *nothing(given[0])
 
-    given = (x_B1D, *angles, chance.ran_B, chance.g_B11, *(past or ()), *(() if count_BN is None else (count_BN,)))
-    new_B1D, *found = _either(chance.ran_B, run, pass_by, given) if skip else run(*given)
+    given = (x_B1D, *angles, decision.ran_B, decision.g_B11, *(past or ()), *(() if count_BN is None else (count_BN,)))
+    new_B1D, *found = _either(decision.ran_B, run, skipped, given) if skip else run(*given)
     n_rows = 0 if past is None else 2
     return Ran(new_B1D, tuple(found[:n_rows]), tuple(found[n_rows:]))
 
 
-def _either(ran_B: Tensor, run: Branch, pass_by: Branch, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _either(ran_B: Tensor, run: Branch, skipped: Branch, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """`run` where any row runs. A graph holds both branches (ONNX If); eagerly only one of them is ever called."""
     any_row = ran_B.reshape(()) if len(ran_B) == 1 else ran_B.any()
     if torch.compiler.is_compiling():
-        found: tuple[Tensor, ...] = torch.cond(any_row, run, pass_by, given)
+        found: tuple[Tensor, ...] = torch.cond(any_row, run, skipped, given)
         return found
-    return run(*given) if bool(any_row) else pass_by(*given)
+    return run(*given) if bool(any_row) else skipped(*given)
 
 
 def _part(block: RoutedBlock, part: str, given: tuple[Tensor, ...], *, has_past: bool) -> tuple[Tensor, ...]:

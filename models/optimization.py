@@ -1,8 +1,15 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101), what it decays, its learning rate over a run, and clipping."""
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): weight decay, learning rate, clipping, and bfloat16 training.
+
+In bfloat16, matrix products and attention run in 16 bits; weights and residual stream stay float32. A router compares
+scores of tokens, and with 8 bits of mantissa scores become equal that differ in float32. Routers and predictors
+therefore stay float32, as they do in a 16-bit model at inference (`routing.py`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from mod_models.parallel import Workers
 from mod_models.train_config import TrainConfig
 
-__all__ = ["clip_gradients", "learning_rate_at", "make_optimizer"]
+__all__ = ["autocast", "clip_gradients", "keep_routers_float32", "learning_rate_at", "make_optimizer"]
 
 LAST_SHARE = 0.1
 
@@ -54,3 +61,27 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
         return config.learning_rate * (step + 1) / config.warmup
     done = (step - config.warmup) / max(1, config.steps - config.warmup)
     return config.learning_rate * (LAST_SHARE + (1 - LAST_SHARE) / 2 * (1 + math.cos(math.pi * done)))
+
+
+FLOAT32_PARTS = ("router", "predictor", "mlp_router", "mlp_predictor")
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """The context of a forward pass: nothing for `float32`, autocast to 16 bits for `bfloat16`."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def keep_routers_float32(model: nn.Module, device: torch.device) -> None:
+    """Makes every router and predictor of the model leave autocast; their casts to float32 alone do not."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in FLOAT32_PARTS:
+            # On the instance: a pair of hooks would leave autocast off when the module fails between them.
+            module.forward = _outside_autocast(module.forward, device)
+
+
+def _outside_autocast(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    def float32_forward(*args: Any) -> Any:
+        with torch.autocast(device.type, enabled=False):
+            return forward(*args)
+
+    return float32_forward

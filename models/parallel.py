@@ -154,17 +154,17 @@ def launched(parallel: str = "ddp", device: str = "auto") -> Iterator[Workers]:
             )
         yield Workers(device=torch.device(kind))
         return
-    place = torch.device(kind)
+    chosen = torch.device(kind)
     if kind == "cuda":
         local = int(os.environ["LOCAL_RANK"])
         if local >= torch.cuda.device_count():
             raise TrainError(
                 f"--nproc-per-node: {torch.cuda.device_count()} GPUs here, and no more processes than that"
             )
-        place = torch.device("cuda", local)
-        torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=place if kind == "cuda" else None)
+        chosen = torch.device("cuda", local)
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=chosen if kind == "cuda" else None)
     try:
-        yield Workers(dist.get_rank(), dist.get_world_size(), place, parallel)
+        yield Workers(dist.get_rank(), dist.get_world_size(), chosen, parallel)
     finally:
         dist.destroy_process_group()

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mod_models.cache import cache_layout, sites, slots_of_layer
-from mod_models.generation import check_generates
-from mod_models.routing import Decisions, Routing
+from mod_models.generation_spec import check_generates
+from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec
 from mod_models.transformer import OUTPUTS, Transformer
 
@@ -18,11 +18,11 @@ __all__ = ["Prefill", "prefill_outputs"]
 def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
     """Names of what `Prefill` returns, in order."""
     names = ["logits", *(one.name for one in cache_layout(spec, 1, max_len))]
-    return names + (["wanted", *(f"routed_{site}" for site in sites(spec))] if sites(spec) else [])
+    return names + (["wanted"] if sites(spec) else [])
 
 
 class Prefill(Transformer):
-    """The model of a prompt bucket, by the spec of `generation.for_generation`. Static, without a condition."""
+    """The model of a prompt bucket, by the spec of `generation_spec.for_generation`. Static, without a condition."""
 
     def __init__(self, spec: ModelSpec, max_len: int) -> None:
         """`max_len` is that of the cache it fills, at least as long as the bucket.
@@ -43,28 +43,26 @@ class Prefill(Transformer):
 
         Returns:
             logits_BV of each row's last real token; the tensors of the cache in the order of `cache.cache_layout`;
-            and in a model that routes wanted_BN int64, how many tokens chose to run in each place of routing (beyond
-            the count of the cache they found none, and passed by), and the positions int64 (B, K) that ran in it,
-            -1 behind them.
+            and in a model that routes wanted_BN int64, how many tokens chose to run at each routing site (beyond
+            the count of the cache they found no slot, and were skipped).
         """
-        decisions = Decisions()
+        return self.read(ids_BS, lengths_B, Decisions())
+
+    def read(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> tuple[Tensor, ...]:
+        """`forward`; `decisions` gets what was decided."""
         decisions.keys_values = {}
         logits_BV = OUTPUTS["last"](self, self.stream(ids_BS, lengths_B, decisions), lengths_B)
         cache = []
         for layer, slots in self.slots.items():
             for part_BGTE in decisions.keys_values[layer]:
-                # Behind a row's count stand padding and tokens that passed by, and then zeros: nobody attends to them.
+                # After a row's count come padding and skipped tokens, and then zeros: no token attends to them.
                 cache.append(functional.pad(part_BGTE, (0, 0, 0, slots - part_BGTE.shape[2])))
         routed = [decisions.made[site] for site in sites(self.spec)]
         if not routed:
             return logits_BV, *cache
         counts_BN = _columns([routing.live_BK for routing in routed])
-        wanted_BN = _columns([_chosen(routing) for routing in routed])
-        return logits_BV, *cache, counts_BN, wanted_BN, *(routing.index_BK for routing in routed)
-
-
-def _chosen(routing: Routing) -> Tensor:
-    return (routing.score_BS > 0) & routing.open_BS
+        wanted_BN = _columns([routing.chosen_BT for routing in routed])
+        return logits_BV, *cache, counts_BN, wanted_BN
 
 
 def _columns(marks: list[Tensor]) -> Tensor:

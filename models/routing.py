@@ -1,13 +1,13 @@
-"""Routing: what is decided, and the tables of routers, gates and combine rules. `selection.py` says who is chosen.
+"""Routing: what is decided, and the tables of routers, gates and combine rules. `selection.py` selects the tokens.
 
-Shape legend: B batch, S sequence, T tokens that a block is given, K places, D model width. `_BK1` is for broadcasting.
+Shape legend: B batch, S sequence, T tokens that a block is given, K slots, D model width. `_BK1` is for broadcasting.
 Everything here has static shapes: k is a Python int, fixed by the spec and the sequence length before tracing, so the
 graph holds no data-dependent size. Scores are computed, compared and gated in float32 whatever the model's dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,31 +15,45 @@ from torch import Tensor, nn
 
 from mod_models.spec import RoutingSpec, Site
 
-__all__ = ["COMBINES", "GATES", "ROUTERS", "Decisions", "MlpRouter", "Routing", "Seen", "SeenByExperts"]
+__all__ = [
+    "COMBINES",
+    "GATES",
+    "ROUTERS",
+    "Decisions",
+    "MlpRouter",
+    "Routing",
+    "Seen",
+    "SeenByExperts",
+    "linear_float32",
+]
 
 
 class Routing(NamedTuple):
-    """What was decided in one place.
+    """What one routing site selected.
 
     Attributes:
-        index_BK: int64, the positions that run: ascending, each once in a row, then surplus places. Those hold padding
-            positions in a block that takes the top k of a whole row, and -1 everywhere else.
-        live_BK: bool, False in surplus places.
-        score_BS: float32 scores that decided, of every position; -inf for those that the place was not given.
-        open_BS: bool, the tokens that could be chosen: real ones, and not passed by before.
+        position_BK: int64, where the selected tokens stand in their rows: ascending, then those of empty slots.
+        live_BK: bool, False in empty slots.
+        score_BT: float32, the scores that decided.
+        open_BT: bool, the tokens that could be selected: real ones that no part before has skipped.
         rule: `selection.RANK` or `selection.FIRST_COME`.
     """
 
-    index_BK: Tensor
+    position_BK: Tensor
     live_BK: Tensor
-    score_BS: Tensor
-    open_BS: Tensor
+    score_BT: Tensor
+    open_BT: Tensor
     rule: str
+
+    @property
+    def chosen_BT(self) -> Tensor:
+        """Where tokens choose for themselves: those that did, with a slot or without (overflow)."""
+        return (self.score_BT > 0) & self.open_BT
 
 
 class Seen(NamedTuple):
-    """What a router that decides was given, x_BTD and which tokens are live_BT, what it said, l_BT, and how many tokens
-    it takes; with the predictor that learns to say the same, if there is one.
+    """What a router that decides was given, x_BTD and which tokens are live_BT; its scores l_BT; how many tokens it
+    selects; and the predictor that learns to decide the same, if there is one.
     """
 
     x_BTD: Tensor
@@ -58,19 +72,17 @@ class SeenByExperts(NamedTuple):
 
 
 class Decisions:
-    """One run's decisions, and what it is told to decide instead.
+    """What one forward pass has decided: read by the losses, and by a prompt that fills a cache.
 
     Attributes:
-        forced: site -> positions int64 (B, k), negative where a place stays empty.
-        made: site -> Routing, in the order in which it was decided.
+        made: site -> Routing, in the order of the decisions.
         seen: site -> what the auxiliary losses need of a router that decides.
         experts: layer -> the same of the router of token-choice experts.
         keys_values: layer -> the rotated keys and the values (B, G, T, E) of the tokens that its attention was given;
-            None, and nothing is kept, unless somebody puts a table there.
+            None, and nothing is kept, unless the caller puts a dictionary there.
     """
 
-    def __init__(self, forced: Mapping[Site, Tensor] | None = None) -> None:
-        self.forced = dict(forced) if forced else {}
+    def __init__(self) -> None:
         self.made: dict[Site, Routing] = {}
         self.seen: dict[Site, Seen] = {}
         self.experts: dict[int, SeenByExperts] = {}
@@ -85,7 +97,7 @@ class LinearRouter(nn.Module):
         self.projection = nn.Linear(d_model, 1, bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return _linear_float32(self.projection, x_BSD).squeeze(-1)
+        return linear_float32(self.projection, x_BSD).squeeze(-1)
 
 
 class MlpRouter(nn.Module):
@@ -97,12 +109,12 @@ class MlpRouter(nn.Module):
         self.projection = nn.Linear(d_hidden, 1)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        h_BSH = nn.functional.silu(_linear_float32(self.hidden, x_BSD))
-        return _linear_float32(self.projection, h_BSH).squeeze(-1)
+        h_BSH = nn.functional.silu(linear_float32(self.hidden, x_BSD))
+        return linear_float32(self.projection, h_BSH).squeeze(-1)
 
 
-def _linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
-    """In float32 for 16-bit streams; a float64 model, which measures what rounding does, keeps its own precision."""
+def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
+    """In float32 for 16-bit streams; a float64 model, which measures rounding error, keeps its own precision."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     bias = None if linear.bias is None else linear.bias.to(dtype)
     return nn.functional.linear(x.to(dtype), linear.weight.to(dtype), bias)
@@ -112,7 +124,7 @@ ROUTERS: dict[str, Callable[[int, RoutingSpec], nn.Module]] = {
     "linear": lambda d_model, spec: LinearRouter(d_model, bias=False),
     "linear_bias": lambda d_model, spec: LinearRouter(d_model, bias=True),
     "mlp": lambda d_model, spec: MlpRouter(d_model, spec.router_hidden),
-    # Without weights, and never asked: a block is given the noise.
+    # Without weights, and never called: the block is given noise instead of scores.
     "noise": lambda d_model, spec: nn.Identity(),
 }
 

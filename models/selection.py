@@ -1,32 +1,34 @@
-"""Selection: which tokens of a row take the k places, by one of two rules, and from which scores.
+"""Selection: which tokens of a row get the k slots, by one of two rules, and from which scores.
 
-Shape legend: B batch, T tokens of a row that may be chosen, S positions of a row, K places. `...` is (B,) for tokens,
+Shape legend: B batch, T tokens of a row that can be selected, S positions of a row, K slots. `...` is (B,) for tokens,
 and (B, N) for the N experts of a block, whose selections are made at once.
 
-Both rules return the places that are really taken first, in the order of the sequence, and then surplus ones, which
-hold tokens that pass by. So causal attention among the places shows no chosen token a surplus one or a later one, and
-all places of a row hold different tokens, which lets them be written back by a plain scatter.
+Both rules return the slots of selected tokens first, in the order of the sequence, and then empty slots, which hold
+skipped tokens. So causal attention among the slots shows no selected token an empty slot or a later token, and all
+slots of a row hold different tokens, which lets them be written back by a plain scatter.
 """
 
 from __future__ import annotations
 
 import hashlib
 from functools import cache
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from mod_models.spec import Site
 
-__all__ = ["FIRST_COME", "NOISE_SIZE", "RANK", "noise_of_tokens", "noise_table", "select_first", "select_topk"]
+__all__ = ["FIRST_COME", "NOISE_SIZE", "RANK", "Rule", "noise_of_tokens", "noise_table", "select_first", "select_topk"]
 
-RANK = "rank"
+Rule = Literal["rank", "first_come"]
+RANK: Final = "rank"
 """The k largest scores, ties to the earlier token. Looks at the whole row."""
-FIRST_COME = "first_come"
-"""The first k tokens whose score is above 0. Whether a token is chosen depends on nothing after it."""
+FIRST_COME: Final = "first_come"
+"""The first k tokens whose score is above 0. Whether a token is selected depends on nothing after it."""
 NOISE_SIZE = 2**16
 NOISE_STRIDE = 7919
-"""A prime, so that the noise of two places of routing is read from different parts of the table."""
+"""A prime, so that the noise of two routing sites is read from different parts of the table."""
 
 
 def select_topk(score: Tensor, real: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -37,11 +39,11 @@ def select_topk(score: Tensor, real: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Args:
         score: float32 (..., T).
-        real: bool (..., T), False for padding. It stands behind every real token of its row, and is ranked so.
+        real: bool (..., T), False for padding. It comes after every real token of its row, and is ranked last.
         k: how many to take, 1 <= k <= T.
 
     Returns:
-        index int64 (..., k) ascending, live bool (..., k): False in surplus places, which hold padding.
+        index int64 (..., k) ascending, live bool (..., k): False in empty slots, which hold padding.
     """
     masked = torch.where(real, score, float("-inf"))
     rank = torch.sort(masked, dim=-1, descending=True, stable=True).indices
@@ -50,14 +52,14 @@ def select_topk(score: Tensor, real: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def select_first(chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The first k chosen tokens of each row; those that come after find no place (overflow).
+    """The first k chosen tokens of each row; later ones find no slot (overflow).
 
     Args:
         chosen: bool (..., T), False for padding.
         k: how many to take, 1 <= k <= T.
 
     Returns:
-        index int64 (..., k): the positions taken, ascending, then the first ones that were not chosen; live bool.
+        index int64 (..., k): the positions selected, ascending, then the first ones that were not chosen; live bool.
     """
     T = chosen.shape[-1]
     position = torch.arange(T, device=chosen.device)
@@ -82,7 +84,7 @@ def noise_table(seed: int) -> Tensor:
 
 
 def noise_of_tokens(table_N: Tensor, ids_BS: Tensor, site: Site) -> Tensor:
-    """Noise for every token, float32 (B, S), that depends on the text before it, the token itself, and the place.
+    """Noise for every token, float32 (B, S), that depends on the text before it, the token itself, and the site.
 
     A graph has no generator and must give the same answer twice, so noise is read from a table, at the running sum of
     the token ids: other texts, other noise.
@@ -90,7 +92,7 @@ def noise_of_tokens(table_N: Tensor, ids_BS: Tensor, site: Site) -> Tensor:
     Args:
         table_N: from `noise_table`.
         ids_BS: int64 token ids.
-        site: where it is used.
+        site: the routing site that uses it.
     """
     # Plain arithmetic on the name: Python's own hash of a string is another one in every process.
     offset = NOISE_STRIDE * (1 + int.from_bytes(str(site).encode(), "big") % NOISE_STRIDE)

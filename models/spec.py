@@ -32,21 +32,21 @@ __all__ = [
 ]
 
 Site = int | str
-"""Where routing is decided: the number of the layer, or "3.mlp", "3.expert0" where a layer has several such places."""
+"""A routing site: the number of the layer, or "3.mlp", "3.expert0" where a layer has several sites."""
 
 
 def expert_site(layer: int, expert: int) -> Site:
-    """The name of the place of an expert."""
+    """The routing site of an expert."""
     return f"{layer}.expert{expert}"
 
 
 def is_expert(site: Site) -> bool:
-    """Whether it is an expert that takes tokens there, and not a block, or a part of one, that others pass by."""
+    """Whether the site is an expert, and not a block or a part of one that the other tokens skip."""
     return ".expert" in str(site)
 
 
 def layer_of(site: Site) -> int:
-    """The layer that the place belongs to."""
+    """The layer that the site belongs to."""
     return int(str(site).partition(".")[0])
 
 
@@ -80,7 +80,7 @@ class ModelSpec:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """The blocks that have experts in the place of an MLP, ascending."""
+        """The blocks that have experts instead of an MLP, ascending."""
         return () if self.experts is None else _numbers(self.experts.layers, self.n_layers)
 
     @property
@@ -90,14 +90,14 @@ class ModelSpec:
         if self.routing is not None and self.routing.selection not in CAUSAL_SELECTIONS:
             found.append(f"routing.selection={self.routing.selection}")
         if self.routing is not None and self.routing.gate == "softmax_selected":
-            # A softmax over all chosen tokens of the row; where nothing is weighed, it is not used.
+            # A softmax over all selected tokens of the row; without a gate it is not used.
             found += [] if self.routing.combine == "replace_ungated" else ["routing.gate=softmax_selected"]
         if self.experts is not None and self.experts.choice == "expert":
             found.append("experts.choice=expert")
         return tuple(found)
 
     def k_of_layer(self, seq: int) -> dict[int, int]:
-        """Tokens that each routed layer takes from a row of `seq` positions."""
+        """Tokens of a row of `seq` positions that each routed layer selects."""
         if self.routing is None:
             return {}
         rule, capacity, layers = CAPACITY_RULES[self.routing.capacity_rule], self.routing.capacity, self.routed_layers
@@ -105,9 +105,9 @@ class ModelSpec:
         return {layer: rule(share, seq) for layer, share in zip(layers, schedule, strict=True)}
 
     def k_by_layer(self, seq: int) -> dict[Site, int]:
-        """Tokens that each place of routing takes from a row of `seq` positions: the constants of that bucket's graph.
+        """Tokens of a row of `seq` positions that each routing site selects: the constants of that bucket's graph.
 
-        Experts come after the routing of their layer, and those of a layer that takes nobody are left out.
+        Experts come after the routing of their layer, and those of a layer that selects no token are left out.
         """
         taken = self.k_of_layer(seq)
         parts = self.routing.parts if self.routing is not None else ""
@@ -122,15 +122,15 @@ class ModelSpec:
             # What the MLP of this layer is given.
             tokens = left if k is None or parts == "attention" else k
             if layer in self.expert_layers and tokens and self.experts is not None:
-                places = self.expert_places(layer, tokens)
-                found |= {expert_site(layer, e): places for e in range(self.experts.n_experts)}
+                slots = self.expert_slots(layer, tokens)
+                found |= {expert_site(layer, e): slots for e in range(self.experts.n_experts)}
         return found
 
-    def expert_places(self, layer: int, tokens: int) -> int:
-        """How many of `tokens` that a layer's experts are given each of them takes."""
+    def expert_slots(self, layer: int, tokens: int) -> int:
+        """The slots of each expert of a layer whose experts are given `tokens` tokens."""
         assert self.experts is not None
         if not self.experts.fixed_places:
-            return self.experts.places(tokens)
+            return self.experts.slots(tokens)
         return min(tokens, self.experts.fixed_places[self.expert_layers.index(layer)])
 
     @property
@@ -143,7 +143,7 @@ class ModelSpec:
         return given.pop() if len(given) == 1 else None
 
     def with_capacity(self, capacity: float) -> ModelSpec:
-        """This capacity in every routed layer, in place of a per-layer schedule too; every other declaration stays.
+        """This capacity in every routed layer, instead of a per-layer schedule too; every other declaration stays.
 
         Raises:
             SpecError: a model without routed layers, or not a capacity of the model's rule.
@@ -153,7 +153,7 @@ class ModelSpec:
         return dataclasses.replace(self, routing=dataclasses.replace(self.routing, capacity=capacity))
 
     def dense(self) -> ModelSpec:
-        """The dense twin: the same sizes and the same experts, every token through every block."""
+        """The dense baseline: the same sizes and the same experts, every token through every block."""
         return dataclasses.replace(self, routing=None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -86,12 +86,12 @@ def _routing_problems(routing: RoutingSpec, spec: ModelSpec) -> list[str]:
     problems += _layer_problems("spec.routing.layers", routing.layers, spec.n_layers, "routed; use routing=null")
     if problems:
         return problems
-    # What a schedule of something else than numbers goes with cannot be said.
-    return _capacity_problems(routing, len(spec.routed_layers)) or _together(routing)
+    # Whether a schedule fits the other declarations can only be said once it is known to be numbers.
+    return _capacity_problems(routing, len(spec.routed_layers)) or _combination_problems(routing)
 
 
-def _together(routing: RoutingSpec) -> list[str]:
-    """Declarations that are sound alone and not with each other."""
+def _combination_problems(routing: RoutingSpec) -> list[str]:
+    """Declarations that are valid alone but not together."""
     problems = []
     if routing.selection == "predictor" and routing.predictor_hidden == 0:
         problems.append(
@@ -100,7 +100,7 @@ def _together(routing: RoutingSpec) -> list[str]:
         )
     if routing.router == "noise" and (routing.selection != "topk" or routing.predictor_hidden):
         problems.append(
-            f"spec.routing.router: noise takes the place of a router, and nothing can be learnt of it; expected "
+            f"spec.routing.router: noise replaces the router, and a predictor can learn nothing from it; expected "
             f"selection=topk and predictor_hidden=0, got {routing.selection} and {routing.predictor_hidden}"
         )
     if routing.selection == "random" and routing.predictor_hidden:
@@ -121,7 +121,9 @@ def _together(routing: RoutingSpec) -> list[str]:
 def _exit_problems(routing: RoutingSpec) -> list[str]:
     problems = []
     if routing.parts != "block":
-        problems.append(f"spec.routing.parts: who exits leaves whole blocks; expected block, got {routing.parts}")
+        problems.append(
+            f"spec.routing.parts: a token that exits skips whole blocks; expected block, got {routing.parts}"
+        )
     if routing.positions != "original":
         problems.append("spec.routing.positions: exit keeps the positions of the sequence; expected original")
     if routing.capacity_rule == "floor":
@@ -156,7 +158,7 @@ def _experts_problems(experts: ExpertsSpec, spec: ModelSpec) -> list[str]:
     problems += _layer_problems(f"{where}.layers", experts.layers, spec.n_layers, "with experts; use experts=null")
     if problems:
         return problems
-    problems += _places_problems(experts, len(spec.expert_layers))
+    problems += _slots_problems(experts, len(spec.expert_layers))
     if experts.choice == "expert" and experts.top_k != 1:
         problems.append(
             f"{where}.top_k: with expert choice the experts take tokens, not tokens experts; leave it at 1 and say how "
@@ -170,13 +172,13 @@ def _experts_problems(experts: ExpertsSpec, spec: ModelSpec) -> list[str]:
     return problems
 
 
-def _places_problems(experts: ExpertsSpec, n_layers: int) -> list[str]:
-    where, places = "spec.experts.fixed_places", experts.fixed_places
-    if not isinstance(places, tuple):
-        return [f"{where}: expected a list of numbers, got {shown(places)}"]
-    if places and len(places) != n_layers:
-        return [f"{where}: {len(places)} entries for {n_layers} layers with experts"]
-    return [problem for one in places for problem in _size_problems("spec.experts", "fixed_places", one, least=1)]
+def _slots_problems(experts: ExpertsSpec, n_layers: int) -> list[str]:
+    where, slots = "spec.experts.fixed_places", experts.fixed_places
+    if not isinstance(slots, tuple):
+        return [f"{where}: expected a list of numbers, got {shown(slots)}"]
+    if slots and len(slots) != n_layers:
+        return [f"{where}: {len(slots)} entries for {n_layers} layers with experts"]
+    return [problem for one in slots for problem in _size_problems("spec.experts", "fixed_places", one, least=1)]
 
 
 def _name_problems(where: str, declared: object, tables: Mapping[str, Sequence[str]]) -> list[str]:
@@ -236,7 +238,7 @@ def _capacity_problems(routing: RoutingSpec, n_routed: int) -> list[str]:
 
 
 def _is_number(value: object) -> bool:
-    # NaN compares false here, and bool is an int that nobody means as a number.
+    # NaN compares false here, and bool is an int in Python although no number is meant.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
 
 

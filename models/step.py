@@ -1,4 +1,4 @@
-"""One token of each row at once: what comes next, and what the cache has to remember of it."""
+"""One token of each row at once: the logits after it, and its keys and values for the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mod_models.cache import cache_layout, expert_sites, routed_sites, sites, slots_of_layer
-from mod_models.generation import check_generates
+from mod_models.generation_spec import check_generates
 from mod_models.one_token import Past, attended_one, decide, routed_one, transformed_one
 from mod_models.spec import ModelSpec, Site, layer_of
 from mod_models.transformer import Block, RoutedBlock, Transformer
@@ -18,13 +18,13 @@ __all__ = ["Step", "places_of_step", "step_inputs", "step_outputs"]
 
 
 def places_of_step(spec: ModelSpec, rows: int, max_len: int) -> dict[Site, int]:
-    """A fair share of the rows for each place of routing: as many as run on average when a text fills its places.
+    """A fair share of the rows for each routing site: as many as run on average when a text fills its slots.
 
-    By chance more rows want to run in some steps. They pass by, which a prompt would not have done to them: a step with
-    fewer places than rows trades agreement with the prompt for a fixed amount of work.
+    By chance more rows want to run in some steps. Those are skipped, although a prompt would have selected them: a step
+    with fewer slots than rows trades agreement with the prompt for a fixed amount of work.
     """
-    places = spec.k_of_layer(max_len)
-    return {site: max(1, math.ceil(rows * places[layer_of(site)] / max_len)) for site in routed_sites(spec)}
+    slots = spec.k_of_layer(max_len)
+    return {site: max(1, math.ceil(rows * slots[layer_of(site)] / max_len)) for site in routed_sites(spec)}
 
 
 def step_inputs(spec: ModelSpec, max_len: int) -> list[str]:
@@ -41,8 +41,8 @@ def step_outputs(spec: ModelSpec) -> list[str]:
 class Step(Transformer):
     """The model of a decode bucket of so many rows and a cache so long. Static; routed parts stand in conditions.
 
-    With one row, a routed part that the token does not take is not executed. With more, a part has a fixed number of
-    places for the rows that take it, and is not executed in a step in which no row does.
+    With one row, a routed part that skips the token is not executed. With more, a part has a fixed number of slots for
+    rows, and is not executed in a step in which it skips all rows.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Step(Transformer):
         """A step of a model that generates.
 
         Args:
-            spec: from `generation.for_generation`.
+            spec: from `generation_spec.for_generation`.
             rows: how many texts at once.
             max_len: how many tokens a text can have, at most the window of the spec.
-            places: how many rows each place of routing can take in a step, from 1 to `rows`; all of them if not given,
+            places: how many rows each routing site can select in a step, from 1 to `rows`; all of them if not given,
                 so that every step decides as a prompt would. See `places_of_step`.
             skip: conditions around routed parts.
 
         Raises:
             GenerationError: not a spec from `for_generation`.
-            ValueError: another number of places, or places of a site that the model does not have.
+            ValueError: another number of slots, or slots of a site that the model does not have.
         """
         check_generates(spec)
         super().__init__(spec)
@@ -82,15 +82,15 @@ class Step(Transformer):
         Args:
             ids_B: int64 token ids.
             position_B: int64, how many tokens the row has had before, less than max_len; negative for a row without a
-                token, which takes no place, leaves nothing in the cache, and whose logits are meaningless.
+                token, which uses no slot, leaves nothing in the cache, and whose logits are meaningless.
             cache: in the order of `cache.cache_layout`.
 
         Returns:
             logits_BV; for each layer the key and the value of the token, each (B, G, E); slot_BL int64 (B, layers),
-            where they belong, -1 where a row has nothing to remember; and in a model that routes the counts int64
-            (B, N) after the token, wanted_BN bool, which tokens chose to run in each place of routing, and ran_BN bool,
-            which did. Who wanted and did not run found no place: none left in its row if the count was full, none in
-            this step otherwise.
+            where they belong, -1 where a row keeps nothing; and in a model that routes the counts int64
+            (B, N) after the token, wanted_BN bool, which tokens wanted to run at each routing site, and ran_BN bool,
+            which did. A token that wanted to and did not run found no slot: none in its row if the count was full, none
+            in this step otherwise.
         """
         active_B = position_B >= 0
         seen_B = position_B.clamp(min=0)
@@ -112,7 +112,7 @@ class Step(Transformer):
 
 
 class _Run:
-    """One step on its way through the layers."""
+    """The state of one step between the layers."""
 
     def __init__(
         self,
@@ -140,12 +140,12 @@ class _Run:
 
     def transformed(self, block: Block, x_B1D: Tensor) -> Tensor:
         """The stream after an MLP, or experts, that every token goes through."""
-        delta_B1D, marks = transformed_one(block, x_B1D, self.active_B, self.taken(block.layer))
+        delta_B1D, marks = transformed_one(block, x_B1D, self.active_B, self.used(block.layer))
         self.note(block.layer, marks)
         return x_B1D + delta_B1D
 
-    def taken(self, layer: int) -> Tensor | None:
-        """How many places of each expert of a layer are taken, (B, N)."""
+    def used(self, layer: int) -> Tensor | None:
+        """How many slots of each expert of a layer are in use, (B, N)."""
         counts = [self.count_B[site] for site in self.step.experts[layer]]
         return torch.stack(counts, 1) if counts else None
 
@@ -172,18 +172,18 @@ class _Run:
     def part(self, block: RoutedBlock, part: str, x_B1D: Tensor) -> Tensor:
         site, layer = block.site(part), block.layer
         count_B, capacity = self.count_B[site], self.step.capacity[layer]
-        chance = decide(block, part, x_B1D, self.active_B, count_B < capacity, self.step.places[site])
-        self.wanted_B[site], self.ran_B[site] = chance.wanted_B, chance.ran_B
+        decision = decide(block, part, x_B1D, self.active_B, count_B < capacity, self.step.places[site])
+        self.wanted_B[site], self.ran_B[site] = decision.wanted_B, decision.ran_B
         past = Past(*self.past[layer], count_B) if part != "mlp" else None
         angles = self.angles
         if block.routing.positions == "compact":
-            # The number of a full row would be one beyond the tables, and its token does not run.
+            # The count of a full row is one beyond the tables, but its token does not run.
             angles = self._angles(count_B.clamp(max=capacity - 1))
-        taken_BN = self.taken(layer) if part != "attention" else None
-        ran = routed_one(block, part, x_B1D, angles, past, chance, taken_BN, skip=self.step.skip)
+        used_BN = self.used(layer) if part != "attention" else None
+        ran = routed_one(block, part, x_B1D, angles, past, decision, used_BN, skip=self.step.skip)
         self.note(layer, ran.experts)
         if ran.rows:
-            self.keep(layer, ran.rows, chance.ran_B, count_B)
+            self.keep(layer, ran.rows, decision.ran_B, count_B)
         return ran.x_B1D
 
     def keep(self, layer: int, rows: tuple[Tensor, ...], kept_B: Tensor, slot_B: Tensor) -> None:

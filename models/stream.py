@@ -1,21 +1,23 @@
-"""The tokens that a block is given: all of a row, or those that routing chose, with what attention must know of them.
+"""The tokens that a block is given: all of a row, or the selected ones, with what attention must know of them.
 
-Shape legend: B batch, S positions of a row, T tokens given, K of them chosen, D model width, E half a head's width,
+Shape legend: B batch, S positions of a row, T tokens given, K of them selected, D model width, E half a head's width,
 R = B * T rows of the flattened stream, N = B * K rows of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mod_export.marker import mark_selection
 from mod_models.routing import Decisions, Routing
-from mod_models.selection import RANK, select_first
+from mod_models.selection import Rule
 from mod_models.spec import Site
 
-__all__ = ["Tokens", "record"]
+__all__ = ["Tokens", "selected_at"]
 
 
 class Tokens(NamedTuple):
@@ -23,8 +25,8 @@ class Tokens(NamedTuple):
 
     Attributes:
         x_BTD: the residual stream.
-        live_BT: bool; False for padding, and for tokens that fill a surplus place.
-        cos: rotary cosines, (T, E) of a whole row, (B, 1, T, E) of chosen tokens.
+        live_BT: bool; False for padding, and for skipped tokens in empty slots.
+        cos: rotary cosines, (T, E) of a whole row, (B, 1, T, E) of selected tokens.
         sin: the sines.
         index_BT: int64 positions in the row; None when all S tokens are here.
         seq: S.
@@ -38,7 +40,7 @@ class Tokens(NamedTuple):
     seq: int
 
     def rows(self, index_BK: Tensor) -> Tensor:
-        """Places among the T tokens as rows (N,) of the flattened (B * T, D) stream.
+        """Numbers among the T tokens as rows (N,) of the flattened (B * T, D) stream.
 
         One plain Gather and one plain Scatter with unique rows are the cheapest form in every runtime and the only one
         that TensorRT takes without a plugin.
@@ -46,8 +48,8 @@ class Tokens(NamedTuple):
         B, T, _ = self.x_BTD.shape
         return (index_BK + T * torch.arange(B, device=index_BK.device)[:, None]).reshape(-1)
 
-    def taken(self, row_N: Tensor, index_BK: Tensor, live_BK: Tensor, positions: str) -> Tokens:
-        """Those in the given places, with the rotary angles that `positions` (see RoutingSpec) says."""
+    def at(self, row_N: Tensor, index_BK: Tensor, live_BK: Tensor, positions: str) -> Tokens:
+        """The tokens with these numbers, with the rotary angles that `positions` (see RoutingSpec) says."""
         B, T, D = self.x_BTD.shape
         k = index_BK.shape[1]
         x_BKD = torch.index_select(self.x_BTD.reshape(B * T, D), 0, row_N).reshape(B, k, D)
@@ -68,43 +70,43 @@ class Tokens(NamedTuple):
         return self.x_BTD.reshape(B * T, D).index_put((row_N,), new_BKD.reshape(-1, D)).reshape(B, T, D)
 
     def positions(self, index_BK: Tensor) -> Tensor:
-        """Places among the T tokens as positions in the row."""
+        """Numbers among the T tokens as positions in the row."""
         return index_BK if self.index_BT is None else torch.gather(self.index_BT, 1, index_BK)
 
-    def spread(self, value_BT: Tensor, absent: float | bool) -> Tensor:
-        """A number for each of the T tokens as one for each of the S positions, `absent` for the others: (B, S)."""
-        if self.index_BT is None:
-            return value_BT
-        full_BS = torch.full((len(value_BT), self.seq), absent, dtype=value_BT.dtype, device=value_BT.device)
-        return full_BS.scatter(1, self.index_BT, value_BT)
 
-    def forced(self, position_BK: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions that are forced on a place of routing (negative: empty) as (index_BK, live_BK) among the T tokens.
+def selected_at(
+    sites: Sequence[Site],
+    tokens: Tokens,
+    decisions: Decisions,
+    index: Tensor,
+    live: Tensor,
+    score: Tensor,
+    rule: Rule,
+) -> tuple[Tensor, Tensor]:
+    """Marks a selection as a routing site, where an exporter can observe and replace it, and notes it in `decisions`.
 
-        Positions that are not here, or not live, are left out; whoever forces them compares what comes out.
-        """
-        if self.index_BT is None and bool((position_BK >= 0).all()):
-            return position_BK, torch.gather(self.live_BT, 1, position_BK)
-        # One column more than there are positions takes the negative ones.
-        wanted = torch.zeros(len(position_BK), self.seq + 1, dtype=torch.bool, device=position_BK.device)
-        column_BK = torch.where(position_BK < 0, self.seq, position_BK)
-        wanted_BS = wanted.scatter(1, column_BK, torch.ones_like(column_BK, dtype=torch.bool))[:, :-1]
-        wanted_BT = wanted_BS if self.index_BT is None else torch.gather(wanted_BS, 1, self.index_BT)
-        return select_first(wanted_BT & self.live_BT, position_BK.shape[1])
+    Args:
+        sites: the name of the site; or N names, of sites that select at once.
+        tokens: that can be selected.
+        decisions: gets a Routing for each site.
+        index: int64 (B, K), or (B, N, K), numbers among the T tokens.
+        live: bool, of the same shape.
+        score: float32 (B, T), or (B, N, T).
+        rule: `RANK` or `FIRST_COME`.
 
-
-def record(
-    decisions: Decisions, site: Site, tokens: Tokens, index_BK: Tensor, live_BK: Tensor, score_BT: Tensor, rule: str
-) -> None:
-    """Notes what was decided, in positions of the row."""
-    position_BK = tokens.positions(index_BK)
-    # Top-k of a whole row by a block, the commonest case, needs no mark: its surplus places hold padding.
-    if not (rule == RANK and tokens.index_BT is None and isinstance(site, int)):
-        position_BK = torch.where(live_BK, position_BK, -1)
-    decisions.made[site] = Routing(
-        position_BK,
-        live_BK,
-        tokens.spread(score_BT, float("-inf")),
-        tokens.spread(tokens.live_BT, False),
-        rule,
+    Returns:
+        Index and live, which must be used instead of those that were given.
+    """
+    index, live = mark_selection(
+        index,
+        score,
+        live=live,
+        available=tokens.live_BT,
+        positions=tokens.index_BT,
+        name=list(map(str, sites)),
+        rule=rule,
     )
+    for n, site in enumerate(sites):
+        one = (index, live, score) if index.dim() == 2 else (index[:, n], live[:, n], score[:, n])
+        decisions.made[site] = Routing(tokens.positions(one[0]), *one[1:], tokens.live_BT, rule)
+    return index, live

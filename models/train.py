@@ -23,12 +23,10 @@ from mod_models.evaluation import evaluate, summary
 from mod_models.parallel import PARALLEL, Workers, launched
 from mod_models.spec import ModelSpec
 from mod_models.train_config import DEFAULT_SPEC, TrainConfig, TrainError
-from mod_models.train_log import LOGS, Log
-from mod_models.train_progress import Event, show
+from mod_models.train_log import LOGS, Event, Log, show
 from mod_models.train_run import Run, reproducible
-from mod_models.train_state import resume, save
 
-__all__ = ["DEFAULT_SPEC", "TrainConfig", "TrainError", "evaluate", "main", "train", "train_events"]
+__all__ = ["DEFAULT_SPEC", "TrainConfig", "TrainError", "evaluate", "main", "train"]
 
 
 def train(
@@ -40,8 +38,8 @@ def train(
     workers: Workers | None = None,
     log: str = "csv",
     stop_after: int | None = None,
-) -> Iterator[str]:
-    """Trains, resuming from `folder` when it holds a state of the same run; yields a line of progress at a time.
+) -> Iterator[Event]:
+    """Trains, resuming from `folder` when it holds a state of the same run; yields an event after every step.
 
     Args:
         spec: the model.
@@ -58,21 +56,6 @@ def train(
         CheckpointError: a damaged state.
         OSError: `folder` cannot be written to, or is full.
     """
-    events = train_events(spec, config, folder, corpus=corpus, workers=workers, log=log, stop_after=stop_after)
-    return (event.text for event in events if event.text)
-
-
-def train_events(
-    spec: ModelSpec,
-    config: TrainConfig,
-    folder: Path,
-    *,
-    corpus: Corpus | None = None,
-    workers: Workers | None = None,
-    log: str = "csv",
-    stop_after: int | None = None,
-) -> Iterator[Event]:
-    """Like `train`, with an event after every step."""
     corpus, workers = corpus or read_corpus(), workers or Workers()
     identity = {"spec": spec.to_dict(), **asdict(config), "data": corpus.fingerprint}
     _check(spec, config, corpus, workers)
@@ -83,19 +66,19 @@ def train_events(
     with reproducible(workers.device):
         run = Run.start(spec, config, corpus, workers)
         folder.mkdir(parents=True, exist_ok=True)
-        first = resume(folder, run.model, run.optimizer, identity, workers)
+        first = run.resume(folder, identity)
         if first:
             yield Event(first, config.steps, f"resumed at step {first}")
-        book = Log(folder, first, log) if workers.first else None
+        log_writer = Log(folder, first, log) if workers.first else None
         try:
             last = min(config.steps, config.steps if stop_after is None else stop_after)
-            for done in _steps(run, first, last, book):
+            for done in _steps(run, first, last, log_writer):
                 if done.evaluated is not None or done.step == stop_after:
-                    save(folder, run.model, run.optimizer, done.step, identity, workers)
+                    run.save(folder, done.step, identity)
                 yield from done.events
         finally:
-            if book is not None:
-                book.close()
+            if log_writer is not None:
+                log_writer.close()
 
 
 class _Done(NamedTuple):
@@ -104,7 +87,7 @@ class _Done(NamedTuple):
     events: list[Event]
 
 
-def _steps(run: Run, first: int, last: int, book: Log | None) -> Iterator[_Done]:
+def _steps(run: Run, first: int, last: int, log_writer: Log | None) -> Iterator[_Done]:
     """The steps after `first` up to `last`, each evaluated and logged when it is its turn."""
     config = run.config
     begin = time.perf_counter()
@@ -114,8 +97,8 @@ def _steps(run: Run, first: int, last: int, book: Log | None) -> Iterator[_Done]
         events = []
         if step % config.log_every == 0 or evaluated is not None:
             numbers, metrics = run.numbers(step, trained)
-            if book is not None:
-                book.write(step, numbers, metrics, evaluated)
+            if log_writer is not None:
+                log_writer.write(step, numbers, metrics, evaluated)
             rate = (step - first) / (time.perf_counter() - begin)
             events.append(_progress(step, config, numbers["train_bits_per_byte"], rate))
         if evaluated is not None:
@@ -205,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
         default="csv",
         help="log.csv, or tensorboard for TensorBoard's files beside it (%(default)s)",
     )
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 leaves PyTorch's choice")  # fmt: skip
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 leaves PyTorch's choice")
     run = parser.add_argument_group("the run; a resumed one needs the same values")
     for option in fields(TrainConfig):
         run.add_argument(
@@ -229,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with launched(options.parallel, options.device) as workers:
             corpus = read_corpus(options.data, options.tokenizer)
-            events = train_events(
+            events = train(
                 options.spec, TrainConfig(**config), options.out, corpus=corpus, workers=workers, log=options.log
             )
             if workers.first:

@@ -1,13 +1,18 @@
-"""The log of a run: log.csv, and TensorBoard's files beside it when asked for. Rows hold nothing that depends on time,
-so that a resumed run leaves the log of an uninterrupted one.
+"""What a run tells: log.csv, TensorBoard's files beside it when asked for, and its progress on the screen.
+
+Rows of the log hold nothing that depends on time, so that a resumed run leaves the log of an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from mod_models.checkpoint import written_beside
 from mod_models.train_config import TrainError
@@ -15,7 +20,7 @@ from mod_models.train_config import TrainError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["HELD_OUT", "LOGS", "Log"]
+__all__ = ["HELD_OUT", "LOGS", "Event", "Log", "show"]
 
 LOGS = ("csv", "tensorboard")
 HELD_OUT = "held_out_"
@@ -34,13 +39,13 @@ class Log:
 
         Raises:
             TrainError: log.csv is something else, or the package tensorboard is missing.
-            OSError: the place cannot be written to, or is full.
+            OSError: the disk cannot be written to, or is full.
         """
         self.path = folder / "log.csv"
         self.columns: list[str] = []
         kept = self._rows_until(step)
         if kept:
-            with written_beside(self.path) as place, place.open("w", newline="", encoding="utf-8") as file:
+            with written_beside(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file, lineterminator="\n").writerows([self.columns, *kept])
         else:
             self.path.unlink(missing_ok=True)
@@ -82,7 +87,7 @@ class Log:
                 empty in other rows.
 
         Raises:
-            OSError: the place cannot be written to, or is full.
+            OSError: the disk cannot be written to, or is full.
         """
         evaluated = {HELD_OUT + name: value for name, value in (held_out or {}).items()}
         numbers = {**trained, **metrics, **evaluated}
@@ -112,3 +117,47 @@ def _summary_writer() -> type[SummaryWriter]:
     except ImportError as error:
         raise TrainError("--log tensorboard: needs the package tensorboard; pip install 'mod-export[train]'") from error
     return SummaryWriter
+
+
+class Event(NamedTuple):
+    """One piece of progress.
+
+    Attributes:
+        step: how many steps are done.
+        steps: how many there are.
+        text: a line to show; empty where only the number of steps has changed.
+        brief: a few words for the bar, instead of `text`; empty where the line is to stay on the screen.
+    """
+
+    step: int
+    steps: int
+    text: str = ""
+    brief: str = ""
+
+
+def show(events: Iterator[Event], terminal: bool | None = None) -> None:
+    """Consumes the events of a run: a bar on standard error where that is a terminal, else lines on standard output.
+
+    Args:
+        events: what the run yields, in order.
+        terminal: whether to draw the bar; None finds out.
+    """
+    if sys.stderr.isatty() if terminal is None else terminal:
+        _show_bar(events)
+        return
+    for event in events:
+        if event.text:
+            print(event.text, flush=True)
+
+
+def _show_bar(events: Iterator[Event]) -> None:
+    columns = (
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("")
+        for event in events:
+            progress.update(task, completed=event.step, total=event.steps, description=event.brief or None)
+            if event.text and not event.brief:
+                progress.console.print(event.text, markup=False, highlight=False)

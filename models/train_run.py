@@ -1,27 +1,36 @@
-"""One run on one of its processes: the model, its optimizer, and what a step and an evaluation are."""
+"""One run on one of its processes: the model, its optimizer, what a step and an evaluation are, and its saved state.
+
+state.pt has one form whatever the number of processes and whatever each of them holds: whole tensors by the name of
+their parameter. They are gathered one at a time, so that a model which only fits on several devices can be saved, and
+continued by another number of processes.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mod_models.checkpoint import Checkpoint, read_plain, save_checkpoint, write_plain
 from mod_models.corpus import Corpus
 from mod_models.evaluation import NATS_PER_BIT, held_out, parts, rows_at
 from mod_models.losses import Losses, LossModule
-from mod_models.optimization import clip_gradients, learning_rate_at, make_optimizer
-from mod_models.parallel import Workers, accumulate
-from mod_models.precision import autocast, keep_routers_float32
+from mod_models.optimization import autocast, clip_gradients, keep_routers_float32, learning_rate_at, make_optimizer
+from mod_models.parallel import Workers, accumulate, fill, whole
 from mod_models.spec import ModelSpec
 from mod_models.train_config import TrainConfig, TrainError
 from mod_models.transformer import Transformer
 
 __all__ = ["Run", "Trained", "reproducible"]
+
+Identity = Mapping[str, object]
+"""What makes a run the run that it is, by name: resuming with anything else is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,66 @@ class Run:
             "train_bits_per_byte": bits_per_byte,
         }
         return numbers, by_name
+
+    def save(self, folder: Path, step: int, identity: Identity) -> None:
+        """Writes state.pt (float32, to resume) and model.pt (float16 weights, to use). All processes have to call it.
+
+        Raises:
+            OSError: the disk cannot be written to, or is full.
+        """
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, dict[str, Tensor]] = {}
+        # Before `named_parameters`: after an evaluation FSDP's root still holds whole parameters, and this shards them.
+        entries = self.model.state_dict()
+        for name, tensor in entries.items():
+            # Gathering takes every process; to keep what was gathered would take the memory that sharding saves.
+            full = whole(tensor)
+            weights |= {name: full} if self.workers.first else {}
+        for name, parameter in self.model.named_parameters():
+            state = {key: whole(value) for key, value in self.optimizer.state.get(parameter, {}).items()}
+            moments |= {name: state} if state and self.workers.first else {}
+        if self.workers.first:
+            halves = {name: tensor.half() for name, tensor in weights.items()}
+            save_checkpoint(folder / "model.pt", Checkpoint(spec=self.model.spec, weights=halves))
+            state_pt = {"identity": dict(identity), "step": step, "model": weights, "optimizer": moments}
+            write_plain(folder / "state.pt", state_pt)
+
+    def resume(self, folder: Path, identity: Identity) -> int:
+        """Restores what `save` wrote; returns the step that it was written after, 0 when there is nothing to restore.
+
+        Raises:
+            TrainError: the state of another run, tensors of another model, or processes that do not all see the file.
+            CheckpointError: a file that `save` did not write, or a damaged one.
+        """
+        path = folder / "state.pt"
+        saved = read_plain(path) if path.exists() else {}
+        if not self.workers.agree(saved.get("step")):
+            raise TrainError(f"{path}: not the same for every process; --out must be a folder that all machines share")
+        if not saved:
+            return 0
+        theirs = saved.get("identity")
+        other = theirs if isinstance(theirs, Mapping) else {}
+        changed = sorted(name for name in {*identity, *other} if identity.get(name) != other.get(name))
+        if changed:
+            where = "belongs to a run with other settings"
+            raise TrainError(f"{path}: {where} ({', '.join(changed)}); name another folder with --out")
+        try:
+            self._restore(saved["model"], saved["optimizer"])
+            return int(saved["step"])
+        except (LookupError, AttributeError, TypeError, RuntimeError) as error:
+            raise TrainError(
+                f"{path}: its tensors are not those of this model; name another folder with --out"
+            ) from error
+
+    def _restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for name, tensor in self.model.state_dict().items():
+            fill(tensor, weights[name])
+        for name, parameter in self.model.named_parameters():
+            for key, value in moments.get(name, {}).items():
+                # A moment is cut like its parameter; the count of steps is a number that every process keeps.
+                kept = torch.empty_like(parameter) if value.shape == parameter.shape else torch.empty_like(value)
+                fill(kept, value)
+                self.optimizer.state[parameter][key] = kept.detach()
 
 
 @contextmanager

@@ -7,15 +7,15 @@ Shape legend
     T tokens inside a block: S in a dense block, K in a routed one
     P positions that have RoPE tables
 
-A block sees T tokens and does not know whether they are the whole sequence (`stream.py`). A routed block chooses K of
-them, runs the same code on them with causal attention among themselves, and writes the result back; the others pass by
-on the residual stream. Rows are padded on the right, so causal attention alone keeps padding away from real tokens, and
-what fills surplus places sits behind every real token of its row.
+A block is given T tokens, the whole sequence or a part of it (`stream.py`). A routed block selects K of them, runs the
+same code on them with causal attention among themselves, and writes the result back; skipped tokens stay on the
+residual stream. Rows are padded on the right, so causal attention alone keeps padding away from real tokens, and what
+an empty slot holds comes after every selected token of its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mod_models.experts import Experts
-from mod_models.routing import COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Routing, Seen
-from mod_models.selection import FIRST_COME, RANK, noise_of_tokens, noise_table, select_first, select_topk
+from mod_models.routing import COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
+from mod_models.selection import FIRST_COME, RANK, Rule, noise_of_tokens, noise_table, select_first, select_topk
 from mod_models.spec import ModelSpec, RoutingSpec, Site
-from mod_models.stream import Tokens, record
+from mod_models.stream import Tokens, selected_at
 
 __all__ = ["OUTPUTS", "Transformer"]
 
@@ -151,7 +151,7 @@ Noise = Callable[[Site], Tensor]
 
 
 class Chosen(NamedTuple):
-    """Who runs: places (B, K) among the T tokens, which of them are live, their rows (N,), and gates (B, K, 1)."""
+    """The selected tokens: numbers (B, K) among the T tokens, which are live, their rows (N,), and gates (B, K, 1)."""
 
     index_BK: Tensor
     live_BK: Tensor
@@ -160,7 +160,7 @@ class Chosen(NamedTuple):
 
 
 class RoutedBlock(Block):
-    """A Mixture-of-Depths block (Raposo et al., arXiv 2404.02258, equation 1): k of T tokens run, the rest pass by."""
+    """A Mixture-of-Depths block (Raposo et al., arXiv 2404.02258, equation 1): k of T tokens run."""
 
     def __init__(self, spec: ModelSpec, layer: int, routing: RoutingSpec) -> None:
         super().__init__(spec, layer)
@@ -174,7 +174,7 @@ class RoutedBlock(Block):
         self.mlp_predictor = MlpRouter(spec.d_model, width) if width and routing.parts == "separate" else None
 
     def forward(self, tokens: Tokens, decisions: Decisions, k: int = 0, noise: Noise | None = None) -> Tensor:
-        """The stream after the block, (B, T, D); k = 0 routes nobody. `noise` is for routing that draws."""
+        """The stream after the block, (B, T, D); k = 0 selects no token. `noise` is for routing that draws."""
         part = self.routing.parts
         if part == "block":
             return self._routed(tokens, decisions, k, noise, part)
@@ -196,17 +196,17 @@ class RoutedBlock(Block):
         if k == 0:
             return tokens.x_BTD
         chosen = self.choose(tokens, decisions, k, noise, part)
-        inner = tokens.taken(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
+        inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
         return tokens.put(chosen.row_N, self.run(inner, decisions, chosen, part))
 
     def narrowed(self, tokens: Tokens, decisions: Decisions, k: int) -> tuple[Tokens, Tensor]:
-        """The k tokens that stay, after this block, and their rows among the given ones: the others exit for good."""
+        """The k tokens that stay, after this block, and their rows among the given ones: the others exit."""
         chosen = self.choose(tokens, decisions, k, None, "block")
-        inner = tokens.taken(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
+        inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
         return inner._replace(x_BTD=self.run(inner, decisions, chosen, "block")), chosen.row_N
 
-    def asked(self, x_BTD: Tensor, part: str) -> tuple[Tensor, nn.Module, nn.Module | None]:
-        """Who decides about a routed part, its router and its predictor, and what they are asked about, (B, T, D)."""
+    def scorers(self, x_BTD: Tensor, part: str) -> tuple[Tensor, nn.Module, nn.Module | None]:
+        """The input (B, T, D) of the router and predictor of a routed part, and these two."""
         second = part == "mlp" and self.mlp_router is not None
         router, predictor = (self.mlp_router, self.mlp_predictor) if second else (self.router, self.predictor)
         norm = self.mlp_norm if part == "mlp" else self.attention_norm
@@ -214,36 +214,34 @@ class RoutedBlock(Block):
         return norm(x_BTD) if self.routing.router_input == "normed" else x_BTD, router, predictor
 
     def choose(self, tokens: Tokens, decisions: Decisions, k: int, noise: Noise | None, part: str) -> Chosen:
-        """Scores the tokens, selects k of each row, or takes those that `decisions` is told, and notes it."""
-        routed_BTD, router, predictor = self.asked(tokens.x_BTD, part)
-        site, selection = self.site(part), self.routing.selection
+        """Scores the tokens and selects k of each row."""
+        routed_BTD, router, predictor = self.scorers(tokens.x_BTD, part)
+        site, declared = self.site(part), self.routing.selection
         drawn_BT = noise(site) if noise is not None else None
         l_BT: Tensor = drawn_BT if drawn_BT is not None and self.routing.router == "noise" else router(routed_BTD)
-        score_BT, rule = l_BT, FIRST_COME if selection in ("threshold", "predictor") else RANK
-        if selection == "predictor" and self.training:
+        score_BT = l_BT
+        rule: Rule = FIRST_COME if declared in ("threshold", "predictor") else RANK
+        if declared == "predictor" and self.training:
             # The predictor learns what top-k takes, so that is what runs while it learns (paper, section 3.5).
             rule = RANK
-        elif selection == "predictor":
+        elif declared == "predictor":
             assert predictor is not None
             score_BT = predictor(routed_BTD)
-        elif selection == "random":
+        elif declared == "random":
             assert drawn_BT is not None
             score_BT = drawn_BT
-        forced_BK = decisions.forced.get(site)
-        if forced_BK is not None:
-            index_BK, live_BK = tokens.forced(forced_BK)
-        elif rule == RANK:
-            index_BK, live_BK = select_topk(score_BT, tokens.live_BT, k)
+        if rule == RANK:
+            selection = select_topk(score_BT, tokens.live_BT, k)
         else:
-            index_BK, live_BK = select_first((score_BT > 0) & tokens.live_BT, k)
-        record(decisions, site, tokens, index_BK, live_BK, score_BT, rule)
+            selection = select_first((score_BT > 0) & tokens.live_BT, k)
+        index_BK, live_BK = selected_at([site], tokens, decisions, *selection, score_BT, rule)
         if not self.routing.draws:
             decisions.seen[site] = Seen(routed_BTD, tokens.live_BT, l_BT, k, predictor)
         g_BK = GATES[self.routing.gate](torch.gather(l_BT, 1, index_BK), live_BK, self.routing)
         return Chosen(index_BK, live_BK, tokens.rows(index_BK), g_BK[..., None].to(tokens.x_BTD.dtype))
 
     def run(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tensor:
-        """The chosen tokens after this part of the block, (B, K, D); those in surplus places stay as they are."""
+        """The selected tokens after this part of the block, (B, K, D); what empty slots hold stays as it is."""
         if part == "block":
             deltas: tuple[Tensor | None, Tensor | None] = self.deltas(inner, decisions)
         elif part == "attention":
@@ -303,30 +301,12 @@ class Transformer(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
         return self.eval().requires_grad_(False)
 
-    def trace(
-        self, ids_BS: Tensor, lengths_B: Tensor, forced: Mapping[Site, Tensor] | None = None
-    ) -> tuple[Tensor, dict[Site, Routing]]:
-        """Logits and what was decided in every place of routing.
-
-        Args:
-            ids_BS: int64 token ids.
-            lengths_B: int64, how many leading tokens of each row are real.
-            forced: for some places of routing, positions int64 (B, k) that replace the router's choice; negative ones
-                leave a place empty.
-
-        Returns:
-            logits_BSV in the model's dtype (rows past `lengths_B` are meaningless), and site -> Routing. A layer
-            whose k is 0 passes everything by and is absent.
-        """
-        decisions = Decisions(forced)
-        return self.logits(self.hidden(ids_BS, lengths_B, decisions)), decisions.made
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., D) after the final norm to logits (..., V)."""
         return functional.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
 
     def hidden(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> Tensor:
-        """Hidden states after the final norm, (B, S, D). `decisions` says what is forced and gets what was decided."""
+        """Hidden states after the final norm, (B, S, D). `decisions` gets what was decided."""
         hidden_BSD: Tensor = self.norm(self.stream(ids_BS, lengths_B, decisions))
         return hidden_BSD
 
@@ -349,20 +329,15 @@ class Transformer(nn.Module):
                 noise = partial(noise_of_tokens, self.noise, ids_BS) if layer.routing.draws else None
                 tokens = tokens._replace(x_BTD=layer(tokens, decisions, k_of_layer[i], noise))
         x_BTD = tokens.x_BTD
-        # Who left waited at its own depth; who stayed comes back beside it, the last to part first.
+        # Tokens that left kept the stream of their own depth; those that stayed are written back, the last exit first.
         for outer, row_N, inner in reversed(left):
-            if decisions.forced:
-                # A place that has to stay empty holds a token that left, where a full row has padding at most.
-                x_BTD = torch.where(inner.live_BT[..., None], x_BTD, inner.x_BTD)
-            x_BTD = outer.put(row_N, x_BTD)
+            # What an empty slot holds has left, and keeps its stream.
+            x_BTD = outer.put(row_N, torch.where(inner.live_BT[..., None], x_BTD, inner.x_BTD))
         return x_BTD
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
-        """What is exported: what `outputs` says, then index_BK of every place of routing in order."""
-        decisions = Decisions()
-        x_BSD = self.stream(ids_BS, lengths_B, decisions)
-        primary = OUTPUTS[self.outputs](self, x_BSD, lengths_B)
-        return primary, *(routing.index_BK for routing in decisions.made.values())
+        """What is exported: what `outputs` says, alone in a tuple."""
+        return (OUTPUTS[self.outputs](self, self.stream(ids_BS, lengths_B, Decisions()), lengths_B),)
 
 
 def _last_tokens(x_BSD: Tensor, lengths_B: Tensor) -> Tensor:

@@ -1,8 +1,16 @@
-"""Every test runs on one thread and starts from the same seed, so that a failure can be seen again."""
+"""Every test runs on one thread and starts from the same seed, so that a failure can be seen again. One marker, `slow`
+(pyproject.toml), says which tests `make test` leaves out; `--slice COMMIT` keeps a part of what was collected.
+"""
+
+from __future__ import annotations
 
 import hypothesis
 import pytest
 import torch
+
+pytest_plugins = ["pytester"]
+SLICES = 4
+"""Parts that `--slice` divides tests into. One of the slow tests takes about 5 minutes on two cores."""
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -12,3 +20,20 @@ hypothesis.settings.load_profile("repeatable")
 @pytest.fixture(autouse=True)
 def _torch_seed() -> None:
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    explained = f"run only one of {SLICES} equal parts of the tests: the one that this hash draws"
+    parser.addoption("--slice", metavar="COMMIT", type=lambda text: int(text, 16), help=explained)
+
+
+# Last, after the tests that a marker or a name leaves out have gone.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    commit: int | None = config.getoption("--slice")
+    if commit is None:
+        return
+    # Dealt like cards in the order of their names: neighbours take about as long as each other.
+    drawn = set(sorted(item.nodeid for item in items)[commit % SLICES :: SLICES])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in drawn])
+    items[:] = [item for item in items if item.nodeid in drawn]

@@ -1,8 +1,8 @@
-"""The command line: arguments to configuration to exit code, and the only place where errors become text.
+"""The command line: turns arguments into a configuration, and results and errors into text and an exit code.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 all gates passed, 1 a bug, 2 usage, configuration or
-unusable input, 3 a stage could not build, 4 built but a gate failed, 130 interrupted, 141 nobody reads the result (as a
-shell says of a program that a closed pipe ended).
+unusable input, 3 a stage could not build, 4 built but a gate failed, 130 interrupted, 141 the reader of stdout closed
+it (the code that a shell gives a program that a closed pipe ended).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import sys
 import click
 
 from mod_export import __version__
-from mod_export.cli.looking import config, inspect, report, targets
-from mod_export.cli.making import build, demo, sweep
-from mod_export.cli.using import bench, generate, validate
+from mod_export.cli.build import build, demo, sweep
+from mod_export.cli.generate import generate
+from mod_export.cli.show import config, inspect, report, targets
+from mod_export.cli.verify import bench, validate
 
 __all__ = ["cli", "main"]
 
@@ -23,7 +24,7 @@ __all__ = ["cli", "main"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="mod-export")
 def cli() -> None:
-    """Puts Mixture-of-Depths models into production: export, engines, parity and speed-up against the dense twin."""
+    """Puts Mixture-of-Depths models into production: export, engines, parity, and speed-up over the dense baseline."""
 
 
 for command in (build, generate, sweep, validate, bench, report, inspect, targets, config, demo):

@@ -1,4 +1,4 @@
-"""The one place where errors become text and exit codes."""
+"""What every command has in common: -q and -v, and the one place where errors become messages and exit codes."""
 
 from __future__ import annotations
 
@@ -12,46 +12,78 @@ from typing import Any
 import click
 
 from mod_export import __version__
-from mod_export.errors import ModExportError
+from mod_export.errors import ModExportError, UsageError
 
 __all__ = ["GATE_FAILED", "command"]
 
+BUG = 1
 GATE_FAILED = 4
 INTERRUPTED = 130
-UNREAD = 141
-RESUME = ("build", "demo", "sweep")
-BUG = 1
+OUTPUT_CLOSED = 141
+RESUMABLE = ("build", "demo", "sweep")
 
 
 def command(function: Callable[..., int]) -> Callable[..., None]:
-    """Turns errors into messages and exit codes, and the function's result into the exit code."""
+    """Makes a function the body of a command.
+
+    The function's result becomes the exit code, and so do its errors, after their message. It gets `verbosity`: -1 with
+    -q, 1 with -v, 0 otherwise.
+    """
 
     @wraps(function)
-    def wrapped(**arguments: Any) -> None:
-        verbose = bool(arguments.get("verbose"))
-        try:
-            code = function(**arguments)
-            sys.stdout.flush()
-        except ModExportError as error:
-            if verbose:
-                traceback.print_exc()
-            lines = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
-            click.echo("\n".join(["error: " + lines[0], *(f"       {line}" for line in lines[1:])]), err=True)
-            code = error.exit_code
-        except KeyboardInterrupt:
-            resumes = "; what was whole is kept, and the same command resumes there"
-            click.echo("interrupted" + (resumes if function.__name__ in RESUME else ""), err=True)
-            code = INTERRUPTED
-        except BrokenPipeError:
-            # `mod-export report DIR | head`: what is still buffered must not fail again when Python ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = UNREAD
-        except Exception as error:  # The one broad except: whatever else arrives here is our bug, and says so.
-            traceback.print_exc()
-            click.echo(
-                f"bug in mod-export {__version__}: {type(error).__name__}; please report the text above", err=True
-            )
-            code = BUG
-        sys.exit(code)
+    def wrapped(*, quiet: bool, verbose: bool, **arguments: Any) -> None:
+        sys.exit(_exit_code(function, verbosity=-1 if quiet else int(verbose), **arguments))
 
-    return wrapped
+    with_verbose = click.option("-v", "--verbose", is_flag=True, help="Name every step; tracebacks for errors.")
+    with_quiet = click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
+    return with_quiet(with_verbose(wrapped))
+
+
+def _exit_code(function: Callable[..., int], *, verbosity: int, **arguments: Any) -> int:
+    """Runs a command and says on stderr what went wrong."""
+    try:
+        code = function(verbosity=verbosity, **arguments)
+        sys.stdout.flush()
+    except ModExportError as error:
+        return _refused(error, verbosity)
+    except KeyboardInterrupt:
+        resumes = "; finished steps are kept, and the same command resumes after them"
+        click.echo("interrupted" + (resumes if function.__name__ in RESUMABLE else ""), err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # `mod-export report DIR | head`: what is still buffered must not fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUTPUT_CLOSED
+    except ImportError as error:
+        missing = _missing_package(error, function.__name__)
+        return _bug(error) if missing is None else _refused(missing, verbosity)
+    except Exception as error:  # The one broad except: any other error is a bug of mod-export, and is reported as one.
+        return _bug(error)
+    return code
+
+
+def _missing_package(error: ImportError, name: str) -> UsageError | None:
+    """Says which extra to install; None where the import that failed is of no optional package."""
+    from mod_export.environment import extra_of_import
+
+    extra = extra_of_import(error)
+    if extra is None:
+        return None
+    return UsageError(
+        f"`mod-export {name}` needs {error.name}, which cannot be imported here ({error})\n"
+        f'install it: pip install "mod-export[{extra}]"'
+    )
+
+
+def _refused(error: ModExportError, verbosity: int) -> int:
+    if verbosity > 0:
+        traceback.print_exc()
+    lines = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
+    click.echo("\n".join(["error: " + lines[0], *(f"       {line}" for line in lines[1:])]), err=True)
+    return error.exit_code
+
+
+def _bug(error: Exception) -> int:
+    traceback.print_exc()
+    click.echo(f"bug in mod-export {__version__}: {type(error).__name__}; please report the text above", err=True)
+    return BUG

@@ -11,11 +11,11 @@ import click
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
 
-__all__ = ["PATH", "config_of", "config_option", "folder_argument", "quiet_option", "target_option", "verbose_option"]
+__all__ = ["PATH", "config_of", "config_option", "folder_argument", "named_config", "target_option"]
 
 
 class _Path(click.Path):
-    """A path that the operating system can look up. Whether something has to be there is for each command to say."""
+    """A path that the operating system can look up. Whether it has to exist is for each command to say."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(value)
@@ -34,12 +34,17 @@ config_option = click.option(
 target_option = click.option(
     "--target", "targets", metavar="T", multiple=True, help="Only this target; may be given several times."
 )
-verbose_option = click.option("-v", "--verbose", is_flag=True, help="Name every step; tracebacks for errors.")
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
 
 
-def config_of(path: Path | None, targets: Sequence[str], **overrides: Any) -> BuildConfig:
-    """The file's configuration, defaults without one, with what the command line says instead."""
+def config_of(path: Path | None, targets: Sequence[str] = (), **overrides: Any) -> BuildConfig:
+    """The configuration of a file, or the default one, with the values that the command line replaces."""
     from mod_export.config import config_from_toml
 
     return config_from_toml(path, {**({"targets": tuple(targets)} if targets else {}), **overrides})
+
+
+def named_config(name: str) -> BuildConfig:
+    """A configuration that ships with mod-export."""
+    from importlib.resources import files
+
+    return config_of(Path(str(files("mod_export_configs").joinpath(f"{name}.toml"))))

@@ -8,19 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mod_export.artifacts import Bucket
+from mod_export.build_folder.manifest import MANIFEST
 from mod_export.config import config_from_toml
 from mod_export.errors import GraphError, UsageError
-from mod_export.inspect.columns import columns
-from mod_export.inspect.lanes import lane_lines
 from mod_export.inspect.layers import layer_lines, layers_of
-from mod_export.inspect.page import render_page
+from mod_export.inspect.page import render_html
 from mod_export.inspect.picture import check_matplotlib, render_png
-from mod_export.inspect.routed_text import routed_text
-from mod_export.model import model_from_checkpoint
+from mod_export.inspect.routed_text import lane_lines, routed_text
 from mod_export.outfile import check_place, write_bytes, write_text
+from mod_export.report.tables import table_lines
 from mod_export.report.wording import causality_text
-from mod_export.workspace import MANIFEST
+from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.types import Bucket
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -74,33 +73,34 @@ def _model(path: Path, text: str | None, html: Path | None, png: Path | None) ->
         *layer_lines(layers),
     ]
     if text is not None:
-        lines += ["", *(lane_lines(routed) if routed else ["no routing map: every token runs everywhere"])]
+        lines += ["", *(lane_lines(routed) if routed else ["no routing map: every layer runs every token"])]
     if html is not None:
-        write_text(html, render_page(model, layers, routed), "--html")
+        write_text(html, render_html(model, layers, routed), "--html")
     if png is not None:
         write_bytes(png, render_png(model, layers, routed), "--png")
     return "\n".join(lines) + "\n"
 
 
 def _graph(path: Path) -> str:
-    from mod_export.graph.files import graph_from_file
+    from mod_export.export.nodes import graph_from_file
 
     model = graph_from_file(path)
     operators = Counter(node.op_type for node in model.graph)
+    counts = [[name, str(count)] for name, count in operators.most_common()]
     lines = [
         f"{path.name}  opset {model.opset_imports.get('')}  IR {model.ir_version}  {sum(operators.values())} nodes",
         *(f"in   {value.name} {value.dtype} {value.shape}" for value in model.graph.inputs),
         *(f"out  {value.name} {value.dtype} {value.shape}" for value in model.graph.outputs),
         _cost_line(model),
         "",
-        *columns([["operator", "count"], *([name, str(count)] for name, count in operators.most_common())]),
+        *table_lines(["operator", "count"], counts, numbers_from=1),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _cost_line(model: ir.Model) -> str:
-    """FLOPs and bytes of weights, or why they cannot be counted: somebody else's graph may hold anything."""
-    from mod_export.measure.cost import cost_row
+    """FLOPs and bytes of weights, or why they cannot be counted: any graph may be given."""
+    from mod_export.benchmark.cost import cost_row
 
     ids = model.graph.inputs[0].shape if model.graph.inputs else None
     if ids is None or len(ids) != 2 or not all(isinstance(size, int) for size in ids):
@@ -113,25 +113,25 @@ def _cost_line(model: ir.Model) -> str:
 
 
 def _folder(path: Path) -> str:
-    from mod_export.runtime import opened_folder
+    from mod_export.build_folder.manifest import open_folder
 
-    manifest = opened_folder(path)
-    model = manifest["models"]["mod"]
-    dense = {row["bucket"]: row["flops"] for row in manifest["cost"] if row["model"] == "dense"}
+    manifest = open_folder(path)
+    model = manifest.models["mod"]
+    dense = {row.bucket: row.flops for row in manifest.cost if row.model == "dense"}
     flops = [
-        [row["bucket"], f"{row['flops']:,}", f"{dense[row['bucket']]:,}", f"{dense[row['bucket']] / row['flops']:.2f}x"]
-        for row in manifest["cost"]
-        if row["model"] == "mod"
+        [row.bucket, f"{row.flops:,}", f"{dense[row.bucket]:,}", f"{dense[row.bucket] / row.flops:.2f}x"]
+        for row in manifest.cost
+        if row.model == "mod"
     ]
-    files = [[entry["sha256"][:16], f"{entry['bytes']:>12,}", name] for name, entry in manifest["files"].items()]
+    files = [[entry.sha256[:16], f"{entry.bytes:>12,}", name] for name, entry in manifest.files.items()]
     lines = [
-        f"{path}  {model['name']}  {model['architecture']}  every file is as it was built",
+        f"{path}  {model.name}  {model.architecture}  every file is as it was built",
         "",
-        *_spec_lines(model["spec"]),
+        *_spec_lines(model.spec),
         "",
-        *columns([["bucket", "FLOPs", "dense FLOPs", "ratio"], *flops]),
+        *table_lines(["bucket", "FLOPs", "dense FLOPs", "ratio"], flops, numbers_from=1),
         "",
-        *columns([["sha256", "bytes", "file"], *files]),
+        *table_lines(["sha256", "bytes", "file"], files),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""A model layer by layer, beside its dense twin: what is routed, tokens, FLOPs by part, weights, keys and values."""
+"""A model layer by layer, beside its dense baseline: routing, tokens, FLOPs by part, weights, keys and values."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mod_export.artifacts import Bucket, Site, is_expert
-from mod_export.inspect.columns import Table, table_lines
-from mod_export.measure.products import PARTS
-from mod_export.model import Model
-from mod_export.protocols import LayerCost, LoadedModel
+from mod_export.benchmark.products import PARTS
+from mod_export.report.charts import part_text
+from mod_export.report.tables import table_lines
 from mod_export.report.wording import bytes_text, count_text, flops_text, percent_text, ratio_text
+from mod_export.sources.checkpoint import Model
+from mod_export.sources.protocol import LayerCost, LoadedModel
+from mod_export.types import Bucket, Site, is_expert
 
 __all__ = [
     "Costs",
+    "LayerTable",
     "Layers",
     "flops_of",
     "flops_sentence",
     "flops_table",
     "layer_lines",
     "layers_of",
-    "part_text",
+    "part_name",
     "routing_table",
     "share_of",
-    "taken_text",
+    "tokens_text",
 ]
 
-WORDS = {"mlp": "MLP", "attention_projections": "projections"}
+SHORT_NAMES = {"mlp": "MLP", "attention_projections": "projections"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +69,10 @@ class Layers:
     """What the tables and figures are made of.
 
     Attributes:
-        buckets: ascending; the last one is what absolute numbers are told of.
+        buckets: ascending; the last one is the one that absolute numbers are given for.
         mod: bucket -> rows of the model itself.
-        dense: bucket -> rows of its dense twin, of the same names in the same order; None where no token passes a block
-            by, so that the twin would be the model itself.
+        dense: bucket -> rows of its dense baseline, of the same names in the same order; None where no token skips a
+            block, so that the baseline would be the model itself.
     """
 
     buckets: tuple[Bucket, ...]
@@ -80,6 +82,20 @@ class Layers:
     @property
     def largest(self) -> Bucket:
         return self.buckets[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTable:
+    """Cells as text, every row as long as the head. `total` sums the rows up. Numbers start at `numbers_from`."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    total: Sequence[str]
+    numbers_from: int
+
+    def lines(self) -> list[str]:
+        """As plain text."""
+        return table_lines(self.head, self.rows, numbers_from=self.numbers_from, total=self.total)
 
 
 def layers_of(model: Model, buckets: Sequence[Bucket]) -> Layers:
@@ -98,27 +114,27 @@ def layers_of(model: Model, buckets: Sequence[Bucket]) -> Layers:
 
 def layer_lines(layers: Layers) -> list[str]:
     """Both tables as text. With up to five buckets and six parts they fit 120 columns."""
-    shares = "" if layers.dense is None else "; % of a bucket: of what the dense twin takes there"
-    flops = [f"FLOPs of {layers.largest.name}{shares}", *table_lines(flops_table(layers)), "", flops_sentence(layers)]
-    return [*table_lines(routing_table(layers)), "", *flops]
+    shares = "" if layers.dense is None else "; % of a bucket: of what the dense baseline costs there"
+    flops = [f"FLOPs of {layers.largest.name}{shares}", *flops_table(layers).lines(), "", flops_sentence(layers)]
+    return [*routing_table(layers).lines(), "", *flops]
 
 
-def routing_table(layers: Layers) -> Table:
-    """What is routed, the tokens that are taken of a row, weights, and keys and values of the largest bucket."""
+def routing_table(layers: Layers) -> LayerTable:
+    """What is routed, the slots for a row, weights, and keys and values of the largest bucket."""
     largest, own = layers.largest, layers.mod[layers.largest]
-    twin = None if layers.dense is None else layers.dense[largest]
+    baseline = None if layers.dense is None else layers.dense[largest]
     lengths = dict.fromkeys(bucket.seq for bucket in layers.buckets)
     first = {bucket.seq: bucket for bucket in reversed(layers.buckets)}
     rows = []
     for index, row in enumerate(own.rows):
-        taken = [taken_text(layers.mod[first[seq]].rows[index].taken) for seq in lengths]
-        dense = [] if twin is None else [_bytes(twin.rows[index].kv_bytes)]
+        taken = [tokens_text(layers.mod[first[seq]].rows[index].taken) for seq in lengths]
+        dense = [] if baseline is None else [_bytes(baseline.rows[index].kv_bytes)]
         rows.append([row.name, row.routed or "-", *taken, _bytes(row.weight_bytes), _bytes(row.kv_bytes), *dense])
-    sums = [_bytes(own.weight_bytes), _bytes(own.kv_bytes), *([] if twin is None else [_bytes(twin.kv_bytes)])]
-    return Table(
+    sums = [_bytes(own.weight_bytes), _bytes(own.kv_bytes), *([] if baseline is None else [_bytes(baseline.kv_bytes)])]
+    return LayerTable(
         head=[
             "layer", "routed", *(f"k of {seq:,}" for seq in lengths), "weights", f"KV {largest.name}",
-            *([] if twin is None else ["dense KV"]),
+            *([] if baseline is None else ["dense KV"]),
         ],
         rows=rows,
         total=["all", "", *("" for _ in lengths), *sums],
@@ -126,8 +142,8 @@ def routing_table(layers: Layers) -> Table:
     )  # fmt: skip
 
 
-def flops_table(layers: Layers) -> Table:
-    """FLOPs of the largest bucket by part; beside those of the dense twin, the share of them in every bucket."""
+def flops_table(layers: Layers) -> LayerTable:
+    """FLOPs of the largest bucket by part; beside those of the dense baseline, the share of them in every bucket."""
     largest, own, dense = layers.largest, layers.mod[layers.largest], layers.dense
     parts = list(own.flops_by_part)
     rows = []
@@ -138,44 +154,44 @@ def flops_table(layers: Layers) -> Table:
                 shares = [share_of(layers, bucket, index) for bucket in layers.buckets]
                 line += [_count(flops_of(dense[largest].rows[index])), *shares]
             rows.append(line)
-    head = ["layer", *map(part_text, parts), "FLOPs"]
+    head = ["layer", *map(part_name, parts), "FLOPs"]
     total = ["all", *(_count(flops) for flops in own.flops_by_part.values()), _count(own.flops)]
     if dense is not None:
         head += ["dense", *(f"% {bucket.name}" for bucket in layers.buckets)]
         shares = [percent_text(layers.mod[bucket].flops / dense[bucket].flops) for bucket in layers.buckets]
         total += [_count(dense[largest].flops), *shares]
-    return Table(head=head, rows=rows, total=total, numbers_from=1)
+    return LayerTable(head=head, rows=rows, total=total, numbers_from=1)
 
 
 def flops_sentence(layers: Layers) -> str:
-    """All FLOPs of the largest bucket, beside the dense twin's, and those that nobody needs."""
+    """All FLOPs of the largest bucket, beside those of the dense baseline, and the share that the causal mask hides."""
     own = layers.mod[layers.largest]
     hidden = percent_text((own.flops - own.needed_flops) / own.flops)
     found = f"{layers.largest.name}: {flops_text(own.flops)}, of which the causal mask hides {hidden}"
     if layers.dense is None:
         return found
     dense = layers.dense[layers.largest].flops
-    return f"{found}; the dense twin {flops_text(dense)}, {ratio_text(dense / own.flops)}"
+    return f"{found}; the dense baseline {flops_text(dense)}, {ratio_text(dense / own.flops)}"
 
 
 def share_of(layers: Layers, bucket: Bucket, index: int) -> str:
-    """What a row costs, as a share of what it costs in the dense twin: 12.4 %; a dash where the twin costs nothing."""
+    """What a row costs, as a share of its cost in the dense baseline: 12.4 %; a dash where that is nothing."""
     assert layers.dense is not None
-    own, twin = flops_of(layers.mod[bucket].rows[index]), flops_of(layers.dense[bucket].rows[index])
-    return percent_text(own / twin if twin else None)
+    own, baseline = flops_of(layers.mod[bucket].rows[index]), flops_of(layers.dense[bucket].rows[index])
+    return percent_text(own / baseline if baseline else None)
 
 
-def taken_text(taken: Mapping[Site, int]) -> str:
-    """Tokens that the places of routing of one layer take: 64, or 64 + 64, or 64, 8 x 10 with experts inside."""
+def tokens_text(taken: Mapping[Site, int]) -> str:
+    """Slots of the routing sites of one layer: 64, or 64 + 64, or 64, 8 x 10 with experts inside."""
     experts = Counter(k for site, k in taken.items() if is_expert(site))
     others = " + ".join(f"{k:,}" for site, k in taken.items() if ".expert" not in str(site))
     found = ", ".join(filter(None, [others, *(f"{count} x {k:,}" for k, count in experts.items())]))
     return found or "-"
 
 
-def part_text(part: str) -> str:
-    """The head of a column."""
-    return WORDS.get(part, part.replace("_", " "))
+def part_name(part: str) -> str:
+    """The name of a part of the model in a heading: short."""
+    return SHORT_NAMES.get(part, part_text(part))
 
 
 def flops_of(row: LayerCost) -> int:

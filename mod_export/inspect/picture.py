@@ -1,4 +1,4 @@
-"""A model as PNG: FLOPs by layer and part beside the dense twin, and below it the routing of a text."""
+"""A model as PNG: FLOPs by layer and part beside the dense baseline, and below it the routing of a text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mod_export.errors import UsageError
-from mod_export.inspect.lanes import PASSED, Lane, lanes_of, token_marks
-from mod_export.inspect.layers import Layers, flops_of, flops_sentence, part_text
-from mod_export.inspect.page import SCALES
-from mod_export.inspect.routed_text import RoutedText
-from mod_export.model import Model
+from mod_export.inspect.layers import Layers, flops_of, flops_sentence, part_name
+from mod_export.inspect.page import flops_scale
+from mod_export.inspect.routed_text import SKIPPED, Lane, RoutedText, lanes_of, token_marks
 from mod_export.report.pages import light_colours
+from mod_export.sources.checkpoint import Model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +57,7 @@ def render_png(model: Model, layers: Layers, routed: RoutedText | None) -> bytes
     row = LANE_HEIGHT * (len(lanes) + 2.5)
     colours = light_colours()
     heights = [CHART_HEIGHT, *([0.35] if pieces else []), *[row] * pieces]
-    # Not pyplot: no window system is asked for, and nothing is left behind.
+    # Not pyplot, which would look for a window system and keep the figure.
     figure = Figure(figsize=(WIDTH, sum(heights)), dpi=DOTS, facecolor=colours["card"], layout="constrained")
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _flops(axes[0], model, layers, colours)
@@ -73,12 +72,12 @@ def render_png(model: Model, layers: Layers, routed: RoutedText | None) -> bytes
 
 def _flops(axes: Axes, model: Model, layers: Layers, colours: Any) -> None:
     own = layers.mod[layers.largest]
-    twin = None if layers.dense is None else layers.dense[layers.largest]
+    baseline = None if layers.dense is None else layers.dense[layers.largest]
     counted = [index for index, row in enumerate(own.rows) if row.flops]
-    parts = list(dict.fromkeys([*own.flops_by_part, *(twin.flops_by_part if twin else ())]))
-    most = max(flops_of(costs.rows[index]) for costs in (own, twin) if costs for index in counted)
-    size, unit = next((scale for scale in SCALES if most >= scale[0]), SCALES[-1])
-    for costs, offset, alpha in ((twin, -BAR / 2, 0.45), (own, BAR / 2 if twin else 0.0, 1.0)):
+    parts = list(dict.fromkeys([*own.flops_by_part, *(baseline.flops_by_part if baseline else ())]))
+    most = max(flops_of(costs.rows[index]) for costs in (own, baseline) if costs for index in counted)
+    size, unit = flops_scale(most)
+    for costs, offset, alpha in ((baseline, -BAR / 2, 0.45), (own, BAR / 2 if baseline else 0.0, 1.0)):
         if costs is None:
             continue
         floor = [0.0] * len(counted)
@@ -86,7 +85,7 @@ def _flops(axes: Axes, model: Model, layers: Layers, colours: Any) -> None:
             heights = [costs.rows[index].flops.get(part, 0) / size for index in counted]
             places = [place + offset for place in range(len(counted))]
             colour = colours.get(part, colours["other"])
-            label = part_text(part) if costs is own else None
+            label = part_name(part) if costs is own else None
             axes.bar(places, heights, BAR * 0.95, floor, color=colour, alpha=alpha, label=label, linewidth=0)
             floor = [below + height for below, height in zip(floor, heights, strict=True)]
     axes.set_xticks(range(len(counted)), [own.rows[index].name for index in counted])
@@ -96,7 +95,7 @@ def _flops(axes: Axes, model: Model, layers: Layers, colours: Any) -> None:
     axes.grid(axis="y", color=colours["line"])
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    beside = "; left and pale: the dense twin" if twin else ""
+    beside = "; left and pale: the dense baseline" if baseline else ""
     title = f"{model.name}: FLOPs of {layers.largest.name} by layer and part{beside}"
     axes.set_title(title, loc="left", parse_math=False)
     axes.set_xlabel(flops_sentence(layers), color=colours["soft"])
@@ -112,7 +111,7 @@ def _head(axes: Axes, routed: RoutedText, colours: Any) -> None:
 
 
 def _piece(axes: Axes, routed: RoutedText, lanes: tuple[Lane, ...], start: int, colours: Any) -> None:
-    """Tokens on top and a lane for each place of routing; experts as their numerals."""
+    """Tokens on top and a lane for each routing site; experts as their numerals."""
     tokens = token_marks(routed.map)[start : start + PIECE]
     axes.set_xlim(0, PIECE)
     axes.set_ylim(len(lanes) + 1, 0)
@@ -126,9 +125,9 @@ def _piece(axes: Axes, routed: RoutedText, lanes: tuple[Lane, ...], start: int, 
     for index, lane in enumerate(lanes):
         marks = lane.marks[start : start + PIECE]
         axes.broken_barh([(0, len(tokens))], (index + 1.1, 0.8), color=colours["wash"], linewidth=0)
-        ran = [(column, 1) for column, mark in enumerate(marks) if mark != PASSED]
+        ran = [(column, 1) for column, mark in enumerate(marks) if mark != SKIPPED]
         axes.broken_barh(ran, (index + 1.1, 0.8), color=colours["shade-3" if lane.experts else "mod"], linewidth=0)
         if lane.experts:
             for column, mark in enumerate(marks):
-                if mark != PASSED:
+                if mark != SKIPPED:
                     axes.text(column + 0.5, index + 1.5, mark, family="monospace", fontsize=6, ha="center", va="center")

@@ -1,4 +1,4 @@
-"""A text, routed by the eager model: which token went through which layer."""
+"""A text, routed by the eager model: which layer ran which token, and the same as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mod_export.artifacts import Bucket
 from mod_export.errors import UsageError
-from mod_export.inputs import Batch
-from mod_export.protocols import LoadedModel
-from mod_export.report.charts.routing import MOST_TOKENS
-from mod_export.report.parity_entries import RoutingMap
+from mod_export.report.parity_figures import MOST_TOKENS
+from mod_export.results.structure import MapLayer, RoutingMap
+from mod_export.sources.protocol import LoadedModel
+from mod_export.types import Bucket
+from mod_export.validate.inputs import Batch
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["RoutedText", "routed_text"]
+__all__ = ["SKIPPED", "Lane", "RoutedText", "lane_lines", "lanes_of", "routed_text", "token_marks"]
+
+RAN, SKIPPED, SEVERAL = "#", ".", "+"
+NUMERALS = "0123456789abcdefghijklmnopqrstuvwxyz"
+UNSEEN = "\N{MIDDLE DOT}"
+WIDTH = 96
+LEGEND = f"{RAN} ran, {SKIPPED} skipped"
+LEGEND_OF_EXPERTS = f"; of experts the numbers of those that ran it, {SEVERAL} for more of them"
+MOST_EXPERTS = 3
+"""Of one token that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +97,77 @@ def _routed(loaded: LoadedModel, ids_S: np.ndarray, source: str, left_out: int) 
     if found is None:
         return None
     return RoutedText(source=source, left_out=left_out, map=RoutingMap.model_validate(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One routing site, or the n-th experts of a layer's tokens: a mark for each token of the text.
+
+    Attributes:
+        name: of the site; empty where a lane goes on with the experts of the one above it.
+        marks: RAN or SKIPPED; of experts a numeral, SKIPPED, or SEVERAL.
+        experts: whether this is a lane of experts.
+    """
+
+    name: str
+    marks: str
+    experts: bool
+
+
+def lanes_of(found: RoutingMap) -> tuple[Lane, ...]:
+    """In the order of the model. All experts of a layer share as many lanes as a token has experts."""
+    count = len(found.tokens)
+    grouped: dict[str, list[MapLayer]] = {}
+    for layer in found.layers:
+        number, _, part = str(layer.layer).partition(".")
+        part = "experts" if part.startswith("expert") else part
+        grouped.setdefault(f"layer {number} {part}".rstrip(), []).append(layer)
+    lanes: list[Lane] = []
+    for name, sites in grouped.items():
+        if not name.endswith("experts"):
+            lanes.append(Lane(name=name, marks=_ran(sites[0], count), experts=False))
+            continue
+        for index, marks in enumerate(_experts(sites, count)):
+            lanes.append(Lane(name="" if index else name, marks=marks, experts=True))
+    return tuple(lanes)
+
+
+def token_marks(found: RoutingMap) -> str:
+    """One character for each token: its first one, or a dot in the middle of the line for what cannot be seen."""
+    return "".join(text[0] if text and text[0].isprintable() else UNSEEN for text in found.tokens)
+
+
+def lane_lines(routed: RoutedText) -> list[str]:
+    """The map for a terminal: pieces of the text, and under each what every lane did with it."""
+    lanes, tokens = lanes_of(routed.map), token_marks(routed.map)
+    legend = LEGEND + (LEGEND_OF_EXPERTS if any(lane.experts for lane in lanes) else "")
+    cut = f", {routed.left_out:,} more are left out" if routed.left_out else ""
+    width = max(len(lane.name) for lane in lanes)
+    lines = [f"routing of {routed.source}: {len(tokens):,} tokens{cut}", legend]
+    for start in range(0, len(tokens), WIDTH):
+        piece = slice(start, start + WIDTH)
+        lines += ["", f"{start:>{width},}  {tokens[piece]}".rstrip()]
+        lines += [f"{lane.name:<{width}}  {lane.marks[piece]}" for lane in lanes]
+    return lines
+
+
+def _ran(layer: MapLayer, count: int) -> str:
+    ran = set(layer.routed)
+    return "".join(RAN if position in ran else SKIPPED for position in range(count))
+
+
+def _experts(sites: list[MapLayer], count: int) -> list[str]:
+    """The n-th lane holds the n-th expert of each token, in the order of their numbers."""
+    ran_by: list[list[str]] = [[] for _ in range(count)]
+    for layer in sites:
+        number = int(str(layer.layer).rpartition("expert")[2])
+        for position in layer.routed:
+            ran_by[position].append(NUMERALS[number] if number < len(NUMERALS) else RAN)
+    most = min(MOST_EXPERTS, max(1, *(len(experts) for experts in ran_by)))
+    return ["".join(_nth(experts, n, most) for experts in ran_by) for n in range(most)]
+
+
+def _nth(experts: list[str], n: int, most: int) -> str:
+    if n == most - 1 and len(experts) > most:
+        return SEVERAL
+    return experts[n] if n < len(experts) else SKIPPED

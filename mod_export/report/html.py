@@ -1,4 +1,4 @@
-"""report.html: one self-contained page, as `pages` makes them."""
+"""report.html: everything that a build found, as one page."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 import tomli_w
 from pydantic import JsonValue
 
-from mod_export.report.charts.cost import flops_charts, roofline_charts, time_charts
-from mod_export.report.charts.generation import layers_ran, step_charts
-from mod_export.report.charts.latency import latency_charts
-from mod_export.report.charts.parity import error_chart, layers_chart
-from mod_export.report.charts.routing import token_maps
-from mod_export.report.charts.speedup import speedup_chart
-from mod_export.report.deployment import deployments
-from mod_export.report.generation_summary import layers_text, overflow_text, prompts_of, steps_of
-from mod_export.report.pages import page_from_template
-from mod_export.report.precision import precisions
-from mod_export.report.schema import BuildReport
-from mod_export.report.summary import broken_controls, gains, samplings, settings_of, untried_targets
+from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
+from mod_export.report.generation import layers_text, overflow_text, prompts_of, steps_of
+from mod_export.report.pages import render_page
+from mod_export.report.parity_figures import error_figure, executed_figure, layers_figure, layers_legend, token_maps
+from mod_export.report.speed_figures import latency_figures, speedup_figure, step_figure, step_legend
+from mod_export.report.summary import (
+    broken_controls,
+    deployments,
+    forward_parity,
+    gains,
+    precisions,
+    samplings,
+    settings_of,
+    untried_targets,
+)
 from mod_export.report.wording import difference_text
+from mod_export.results.report import BuildReport
 
 __all__ = ["render_html"]
 
@@ -30,10 +34,13 @@ def render_html(report: BuildReport, *, command: str | None = None) -> str:
     """The report as one page. `command` is what was typed to build, by default what the report itself says."""
     settings, found = settings_of(report), gains(report)
     written = report.generation
-    steps = steps_of(written) if written else ()
-    return page_from_template(
-        "page.html.j2",
+    steps, parity = steps_of(report), forward_parity(report)
+    return render_page(
+        __package__,
+        "templates/report.html.j2",
         report=report,
+        parity=parity,
+        token_parity=[row for row in report.parity if row.role != "forward"],
         command=command or report.command,
         config_toml=tomli_w.dumps(_without_null(report.config)),
         spec_json=json.dumps(report.model.spec, indent=2),
@@ -44,21 +51,23 @@ def render_html(report: BuildReport, *, command: str | None = None) -> str:
         broken_controls=broken_controls(report),
         deployments=deployments(report),
         untried=untried_targets(report),
-        speedup=speedup_chart(report.speedup),
+        speedup=speedup_figure(report.speedup),
         precision=precisions(report),
-        places=layers_text(written) if written else "",
-        steps=steps,
-        step_charts=step_charts(steps),
-        prompts=prompts_of(written) if written else (),
+        slots=layers_text(written) if written else "",
+        all_steps=steps,
+        step_charts=[(one, one.row, step_figure(one, one.row)) for one in steps if one.row],
+        step_legend=step_legend(),
+        prompts=prompts_of(report),
         overflow=overflow_text(written.quality) if written and written.quality else "",
-        layers_ran=layers_ran(written) if written else None,
-        latency=latency_charts(settings),
-        errors=error_chart(report.parity),
-        layers=[layers_chart(row) for row in report.parity if row.routing.layers],
+        executed=executed_figure(written) if written else "",
+        latency=latency_figures(settings),
+        errors=error_figure(parity),
+        layers=[(row, layers_figure(row)) for row in parity if row.routing.layers],
+        layers_legend=layers_legend(),
         maps=token_maps(report.routing_maps),
-        flops=flops_charts(report.cost),
-        times=time_charts(report.parts),
-        rooflines=roofline_charts(report.roofline, report.parts),
+        flops=flops_figures(report.cost),
+        times=time_figures(report.parts),
+        rooflines=roofline_figures(report.roofline, report.parts),
         total_bytes=sum(artifact.bytes for artifact in report.artifacts),
     )
 

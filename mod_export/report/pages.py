@@ -1,7 +1,7 @@
-"""What every page of mod-export is made of: self-contained, no network, no font but the reader's own, one small script.
+"""The frame of every page of mod-export: self-contained, no network, the reader's own fonts, one small script.
 
-Text is escaped by the template engine. The content security policy allows the page's own styles, and the one script
-whose hash it names. Everything can be read without the script, which lets a reader point at a sample or a token.
+The template engine escapes text. The content security policy allows the page's own styles and the one script whose hash
+it names. Everything can be read without the script, which lets a reader point at a sample or a token.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from mod_export.measure.cost import PARTS
-from mod_export.report.charts.cost import COLOURED
-from mod_export.report.summary import agreement_by_input, allowed_error
+from mod_export.benchmark.cost import PARTS
+from mod_export.report.charts import NAMES, part_class, part_text
+from mod_export.report.summary import agreement_by_input
 from mod_export.report.wording import (
     agreement_text,
     bytes_text,
@@ -30,7 +30,6 @@ from mod_export.report.wording import (
     interval_text,
     ms_text,
     percent_text,
-    place_text,
     printable,
     ratio_interval_text,
     ratio_text,
@@ -42,28 +41,19 @@ from mod_export.report.wording import (
     verdicts_text,
 )
 
-__all__ = ["light_colours", "page_from_source", "page_from_template"]
+__all__ = ["light_colours", "render_page"]
 
 DARK = "@media screen and (prefers-color-scheme: dark)"
 
 
-def page_from_template(name: str, **values: Any) -> str:
-    """A page from one of templates/, which extends shell.html.j2 and gets `values`."""
-    return _page(_environment().get_template(name).render(**_shell(), **values))
-
-
-def page_from_source(source: str, **values: Any) -> str:
-    """A page from the text of a template that is kept elsewhere; it can extend and include those of templates/."""
-    return _page(_environment().from_string(source).render(**_shell(), **values))
+def render_page(package: str, template: str, **values: Any) -> str:
+    """A page of `template`, a file of `package` that extends shell.html.j2 and gets `values`."""
+    return _template(package, template).render(**_shell(), **values).lstrip() + "\n"
 
 
 def light_colours() -> Mapping[str, str]:
     """Name -> #rrggbb or #rgb of the style sheet, for light paper: figures outside of a page look like those on it."""
     return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6})\b", _part("page.css").split(DARK)[0]))
-
-
-def _page(rendered: str) -> str:
-    return rendered.lstrip() + "\n"
 
 
 def _shell() -> dict[str, Any]:
@@ -80,6 +70,11 @@ def _part(name: str) -> str:
 
 
 @cache
+def _template(package: str, name: str) -> Template:
+    return _environment().from_string(files(package).joinpath(name).read_text(encoding="utf-8"))
+
+
+@cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader(__package__),
@@ -89,12 +84,10 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_cleaned,
     )
-    environment.globals |= {"models": {"mod": "MoD", "dense": "dense"}, "parts": list(PARTS), "coloured": COLOURED}
+    environment.globals |= {"models": NAMES, "parts": list(PARTS)}
     environment.filters |= {
         "agreement": agreement_text,
-        "allowed": allowed_error,
         "by_input": agreement_by_input,
-        "at": place_text,
         "bytes": bytes_text,
         "ci": ci_text,
         "count": count_text,
@@ -102,6 +95,8 @@ def _environment() -> Environment:
         "flops": flops_text,
         "interval": interval_text,
         "ms": ms_text,
+        "part": part_text,
+        "part_class": part_class,
         "percent": percent_text,
         "ratio": ratio_text,
         "ratio_interval": ratio_interval_text,

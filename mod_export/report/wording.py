@@ -1,16 +1,16 @@
-"""How numbers are written for people. Nothing here rounds a result up to perfection: only 8,192 of 8,192 is `all`."""
+"""How numbers are written for people. Nothing is rounded up to perfection: only 8,192 of 8,192 is `all`."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 from pydantic import JsonValue
 
-from mod_export.report.latency_entries import PrecisionEntry, SpeedupEntry
-from mod_export.report.parity_entries import InputAgreement, LayerAgreement, RoutingAgreement
+from mod_export.results.base import PairRow
+from mod_export.results.latency import PrecisionRow, SpeedupRow
+from mod_export.results.parity import InputAgreement, LayerAgreement, RoutingAgreement
 
 __all__ = [
     "agreement_text",
@@ -37,20 +37,9 @@ __all__ = [
 ]
 
 
-class OfSetting(Protocol):
-    """Any row of one target, bucket and dtype."""
-
-    @property
-    def target(self) -> str: ...
-    @property
-    def bucket(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-def setting_text(row: OfSetting) -> str:
+def setting_text(row: PairRow) -> str:
     """What a row is about: ort-cpu b1s512 float32."""
-    return f"{row.target} {row.bucket} {row.dtype}"
+    return row.name
 
 
 def ms_text(ms: float) -> str:
@@ -63,7 +52,7 @@ def ratio_text(ratio: float) -> str:
     return f"{ratio:.2f}x"
 
 
-def interval_text(row: SpeedupEntry | PrecisionEntry) -> str:
+def interval_text(row: SpeedupRow | PrecisionRow) -> str:
     """A speed-up with its interval: 1.68x [1.66, 1.69]."""
     return ratio_interval_text(row.measured, row.ci95)
 
@@ -78,12 +67,10 @@ def ci_text(interval: tuple[float, float] | None) -> str:
     return "" if interval is None else f"[{ms_text(interval[0])}, {ms_text(interval[1])}]"
 
 
-def verdicts_text(rows: Sequence[SpeedupEntry]) -> str:
+def verdicts_text(rows: Sequence[SpeedupRow]) -> str:
     """How many settings have which verdict, in full: faster in 3 of 4 settings, inconclusive in 1."""
-    count = Counter(row.verdict for row in rows if row.verdict is not None)
+    count = Counter(row.verdict for row in rows)
     settings = f"{len(rows)} setting{'' if len(rows) == 1 else 's'}"
-    if not count:
-        return f"median latency in {settings}"
     named = [f"{verdict} in {count[verdict]}" for verdict in ("faster", "not faster", "inconclusive") if count[verdict]]
     return ", ".join([f"{named[0]} of {settings}", *named[1:]])
 
@@ -94,7 +81,7 @@ def error_text(error: float) -> str:
 
 
 def agreement_text(routing: RoutingAgreement | LayerAgreement | InputAgreement) -> str:
-    """Routed tokens that are those of the reference: all 8,192, or 8,189 of 8,192."""
+    """Selected tokens that the reference selected too: all 8,192, or 8,189 of 8,192."""
     if routing.routed == 0:
         return "-"
     if routing.agreed == routing.routed:
@@ -103,10 +90,10 @@ def agreement_text(routing: RoutingAgreement | LayerAgreement | InputAgreement) 
 
 
 def difference_text(differing: int, faults: int) -> str:
-    """What the tokens that were routed differently are."""
+    """What kind of differences there are between selected tokens."""
     if faults:
-        return "1 difference is no near-tie" if faults == 1 else f"{faults:,} differences are no near-ties"
-    return "every other token is a near-tie" if differing else "no token is routed differently"
+        return "1 difference is not a near-tie" if faults == 1 else f"{faults:,} differences are not near-ties"
+    return "every difference is a near-tie" if differing else "no token is routed differently"
 
 
 def causality_text(looks_ahead: Sequence[str]) -> str:
@@ -165,7 +152,7 @@ def bytes_text(count: int) -> str:
 
 def threads_text(threads: int) -> str:
     """How many threads an engine was allowed."""
-    return {0: "as many threads as it likes", 1: "1 thread"}.get(threads, f"{threads} threads")
+    return {0: "threads as the library chooses", 1: "1 thread"}.get(threads, f"{threads} threads")
 
 
 def value_text(value: JsonValue) -> str:

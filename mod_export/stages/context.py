@@ -1,170 +1,345 @@
-"""What the stages of one build share: the plan, the workspace, what was captured, and what has been made so far."""
+"""What stages share: the folder, the configuration, the models, the graphs and engines, and the results so far.
+
+A build fills a `BuildContext` from its plan and records every step in the folder. `validate` and `bench` on a finished
+folder fill a `FolderContext` from the manifest, without recording, and run the same stages.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from mod_export.artifacts import Bucket, DType, Engine, Graph, ModelKind
+from mod_export.build_folder.manifest import GenerationFacts, ModelFacts
+from mod_export.build_folder.workspace import Step, Workspace
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.engines.protocol import Runner
 from mod_export.environment import describe_machine, versions
-from mod_export.graph.capture import exported_from_module
-from mod_export.measure.cost import CostRow
-from mod_export.measure.decoding import DecodeRow, FirstTokenRow
-from mod_export.measure.latency import LatencyRow
-from mod_export.measure.parts import PartRow
-from mod_export.measure.precision import PrecisionRow
-from mod_export.measure.roofline import Roofline
-from mod_export.measure.work import Work
-from mod_export.plan import Plan
-from mod_export.validate.causality import CausalityRow
-from mod_export.validate.maps import RoutingMapRow
+from mod_export.plan import KINDS, GenerationPlan, Plan
+from mod_export.results.base import Result
+from mod_export.results.cost import Work
+from mod_export.results.generation import StepBytes
+from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.sources.protocol import GeneratingModel, LoadedModel
+from mod_export.types import (
+    PRIMARY,
+    Availability,
+    Bucket,
+    DType,
+    Engine,
+    Graph,
+    ModelKind,
+    Outputs,
+    Role,
+    graph_of,
+)
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import ParityRow
-from mod_export.validate.structure import StructureRow
-from mod_export.validate.written import QualityRow, TextsRow
-from mod_export.workspace import Step, Workspace
+from mod_export.validate.written import prompts_of
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-__all__ = ["Captures", "Context", "Generation"]
+    from mod_export.sources.protocol import GraphSource
+
+__all__ = ["BuildContext", "Context", "Models", "Store", "step_bytes"]
+
+Row = TypeVar("Row", bound=Result)
+Make = Callable[[Sequence[Path]], Any]
 
 
-@dataclass(slots=True)
-class Generation:
-    """What the stage of the same name has made and found.
+class Store(Protocol):
+    """Where steps are made: a folder that is being built, or a finished one, in which nothing is recorded."""
 
-    Attributes:
-        graphs: portable, and of targets.
-        engines: of prefill and decode buckets.
-        parity: of both, against the eager model.
-        texts: what engines and eager model wrote.
-        decode: time of steps, model against dense twin.
-        first_token: time of prompts.
-        quality: what deciding one token at a time costs.
+    @property
+    def root(self) -> Path: ...
+    def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step: ...
+    def hash_of(self, output: str) -> str: ...
+
+
+class _ForwardSource:
+    """Whole rows, as `GraphSource` wants them."""
+
+    def __init__(self, loaded: LoadedModel, graph: Graph) -> None:
+        import torch
+
+        B, S = graph.bucket.batch, graph.bucket.seq
+        self.module = loaded.skeleton(graph.outputs).to("meta")
+        ids_BS = [torch.zeros((B, S), dtype=torch.int64, device="meta") for _ in range(2)]
+        # A row may be full or down to one token; neither may change the graph.
+        lengths_B = [torch.full((B,), length, device="meta") for length in (S, 1)]
+        self.examples = ((ids_BS[0], lengths_B[0]), (ids_BS[1], lengths_B[1]))
+        self.inputs = ("input_ids", "lengths")
+        self.outputs = (PRIMARY[graph.outputs],)
+
+
+class Models:
+    """The two models, their references and what is captured of them, each made when it is first asked for.
+
+    A build that reuses everything needs none of them, and neither does a benchmark on a server without PyTorch.
     """
 
-    graphs: list[Graph] = field(default_factory=list)
-    engines: list[Engine] = field(default_factory=list)
-    parity: list[ParityRow] = field(default_factory=list)
-    texts: list[TextsRow] = field(default_factory=list)
-    decode: list[DecodeRow] = field(default_factory=list)
-    first_token: list[FirstTokenRow] = field(default_factory=list)
-    quality: QualityRow | None = None
+    def __init__(
+        self,
+        loaded: Callable[[ModelKind], LoadedModel],
+        generating: Callable[[ModelKind], GeneratingModel],
+        config: BuildConfig,
+    ) -> None:
+        self._load, self._as_generating, self._config = loaded, generating, config
+        self._made: dict[tuple[object, ...], Any] = {}
 
+    def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
-class Captures:
-    """What is captured, made when it is first asked for: a build that reuses everything needs none of it."""
+    def loaded(self, kind: ModelKind) -> LoadedModel:
+        """The model as it reads whole rows."""
+        loaded: LoadedModel = self._once(("loaded", kind), lambda: self._load(kind))
+        return loaded
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._skeletons: dict[ModelKind, torch.nn.Module] = {}
+    def generating(self, kind: ModelKind) -> GeneratingModel:
+        """The model as it decides about one token at a time."""
+        generating: GeneratingModel = self._once(("generating", kind), lambda: self._as_generating(kind))
+        return generating
 
-    def skeleton(self, kind: ModelKind) -> torch.nn.Module:
-        """The module without values, on the meta device: a graph is the same whatever the weights are."""
-        if kind not in self._skeletons:
-            self._skeletons[kind] = self._plan.loaded(kind).skeleton(self._plan.config.outputs).to("meta")
-        return self._skeletons[kind]
+    def reference(self, kind: ModelKind, role: Role = "forward") -> Reference:
+        """The eager model that graphs of a role are judged by. Those of one kind share weights and captures."""
+        outputs: Outputs = {"forward": self._config.outputs, "prefill": "last", "decode": "logits"}[role]
+        generates = role != "forward"
 
-    def program(self, kind: ModelKind, bucket: Bucket) -> torch.export.ExportedProgram:
-        """The eager float32 module with its weights, captured for one bucket."""
-        return exported_from_module(self._plan.loaded(kind).module(self._plan.config.outputs), bucket, kind)
+        def make() -> Reference:
+            loaded = self.generating(kind).loaded if generates else self.loaded(kind)
+            captures: Reference = self._once(("captures", kind, generates), lambda: Reference(loaded))
+            return captures.returning(outputs)
+
+        reference: Reference = self._once(("reference", kind, generates, outputs), make)
+        return reference
+
+    def source(self, graph: Graph) -> GraphSource:
+        """What a portable graph is captured from: a module on the meta device, example inputs, and names."""
+
+        def make() -> GraphSource:
+            B, S = graph.bucket.batch, graph.bucket.seq
+            if graph.role == "prefill":
+                return self.generating(graph.model).prefill(B, S)
+            if graph.role == "decode":
+                return self.generating(graph.model).step(B, S, self._config.generation.places)
+            return _ForwardSource(self.loaded(graph.model), graph)
+
+        source: GraphSource = self._once(("source", graph.model, graph.role, graph.bucket), make)
+        return source
+
+    def program(self, graph: Graph) -> torch.export.ExportedProgram:
+        """The eager float32 module with its weights, captured for the bucket of a graph of whole rows."""
+        from mod_export.export.capture import captured_module
+
+        module = self.loaded(graph.model).module(graph.outputs)
+        return captured_module(module, graph.bucket, graph.model).program
 
 
 class Context:
-    """One run of the stages over one plan. A stage reads what earlier stages left here and adds its own."""
+    """One run of stages over one folder. A stage reads what earlier stages left here and adds its own.
 
-    def __init__(self, plan: Plan, workspace: Workspace, each_step: Callable[[str], None]) -> None:
-        self.plan = plan
-        self.workspace = workspace
-        self.captures = Captures(plan)
-        self.graphs: dict[tuple[ModelKind, Bucket], Graph] = {}
-        self.target_graphs: dict[tuple[str, DType, ModelKind, Bucket], Graph] = {}
+    Attributes:
+        config: the resolved configuration.
+        models: the MoD model and its dense baseline.
+        facts: of both, as the manifest has them.
+        generation: what writing text needs, or the reason why the folder cannot.
+        buckets: of whole rows, ascending.
+        targets: that are run; all if empty.
+        graphs: every ONNX graph, portable and of targets, of every role.
+        engines: every engine that is looked at, of every role.
+        weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor.
+        work: engine -> work of its graph.
+        steps: that were done, in order.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: BuildConfig,
+        models: Models,
+        facts: Mapping[ModelKind, ModelFacts],
+        generation: GenerationFacts | str,
+        buckets: Sequence[Bucket],
+        announce: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.config, self.models, self.facts, self.generation = config, models, facts, generation
+        self.buckets = tuple(buckets)
+        self.targets: tuple[str, ...] = ()
+        self.graphs: list[Graph] = []
         self.engines: list[Engine] = []
-        self.cost: list[CostRow] = []
         self.weight_digests: dict[str, dict[str, str]] = {}
-        self.structure: list[StructureRow] = []
-        self.parity: list[ParityRow] = []
-        self.causality: list[CausalityRow] = []
-        self.maps: list[RoutingMapRow] = []
-        self.latency: list[LatencyRow] = []
-        self.precision: list[PrecisionRow] = []
         self.work: dict[str, tuple[Work, ...]] = {}
-        self.rooflines: list[Roofline] = []
-        self.parts: list[PartRow] = []
-        self.generation = Generation()
-        self._references: dict[ModelKind, Reference] = {}
-        self._each_step = each_step
+        self.steps: list[Step] = []
+        self._store, self._announce = store, announce
+        self._rows: list[Result] = []
+        self._availability: dict[str, Availability] = {}
 
     @property
     def root(self) -> Path:
         """The build folder."""
-        return self.workspace.root
+        return self._store.root
 
     @cached_property
     def machine(self) -> dict[str, Any]:
         """Environment of this run."""
-        return {**describe_machine(), "threads": self.plan.config.latency.threads}
+        return {**describe_machine(), "threads": self.config.latency.threads}
 
-    def step(
-        self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Callable[[Sequence[Path]], Any]
-    ) -> Step:
-        """A step of the workspace, announced before it starts."""
-        self._each_step(name)
-        return self.workspace.step(name, inputs, outputs, make)
+    def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
+        """A step of the folder, announced before it starts."""
+        self._announce(name)
+        step = self._store.step(name, inputs, outputs, make)
+        self.steps.append(step)
+        return step
+
+    def measure(
+        self, row_type: type[Row], name: str, inputs: Mapping[str, Any], make: Callable[[], Sequence[Row]]
+    ) -> list[Row]:
+        """A step whose results are rows: kept in the manifest, and in this context for the verdict and the report."""
+        step = self.step(name, inputs, [], lambda paths: [row.model_dump(mode="json") for row in make()])
+        found = [row_type.model_validate_json(json.dumps(item)) for item in step.result]
+        self._rows += found
+        return found
+
+    def add(self, rows: Sequence[Result]) -> None:
+        """Results that follow from others and are no step of their own."""
+        self._rows += rows
+
+    def rows(self, row_type: type[Row]) -> list[Row]:
+        """Every result of one type so far."""
+        return [row for row in self._rows if isinstance(row, row_type)]
+
+    def hash_of(self, path: str) -> str:
+        """SHA-256 of a file of the folder, as it was built."""
+        return self._store.hash_of(path)
+
+    def weights_path(self, kind: ModelKind, dtype: DType) -> str:
+        """The weights file of a model and dtype, relative to the root."""
+        return self.facts[kind].weights.removesuffix("float32.data") + f"{dtype}.data"
 
     def identity(self, kind: ModelKind) -> dict[str, Any]:
-        """Which weights and which architecture a kind is made of."""
-        model = (self.plan.baseline if kind == "dense" else None) or self.plan.model
+        """Which weights and which spec a model is made of, as an input of steps."""
+        facts = self.facts[kind]
         return {
-            "checkpoint": model.checkpoint_sha256,
-            "architecture": model.architecture,
-            "code": model.code_sha256,
-            # The spec is the checkpoint's, but for a capacity that was replaced.
-            "spec": self.plan.loaded(kind).spec,
+            "checkpoint": facts.checkpoint_sha256,
+            "architecture": facts.architecture,
+            "spec": facts.spec,
             "kind": kind,
         }
 
-    def weights_path(self, kind: ModelKind, dtype: DType) -> str:
-        """The weights file of a kind and dtype, relative to the root."""
-        return f"graphs/{self.plan.weights_of(kind)}-{dtype}.data"
+    def runnable(self, *roles: Role) -> list[Engine]:
+        """Engines of these roles that run here: their target does, and it is their GPU if they were built for one.
 
-    def reference(self, kind: ModelKind) -> Reference:
-        """The eager model of a kind."""
-        if kind not in self._references:
-            self._references[kind] = Reference(self.plan.loaded(kind), outputs=self.plan.config.outputs)
-        return self._references[kind]
+        Engines that write text keep their cache in this machine's memory, which not every target's runners can.
+        """
+        return [engine for engine in self.engines if engine.role in roles and self._runs(engine)]
 
-    def all_graphs(self) -> list[Graph]:
-        """Portable graphs and those of targets, each once."""
-        graphs = (*self.graphs.values(), *self.target_graphs.values())
-        return list({graph.path: graph for graph in graphs}.values())
+    def _runs(self, engine: Engine) -> bool:
+        if self.targets and engine.target not in self.targets:
+            return False
+        if engine.target not in self._availability:
+            self._availability[engine.target] = ENGINES[engine.target].availability()
+        found = self._availability[engine.target]
+        return found.can_run(engine) and (engine.role == "forward" or ENGINES[engine.target].binds)
 
-    def runnable(self) -> list[Engine]:
-        """Engines that run here: their target does, and it is their GPU if they were built for one."""
-        return [engine for engine in self.engines if self.plan.availability[engine.target].can_run(engine)]
+    def texts(self, rows: int, length: int) -> np.ndarray:
+        """Beginnings of held-out text for timing decode steps, int64 (rows, length); random ids where there is none."""
+        return prompts_of(self.models.generating("mod").loaded, rows, length, self.config.seed)
+
+    def decoding_engines(self) -> DecodingEngines:
+        """The prefill and decode engines, as they are served."""
+        engines = [engine for engine in self.engines if engine.role != "forward"]
+        return DecodingEngines(engines, self._load, self.config)
+
+    def _load(self, engine: Engine) -> Runner:
+        return ENGINES[engine.target].load(self.root, engine, self.config, self.config.latency.threads)
+
+    def graph_of(self, engine: Engine) -> Graph:
+        """The graph that an engine was built from; the portable one, which computes the same, where that is none."""
+        graph = graph_of(engine, self.graphs)
+        assert graph is not None, engine.path
+        return graph
 
     def conditions(self, engines: Sequence[Engine]) -> dict[str, Any]:
         """What a result on this machine depends on beside its settings."""
-        hash_of = self.workspace.hash_of
+        targets = dict.fromkeys(engine.target for engine in engines)
         return {
-            "engines": [hash_of(engine.path) for engine in engines],
-            "weights": [hash_of(self.weights_path(engine.model, engine.dtype)) for engine in engines],
-            "threads": self.plan.config.latency.threads,
+            "engines": [self.hash_of(engine.path) for engine in engines],
+            "weights": [self.hash_of(self.weights_path(engine.model, engine.dtype)) for engine in engines],
+            "threads": self.config.latency.threads,
             "machine": [self.machine["cpu"], self.machine["cores"], self.machine["gpu"]],
             "versions": {
                 **versions("mod_export", "torch", "onnxruntime"),
-                **{
-                    name: found
-                    for engine in engines
-                    for name, found in self.plan.targets[engine.target].versions().items()
-                },
+                **{name: found for target in targets for name, found in ENGINES[target].versions().items()},
             },
         }
 
     def versions(self, *names: str) -> dict[str, Any]:
         """Versions as an input of a step, this package's source among them."""
         return {"versions": versions("mod_export", *names)}
+
+
+class BuildContext(Context):
+    """A context that a plan fills: the stages from capture to engines make graphs and engines."""
+
+    def __init__(self, plan: Plan, workspace: Workspace, announce: Callable[[str], None]) -> None:
+        super().__init__(
+            workspace,
+            plan.config,
+            Models(plan.loaded, plan.generating, plan.config),
+            {kind: _facts(plan, kind) for kind in KINDS},
+            plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
+            plan.buckets,
+            announce,
+        )
+        self.plan, self.workspace = plan, workspace
+
+    def identity(self, kind: ModelKind) -> dict[str, Any]:
+        return {**super().identity(kind), "code": self.plan.source_of(kind).code_sha256}
+
+
+def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:
+    source, loaded = plan.source_of(kind), plan.loaded(kind)
+    return ModelFacts(
+        name=source.name,
+        architecture=source.architecture,
+        checkpoint_sha256=source.checkpoint_sha256,
+        spec=dict(loaded.spec),
+        vocab_size=loaded.vocab_size,
+        weights=plan.weights_path(kind, "float32"),
+        tensors=tuple(sorted(loaded.weights)),
+    )
+
+
+def _generation_facts(plan: Plan) -> GenerationFacts:
+    assert isinstance(plan.generation, GenerationPlan)
+    models = plan.generation.models
+    decodes = list(dict.fromkeys(graph.bucket for graph in plan.graphs if graph.role == "decode"))
+    lengths = sorted({bucket.seq for bucket in decodes})
+    return GenerationFacts(
+        window=plan.generation.window,
+        sites={kind: tuple(model.sites) for kind, model in models.items()},
+        capacity=dict(models["mod"].capacity),
+        kv_bytes={
+            kind: {length: sum(model.kv_bytes(length).values()) for length in lengths} for kind, model in models.items()
+        },
+        step_bytes={
+            bucket.name: {kind: step_bytes(model, bucket) for kind, model in models.items()} for bucket in decodes
+        },
+    )
+
+
+def step_bytes(model: GeneratingModel, bucket: Bucket) -> StepBytes:
+    """What a step of a decode bucket has to read: a sum over routing sites, so each is asked for alone."""
+    nowhere = dict.fromkeys(model.sites, 0.0)
+    always = model.least_bytes(bucket.batch, bucket.seq, nowhere)
+    sites = {
+        str(site): model.least_bytes(bucket.batch, bucket.seq, nowhere | {site: 1.0}) - always for site in model.sites
+    }
+    # Experts add nothing: they are read in every step, as many of them as its rows can take.
+    return StepBytes(always=always, sites={site: size for site, size in sites.items() if size})

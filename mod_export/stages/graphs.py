@@ -1,4 +1,4 @@
-"""Stages capture and onnx: one static graph per model and bucket, and the weights files that all of them share."""
+"""Stages capture and onnx: one static graph per model, role and bucket, and the weights files that they share."""
 
 from __future__ import annotations
 
@@ -10,107 +10,131 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mod_export.artifacts import DTYPES, PRIMARY, QUANTIZED, Bucket, DType, Graph, ModelKind
-from mod_export.environment import versions
+from mod_export.benchmark.cost import cost_row
+from mod_export.environment import EXPORTERS, versions
 from mod_export.errors import GraphError
-from mod_export.graph.capture import exported_from_module, prove_static
-from mod_export.graph.onnx_export import EXPORTERS, assert_capacity, check_model, onnx_from_exported
-from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.passes.quantize_weights import quantizable_weights
-from mod_export.graph.weights import bind_weights, files_for, state_of, stored_state, write_weights
-from mod_export.graph.weights_file import WeightsFile
-from mod_export.measure.cost import CostRow, cost_row
+from mod_export.export.capture import captured, prove_static
+from mod_export.export.onnx_export import assert_capacity, check_model, onnx_from_captured
+from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.export.passes.quantize_weights import quantizable_weights
+from mod_export.export.routing_sites import RoutingSite
+from mod_export.export.weights import bind_weights, files_for, state_of, stored_state, write_weights
+from mod_export.export.weights_file import WeightsFile
 from mod_export.plan import KINDS
-from mod_export.stages.context import Context
-from mod_export.workspace import Step
+from mod_export.results.cost import CostRow
+from mod_export.stages.context import BuildContext
+from mod_export.types import DTYPES, PRIMARY, QUANTIZED, DType, Graph, ModelKind
 
 __all__ = ["capture", "onnx", "save_graph"]
 
 
-def capture(context: Context) -> list[Step]:
+def capture(context: BuildContext) -> None:
     """Proves that every bucket is one static graph."""
-    outputs, used = context.plan.config.outputs, versions("mod_export", "torch")
-    return [
-        context.step(
-            f"capture/{kind}-{bucket.name}",
-            {**context.identity(kind), "bucket": asdict(bucket), "outputs": outputs, "versions": used},
-            [],
-            partial(_prove, context, kind, bucket),
-        )
-        for kind, bucket in context.plan.cells()
-    ]
+    for graph in context.plan.graphs:
+        inputs = {**_source_inputs(context, graph), **context.versions("torch")}
+        context.step(f"capture/{graph.stem}", inputs, [], partial(_prove, context, graph))
 
 
-def _prove(context: Context, kind: ModelKind, bucket: Bucket, paths: Sequence[Path]) -> dict[str, int]:
-    return asdict(prove_static(context.captures.skeleton(kind), bucket, kind))
+def _source_inputs(context: BuildContext, graph: Graph) -> dict[str, Any]:
+    """What the source of a portable graph depends on."""
+    inputs = {
+        **context.identity(graph.model),
+        "role": graph.role,
+        "bucket": asdict(graph.bucket),
+        "outputs": graph.outputs,
+    }
+    if graph.role != "forward":
+        generation = context.plan.generating(graph.model)
+        inputs["generation"] = [generation.loaded.spec, generation.window, context.config.generation.places]
+    return inputs
 
 
-def onnx(context: Context) -> list[Step]:
-    """Weights files, and the portable graph of every bucket."""
+def _prove(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, int]:
+    source = context.models.source(graph)
+    return asdict(prove_static(source.module, source.examples, graph.stem))
+
+
+def onnx(context: BuildContext) -> None:
+    """Weights files, and the portable graph of every model, role and bucket."""
     dtypes = _dtypes(context)
-    prefixes = list(dict.fromkeys(context.plan.weights_of(kind) for kind in KINDS))
-    steps = [_weights_step(context, prefix, dtype) for prefix in prefixes for dtype in dtypes if dtype not in QUANTIZED]
-    for kind, bucket in context.plan.cells():
-        graph = Graph(
-            path=f"graphs/{kind}-{bucket.name}.onnx",
-            model=kind,
-            bucket=bucket,
-            dtype="float32",
-            target=None,
-            k_by_layer=context.plan.loaded(kind).k_by_layer(bucket.seq),
-            outputs=context.plan.config.outputs,
-        )
-        weights = context.weights_path(kind, "float32")
+    kinds = {context.facts[kind].weights: kind for kind in reversed(KINDS)}
+    for kind in kinds.values():
+        for dtype in dtypes:
+            if dtype not in QUANTIZED:
+                _write_weights(context, kind, dtype)
+    for graph in context.plan.graphs:
         inputs = {
-            **context.identity(kind),
-            "bucket": asdict(bucket),
-            "outputs": graph.outputs,
-            "weights": context.workspace.hash_of(weights),
+            **_source_inputs(context, graph),
+            "weights": context.hash_of(context.weights_path(graph.model, "float32")),
             "versions": versions(*EXPORTERS),
         }
-        step = context.step(
-            f"graph/{kind}-{bucket.name}",
-            inputs,
-            [graph.path],
-            partial(_export, context, graph),
-        )
-        context.graphs[kind, bucket] = graph
-        context.cost.append(CostRow(**step.result["cost"]))
-        steps.append(step)
+        step = context.step(f"graph/{graph.stem}", inputs, [graph.path], partial(_export, context, graph))
+        context.graphs.append(graph)
+        if step.result["cost"] is not None:
+            context.add([CostRow.model_validate(step.result["cost"])])
     # Which weights can become whole numbers is read from the graphs.
-    return steps + [
-        _weights_step(context, prefix, dtype, _quantized(context, prefix, dtype))
-        for prefix in prefixes
-        for dtype in dtypes
-        if dtype in QUANTIZED
-    ]
+    for kind in kinds.values():
+        for dtype in dtypes:
+            if dtype in QUANTIZED:
+                _write_weights(context, kind, dtype, _quantized(context, kind, dtype))
 
 
-def _quantized(context: Context, prefix: str, dtype: DType) -> frozenset[str]:
-    """The weights of one file that all graphs of it take as whole numbers."""
+def _quantized(context: BuildContext, kind: ModelKind, dtype: DType) -> frozenset[str]:
+    """The weights of one file that all forward graphs of it take as whole numbers."""
     found = [
         quantizable_weights(ir.load(context.root / graph.path), dtype)
-        for (kind, _), graph in context.graphs.items()
-        if context.plan.weights_of(kind) == prefix
+        for graph in context.graphs
+        if graph.role == "forward" and context.facts[graph.model].weights == context.facts[kind].weights
     ]
     return frozenset.intersection(*found)
 
 
-def _export(context: Context, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
-    routed = [layer for layer, k in graph.k_by_layer.items() if k]
-    skeleton = context.captures.skeleton(graph.model)
-    program = exported_from_module(skeleton, graph.bucket, graph.model)
-    model = onnx_from_exported(program, state_of(skeleton), routed, PRIMARY[graph.outputs])
+def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
+    source = context.models.source(graph)
+    # Conditions are captured with everything else where strict; otherwise each is compiled alone, which takes longer.
+    found = captured(source.module, source.examples[0], graph.stem, strict=graph.role == "decode")
+    model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
     applied = run_passes(model, PORTABLE, "float32")
-    assert_capacity(model, graph.bucket, graph.k_by_layer, PRIMARY[graph.outputs])
+    _check_ports(graph, model, source.inputs, [*source.outputs, *found.routed])
+    if graph.role != "decode":
+        _check_sites(graph, found.sites)
+    if graph.role == "forward":
+        assert_capacity(model, graph.bucket, graph.k_by_layer, PRIMARY[graph.outputs])
     save_graph(context, model, graph, paths[0])
+    cost = cost_row(model, graph.model, graph.bucket) if graph.role == "forward" else None
     return {
         "passes": {item.name: item.rewrites for item in applied},
-        "cost": asdict(cost_row(model, graph.model, graph.bucket)),
+        "cost": None if cost is None else cost.model_dump(mode="json"),
     }
 
 
-def save_graph(context: Context, model: ir.Model, graph: Graph, destination: Path) -> None:
+def _check_sites(graph: Graph, sites: Sequence[RoutingSite]) -> None:
+    """The captured program must mark the sites that the spec declares, with their slots.
+
+    Raises:
+        GraphError: it marks others.
+    """
+    found = {site.name: site.k for site in sites}
+    declared = {site: k for site, k in graph.k_by_layer.items() if k}
+    if found != declared:
+        raise GraphError(f"{graph.path}: marks the routing sites {found}, and the spec declares {declared}")
+
+
+def _check_ports(graph: Graph, model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Names are how a runtime finds inputs, outputs and the cache, and sizes how it makes them.
+
+    Raises:
+        GraphError: an input or output is missing, or has no fixed size.
+    """
+    names = [value.name for value in model.graph.outputs]
+    if names != list(outputs) or not {value.name for value in model.graph.inputs} <= set(inputs):
+        raise GraphError(f"{graph.path}: has the outputs {', '.join(map(str, names))}, not {', '.join(outputs)}")
+    loose = [value.name for value in model.graph.outputs if value.shape is None or not value.shape.is_static()]
+    if loose:
+        raise GraphError(f"{graph.path}: {', '.join(map(str, loose))} has no fixed size; write the model without one")
+
+
+def save_graph(context: BuildContext, model: ir.Model, graph: Graph, destination: Path) -> None:
     """Binds the weights, writes the graph, and has onnx.checker look at it where its weights are."""
     folder = context.root / "graphs"
     files = [
@@ -131,25 +155,18 @@ def save_graph(context: Context, model: ir.Model, graph: Graph, destination: Pat
     destination.write_bytes(data)
 
 
-def _weights_step(context: Context, prefix: str, dtype: DType, quantized: Collection[str] = ()) -> Step:
-    kind: ModelKind = "dense" if prefix.endswith("baseline") else "mod"
+def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, quantized: Collection[str] = ()) -> None:
     path = context.weights_path(kind, dtype)
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
         # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
         return write_weights(paths[0], stored_state(context.plan.loaded(kind)), dtype, quantized)
 
-    inputs = {
-        **context.identity(kind),
-        "dtype": dtype,
-        "quantized": sorted(quantized),
-        "versions": versions("mod_export"),
-    }
-    step = context.step(f"weights/{prefix}-{dtype}", inputs, [path], make)
+    inputs = {**context.identity(kind), "dtype": dtype, "quantized": sorted(quantized), **context.versions()}
+    step = context.step(f"weights/{Path(path).stem}", inputs, [path], make)
     context.weight_digests[path] = step.result
-    return step
 
 
-def _dtypes(context: Context) -> Sequence[DType]:
-    wanted = {"float32", *(variant.dtype for _, variant, _, _ in context.plan.variants())}
+def _dtypes(context: BuildContext) -> Sequence[DType]:
+    wanted = {"float32", *(variant.dtype for _, variant, _ in context.plan.engines())}
     return [dtype for dtype in DTYPES if dtype in wanted]

@@ -1,80 +1,62 @@
-"""Stage profile: the cost model, held against where the time of each engine really goes."""
+"""Stage profile: the cost model, compared with where the time of each engine really goes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
-from mod_export.artifacts import Engine, Graph, engine_stem
-from mod_export.engine import ENGINES
-from mod_export.measure.parts import Profiled, part_rows
-from mod_export.measure.profiles import can_profile, profile_engine, rooflines_of, work_from_json
-from mod_export.measure.work import work_of_graph
+from mod_export.benchmark.profile import Profiled, can_profile, part_rows, profile_engine, rooflines_of
+from mod_export.engines import ENGINES
+from mod_export.results.cost import Work
 from mod_export.stages.context import Context
-from mod_export.workspace import Step
+from mod_export.types import Engine
 
-__all__ = ["profile"]
+__all__ = ["count_work", "profile"]
 
 
-def profile(context: Context) -> list[Step]:
-    """The work of every engine that can be profiled, and the profile of those that run here.
+def count_work(context: Context) -> None:
+    """FLOPs and bytes of every engine that can be profiled, also of those that cannot run here.
 
-    Work is counted for engines that cannot run here too: whoever moves the folder needs it and may have no ONNX tools.
+    They are kept in the manifest: a server that the folder is moved to may have no ONNX tools.
     """
-    steps = [_work_step(context, engine) for engine in context.engines if can_profile(engine)]
-    engines = [engine for engine in context.runnable() if can_profile(engine)]
-    rooflines = rooflines_of(engines, context.machine, context.plan.config)
-    context.rooflines += rooflines.values()
+    for engine in context.engines:
+        if engine.role == "forward" and can_profile(engine):
+            graph = context.graph_of(engine)
+            whole_scores = ENGINES[engine.target].dialect.whole_scores
+            inputs = {"graph": context.hash_of(graph.path), "whole_scores": whole_scores, **context.versions("onnx_ir")}
+            make = partial(_count, context.root, graph.path, whole_scores)
+            step = context.step(f"work/{engine.target}/{engine.stem}", inputs, [], make)
+            context.work[engine.path] = tuple(Work.model_validate(item) for item in step.result)
+
+
+def _count(root: Path, path: str, whole_scores: bool, paths: Sequence[Path]) -> list[dict[str, Any]]:
+    import onnx_ir as ir
+
+    from mod_export.benchmark.cost import work_of_graph
+
+    return [one.model_dump(mode="json") for one in work_of_graph(ir.load(root / path), path, whole_scores=whole_scores)]
+
+
+def profile(context: Context) -> None:
+    """The profile of every engine that runs here, beside the time that the machine's roofline predicts."""
+    engines = [engine for engine in context.runnable("forward") if engine.path in context.work]
+    rooflines = rooflines_of(engines, context.machine, context.config)
+    context.add(list(rooflines.values()))
     for engine in engines:
-        step = _profile_step(context, engine)
+        inputs = {
+            **context.conditions([engine]),
+            "runs": context.config.cost.profile_runs,
+            "seed": context.config.seed,
+        }
+        step = context.step(f"profile/{engine.target}/{engine.stem}", inputs, [], partial(_profile, context, engine))
         profiled = None if step.result is None else Profiled(**step.result)
         if engine.dtype in rooflines:
-            context.parts += part_rows(engine, context.work[engine.path], rooflines[engine.dtype], profiled)
-        steps.append(step)
-    return steps
-
-
-def _work_step(context: Context, engine: Engine) -> Step:
-    graph = _graph_of(context, engine)
-    whole_scores = ENGINES[engine.target].dialect.whole_scores
-    step = context.step(
-        f"work/{engine.target}/{engine_stem(engine.model, engine.bucket, engine.dtype)}",
-        {"graph": context.workspace.hash_of(graph.path), "whole_scores": whole_scores, **context.versions("onnx_ir")},
-        [],
-        partial(_count, context, graph, whole_scores),
-    )
-    context.work[engine.path] = work_from_json(step.result)
-    return step
-
-
-def _graph_of(context: Context, engine: Engine) -> Graph:
-    """What the engine was built from; the portable graph, which computes the same, where that is no ONNX graph."""
-    key = (engine.target, engine.dtype, engine.model, engine.bucket)
-    return context.target_graphs.get(key, context.graphs[engine.model, engine.bucket])
-
-
-def _count(context: Context, graph: Graph, whole_scores: bool, paths: Sequence[Path]) -> list[dict[str, Any]]:
-    model = ir.load(context.root / graph.path)
-    return [asdict(one) for one in work_of_graph(model, graph.path, whole_scores=whole_scores)]
-
-
-def _profile_step(context: Context, engine: Engine) -> Step:
-    config = context.plan.config
-    inputs = {**context.conditions([engine]), "runs": config.cost.profile_runs, "seed": config.seed}
-    return context.step(
-        f"profile/{engine.target}/{engine_stem(engine.model, engine.bucket, engine.dtype)}",
-        inputs,
-        [],
-        partial(_profile, context, engine),
-    )
+            context.add(part_rows(engine, context.work[engine.path], rooflines[engine.dtype], profiled))
 
 
 def _profile(context: Context, engine: Engine, paths: Sequence[Path]) -> dict[str, Any] | None:
-    vocab_size = context.plan.loaded(engine.model).vocab_size
-    found = profile_engine(context.root, engine, context.work[engine.path], vocab_size, context.plan.config)
-    return None if found is None else asdict(found)
+    vocab_size = context.facts[engine.model].vocab_size
+    found = profile_engine(context.root, engine, context.work[engine.path], vocab_size, context.config)
+    return None if found is None else {"profiler": found.profiler, "ms_by_part": dict(found.ms_by_part)}

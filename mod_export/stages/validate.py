@@ -2,120 +2,248 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mod_export.artifacts import Graph, engine_stem
-from mod_export.inputs import parity_batches
+from mod_export.errors import BuildError, BuildFolderError
+from mod_export.export.quantize import source_of
+from mod_export.export.weights import digests_of_tensors, state_of
+from mod_export.export.weights_file import WeightsFile
+from mod_export.plan import KINDS
+from mod_export.results.generation import QualityRow, TextsRow
+from mod_export.results.parity import ParityRow
+from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
+from mod_export.runtime.generate.decoding_engines import DecodingEngines
 from mod_export.stages.context import Context
+from mod_export.stages.folder import FolderContext
+from mod_export.types import DTYPES, Bucket, Graph
 from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
-from mod_export.validate.causality import CausalityRow
-from mod_export.validate.findings import causality_of, parity_of, tolerance_of
-from mod_export.validate.maps import RoutingMapRow, routing_map
-from mod_export.validate.rows import ParityRow
-from mod_export.validate.structure import StructureRow, structure_of_graph, structure_of_weights
-from mod_export.workspace import Step
+from mod_export.validate.decoding import parity_of_decoding, texts_of_decoding
+from mod_export.validate.findings import causality_of, parity_of
+from mod_export.validate.fresh import FreshGraphs, structure_of_export
+from mod_export.validate.inputs import parity_batches
+from mod_export.validate.maps import routing_map
+from mod_export.validate.reference import Reference
+from mod_export.validate.rows import failed_row
+from mod_export.validate.structure import structure_of_file, structure_of_graph, structure_of_weights
+from mod_export.validate.written import quality_of
 
 __all__ = ["validate"]
 
-
-def validate(context: Context) -> list[Step]:
-    """Structure of every file, parity and causality of every candidate, and a routing map of every bucket."""
-    engines = candidates_from_engines(context.runnable(), context.all_graphs())
-    graphs = candidates_from_graphs(
-        context.all_graphs(), engines, partial(_weights_of, context), context.workspace.hash_of
-    )
-    steps = [_structure(context)]
-    parity = context.plan.config.parity
-    for candidate in (*engines, *graphs):
-        options = {
-            "gate": parity.gate(candidate.dtype).model_dump(),
-            "batches_per_kind": parity.batches_per_kind,
-            "text_batches": parity.text_batches,
-        }
-        step = _step(context, "parity", candidate, options, partial(_parity, context, candidate))
-        context.parity.append(ParityRow(**step.result))
-        steps.append(step)
-    for candidate, row in zip(engines, context.parity, strict=False):
-        if not row.inputs:
-            continue  # It could not be run, which its row says.
-        options = {"gate": tolerance_of(parity.gate(candidate.dtype)), "suffixes": parity.suffixes}
-        step = _step(context, "causality", candidate, options, partial(_causality, context, candidate))
-        context.causality.append(CausalityRow(**step.result))
-        steps.append(step)
-    return [*steps, *_maps(context)]
+QUALITY_TEXTS = 4
 
 
-def _weights_of(context: Context, graph: Graph) -> str:
-    return context.weights_path(graph.model, graph.dtype)
+def validate(context: Context) -> None:
+    """Structure of every file, parity and causality of every candidate, texts, and a routing map of every bucket."""
+    _structure(context)
+    changed = {row.path for row in context.rows(StructureRow) if not row.passed}
+    candidates = _candidates(context)
+    for candidate in candidates:
+        _parity(context, candidate, candidates, is_changed=candidate.path in changed)
+    ran = {row.artifact: row for row in context.rows(ParityRow) if row.inputs}
+    engines = [one for one in candidates if one.engine is not None and one.path in ran]
+    for candidate in engines:
+        if candidate.setting.role == "forward":
+            _causality(context, candidate, ran[candidate.path].allowed_max_abs)
+    if context.config.generation.compared_texts:
+        for candidate in engines:
+            if candidate.setting.role == "decode":
+                _texts(context, candidate, candidates)
+    if not isinstance(context.generation, str):
+        _quality(context)
+    if not isinstance(context, FolderContext):
+        _maps(context)  # For the report, which only a build writes.
 
 
-def _structure(context: Context) -> Step:
-    hash_of = context.workspace.hash_of
-    graphs = {graph.path: graph for graph in context.all_graphs()}
-    for candidate in candidates_from_engines(context.engines, context.all_graphs()):
-        if candidate.graph is not None:
-            graphs[candidate.path] = candidate.graph
-    files = {path: hash_of(path) for path in (*context.weight_digests, *graphs)}
+def _structure(context: Context) -> None:
+    graphs = _graph_files(context)
+    files = {path: context.hash_of(path) for path in (*context.weight_digests, *graphs)}
     inputs = {"files": files, "weights": context.weight_digests, **context.versions("onnx_ir")}
-    vocab_size = {kind: context.plan.loaded(kind).vocab_size for kind in ("mod", "dense")}
-
-    def make(paths: Sequence[Path]) -> list[dict[str, Any]]:
-        rows = [structure_of_weights(context.root, path, found) for path, found in context.weight_digests.items()]
-        rows += [
-            structure_of_graph(context.root, path, one, vocab_size[one.model], context.weight_digests)
-            for path, one in graphs.items()
-        ]
-        return [asdict(row) for row in rows]
-
-    step = context.step("structure", inputs, [], make)
-    context.structure += [StructureRow(**row) for row in step.result]
-    return step
+    context.measure(StructureRow, "structure", inputs, lambda: list(_structure_rows(context, graphs)))
 
 
-def _step(
-    context: Context,
-    what: str,
-    candidate: Candidate,
-    options: Mapping[str, Any],
-    make: Callable[[Sequence[Path]], dict[str, Any]],
-) -> Step:
-    hash_of = context.workspace.hash_of
-    inputs = {
+def _graph_files(context: Context) -> dict[str, Graph]:
+    """Every ONNX file, engines that are one included, and what it is meant to be."""
+    graphs = {graph.path: graph for graph in context.graphs}
+    for engine in context.engines:
+        if engine.path.endswith(".onnx"):
+            graphs[engine.path] = context.graph_of(engine)
+    return graphs
+
+
+def _structure_rows(context: Context, graphs: Mapping[str, Graph]) -> Iterator[StructureRow]:
+    root = context.root
+    if isinstance(context, FolderContext):
+        for path, entry in context.manifest.files.items():
+            yield structure_of_file(root, path, entry)
+    for path, digests in context.weight_digests.items():
+        yield structure_of_weights(root, path, digests)
+    for path, graph in graphs.items():
+        yield structure_of_graph(root, path, graph, context.facts[graph.model].vocab_size, context.weight_digests)
+    # A build has just exported; a finished folder is compared with a fresh export, and with a checkpoint that is named.
+    if isinstance(context, FolderContext):
+        yield from _fresh_exports(context, graphs)
+        yield from _against_checkpoint(context)
+
+
+def _fresh_exports(context: FolderContext, graphs: Mapping[str, Graph]) -> Iterator[StructureRow]:
+    if not context.exports_alike:
+        return
+    fresh = FreshGraphs(context.root)
+    for path, graph in graphs.items():
+        if graph.role != "forward":
+            continue
+        weights = context.weights_path(graph.model, graph.dtype)
+        try:
+            yield structure_of_export(
+                context.root, path, fresh.graph(graph, weights, context.models.reference(graph.model))
+            )
+        except (BuildError, BuildFolderError) as error:
+            yield StructureRow(path=path, checked=(), passed=False, reasons=(f"no fresh export: {error}",))
+
+
+def _against_checkpoint(context: FolderContext) -> Iterator[StructureRow]:
+    """Weights files against the checkpoint itself, whatever fingerprints the manifest has.
+
+    A baseline that came from a checkpoint of its own is left out: its reference is made of the very file.
+    """
+    if context.checkpoint is None:
+        return
+    # The model comes last: where both share a file, the dense baseline's tensors are a part of its own.
+    built_from = context.facts["mod"].checkpoint_sha256
+    own = [kind for kind in reversed(KINDS) if context.facts[kind].checkpoint_sha256 == built_from]
+    kinds = {context.weights_path(kind, dtype): (kind, dtype) for kind in own for dtype in DTYPES}
+    for path, (kind, dtype) in kinds.items():
+        if path in context.weight_digests:
+            state = state_of(context.models.reference(kind).module)
+            yield structure_of_weights(
+                context.root, path, digests_of_tensors(state, dtype, _quantized(context.root / path))
+            )
+
+
+def _quantized(path: Path) -> set[str]:
+    """The weights that a file holds as whole numbers; none where it cannot be read, which is another row's problem."""
+    try:
+        names = WeightsFile.open(path).entries
+    except BuildFolderError:
+        return set()
+    return {name for name in map(source_of, names) if name is not None}
+
+
+def _candidates(context: Context) -> list[Candidate]:
+    """Every engine that runs here, and the graphs that ONNX Runtime can run in place of others."""
+    engines = candidates_from_engines(context.runnable("forward", "prefill", "decode"), context.graphs)
+    if context.targets:
+        return engines
+    return [*engines, *candidates_from_graphs(context.graphs, engines, context.weights_path, context.hash_of)]
+
+
+def _inputs(context: Context, candidate: Candidate, **options: Any) -> dict[str, Any]:
+    kind, dtype = candidate.setting.model, candidate.setting.dtype
+    return {
         **context.conditions([candidate.engine] if candidate.engine else []),
-        "file": hash_of(candidate.path),
-        "weights": hash_of(context.weights_path(candidate.model, candidate.dtype)),
+        "file": context.hash_of(candidate.path),
+        "weights": context.hash_of(context.weights_path(kind, dtype)),
         "options": options,
-        "seed": context.plan.config.seed,
-        "checkpoint": context.identity(candidate.model),
+        "seed": context.config.seed,
+        "checkpoint": context.identity(kind),
     }
-    stem = engine_stem(candidate.model, candidate.bucket, candidate.dtype)
-    return context.step(f"{what}/{candidate.target}/{stem}", inputs, [], make)
 
 
-def _parity(context: Context, candidate: Candidate, paths: Sequence[Path]) -> dict[str, Any]:
-    return asdict(parity_of(context.root, candidate, context.reference(candidate.model), context.plan.config))
+def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candidate], *, is_changed: bool) -> None:
+    config, setting = context.config, candidate.setting
+    gate = config.parity.gate(setting.dtype)
+    options: dict[str, Any] = {"gate": gate.model_dump()}
+    if setting.role == "forward":
+        options |= {"batches": config.parity.batches_per_kind, "texts": config.parity.text_batches}
+    else:
+        options |= {"tokens": config.generation.judged_tokens, **_beside(context, candidate, candidates)}
+
+    def make() -> list[ParityRow]:
+        if is_changed and candidate.graph is None:
+            why = "not run: it is compiled code, and not the file that was built"
+            return [failed_row(why, gate, setting, artifact=candidate.path)]
+        reference = context.models.reference(setting.model, setting.role)
+        if setting.role == "forward":
+            return [parity_of(context.root, candidate, reference, config)]
+        model = context.models.generating(setting.model)
+        return [parity_of_decoding(_decoding(context, candidates), candidate.as_engine, model, reference)]
+
+    context.measure(ParityRow, f"parity/{setting.target}/{setting.name}", _inputs(context, candidate, **options), make)
 
 
-def _causality(context: Context, candidate: Candidate, paths: Sequence[Path]) -> dict[str, Any]:
-    return asdict(causality_of(context.root, candidate, context.reference(candidate.model), context.plan.config))
+def _beside(context: Context, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """What results about an engine that writes text depend on beside it: the options that the eager model selects by,
+    and for a decode engine the engines that read its prompts.
+    """
+    generation = context.config.generation.model_dump(include={"window", "slack", "places"})
+    if candidate.setting.role == "prefill":
+        return {"generation": generation}
+    prefills = _decoding(context, candidates).prefills(
+        candidate.setting.model, candidate.setting.target, candidate.setting.dtype
+    )
+    return {"generation": generation, "prompts": [context.hash_of(one.path) for one in prefills]}
 
 
-def _maps(context: Context) -> list[Step]:
-    steps = []
-    for bucket in context.plan.buckets:
-        inputs = {"checkpoint": context.identity("mod"), "seed": context.plan.config.seed, **context.versions("torch")}
+def _decoding(context: Context, candidates: Sequence[Candidate]) -> DecodingEngines:
+    """Prefill and decode candidates, opened as validation opens them."""
+    by_path = {one.path: one for one in candidates if one.setting.role != "forward"}
+    return DecodingEngines(
+        [one.as_engine for one in by_path.values()],
+        lambda engine: by_path[engine.path].open(context.root, context.config),
+        context.config,
+    )
 
-        def make(paths: Sequence[Path], bucket: Any = bucket) -> dict[str, Any] | None:
-            batches = parity_batches(context.plan.model.loaded, bucket, context.plan.config.seed, 1)
-            found = routing_map(context.reference("mod"), bucket, batches)
-            return None if found is None else asdict(found)
 
-        step = context.step(f"map/{bucket.name}", inputs, [], make)
-        if step.result is not None:
-            context.maps.append(RoutingMapRow(**step.result))
-        steps.append(step)
-    return steps
+def _causality(context: Context, candidate: Candidate, tolerance: float) -> None:
+    setting, config, parity = candidate.setting, context.config, context.config.parity
+    # What the tolerance follows from, rather than its value, which is a measured number.
+    options = parity.gate(setting.dtype).model_dump(include={"noise", "max_abs"})
+    options |= {"batches": parity.batches_per_kind, "texts": parity.text_batches, "suffixes": parity.suffixes}
+    inputs = _inputs(context, candidate, **options)
+    context.measure(
+        CausalityRow,
+        f"causality/{setting.target}/{setting.name}",
+        inputs,
+        lambda: [causality_of(context.root, candidate, context.models.reference(setting.model), config, tolerance)],
+    )
+
+
+def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidate]) -> None:
+    options, setting = context.config.generation, candidate.setting
+    wanted = {"texts": options.compared_texts, "tokens": options.compared_tokens}
+    inputs = _inputs(context, candidate, **wanted, **_beside(context, candidate, candidates))
+    model = context.models.generating(setting.model)
+    context.measure(
+        TextsRow,
+        f"texts/{setting.target}/{setting.name}",
+        inputs,
+        lambda: [texts_of_decoding(_decoding(context, candidates), candidate.as_engine, model)],
+    )
+
+
+def _quality(context: Context) -> None:
+    """What deciding about one token at a time costs in perplexity."""
+
+    def make() -> list[QualityRow]:
+        models = context.models
+        own, causal = Reference(models.loaded("mod")), models.reference("mod", "decode")
+        found = quality_of(models.generating("mod"), causal, own, QUALITY_TEXTS, context.config.seed)
+        return [] if found is None else [found]
+
+    generation = context.config.generation.model_dump(include={"window", "slack"})
+    inputs = {**context.identity("mod"), "generation": generation, "seed": context.config.seed}
+    context.measure(QualityRow, "quality", {**inputs, **context.versions("torch")}, make)
+
+
+def _maps(context: Context) -> None:
+    for bucket in context.buckets:
+        inputs = {"checkpoint": context.identity("mod"), "seed": context.config.seed, **context.versions("torch")}
+
+        def make(bucket: Bucket = bucket) -> list[RoutingMap]:
+            reference = context.models.reference("mod")
+            found = routing_map(reference, bucket, parity_batches(reference.loaded, bucket, context.config.seed, 1))
+            return [] if found is None else [found]
+
+        context.measure(RoutingMap, f"map/{bucket.name}", inputs, make)

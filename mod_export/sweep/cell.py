@@ -1,36 +1,45 @@
-"""One cell, in a process of its own: the real build with the capacity replaced, and the model's perplexity.
+"""One cell, in its own process: a full build with another capacity, and the perplexity of the eager model.
 
     python -P -m mod_export.sweep.cell JOB.json
 
 The job is plain JSON. Progress and errors go to stderr, which is the cell's log, and the row to the file that the job
-names, whole or not at all. The process ends when its standard input does, so it does not outlive whoever waits for it.
+names, whole or not at all. The process ends when its standard input does, so it does not outlive its parent process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import signal
 import sys
 import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from mod_export.config import BuildConfig
 from mod_export.console import Progress
 from mod_export.environment import describe_machine, source_digest
-from mod_export.errors import CheckpointError, ModExportError, UsageError
-from mod_export.report.schema import BuildReport
-from mod_export.sweep.files import write_whole
-from mod_export.sweep.schema import CellEntry, Measured
+from mod_export.errors import BuildFolderError, CheckpointError, ModExportError, UsageError
+from mod_export.results.report import BuildReport
+from mod_export.sources.protocol import LoadedModel
+from mod_export.sweep.schema import CellEntry, Measured, Quality
 
-__all__ = ["CellJob", "failed_cell", "machine_name", "main"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["QUALITY_TOKENS", "CellJob", "failed_cell", "machine_name", "main", "quality_of", "write_whole"]
 
 GATE_FAILED = 4
+QUALITY_TOKENS = 8192
+"""Predicted tokens, at least. On the shipped model the perplexity then moves by about 1 % from seed to seed."""
+LOGITS_BYTES = 2**26
+"""Of one run of the model; longer rows are run one by one."""
 
 
 class CellJob(BaseModel):
@@ -96,6 +105,24 @@ def failed_cell(job: CellJob, exit_code: int, error: str) -> CellEntry:
     )
 
 
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Replaces a file by renaming, so that it is there whole or not at all; its folder is made if need be.
+
+    Raises:
+        BuildFolderError: no space, or no right to write there.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(data.encode() if isinstance(data, str) else data)
+        beside.replace(path)
+    except OSError as error:
+        raise BuildFolderError(
+            f"{path}: cannot be written ({error.strerror}); free some space or name another folder with -o, and start "
+            "the sweep again"
+        ) from error
+
+
 @cache
 def machine_name() -> str:
     """What numbers of this machine are compared by: CPU, cores, GPU."""
@@ -108,9 +135,8 @@ def _measured(job: CellJob) -> CellEntry:
     config = BuildConfig.model_validate(job.config)
 
     # torch and the engines are loaded here, and so only in the process of a cell.
-    from mod_export.model import model_from_checkpoint
     from mod_export.pipeline import build
-    from mod_export.sweep.quality import quality_of
+    from mod_export.sources.checkpoint import model_from_checkpoint
 
     model = model_from_checkpoint(job.checkpoint)
     if model.checkpoint_sha256 != job.checkpoint_sha256:
@@ -139,7 +165,7 @@ def _measured(job: CellJob) -> CellEntry:
 
 def _rows(report: BuildReport) -> tuple[Measured, ...]:
     latency = {(row.dtype, row.model): row for row in report.latency}
-    text = {row.dtype: row.text for row in report.parity if row.model == "mod"}
+    text = {row.dtype: row.text for row in report.parity if (row.model, row.role) == ("mod", "forward")}
     return tuple(
         Measured(
             dtype=row.dtype,
@@ -154,8 +180,47 @@ def _rows(report: BuildReport) -> tuple[Measured, ...]:
     )
 
 
+def quality_of(loaded: LoadedModel, seq: int, seed: int) -> Quality | None:
+    """Perplexity of a model and of its dense baseline, on the same rows of `seq` tokens.
+
+    Every position predicts its next token, with the routing that the model has for a row of this length. None when the
+    model's vocabulary has no text here.
+    """
+    rows = math.ceil(QUALITY_TOKENS / seq)
+    ids_RT = loaded.sample_ids(rows, seq + 1, seed)
+    if ids_RT is None:
+        return None
+    at_once = max(1, LOGITS_BYTES // (4 * seq * loaded.vocab_size))
+    return Quality(
+        tokens=rows * seq,
+        perplexity=_perplexity(loaded, ids_RT, at_once),
+        dense_perplexity=_perplexity(loaded.dense(), ids_RT, at_once),
+    )
+
+
+def _perplexity(loaded: LoadedModel, ids_RT: np.ndarray, at_once: int) -> float:
+    import torch
+
+    module, text_RT = loaded.module(), torch.from_numpy(ids_RT)
+    with torch.no_grad():
+        nats = math.fsum(_nats(module, text_RT[first : first + at_once]) for first in range(0, len(text_RT), at_once))
+    mean = nats / (text_RT.shape[0] * (text_RT.shape[1] - 1))
+    # What exp() cannot hold is no quality at all.
+    return math.exp(mean) if mean < math.log(np.finfo(np.float64).max) else math.inf
+
+
+def _nats(module: torch.nn.Module, text_BT: torch.Tensor) -> float:
+    import torch
+
+    ids_BS, next_BS = text_BT[:, :-1], text_BT[:, 1:]
+    lengths_B = torch.full((len(ids_BS),), ids_BS.shape[1])
+    (logits_BSV,) = module(ids_BS, lengths_B)
+    loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1).double(), next_BS.flatten(), reduction="sum")
+    return float(loss)
+
+
 def _check_code(job: CellJob) -> None:
-    """Rows of one table come from one program.
+    """All rows of a table must come from the same source code.
 
     Raises:
         UsageError: this installation is not the one that started the sweep.
@@ -178,7 +243,7 @@ def _end_with_stdin() -> None:
         # Not sys.stdin: Python, as it ends, wants the lock that a thread reading it would hold.
         while os.read(0, 1):
             pass
-        # With everything that was started from here, such as a vendor's builder: this process leads its group.
+        # Ends all processes that were started from here, such as a vendor's builder: this process leads its group.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     if os.getpgrp() == os.getpid():

@@ -15,24 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mod_export.build_folder.manifest import MANIFEST
 from mod_export.errors import UsageError
-from mod_export.model import sha256_of
-from mod_export.sweep.cell import CellJob, failed_cell
-from mod_export.sweep.files import write_whole
-from mod_export.sweep.process import Run, log_of, run_cell
+from mod_export.sources.checkpoint import sha256_of
+from mod_export.sweep.cell import CellJob, failed_cell, write_whole
+from mod_export.sweep.process import CellRunner, log_of, run_cell
 from mod_export.sweep.schema import CellEntry
-from mod_export.workspace import MANIFEST
 
-__all__ = ["Sent", "cell_on_node", "on_cluster", "packed_checkpoint"]
+__all__ = ["NodeResult", "cell_on_node", "packed_checkpoint", "run_on_cluster"]
 
 LOCAL = "local"
-SENT_BACK = ("report.json", "report.html", MANIFEST)
+RETURNED_FILES = ("report.json", "report.html", MANIFEST)
 """What of a build folder comes back from a node that does not share the sweep's folder."""
 LOST = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class NodeResult:
     """What a node sends back: the row, and the small files where the folder is not shared."""
 
     entry: str
@@ -47,7 +46,7 @@ class _Node:
     gpus: float
 
 
-def on_cluster(address: str, folder: Path, checkpoint: Path) -> Run:
+def run_on_cluster(address: str, folder: Path, checkpoint: Path) -> CellRunner:
     """Runs cells on the cluster at `address`; `local` starts one on this machine, for as long as the sweep takes.
 
     Raises, when it is run:
@@ -61,7 +60,7 @@ def on_cluster(address: str, folder: Path, checkpoint: Path) -> Run:
         marker = folder.absolute() / "cells" / f".shared-{uuid.uuid4().hex}"
         try:
             marker.touch()
-            yield from _spread(ray, jobs, marker, checkpoint)
+            yield from _distribute(ray, jobs, marker, checkpoint)
         finally:
             marker.unlink(missing_ok=True)
             ray.shutdown()
@@ -69,7 +68,7 @@ def on_cluster(address: str, folder: Path, checkpoint: Path) -> Run:
     return run
 
 
-def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, bytes]]) -> Sent:
+def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, bytes]]) -> NodeResult:
     """Runs a cell on the node that this is.
 
     Args:
@@ -85,8 +84,8 @@ def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, by
         job = job.model_copy(update={"checkpoint": _unpacked(fetch(), job)})
     where = {"node": platform.node()} | ({} if shared else {"folder": str(job.root)})
     entry = run_cell(job).model_copy(update=where)
-    files = {} if shared else {name: job.root / name for name in SENT_BACK}
-    return Sent(
+    files = {} if shared else {name: job.root / name for name in RETURNED_FILES}
+    return NodeResult(
         entry=entry.model_dump_json(indent=1),
         log=log_of(job).read_bytes(),
         files={name: path.read_bytes() for name, path in files.items() if path.is_file()},
@@ -134,7 +133,7 @@ def _connected(address: str) -> Any:
     return ray
 
 
-def _spread(ray: Any, jobs: Sequence[CellJob], marker: Path, checkpoint: Path) -> Iterator[CellEntry]:
+def _distribute(ray: Any, jobs: Sequence[CellJob], marker: Path, checkpoint: Path) -> Iterator[CellEntry]:
     # In a list, so that Ray does not bring it to a node that has the checkpoint already.
     packed = [ray.put(packed_checkpoint(checkpoint))]
     waiting, free = list(jobs), _nodes(ray)
@@ -149,7 +148,7 @@ def _spread(ray: Any, jobs: Sequence[CellJob], marker: Path, checkpoint: Path) -
         (reference,), _ = ray.wait(list(running), num_returns=1)
         job, node = running.pop(reference)
         try:
-            yield _received(ray.get(reference), job)
+            yield _stored(ray.get(reference), job)
         except ray.exceptions.RayError as error:
             yield failed_cell(job, LOST, f"lost on a node of the Ray cluster: {str(error).strip().splitlines()[-1]}")
         if node.id in {alive.id for alive in _nodes(ray)}:
@@ -178,14 +177,14 @@ def _submitted(ray: Any, node: _Node, job: CellJob, marker: Path, packed: list[A
     return whole_node.remote(job.model_dump_json(), marker, packed)
 
 
-def _task(job_json: str, marker: Path, packed: list[Any]) -> Sent:
+def _task(job_json: str, marker: Path, packed: list[Any]) -> NodeResult:
     import ray
 
     return cell_on_node(CellJob.model_validate_json(job_json), marker, lambda: ray.get(packed[0]))
 
 
-def _received(sent: Sent, job: CellJob) -> CellEntry:
-    for name in SENT_BACK:
+def _stored(sent: NodeResult, job: CellJob) -> CellEntry:
+    for name in RETURNED_FILES:
         if name in sent.files:
             write_whole(job.root / name, sent.files[name])
     write_whole(log_of(job), sent.log)

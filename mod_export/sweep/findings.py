@@ -1,6 +1,6 @@
 """What follows from the cells: break-even, the stair of latency over k, speed against quality. Pure functions.
 
-Only cells that met their gates count: the ratio of something that computes something else means nothing. Cells are
+Only cells that met their gates count: the speed of a wrong result means nothing. Cells are
 compared within one target, dtype, batch and machine.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
-from mod_export.artifacts import DType
 from mod_export.sweep.schema import (
     CapacityBreakEven,
     CellEntry,
@@ -25,11 +24,12 @@ from mod_export.sweep.schema import (
     Stair,
     StairStep,
 )
+from mod_export.types import DType
 
-__all__ = ["Point", "break_even_capacity", "break_even_length", "find", "fronts", "points_of", "stairs"]
+__all__ = ["Point", "break_even_capacity", "break_even_length", "findings_of", "fronts", "points_of", "stairs"]
 
 LARGE_DRIFT = 0.1
-"""Of the dense twin's medians between cells. Beyond it the machine was clearly not the same for all of them."""
+"""Of the dense baseline's medians between cells. Beyond it the machine was clearly not the same for all of them."""
 
 WIDEST = 0.1
 """Of an interval of a speed-up, as a share of it. A wider one overlaps with everything, which is not to say that
@@ -67,8 +67,8 @@ class Point:
         return self.high - self.low <= WIDEST * self.speedup
 
 
-def find(cells: Sequence[CellEntry], own_notes: Sequence[str] = ()) -> Findings:
-    """Everything that can be said; `own_notes` come first among the notes."""
+def findings_of(cells: Sequence[CellEntry], notes: Sequence[str] = ()) -> Findings:
+    """All findings; `notes` come first among the notes."""
     points = points_of(cells)
     found = stairs(points)
     return Findings(
@@ -76,7 +76,7 @@ def find(cells: Sequence[CellEntry], own_notes: Sequence[str] = ()) -> Findings:
         break_even_length=break_even_length(points),
         stairs=found,
         fronts=fronts(points),
-        notes=(*own_notes, *_notes(cells, points, found)),
+        notes=(*notes, *_notes(cells, points, found)),
     )
 
 
@@ -142,10 +142,11 @@ def break_even_length(points: Sequence[Point]) -> tuple[LengthBreakEven, ...]:
 
 
 def stairs(points: Sequence[Point]) -> tuple[Stair, ...]:
-    """Latency over k, one stair for each setting with two values of k or more. Noisy cells are left out.
+    """Latency over k, one stair for each setting with two values of k or more. Cells that are not precise enough are
+    left out.
 
-    A step begins with the smallest k that is left, and takes in every following k whose interval still reaches down to
-    that of the first. Comparing with the first keeps a slow slope from passing for a flat step.
+    A step begins with the smallest k that is left, and holds every following k whose interval reaches down to that of
+    the first. Because all are compared with the first, a slow slope is not mistaken for a flat step.
     """
     found = []
     placed = [point for point in points if point.steady and point.k is not None and point.capacity is not None]
@@ -174,8 +175,8 @@ def stairs(points: Sequence[Point]) -> tuple[Stair, ...]:
 
 
 def fronts(points: Sequence[Point]) -> tuple[Front, ...]:
-    """Speed against quality, one for each setting that has held-out text and two capacities or more. Noisy cells are
-    left out.
+    """Speed against quality, one for each setting that has held-out text and two capacities or more. Cells that
+    are not precise enough are left out.
     """
     found = []
     for one, group in _groups([point for point in points if point.steady and _has_quality(point)], _by_setting):
@@ -217,7 +218,7 @@ def _notes(cells: Sequence[CellEntry], points: Sequence[Point], found: Sequence[
     unsteady = list(dict.fromkeys(point.name for point in points if not point.steady))
     if unsteady:
         yield (
-            f"too noisy to be compared with other cells (an interval of more than {WIDEST:.0%} of the speed-up): "
+            f"not precise enough to be compared with other cells (interval wider than {WIDEST:.0%} of the speed-up): "
             f"{', '.join(unsteady)}; delete their folders below cells/ and repeat the sweep while the machine is quiet"
         )
     machines = sorted({cell.machine for cell in cells if cell.status == "measured"})
@@ -228,9 +229,10 @@ def _notes(cells: Sequence[CellEntry], points: Sequence[Point], found: Sequence[
     for stair in found:
         if stair.drift > LARGE_DRIFT:
             yield (
-                f"{stair.target} {stair.dtype} batch {stair.batch} seq {stair.seq}: the dense twin's median moved by "
-                f"{stair.drift:.0%} between cells, so the machine was busy or changed its clock; speed-ups stand, "
-                "because both models of a cell are sampled in turn, but the stair may hide steps or show too many"
+                f"{stair.target} {stair.dtype} batch {stair.batch} seq {stair.seq}: the median of the dense "
+                f"baseline changed by {stair.drift:.0%} between cells, so the machine was busy or changed its clock. "
+                "Speed-ups remain valid, because both models of a cell are sampled alternately, but steps of latency "
+                "over k may be hidden or false"
             )
 
 

@@ -1,4 +1,4 @@
-"""From what was asked for to the cells of the grid, all of them checked before the first one is built."""
+"""From the axes of a sweep to the cells of its grid, all of them checked before the first one is built."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
 
-from mod_export.artifacts import Bucket
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
+from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
-from mod_export.model import Model
 from mod_export.plan import check_names
+from mod_export.sources.checkpoint import Model
+from mod_export.types import Bucket
 
-__all__ = ["Asked", "Cell", "cells_of"]
+__all__ = ["Axes", "Cell", "cells_of"]
 
 Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Axes:
     """The axes as they were typed: every text may hold several values with commas between. Empty: the default."""
 
     capacities: Sequence[str] = ()
@@ -44,13 +44,13 @@ class Cell:
         return f"{capacity}-{self.bucket.name}-{self.target}"
 
 
-def cells_of(model: Model, config: BuildConfig, asked: Asked, *, here: bool) -> tuple[Cell, ...]:
+def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tuple[Cell, ...]:
     """Every cell, by target, batch, length and capacity.
 
     Args:
         model: gives the default capacity, and says which capacities and lengths there can be.
         config: gives the default lengths and batches, and the default target.
-        asked: the axes.
+        axes: as the user gave them.
         here: whether the cells run on this machine, so that its targets decide.
 
     Raises:
@@ -61,9 +61,9 @@ def cells_of(model: Model, config: BuildConfig, asked: Asked, *, here: bool) -> 
     if not model.loaded.routes_depth:
         raise CheckpointError(f"{model.name}: no layer is routed, so there is no capacity to sweep")
     problems: list[str] = []
-    capacities = _numbers("--capacity", asked.capacities, float, "a number above 0", problems)
-    seqs = _numbers("--seq", asked.seqs, int, "a whole number of at least 1", problems)
-    batches = _numbers("--batch", asked.batches, int, "a whole number of at least 1", problems)
+    capacities = _numbers("--capacity", axes.capacities, float, "a number above 0", problems)
+    seqs = _numbers("--seq", axes.seqs, int, "a whole number of at least 1", problems)
+    batches = _numbers("--batch", axes.batches, int, "a whole number of at least 1", problems)
     longest = model.loaded.max_positions
     problems += [f"--seq {seq}: longer than the model's {longest} positions" for seq in seqs if seq > longest]
     for capacity in capacities:
@@ -74,7 +74,7 @@ def cells_of(model: Model, config: BuildConfig, asked: Asked, *, here: bool) -> 
     if problems:
         raise ConfigError(problems)
     own: list[float | None] = [model.loaded.capacity]
-    targets = _targets(asked.targets, config, here=here)
+    targets = _targets(axes.targets, config, here=here)
     return tuple(
         Cell(capacity=capacity, bucket=bucket, target=target)
         for target, bucket, capacity in product(targets, _buckets(config, longest, batches, seqs), capacities or own)
@@ -111,8 +111,8 @@ def _buckets(config: BuildConfig, longest: int, batches: Sequence[int], seqs: Se
     return sorted(Bucket(batch, seq) for batch, seq in crossed)
 
 
-def _targets(asked: Sequence[str], config: BuildConfig, *, here: bool) -> list[str]:
-    wanted = list(dict.fromkeys(_split(asked))) or list(config.targets)
+def _targets(requested: Sequence[str], config: BuildConfig, *, here: bool) -> list[str]:
+    wanted = list(dict.fromkeys(_split(requested))) or list(config.targets)
     check_names(wanted)
     if wanted and not here:
         return wanted

@@ -1,4 +1,4 @@
-"""Starts a cell's process, waits for it, ends it when the sweep ends, and reads what it left."""
+"""The process of a cell: start it, wait for it, end it with the sweep, read its result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from mod_export.sweep.cell import CellJob, failed_cell, machine_name
-from mod_export.sweep.files import write_whole
+from mod_export.sweep.cell import CellJob, failed_cell, machine_name, write_whole
 from mod_export.sweep.schema import CellEntry
 
-__all__ = ["Run", "finished_cell", "log_of", "one_by_one", "run_cell"]
+__all__ = ["CellRunner", "finished_cell", "log_of", "run_cell", "run_locally"]
 
 
-Run = Callable[[Sequence[CellJob]], Generator[CellEntry]]
+CellRunner = Callable[[Sequence[CellJob]], Generator[CellEntry]]
 """Runs cells wherever it does, and yields the row of each as it ends, in any order."""
 
 PATIENCE_S = 5
@@ -50,7 +49,7 @@ def finished_cell(job: CellJob, *, here: bool) -> CellEntry | None:
     return entry
 
 
-def one_by_one(jobs: Sequence[CellJob]) -> Generator[CellEntry]:
+def run_locally(jobs: Sequence[CellJob]) -> Generator[CellEntry]:
     """On this machine, one after the other, so that no cell disturbs another's latency."""
     for job in jobs:
         yield run_cell(job)
@@ -106,8 +105,8 @@ def _how_it_ended(code: int, log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").strip().splitlines()
-    said = f"; its last line: {lines[-1]}" if lines else ""
+    last_line = f"; its last line: {lines[-1]}" if lines else ""
     if code == -signal.SIGKILL:
-        return f"killed, as the kernel does when memory runs out{said}"
+        return f"killed, as the kernel does when memory runs out{last_line}"
     ended = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code} and no result"
-    return ended + said
+    return ended + last_line

@@ -15,13 +15,12 @@ from typing import Any, Protocol
 from mod_export.config import BuildConfig
 from mod_export.environment import describe_machine, package_version, source_digest
 from mod_export.errors import BuildFolderError
-from mod_export.model import GROUP, Model, model_from_checkpoint
-from mod_export.sweep.cell import CellJob
-from mod_export.sweep.files import write_whole
-from mod_export.sweep.findings import find
-from mod_export.sweep.grid import Asked, Cell, cells_of
-from mod_export.sweep.html import render_html
-from mod_export.sweep.process import Run, finished_cell, one_by_one
+from mod_export.sources.checkpoint import GROUP, Model, model_from_checkpoint
+from mod_export.sweep.cell import CellJob, write_whole
+from mod_export.sweep.findings import findings_of
+from mod_export.sweep.grid import Axes, Cell, cells_of
+from mod_export.sweep.page import render_html
+from mod_export.sweep.process import CellRunner, finished_cell, run_locally
 from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, SweepReport
 
 __all__ = ["SweepObserver", "exit_code_of", "sweep"]
@@ -32,7 +31,7 @@ VERSIONS = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt",
 
 
 class SweepObserver(Protocol):
-    """Is told what a sweep does, for a person to see."""
+    """Is told about the progress of a sweep."""
 
     def planned(self, cells: int, reused: int) -> None: ...
     def cell_finished(self, entry: CellEntry) -> None: ...
@@ -42,7 +41,7 @@ def sweep(
     checkpoint: Path,
     config: BuildConfig,
     folder: Path,
-    asked: Asked,
+    axes: Axes,
     ray_address: str | None,
     observer: SweepObserver,
     command: str,
@@ -53,7 +52,7 @@ def sweep(
         checkpoint: model.pt or a folder.
         config: what every cell starts from. Its speed-up gate is taken off: a sweep is there to see slow cells too.
         folder: for the cells and the result; made if need be.
-        asked: the axes.
+        axes: of the grid.
         ray_address: of a Ray cluster to run on; None runs one cell after the other here.
         observer: is told of cells.
         command: as typed, for the report.
@@ -63,7 +62,7 @@ def sweep(
     """
     model = model_from_checkpoint(checkpoint)
     here = ray_address is None
-    cells = cells_of(model, config, asked, here=here)
+    cells = cells_of(model, config, axes, here=here)
     if folder.resolve().is_relative_to(checkpoint.resolve()):
         raise BuildFolderError(f"{folder}: lies in the checkpoint's own folder; name another folder with -o")
     with _locked(folder):
@@ -74,7 +73,7 @@ def sweep(
 
         def written() -> SweepReport:
             entries = [rows[job.name] for job in jobs if job.name in rows]
-            report = _report(model, config, command, len(jobs), entries, _own_notes(model, asked))
+            report = _report(model, config, command, len(jobs), entries, _notes(model, axes))
             _write(folder, report)
             return report
 
@@ -94,12 +93,12 @@ def exit_code_of(report: SweepReport) -> int:
     return COULD_NOT_BUILD if any(cell.status == "failed" for cell in report.cells) else 0
 
 
-def _runner(ray_address: str | None, folder: Path, checkpoint: Path) -> Run:
+def _runner(ray_address: str | None, folder: Path, checkpoint: Path) -> CellRunner:
     if ray_address is None:
-        return one_by_one
-    from mod_export.sweep.cluster import on_cluster
+        return run_locally
+    from mod_export.sweep.cluster import run_on_cluster
 
-    return on_cluster(ray_address, folder, checkpoint)
+    return run_on_cluster(ray_address, folder, checkpoint)
 
 
 def _job(cell: Cell, model: Model, checkpoint: Path, config: BuildConfig, folder: Path, command: str) -> CellJob:
@@ -141,8 +140,8 @@ def _code(model: Model) -> dict[str, str]:
     return {package: source_digest(package) for package in ("mod_export", architecture)}
 
 
-def _own_notes(model: Model, asked: Asked) -> list[str]:
-    if asked.capacities and model.loaded.capacity is None:
+def _notes(model: Model, axes: Axes) -> list[str]:
+    if axes.capacities and model.loaded.capacity is None:
         return ["the checkpoint has a capacity for each layer; here every routed layer has the cell's capacity"]
     return []
 
@@ -153,7 +152,7 @@ def _report(
     command: str,
     planned: int,
     cells: Sequence[CellEntry],
-    own_notes: Sequence[str],
+    notes: Sequence[str],
 ) -> SweepReport:
     return SweepReport(
         schema_version=SCHEMA_VERSION,
@@ -170,7 +169,7 @@ def _report(
         config=config.model_dump(mode="json", by_alias=True),
         planned=planned,
         cells=tuple(cells),
-        findings=find(cells, own_notes),
+        findings=findings_of(cells, notes),
     )
 
 

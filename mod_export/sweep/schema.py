@@ -10,15 +10,16 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, JsonValue
 
-from mod_export.artifacts import DType, Site, site_from_text
-from mod_export.report.entry import Entry
-from mod_export.report.latency_entries import SpeedupEntry
-from mod_export.report.parity_entries import TextQuality
+from mod_export.results.base import Result
+from mod_export.results.latency import SpeedupRow
+from mod_export.results.parity import TextQuality
+from mod_export.types import DType, Site, site_from_text
 
 __all__ = [
     "SCHEMA_VERSION",
     "CapacityBreakEven",
     "CellEntry",
+    "Finding",
     "Findings",
     "Front",
     "FrontPoint",
@@ -36,193 +37,241 @@ SiteKey = Annotated[Site, BeforeValidator(lambda site: site_from_text(site) if i
 """JSON has no numbers for keys."""
 
 
-class Quality(Entry):
-    """Perplexity of eager PyTorch on held-out text, over `tokens` predicted tokens in rows of the cell's length.
-
-    `dense_perplexity` is that of the dense twin, which was never trained to run that way: no baseline of quality.
-    """
+class Quality(Result):
+    """Perplexity of eager PyTorch on held-out text, in rows of the cell's length."""
 
     tokens: int
+    """Predicted tokens."""
     perplexity: float
+    """Of the MoD model."""
     dense_perplexity: float
+    """Of the dense baseline, which was never trained to run that way: it is no baseline of quality."""
 
 
-class Measured(Entry):
-    """One dtype of a cell: median latency of both models, their ratio, and the engine's own perplexity if known."""
+class Measured(Result):
+    """What was measured of one dtype of a cell."""
 
     dtype: DType
+    """Of the engines' weights."""
     providers: tuple[str, ...]
+    """What the MoD engine really ran on."""
     threads: int
+    """CPU threads that it was given; 0 is the library's choice."""
     dense_ms: float
+    """Median latency of the dense baseline."""
     mod_ms: float
-    speedup: SpeedupEntry
+    """Median latency of MoD."""
+    speedup: SpeedupRow
+    """Their ratio, as in report.json."""
     text: TextQuality | None
+    """Perplexity of the engine and of eager PyTorch on the texts of the parity check; null where it is not known."""
 
 
-class CellEntry(Entry):
-    """One cell of the grid.
-
-    Attributes:
-        name: as in file names.
-        capacity: share of a row's tokens, or number of tokens; None for the checkpoint's own per-layer schedule.
-        k_by_layer: tokens that each routed layer takes.
-        k: what every routed layer takes; None where they differ, or where the cell failed before it was known.
-        status: `measured`, or `failed` where it could not be built.
-        passed: whether every gate was met; the speed-up gate is off in a sweep.
-        reasons: of gates that were not met.
-        exit_code: of a build of this cell: 0, 4 for gates, otherwise that of its error, negative for a signal.
-        error: why it could not be built.
-        quality: None without held-out text for the model's vocabulary.
-        measured: one for each dtype; empty where nothing ran.
-        seconds: wall time of the cell's process.
-        machine: CPU, cores and GPU that it ran on.
-        node: of the Ray cluster; None on this machine.
-        folder: the build folder: relative to the sweep's, or a path on `node`.
-        report_sha256: of its report.json.
-        fingerprint: of everything that the numbers depend on but the machine; a cell is reused while it stays.
-    """
+class CellEntry(Result):
+    """One cell of the grid."""
 
     name: str
+    """As in file names."""
     capacity: float | None
+    """Share of a row's tokens, or number of tokens; null for the checkpoint's own schedule of layers."""
     batch: int
+    """Rows of the bucket."""
     seq: int
+    """Tokens of a row."""
     target: str
+    """The engine family."""
     k_by_layer: dict[SiteKey, int]
+    """Slots of each routed layer."""
     k: int | None = None
+    """Slots of every routed layer; null where they differ, or where the cell failed before that was known."""
     status: Literal["measured", "failed"]
+    """`failed` where the cell could not be built."""
     passed: bool
+    """Whether every gate was met; the speed-up gate is off in a sweep."""
     reasons: tuple[str, ...] = ()
+    """Of gates that were not met."""
     exit_code: int
+    """Of a build of this cell: 0, 4 for gates, otherwise that of its error, negative for a signal."""
     error: str | None = None
+    """Why it could not be built."""
     quality: Quality | None = None
+    """Null where no held-out text is known for the model's vocabulary."""
     measured: tuple[Measured, ...] = ()
+    """One for each dtype; empty where nothing ran."""
     seconds: float = 0.0
+    """Wall time of the cell's process."""
     machine: str
+    """CPU, cores and GPU that it ran on."""
     node: str | None = None
+    """Of the Ray cluster; null where the cell ran on the machine of the sweep."""
     folder: str
+    """The build folder: relative to the sweep's, or a path on `node`."""
     report_sha256: str | None = None
+    """Of its report.json."""
     fingerprint: str
+    """Of everything that the numbers depend on but the machine; a cell is reused while it stays the same."""
 
 
-class CapacityBreakEven(Entry):
-    """Up to which capacity MoD is faster than dense at one length; None when it never is in the grid.
+class Finding(Result):
+    """What the cells that are compared with each other have in common."""
+
+    target: str
+    """The engine family."""
+    dtype: DType
+    """Of the engines' weights."""
+    machine: str
+    """CPU, cores and GPU."""
+    batch: int
+    """Rows of the bucket."""
+
+
+class CapacityBreakEven(Finding):
+    """Up to which capacity MoD is faster than dense at one length.
 
     Faster means that the 95 % interval of the speed-up lies above 1, for this capacity and every smaller one tried.
     """
 
-    target: str
-    dtype: DType
-    machine: str
-    batch: int
     seq: int
+    """Tokens of a row."""
     largest_capacity: float | None
+    """Null where MoD is faster at no capacity of the grid."""
     largest_k: int | None
+    """Slots of a routed layer at that capacity."""
     tried: tuple[float, ...]
+    """All capacities of the grid, ascending."""
 
 
-class LengthBreakEven(Entry):
-    """From which length on MoD is faster than dense at one capacity; None when it never is in the grid.
+class LengthBreakEven(Finding):
+    """From which length on MoD is faster than dense at one capacity.
 
     Faster means that the 95 % interval of the speed-up lies above 1, for this length and every longer one tried.
     """
 
-    target: str
-    dtype: DType
-    machine: str
-    batch: int
     capacity: float | None
+    """Null for the checkpoint's own schedule of layers."""
     smallest_seq: int | None
+    """Null where MoD is faster at no length of the grid."""
     tried: tuple[int, ...]
+    """All lengths of the grid, ascending."""
 
 
-class StairStep(Entry):
-    """Values of k that cost the same: `advised_k`, the largest of them, buys the most for it.
-
-    `ms` and `ci95_ms` are given for each k, scaled to one state of the machine (see `Stair`).
-    """
+class StairStep(Result):
+    """Values of k whose latency is the same within the intervals. Latencies are scaled as in `Stair`."""
 
     k: tuple[int, ...]
+    """Slots of a routed layer, ascending."""
     capacity: tuple[float, ...]
+    """Of each k."""
     ms: tuple[float, ...]
+    """Latency of MoD at each k."""
     ci95_ms: tuple[tuple[float, float], ...]
+    """95 % interval of each latency."""
     advised_k: int
+    """The largest k of the step: it costs no more than the smallest."""
     advised_capacity: float
+    """Of that k."""
 
 
-class Stair(Entry):
-    """Latency of MoD over k in one setting, cut where it rises by more than the noise.
+class Stair(Finding):
+    """Latency of MoD over k in one setting, in steps of values that cost the same.
 
-    Cells run minutes apart. The dense twin is the same engine in all of them, so its medians show how much the machine
-    changed (`drift`: largest / smallest - 1), and latencies are dense_ms / speed-up with the median of them.
+    Cells run minutes apart. The dense baseline is the same engine in all of them, so its medians show how much the
+    machine changed, and latencies are dense_ms / speed-up with the median of them.
     """
 
-    target: str
-    dtype: DType
-    machine: str
-    batch: int
     seq: int
+    """Tokens of a row."""
     dense_ms: float
+    """Median over the cells of the dense baseline's median latency."""
     drift: float
+    """Largest / smallest of these medians - 1."""
     steps: tuple[StairStep, ...]
+    """Ascending in k."""
 
 
-class FrontPoint(Entry):
-    """One capacity: latency, scaled as in `Stair`, against perplexity. `on_front`: no other is better in both."""
+class FrontPoint(Result):
+    """One capacity: latency, scaled as in `Stair`, against perplexity."""
 
     capacity: float | None
+    """Null for the checkpoint's own schedule of layers."""
     k: int | None
+    """Slots of a routed layer; null where they differ."""
     ms: float
+    """Latency of MoD."""
     speedup: float
+    """Over the dense baseline."""
     perplexity: float
+    """Of eager PyTorch on held-out text."""
     on_front: bool
+    """Whether no other capacity is both faster and better."""
 
 
-class Front(Entry):
-    """Speed against quality in one setting, fastest first; the dense twin beside it."""
+class Front(Finding):
+    """Speed against quality in one setting, beside the dense baseline."""
 
-    target: str
-    dtype: DType
-    machine: str
-    batch: int
     seq: int
+    """Tokens of a row."""
     dense_ms: float
+    """Latency of the dense baseline, as in `Stair`."""
     dense_perplexity: float
+    """Of the dense baseline, which is no baseline of quality."""
     tokens: int
+    """Predicted tokens of each perplexity."""
     points: tuple[FrontPoint, ...]
+    """Fastest first."""
 
 
-class Findings(Entry):
-    """What follows from the cells that were measured and met their gates; `notes` says what to keep in mind."""
+class Findings(Result):
+    """What follows from the cells that were measured and met their gates."""
 
     break_even_capacity: tuple[CapacityBreakEven, ...]
+    """One for each length."""
     break_even_length: tuple[LengthBreakEven, ...]
+    """One for each capacity."""
     stairs: tuple[Stair, ...]
+    """One for each setting with two values of k or more."""
     fronts: tuple[Front, ...]
+    """One for each setting with held-out text and two capacities or more."""
     notes: tuple[str, ...]
+    """What to keep in mind: cells that were left out, machines that differ, drift."""
 
 
-class SweepModel(Entry):
-    """The checkpoint; `capacity` is its own, None where its layers differ."""
+class SweepModel(Result):
+    """The checkpoint."""
 
     name: str
+    """Of the file or folder."""
     architecture: str
+    """The name it is registered under."""
     parameters: int
+    """Numbers in its weights."""
     checkpoint_sha256: str
+    """Of its bytes."""
     capacity: float | None
+    """Its own; null where its layers differ."""
     spec: dict[str, JsonValue]
+    """What the checkpoint declares."""
 
 
-class SweepReport(Entry):
-    """The whole sweep. `planned` counts the cells of the grid: an interrupted sweep has fewer in `cells`."""
+class SweepReport(Result):
+    """The whole sweep."""
 
     schema_version: Literal[1]
+    """Of sweep.json."""
     command: str
+    """As typed."""
     model: SweepModel
+    """What was swept."""
     environment: dict[str, JsonValue]
+    """The machine that the sweep was started on."""
     config: dict[str, JsonValue]
+    """What every cell started from."""
     planned: int
+    """Cells of the grid: an interrupted sweep has fewer in `cells`."""
     cells: tuple[CellEntry, ...]
+    """By target, batch, length and capacity."""
     findings: Findings
+    """What follows."""
 
     def to_json(self) -> str:
         """sweep.json, indented, with a newline at its end."""

@@ -1,19 +1,18 @@
-"""The sweep on a console: a line for each cell while it runs, and at the end a table and what follows from it."""
+"""The sweep on a console: a line for each cell while it runs, and at the end a table and the findings."""
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
-from mod_export.report.tables import HEAD
+from mod_export.report.tables import table_lines
 from mod_export.report.wording import count_text, interval_text, ms_text, printable, ratio_text
 from mod_export.sweep.schema import (
     CapacityBreakEven,
     CellEntry,
+    Finding,
     Front,
     FrontPoint,
     LengthBreakEven,
@@ -24,9 +23,12 @@ from mod_export.sweep.schema import (
 )
 
 __all__ = [
+    "CELL_COLUMNS",
+    "FIRST_NUMBER",
     "SweepProgress",
     "advice_text",
     "capacity_text",
+    "cell_rows",
     "fidelity_text",
     "front_text",
     "length_lines",
@@ -37,16 +39,20 @@ __all__ = [
     "step_text",
 ]
 
-UNBOUNDED = 10_000
+CELL_COLUMNS = (
+    "target", "dtype", "bucket", "gates", "capacity", "k", "dense ms", "MoD ms", "speed-up [95 %]", "predicted (FLOPs)",
+    "perplexity", "engine / eager",
+)  # fmt: skip
 FIRST_NUMBER = 4
+"""Of the columns, the first one that holds numbers."""
 SHOWN_CHARACTERS = 160
 """Of an error while the sweep runs; all of it is in the result and in the log."""
 
 
 class SweepProgress:
-    """Observes a sweep. `verbosity` -1 says nothing, 0 names cells as they end, 1 adds where their logs are.
+    """Observer of a sweep. `verbosity` -1 prints nothing, 0 a line for each finished cell, 1 the path of its log too.
 
-    Nothing here moves while a cell runs: a live line would take time from the latency that is being measured.
+    There is no live line: updating it would disturb the latency that is being measured.
     """
 
     def __init__(self, console: Console, verbosity: int, folder: str) -> None:
@@ -64,9 +70,9 @@ class SweepProgress:
         self._left -= 1
         count = f"{self._cells - self._left}/{self._cells}"
         state = "failed" if entry.status == "failed" else "measured" if entry.passed else "gate failed"
-        said = ", ".join(f"{row.dtype} {interval_text(row.speedup)}" for row in entry.measured)
-        said = said or textwrap.shorten(entry.error or "", SHOWN_CHARACTERS, placeholder=" ...")
-        self._say(f"* {count:>7}  {entry.name:<28}{state:<12}{entry.seconds:>8.1f} s  {printable(said)}".rstrip())
+        result = ", ".join(f"{row.dtype} {interval_text(row.speedup)}" for row in entry.measured)
+        result = result or textwrap.shorten(entry.error or "", SHOWN_CHARACTERS, placeholder=" ...")
+        self._say(f"* {count:>7}  {entry.name:<28}{state:<12}{entry.seconds:>8.1f} s  {printable(result)}".rstrip())
         if self._verbosity > 0:
             self._say(f"    {self._folder}/cells/{entry.name}.log")
 
@@ -82,7 +88,9 @@ def render_text(report: SweepReport, folder: str) -> str:
         f"{model.name}  {model.architecture}, {count_text(model.parameters)} parameters, "
         f"checkpoint {model.checkpoint_sha256[:12]}",
         "",
-        *_table(report.cells),
+        *table_lines(
+            CELL_COLUMNS, [row for cell in report.cells for row in cell_rows(cell)], numbers_from=FIRST_NUMBER
+        ),
         "",
         *_failures(report.cells, folder),
         *_findings(report),
@@ -107,7 +115,7 @@ def share_of(capacity: float | None) -> str:
 
 
 def capacity_text(found: CapacityBreakEven) -> str:
-    """How much may be routed before the gain is gone."""
+    """Up to which capacity MoD is faster than dense."""
     if found.largest_capacity is None:
         return f"seq {found.seq}: at no capacity in the grid faster than dense"
     largest = found.largest_capacity == found.tried[-1]
@@ -117,15 +125,15 @@ def capacity_text(found: CapacityBreakEven) -> str:
 
 
 def length_lines(found: Sequence[LengthBreakEven]) -> list[tuple[str, str]]:
-    """From which length on capacities pay: (setting, sentence), with all capacities of one answer in one sentence."""
+    """From which length on MoD is faster: (setting, sentence), with all capacities of one answer in one sentence."""
     capacities: dict[tuple[str, str], list[str]] = {}
     for one in found:
         if len(one.tried) > 1:
-            capacities.setdefault((setting_text(one), _from_which(one)), []).append(share_of(one.capacity))
-    return [(setting, f"capacity {', '.join(them)}: {answer}") for (setting, answer), them in capacities.items()]
+            capacities.setdefault((setting_text(one), _length_text(one)), []).append(share_of(one.capacity))
+    return [(setting, f"capacity {', '.join(names)}: {answer}") for (setting, answer), names in capacities.items()]
 
 
-def _from_which(found: LengthBreakEven) -> str:
+def _length_text(found: LengthBreakEven) -> str:
     if found.smallest_seq is None:
         return "at no length in the grid faster than dense"
     smallest = found.smallest_seq == found.tried[0]
@@ -134,22 +142,22 @@ def _from_which(found: LengthBreakEven) -> str:
 
 
 def step_text(step: StairStep) -> str:
-    """What a step costs, and what to take from it."""
+    """What the values of k of a step cost, and which one to choose."""
     low, high = ms_text(min(step.ms)), ms_text(max(step.ms))
     cost = f"{low} ms" if low == high else f"{low} to {high} ms"
     ks = list(dict.fromkeys(step.k))
     if len(ks) == 1:
         return f"k {ks[0]}: {cost}"
-    return f"k {', '.join(map(str, ks))}: {cost}, the same within the noise; take {step.advised_k}"
+    return f"k {', '.join(map(str, ks))}: {cost}, the same within the intervals; choose {step.advised_k}"
 
 
 def advice_text(stair: Stair) -> str:
     """In one sentence."""
     flat = [step for step in stair.steps if len(set(step.k)) > 1]
     if not flat:
-        return "every k tried is a step of its own: none can be raised for nothing"
+        return "every k tried has a latency of its own: none can be raised without cost"
     others = (" or ".join(str(k) for k in dict.fromkeys(step.k) if k != step.advised_k) for step in flat)
-    return "; ".join(f"k {k} costs what {step.advised_k} does" for k, step in zip(others, flat, strict=True))
+    return "; ".join(f"k {k} costs the same as k {step.advised_k}" for k, step in zip(others, flat, strict=True))
 
 
 def front_text(point: FrontPoint) -> str:
@@ -166,23 +174,8 @@ def _before(tried: Sequence[int], value: int) -> int:
     return tried[tried.index(value) - 1]
 
 
-def _table(cells: Sequence[CellEntry]) -> list[str]:
-    table = Table(box=HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    heads = (
-        "target", "dtype", "bucket", "gates", "capacity", "k", "dense ms", "MoD ms", "speed-up [95 %]", "FLOPs say",
-        "perplexity", "engine / eager",
-    )  # fmt: skip
-    for index, head in enumerate(heads):
-        table.add_column(head, no_wrap=True, justify="right" if index >= FIRST_NUMBER else "left")
-    for cell in cells:
-        for row in _rows(cell):
-            table.add_row(*row)
-    file = io.StringIO()
-    Console(file=file, width=UNBOUNDED, color_system=None).print(table, markup=False)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
-
-
-def _rows(cell: CellEntry) -> Iterator[tuple[str, ...]]:
+def cell_rows(cell: CellEntry) -> Iterator[tuple[str, ...]]:
+    """The cells of a table below `CELL_COLUMNS`, a row for each dtype that was measured, or one row without numbers."""
     bucket, capacity = f"b{cell.batch}s{cell.seq}", share_of(cell.capacity)
     state = "failed" if cell.status == "failed" else "pass" if cell.passed else "FAIL"
     k = "-" if cell.k is None else str(cell.k)
@@ -216,7 +209,7 @@ def _findings(report: SweepReport) -> Iterator[str]:
         yield from (f"  {setting} {sentence}" for setting, sentence in length_lines(found.break_even_length))
         yield ""
     if found.stairs:
-        yield "which k to take: latency of MoD, scaled to one state of the machine"
+        yield "which k to choose: latency of MoD, scaled by the dense baseline so that changes of the machine cancel"
         for stair in found.stairs:
             yield f"  {setting_text(stair)} seq {stair.seq}: {advice_text(stair)}"
             yield from (f"    {step_text(step)}" for step in stair.steps)
@@ -239,7 +232,7 @@ def _front(front: Front) -> Iterator[str]:
         yield f"    not on the front: capacity {', '.join(share_of(point.capacity) for point in best)}"
 
 
-def setting_text(found: CapacityBreakEven | LengthBreakEven | Stair | Front) -> str:
+def setting_text(found: Finding) -> str:
     """What is the same for all cells that a finding compares."""
     return f"{found.target} {found.dtype} batch {found.batch}"
 

@@ -1,1 +1,1 @@
-"""Parity of a runner with eager float32 PyTorch: measured by `compare.py`, judged by the table CHECKS."""
+"""Whether engines and graphs compute what eager float32 PyTorch computes: inputs, comparison, and the table CHECKS."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mod_export.artifacts import QUANTIZED, DType, Site
-from mod_export.compare import LayerRouting
 from mod_export.config import ParityGate
+from mod_export.types import QUANTIZED, DType, Site
+from mod_export.validate.compare import LayerRouting
 
 if TYPE_CHECKING:
     from mod_export.validate.parity import Comparison
@@ -33,7 +33,7 @@ ROUNDOFF: dict[DType, float] = {
 }
 """Half the distance between 1 and the next number; of whole numbers half a step, as a share of the largest of them."""
 FEWEST_LOGITS = 1000
-"""The root mean square of fewer rounding errors is luck."""
+"""The root mean square of fewer rounding errors varies too much to be a bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Allowance:
         max_abs: largest error of a logit.
         rms: root mean square of the errors, None where only a fixed tolerance is known.
         scores: layer -> largest distance from the edge of the selection, in the units of the scores, at which a token
-            that is routed differently is a near-tie.
+            that only one side selects is a near-tie.
         scales: layer -> largest root mean square of a row's scores, which the report states distances as shares of.
         noise: largest rounding error of the reference, None where it was not measured.
         quantized: whether weights are whole numbers: the model is then another one, near to the reference, and is
@@ -71,10 +71,10 @@ class Allowance:
 
 
 def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Allowance:
-    """Pools the reference's rounding over all inputs, because on a single small one it can be lucky.
+    """The largest rounding error of the reference over all inputs: on a single small one it can be small by luck.
 
     Args:
-        found: what was compared, each with the noise of its own inputs.
+        found: what was compared, each with the rounding error where it was measured.
         gate: of `dtype`.
         dtype: of the engine.
     """
@@ -85,7 +85,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
         by_layer.setdefault(routing.layer, []).append(routing)
     scales = {layer: _largest([one.scale for one in many]) for layer, many in by_layer.items()}
     caps = {layer: gate.near_tie * scale for layer, scale in scales.items()}
-    if not noises or len(noises) < len(found):
+    if not noises:
         return Allowance(
             gate=gate, max_abs=gate.max_abs, rms=None, scores=caps, scales=scales, noise=None, quantized=quantized
         )
@@ -101,7 +101,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
     return Allowance(
         gate=gate,
         max_abs=gate.noise * coarser * noise,
-        rms=rms if sum(one.count for one in noises) >= FEWEST_LOGITS else None,
+        rms=rms if sum(one.error.count for one in found) >= FEWEST_LOGITS else None,
         scores=scores,
         scales=scales,
         noise=noise,

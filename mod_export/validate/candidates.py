@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mod_export.artifacts import Bucket, DType, Engine, Graph, ModelKind
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
-from mod_export.engine.ort_session import CPU, OrtRunner, session_from_onnx
-from mod_export.environment import package_version
+from mod_export.engines import ENGINES
+from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
+from mod_export.engines.protocol import Runner
+from mod_export.environment import package_version, usable_cores
 from mod_export.memory import free_bytes
-from mod_export.protocols import Runner
+from mod_export.types import DType, Engine, Graph, ModelKind, Setting, graph_of
 
 __all__ = ["Candidate", "candidates_from_engines", "candidates_from_graphs"]
 
@@ -28,57 +28,65 @@ MOST_HEADS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An engine, or a graph that stands on its own. `graph` is what the file holds, None where it is no ONNX graph."""
+    """An engine, or a graph that stands on its own.
 
-    target: str
-    bucket: Bucket
-    dtype: DType
-    model: ModelKind
+    Attributes:
+        setting: what it is for; the target of a graph that is no engine is `portable`, or such as `tensorrt-rtx graph`.
+        path: of the file.
+        weights: the weights file that it reads, None if it holds its own.
+        graph: what the file holds; None where it is no ONNX graph.
+        engine: None for a graph that is no engine.
+        engine_judged: whether an engine made from this graph is judged on all inputs, so that one of each kind is
+            enough here.
+    """
+
+    setting: Setting
     path: str
     weights: str | None
     graph: Graph | None
     engine: Engine | None
+    engine_judged: bool = False
+
+    @property
+    def as_engine(self) -> Engine:
+        """The engine, or the graph in the form of one."""
+        one = self.setting
+        return self.engine or Engine(
+            target=one.target, model=one.model, bucket=one.bucket, dtype=one.dtype, path=self.path,
+            weights=self.weights, role=one.role,
+        )  # fmt: skip
 
     def open(self, root: Path, config: BuildConfig, weights: Mapping[str, np.ndarray] | None = None) -> Runner:
-        """Loads it; `weights` take the place of those of the same name in the weights file.
+        """Loads it, to run on all cores; `weights` take the place of those of the same name in the weights file.
 
         Raises:
             TargetError: this machine cannot run it.
             EngineError: the file is not usable, or takes no other weights.
         """
         if self.engine is not None:
-            return ENGINES[self.target].load(root, self.engine, config, weights)
-        session = session_from_onnx(root / self.path, root / "graphs", [CPU], 1, {}, weights)
-        return OrtRunner(session, self.path, 1)
+            return ENGINES[self.setting.target].load(root, self.engine, config, usable_cores(), weights)
+        session = session_from_onnx(root / self.path, root / "graphs", [CPU], usable_cores(), {}, weights)
+        return OrtRunner(session, self.path, usable_cores())
 
 
 def candidates_from_engines(engines: Sequence[Engine], graphs: Sequence[Graph]) -> list[Candidate]:
     """The engines, each with the graph that it is where it is one."""
-    of_target = {(graph.target, graph.dtype, graph.model, graph.bucket): graph for graph in graphs}
-    found = []
-    for engine in engines:
-        key = (engine.dtype, engine.model, engine.bucket)
-        portable = of_target.get((None, "float32", engine.model, engine.bucket))
-        graph = of_target.get((engine.target, *key), portable)
-        found.append(
-            Candidate(
-                target=engine.target,
-                bucket=engine.bucket,
-                dtype=engine.dtype,
-                model=engine.model,
-                path=engine.path,
-                weights=engine.weights,
-                graph=graph if engine.path.endswith(".onnx") else None,
-                engine=engine,
-            )
+    return [
+        Candidate(
+            setting=engine.setting,
+            path=engine.path,
+            weights=engine.weights,
+            graph=graph_of(engine, graphs) if engine.path.endswith(".onnx") else None,
+            engine=engine,
         )
-    return found
+        for engine in engines
+    ]
 
 
 def candidates_from_graphs(
     graphs: Sequence[Graph],
     judged: Sequence[Candidate],
-    weights_of: Callable[[Graph], str],
+    weights_of: Callable[[ModelKind, DType], str],
     hash_of: Callable[[str], str],
 ) -> list[Candidate]:
     """The graphs that ONNX Runtime can run on this CPU and that no judged engine holds.
@@ -86,27 +94,40 @@ def candidates_from_graphs(
     Args:
         graphs: of the build folder.
         judged: candidates that are judged anyway.
-        weights_of: the weights file of a graph.
+        weights_of: the weights file of a model and dtype.
         hash_of: SHA-256 of a file as it was built.
     """
     if package_version("onnxruntime") is None:
         return []
     known = {hash_of(candidate.path) for candidate in judged}
+    with_graph = {(one.graph.model, one.graph.role, one.graph.bucket) for one in judged if one.graph is not None}
     return [
         Candidate(
-            target=PORTABLE_TARGET if graph.target is None else f"{graph.target} graph",
-            bucket=graph.bucket,
-            dtype=graph.dtype,
-            model=graph.model,
+            setting=Setting(
+                target=PORTABLE_TARGET if graph.target is None else f"{graph.target} graph",
+                dtype=graph.dtype,
+                model=graph.model,
+                role=graph.role,
+                bucket=graph.bucket,
+            ),
             path=graph.path,
-            weights=weights_of(graph),
+            weights=weights_of(graph.model, graph.dtype),
             graph=graph,
             engine=None,
+            engine_judged=graph.target is None and (graph.model, graph.role, graph.bucket) in with_graph,
         )
         for graph in graphs
-        # There are no bfloat16 kernels for CPUs.
-        if graph.dtype != "bfloat16" and hash_of(graph.path) not in known and _fits(graph)
+        if _is_runnable(graph) and (graph.role != "forward" or hash_of(graph.path) not in known)
     ]
+
+
+def _is_runnable(graph: Graph) -> bool:
+    if graph.dtype == "bfloat16":
+        return False  # There are no bfloat16 kernels for CPUs.
+    if graph.role == "forward":
+        return _fits(graph)
+    # Portable prefill and decode graphs are judged by the engines that are made of them on this CPU.
+    return graph.target is not None and not ENGINES[graph.target].binds
 
 
 def _fits(graph: Graph) -> bool:

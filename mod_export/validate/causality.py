@@ -8,44 +8,17 @@ an earlier one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
-from mod_export.artifacts import PRIMARY, DType, ModelKind
-from mod_export.inputs import Batch
-from mod_export.protocols import Runner
+from mod_export.engines.protocol import Runner
+from mod_export.results.base import setting_fields
+from mod_export.results.structure import CausalityRow
+from mod_export.types import PRIMARY, Setting
+from mod_export.validate.inputs import Batch
 from mod_export.validate.reference import Reference
 
-__all__ = ["LAST", "CausalityRow", "Probed", "cuts", "probe_causality", "unprobed"]
-
-
-class Probed(TypedDict):
-    """What a row is about; `bucket` is a name."""
-
-    target: str
-    bucket: str
-    dtype: DType
-    model: ModelKind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CausalityRow:
-    """One row of the report's `causality`. `earliest_change` is a position, None where no logit moved; `declared` is
-    whether the spec says that nothing looks ahead.
-    """
-
-    target: str
-    bucket: str
-    dtype: DType
-    model: ModelKind
-    suffixes: int
-    causal: bool
-    earliest_change: int | None
-    largest_change: float
-    statement: str
-    declared: bool = False
+__all__ = ["LAST", "cuts", "probe_causality", "unprobed"]
 
 
 def cuts(seq: int, count: int) -> list[int]:
@@ -59,13 +32,10 @@ LAST = (
 )
 
 
-def unprobed(reason: str, *, target: str, bucket: str, dtype: DType, model: ModelKind) -> CausalityRow:
+def unprobed(reason: str, setting: Setting) -> CausalityRow:
     """The row of an engine that cannot be asked."""
     return CausalityRow(
-        target=target,
-        bucket=bucket,
-        dtype=dtype,
-        model=model,
+        **setting_fields(setting),
         suffixes=0,
         causal=True,
         earliest_change=None,
@@ -78,15 +48,12 @@ def probe_causality(
     runner: Runner,
     reference: Reference,
     batch: Batch,
+    setting: Setting,
     *,
     vocab_size: int,
     suffixes: int,
     tolerance: float,
     seed: int,
-    target: str,
-    bucket: str,
-    dtype: DType,
-    model: ModelKind,
 ) -> CausalityRow:
     """Replaces several endings of a batch of full rows by random tokens.
 
@@ -94,14 +61,11 @@ def probe_causality(
         runner: the engine.
         reference: makes logits of what it returns.
         batch: full rows of the bucket.
+        setting: of the engine.
         vocab_size: of the model.
         suffixes: endings to try; fewer where the bucket is short.
         tolerance: change of a logit that rounding can explain, in the units of the logits.
         seed: of the endings.
-        target: for the row, as the next three.
-        bucket: its name.
-        dtype: of the engine.
-        model: `mod` or `dense`.
 
     Raises:
         EngineError: the engine cannot be run.
@@ -124,10 +88,7 @@ def probe_causality(
             position = int(moved_C.argmax())
             earliest = position if earliest is None else min(earliest, position)
     return CausalityRow(
-        target=target,
-        bucket=bucket,
-        dtype=dtype,
-        model=model,
+        **setting_fields(setting),
         suffixes=len(tried),
         causal=earliest is None,
         earliest_change=earliest,

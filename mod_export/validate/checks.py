@@ -73,7 +73,7 @@ def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str
 
 def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """The most probable next token, where float32 can tell which one it is: over all inputs, because one is short. Of a
-    quantized model over real text, if there is any, without forcing anybody's routing.
+    quantized model over real text, if there is any, each model with its own routing.
     """
     least = allowed.gate.next_token_agreement
     texts = [one.text for one in found if one.text is not None] if allowed.quantized else []
@@ -89,8 +89,8 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
 
 
 def _luck(positions: int, least: float, allowed: Allowance) -> float:
-    """Positions that may differ beyond the gate: of a quantized model some do, and of a few positions luck decides how
-    many. Two standard deviations are allowed then. An exact model has no luck.
+    """Positions that may differ beyond the gate: of a quantized model some do, and of a few positions how many is
+    chance. Two standard deviations are allowed then. Of an exact model none may.
     """
     if not allowed.quantized or positions >= FEWEST_POSITIONS:
         return 0.0

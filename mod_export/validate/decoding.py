@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mod_export.artifacts import Bucket, Engine, Outputs
 from mod_export.config import BuildConfig
+from mod_export.engines.protocol import Runner
 from mod_export.errors import BuildError, TargetError
-from mod_export.generation.decoder import Decoder, Prompts
-from mod_export.generation.opened import DecodingEngines
-from mod_export.inputs import Batch, affordable_tokens, parity_batches
-from mod_export.protocols import GeneratingModel, LoadedModel, Runner
+from mod_export.results.generation import TextsRow
+from mod_export.results.parity import ParityRow
+from mod_export.runtime.generate.decoder import Decoder, Prompts
+from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.sources.protocol import GeneratingModel
+from mod_export.types import Bucket, Engine
+from mod_export.validate.inputs import Batch, affordable_tokens, one_of_each_kind, parity_batches
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import About, ParityRow, failed_row, judge_runner, judge_runners
+from mod_export.validate.rows import failed_row, judge_runner, judge_runners
 from mod_export.validate.token_by_token import PromptRunner, TokenByToken
-from mod_export.validate.written import TextsRow, prompts_of, texts_of
+from mod_export.validate.written import prompts_of, texts_of
 
-__all__ = ["decoding_parts", "one_of_each_kind", "parity_of_decoding", "reference_outputs", "texts_of_decoding"]
+__all__ = ["decoding_parts", "parity_of_decoding", "texts_of_decoding"]
 
 LEAST_TOKENS, KINDS_OF_INPUT = 16, 4
 TAIL = 16
@@ -25,11 +28,6 @@ TAIL = 16
 FULL_ROWS = ("text", "random")
 PROMPT_TOKENS = 32
 """Of the texts that engines and eager model both continue."""
-
-
-def reference_outputs(engine: Engine) -> Outputs:
-    """What the reference of an engine returns: a prompt's last logits, or those of every token."""
-    return "last" if engine.role == "prefill" else "logits"
 
 
 def parity_of_decoding(
@@ -41,27 +39,20 @@ def parity_of_decoding(
         found: all engines of the folder.
         engine: one of them.
         model: as it decides one token at a time.
-        reference: of `model.loaded`, with the outputs of `reference_outputs`.
+        reference: of `model.loaded`, with the outputs of the engine: last logits of prompts, all logits of steps.
     """
     gate = found.config.parity.gate(engine.dtype)
-    about: About = {
-        "target": f"{engine.target} {engine.role}",
-        "bucket": engine.bucket,
-        "dtype": engine.dtype,
-        "model": engine.model,
-        "artifact": engine.path,
-    }
     try:
         if engine.role == "prefill":
-            batches = one_of_each_kind(model.loaded, engine.bucket, found.config.seed)
+            batches = one_of_each_kind(parity_batches(model.loaded, engine.bucket, found.config.seed, 1))
             with found.load(engine) as runner:
-                return judge_runner(PromptRunner(runner), reference, batches, gate, **about)
+                return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
         with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
             lengths = [one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype)]
             parts = decoding_parts(prompts, lengths, decoder, model, found.config)
-            return judge_runners(parts, reference, gate, about)
+            return judge_runners(parts, reference, gate, engine.setting, engine.path)
     except (BuildError, TargetError) as error:
-        return failed_row(f"cannot be run: {error}", gate, **about)
+        return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
 
 
 def decoding_parts(
@@ -80,20 +71,12 @@ def decoding_parts(
     parts: list[tuple[Runner, list[Batch]]] = []
     ends = [*(start + tail for start in starts[:-1]), decoder.length][-len(starts) :] if starts else []
     for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
-        batches = one_of_each_kind(loaded, Bucket(decoder.batch, length), config.seed)
+        batches = one_of_each_kind(parity_batches(loaded, Bucket(decoder.batch, length), config.seed, 1))
         if prompt > 1:
             batches = [replace(batch, judged_from=prompt - 1) for batch in batches if batch.kind in FULL_ROWS]
         capacity = {site: k for site, k in loaded.k_by_layer(length).items() if k}
         parts.append((TokenByToken(prompts, decoder, capacity, prompt, in_turns=in_turns), batches))
     return parts
-
-
-def one_of_each_kind(loaded: LoadedModel, bucket: Bucket, seed: int) -> list[Batch]:
-    """A text, random ids, rows of many lengths, and one token again and again."""
-    found: dict[str, Batch] = {}
-    for batch in parity_batches(loaded, bucket, seed, 1):
-        found.setdefault(batch.kind, batch)
-    return list(found.values())
 
 
 def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingModel) -> TextsRow:
@@ -117,8 +100,5 @@ def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingM
             prompt_NS,
             tokens,
             rows,
-            target=engine.target,
-            bucket=engine.bucket.name,
-            dtype=engine.dtype,
-            kind=engine.model,
+            engine.setting,
         )

@@ -8,24 +8,25 @@ too small to be seen in any output, it is seen here.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
-from mod_export.artifacts import PRIMARY, Graph
-from mod_export.engine import ENGINES
+from mod_export.engines import ENGINES
 from mod_export.errors import GraphError
-from mod_export.graph.capture import exported_from_module
-from mod_export.graph.files import graph_from_bytes, graph_from_file
-from mod_export.graph.onnx_export import onnx_from_exported
-from mod_export.graph.passes import PORTABLE, needs_rewrite, run_passes
-from mod_export.graph.places import module_of
-from mod_export.graph.weights import bind_weights, files_for, state_of
-from mod_export.graph.weights_file import WeightsFile
+from mod_export.export.capture import captured_module
+from mod_export.export.nodes import graph_from_bytes, graph_from_file, module_of
+from mod_export.export.onnx_export import INPUTS, onnx_from_captured
+from mod_export.export.passes import PORTABLE, needs_rewrite, run_passes
+from mod_export.export.weights import bind_weights, files_for, state_of
+from mod_export.export.weights_file import WeightsFile
+from mod_export.results.structure import StructureRow
+from mod_export.types import PRIMARY, Graph
 from mod_export.validate.reference import Reference
-from mod_export.validate.structure import StructureRow, structure_row
+from mod_export.validate.structure import structure_row
 
 __all__ = ["FreshGraphs", "structure_of_export"]
 
@@ -33,10 +34,13 @@ FRESH = ("what a fresh export gives",)
 SHOWN = 4
 
 
-class FreshGraphs:
-    """Fresh exports for one build folder, each portable graph made once."""
+MOST_KEPT = 32
+"""Portable graphs that a process keeps: they are small without weights, and an export takes seconds."""
+_kept: OrderedDict[str, bytes] = OrderedDict()
 
-    _made: dict[str, bytes] = {}  # noqa: RUF012 - shared on purpose: graphs without weights are small, making them is slow.
+
+class FreshGraphs:
+    """Fresh exports for one build folder. The last MOST_KEPT portable graphs are kept for all folders of a process."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -68,15 +72,17 @@ class FreshGraphs:
         places = WeightsFile.open(self._root / weights).entries
         about = [reference.loaded.spec, graph.model, graph.bucket.name, graph.outputs, weights, sorted(places.items())]
         key = json.dumps(about, default=str)
-        if key not in self._made:
+        if key not in _kept:
             skeleton = reference.loaded.skeleton(graph.outputs).to("meta")
-            program = exported_from_module(skeleton, graph.bucket, graph.model)
-            routed = [layer for layer, k in graph.k_by_layer.items() if k]
-            model = onnx_from_exported(program, state_of(skeleton), routed, PRIMARY[graph.outputs])
+            captured = captured_module(skeleton, graph.bucket, graph.model)
+            model = onnx_from_captured(captured, state_of(skeleton), INPUTS, [PRIMARY[graph.outputs]])
             run_passes(model, PORTABLE, "float32")
             self._bind(model, [weights])
-            self._made[key] = ir.to_proto(model).SerializeToString()
-        return self._made[key]
+            _kept[key] = ir.to_proto(model).SerializeToString()
+            if len(_kept) > MOST_KEPT:
+                _kept.popitem(last=False)
+        _kept.move_to_end(key)
+        return _kept[key]
 
     def _bind(self, model: ir.Model, weights: list[str]) -> None:
         files = [WeightsFile.open(self._root / path) for path in weights]

@@ -9,53 +9,32 @@ weights, in the engine and in the reference, and bisection finds the layer with 
 from __future__ import annotations
 
 import contextlib
-import copy
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
-from mod_export.artifacts import Engine
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
-from mod_export.engine.ort_session import CPU, OrtRunner, session_from_onnx
-from mod_export.graph.files import graph_from_bytes, graph_from_file
-from mod_export.graph.places import module_of, numbered_layer
-from mod_export.inputs import Batch
-from mod_export.protocols import LoadedModel
+from mod_export.engines import ENGINES
+from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
+from mod_export.environment import usable_cores
+from mod_export.export.nodes import graph_from_bytes, graph_from_file, module_of, numbered_layer
+from mod_export.results.parity import Located
+from mod_export.sources.protocol import LoadedModel
+from mod_export.types import Engine
+from mod_export.validate.inputs import Batch
 from mod_export.validate.reference import Reference
 from mod_export.validate.rows import judge_runner
 
-__all__ = ["LocatedRow", "locate_by_depth", "locate_in_graph"]
+__all__ = ["locate_by_depth", "locate_in_graph"]
 
 AT_ONCE = 64
 """Values that are held in memory together while graphs are compared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocatedRow:
-    """`located` of a parity row: layer (or module), operator, kind of input, largest difference there, allowed one."""
-
-    layer: str
-    operator: str | None
-    input: str
-    error: float | None
-    allowed: float | None
-
-    def __str__(self) -> str:
-        at = f", {self.operator}" if self.operator else ""
-        by = (
-            ""
-            if self.error is None
-            else f": differs by {self.error:.3g} from a fresh export, which should give the same bits"
-        )
-        return f"parts first in {self.layer}{at}{by}"
-
-
-def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch]) -> LocatedRow | None:
+def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch]) -> Located | None:
     """Compares an ONNX file of the build folder with a fresh export, on the batches in turn until one tells them apart.
 
     Args:
@@ -84,7 +63,7 @@ def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch
                         rewired, module = _rewired(ours_by[name], theirs_by[name], theirs_by)
                         operator = ", which ".join(filter(None, (_operator(ours_by[name]), rewired)))
                         error = _largest(found[name], expected[name])
-                        return LocatedRow(layer=module, operator=operator, input=batch.kind, error=error, allowed=0.0)
+                        return Located(layer=module, operator=operator, input=batch.kind, error=error, allowed=0.0)
     return None
 
 
@@ -147,7 +126,7 @@ def _largest(found: np.ndarray, expected: np.ndarray) -> float | None:
 
 def locate_by_depth(
     root: Path, engine: Engine, reference: Reference, batches: Sequence[Batch], config: BuildConfig
-) -> LocatedRow | None:
+) -> Located | None:
     """Finds the layer by silencing those above it.
 
     None where the engine holds its own weights, or where these inputs do not show the fault.
@@ -164,14 +143,14 @@ def locate_by_depth(
         return None
     if _fails(root, engine, reference, batches, config, layers):
         where = "the model outside its layers, or the same in all of them"
-        return LocatedRow(layer=where, operator=None, input=batches[0].kind, error=None, allowed=None)
+        return Located(layer=where, operator=None, input=batches[0].kind, error=None, allowed=None)
     while high - low > 1:
         middle = (low + high) // 2
         if _fails(root, engine, reference, batches, config, layers[middle:]):
             high = middle
         else:
             low = middle
-    return LocatedRow(layer=layers[low], operator=None, input=batches[0].kind, error=None, allowed=None)
+    return Located(layer=layers[low], operator=None, input=batches[0].kind, error=None, allowed=None)
 
 
 def _fails(
@@ -183,20 +162,13 @@ def _fails(
     silenced: Sequence[str],
 ) -> bool:
     zeros = dict(_silence(reference.loaded, silenced))
-    module = copy.deepcopy(reference.module)
-    parameters = dict(module.named_parameters())
-    for name in zeros:
-        parameters[name].data.zero_()
-    with ENGINES[engine.target].load(root, engine, config, zeros) as runner:
+    with ENGINES[engine.target].load(root, engine, config, usable_cores(), zeros) as runner:
         row = judge_runner(
             runner,
-            Reference(reference.loaded, module, reference.outputs),
+            reference.with_weights(zeros),
             batches,
             config.parity.gate(engine.dtype),
-            target=engine.target,
-            bucket=engine.bucket,
-            dtype=engine.dtype,
-            model=engine.model,
+            engine.setting,
         )
     return not row.passed
 

@@ -1,4 +1,4 @@
-"""Rows on which a router that is a little less precise than it should be takes other tokens.
+"""Rows on which a router that is a little less precise than it should be selects other tokens.
 
 Among a few dozen random rows, those are kept in which the scores at rank k and k + 1 are closest in some layer: close
 enough for the rounding of a shorter float to swap them, and too far apart for that of float32.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mod_export.artifacts import Bucket, Site
-from mod_export.compare import FIRST_COME, Judged
-from mod_export.inputs import Batch, affordable_tokens
+from mod_export.types import Bucket, Site
+from mod_export.validate.compare import FIRST_COME, Judged
+from mod_export.validate.inputs import Batch, affordable_tokens
 from mod_export.validate.reference import Reference
 
 __all__ = ["near_tie_batches"]
@@ -18,7 +18,6 @@ __all__ = ["near_tie_batches"]
 MOST_TOKENS = 2**14
 MOST_ROWS = 256
 MOST_BATCHES = 4
-TOKENS_AT_ONCE = 2**11
 FAR = 2.0**-17
 """A hundred times the unit roundoff of float32: margins below it can be swapped by rounding alone."""
 
@@ -28,16 +27,18 @@ def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Ba
 
     Costs one run of the reference for up to MOST_TOKENS tokens, fewer of a large model.
     """
+    if not any(reference.loaded.k_by_layer(bucket.seq).values()):
+        return []
     rng = np.random.default_rng(seed)
-    # Nobody asks for these runs again: kept with the others, their logits would take all the room there is.
-    passing = Reference(reference.loaded, reference.module)
+    # These runs are not needed again: kept with the others, their logits would take all the memory for kept runs.
+    passing = reference.with_weights({})
     tokens = min(MOST_TOKENS, affordable_tokens(reference.loaded))
-    count = max(2 * bucket.batch, min(MOST_ROWS, tokens // bucket.seq))
+    # In batches of the bucket's own shape, because another shape would have to be captured first.
+    count = max(2, min(MOST_ROWS, tokens // bucket.seq) // bucket.batch) * bucket.batch
     rows_NS = rng.integers(0, reference.loaded.vocab_size, (count, bucket.seq), dtype=np.int64)
-    at_once = max(1, TOKENS_AT_ONCE // bucket.seq)
     margins: dict[Site, list[float]] = {}
-    for start in range(0, count, at_once):
-        ids_BS = rows_NS[start : start + at_once]
+    for start in range(0, count, bucket.batch):
+        ids_BS = rows_NS[start : start + bucket.batch]
         traced = passing.free(Batch("near_ties", ids_BS, np.full(len(ids_BS), bucket.seq, dtype=np.int64)))
         for layer, index_BK in traced.routed.items():
             margins.setdefault(layer, []).extend(_margins(traced.judged[layer], index_BK.shape[1]))
@@ -46,7 +47,7 @@ def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Ba
         for found in margins.values():
             best.setdefault(int(np.argsort(found)[rank]), None)
     # Several rows for each layer, because a swap is likely and not certain even where it can happen.
-    batches = min(MOST_BATCHES, count // bucket.batch // 2) if margins else 0
+    batches = min(MOST_BATCHES, count // bucket.batch // 2)
     chosen_NS = rows_NS[list(best)]
     full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
     return [Batch("near_ties", chosen_NS[i * bucket.batch : (i + 1) * bucket.batch], full_B) for i in range(batches)]

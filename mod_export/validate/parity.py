@@ -1,36 +1,49 @@
 """Parity in parts: which tokens were routed, the error given the same routing, and what follows for the next token.
 
-A routed model is not continuous. When two scores are closer than rounding, either token may be taken, and the logits
+A routed model is not continuous. When two scores are closer than rounding, either token may be selected, and the logits
 then differ by a lot while nothing is wrong; a wrong gate may change them by little while everything is. So the
 reference is run with the candidate's routing, which makes the error comparable, and each layer's choice is judged by
 the reference's own scores given the same choices in the layers below.
+
+A candidate's first output is turned into logits, so that all kinds are judged by the same numbers: `logits` are those
+of every token, `last` of each row's last real token alone, and `none` are hidden states after the final norm, which
+the reference's own head makes logits of.
+
+Shape legend: B batch, S sequence, V vocabulary, D model width, N the tokens that are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 
-from mod_export.artifacts import PRIMARY, Site, routed_output
-from mod_export.compare import (
+from mod_export.engines.protocol import Runner
+from mod_export.runtime.generate.scoring import negative_log_likelihood
+from mod_export.sources.protocol import LoadedModel
+from mod_export.types import PRIMARY, Outputs, Site, routed_output
+from mod_export.validate.compare import (
     EMPTY,
     ErrorNumbers,
     LayerRouting,
     divergence,
     error_between,
     farthest_from,
-    negative_log_likelihood,
     next_token_shortfalls,
     routing_of_layer,
 )
-from mod_export.inputs import Batch
-from mod_export.protocols import Runner
-from mod_export.validate.outputs import compared_tokens, logits_of, primary_shape
+from mod_export.validate.inputs import Batch, one_of_each_kind
 from mod_export.validate.reference import Reference, Traced
 
-__all__ = ["Comparison", "TextNumbers", "compare_runner"]
+__all__ = ["ROUNDING", "Comparison", "Rounding", "TextNumbers", "compare_runner"]
+
+Rounding = Literal["some", "all", "shaken"]
+ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
+"""On how many inputs the rounding error of the reference is measured: on one of each kind; on all; on all, in several
+runs. Each allows at least what the one before it allows, so the next is needed only where a candidate fails.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +68,7 @@ class Comparison:
         kind: of the input.
         layers: of every routed layer.
         error: candidate against reference, given the same routing, over the logits of real tokens.
-        noise: all runs of the reference against float64, over the same; None where there is no float64 run.
+        noise: rounding error of the reference: its float32 runs against float64; None where it was not measured.
         shortfalls: float64 (N,), see `compare.next_token_shortfalls`.
         kl: mean divergence of the next-token distribution, in nats.
         text: only for real text.
@@ -78,7 +91,7 @@ class Comparison:
 
 
 def compare_runner(
-    runner: Runner, reference: Reference, batches: Sequence[Batch], *, shaken: bool = False
+    runner: Runner, reference: Reference, batches: Sequence[Batch], rounding: Rounding = "all"
 ) -> list[Comparison]:
     """Runs the candidate and the reference on every batch.
 
@@ -86,28 +99,31 @@ def compare_runner(
         runner: the candidate.
         reference: of its model.
         batches: the inputs.
-        shaken: whether rounding is measured in several runs of the reference instead of one.
+        rounding: how much is measured of what rounding does to the reference.
 
     Raises:
         EngineError: the candidate cannot be run on these inputs.
     """
-    return [_compare(runner, reference, batch, shaken=shaken) for batch in batches]
+    # Padded rows have few logits: full ones say more about rounding.
+    full = [batch for batch in batches if batch.kind != "padded"] or batches
+    measured = one_of_each_kind(full) if rounding == "some" else batches
+    return [_compare(runner, reference, batch, rounding if batch in measured else None) for batch in batches]
 
 
-def _compare(runner: Runner, reference: Reference, batch: Batch, *, shaken: bool) -> Comparison:
-    # A dense engine has no use for the lengths, and some builders drop an input that nothing reads.
+def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Rounding | None) -> Comparison:
+    # A dense engine does not use the lengths, and some builders drop an input that is not read.
     outputs = runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs})
     free = reference.free(batch)
     problems = _problems(outputs, free, reference)
     candidate, unusable = _candidate_routing(outputs, free)
-    # Positions outside the row cannot be forced on anybody; the routing check reports them.
+    # Positions outside the row cannot be forced; the routing check reports them.
     last = batch.ids_BS.shape[1] - 1
     routing = {site: index_BK.clip(EMPTY, last) for site, index_BK in candidate.items()}
     same = all(np.array_equal(index_BK, free.routed[layer]) for layer, index_BK in routing.items())
     given = free if same else reference.forced(batch, routing)
     chosen = free.routed if same else {**free.routed, **routing}
-    exact = reference.exact(batch, chosen)
-    runs = [given, *(reference.shaken(batch, chosen) if shaken else [])]
+    exact = reference.exact(batch, chosen) if rounding else None
+    runs = [given, *(reference.shaken(batch, chosen) if rounding == "shaken" else [])]
     judged = (
         routing_of_layer(site, index_BK, given.judged[site])
         if exact is None
@@ -120,10 +136,10 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, *, shaken: bool
         )
         for site, index_BK in candidate.items()
     )
-    order = {site: place for place, site in enumerate(free.routed)}
-    tokens_BS = compared_tokens(reference.outputs, batch)
+    order = {site: index for index, site in enumerate(free.routed)}
+    tokens_BS = _compared_tokens(reference.outputs, batch)
     expected_NV = given.logits_BSV[tokens_BS]
-    logits_NV = logits_of(outputs, reference.outputs, batch, expected_NV.shape[1], reference.loaded)
+    logits_NV = _logits_of(outputs, reference.outputs, batch, expected_NV.shape[1], reference.loaded)
     return Comparison(
         kind=batch.kind,
         layers=tuple(sorted((*unusable, *judged), key=lambda layer: order[layer.layer])),
@@ -162,7 +178,7 @@ def _problems(outputs: Mapping[str, np.ndarray], free: Traced, reference: Refere
     """Logits of the wrong shape, and outputs that this model does not have."""
     problems = []
     name = PRIMARY[reference.outputs]
-    primary, shape = outputs.get(name), primary_shape(reference.outputs, free.logits_BSV.shape, reference.loaded)
+    primary, shape = outputs.get(name), _primary_shape(reference.outputs, free.logits_BSV.shape, reference.loaded)
     if primary is None or primary.shape != shape:
         found = f"no {name}" if primary is None else f"{name} of shape {list(primary.shape)}"
         problems.append(f"the engine gives {found}, expected {list(shape)}")
@@ -197,3 +213,34 @@ def _candidate_routing(
             )
         )
     return usable, unusable
+
+
+def _compared_tokens(outputs: Outputs, batch: Batch) -> np.ndarray:
+    """Bool (B, S): the tokens whose logits a candidate gives, padding left out."""
+    position_S = np.arange(batch.ids_BS.shape[1])
+    if outputs != "last":
+        given_BS: np.ndarray = batch.real_BS & (position_S >= batch.judged_from)
+        return given_BS
+    last_BS: np.ndarray = position_S == batch.lengths_B[:, None] - 1
+    return last_BS
+
+
+def _primary_shape(outputs: Outputs, logits_shape: Sequence[int], loaded: LoadedModel) -> tuple[int, ...]:
+    """The shape of a candidate's first output, where the logits of every token are `logits_shape` (B, S, V)."""
+    B, S, V = logits_shape
+    shapes: dict[Outputs, tuple[int, ...]] = {"logits": (B, S, V), "last": (B, V), "none": (B, S, loaded.d_model)}
+    return shapes[outputs]
+
+
+def _logits_of(
+    found: Mapping[str, np.ndarray], outputs: Outputs, batch: Batch, vocab_size: int, loaded: LoadedModel
+) -> np.ndarray:
+    """The logits (N, V) of the tokens that `_compared_tokens` names; NaN where the candidate gives nothing usable."""
+    B, S = batch.ids_BS.shape
+    tokens_BS = _compared_tokens(outputs, batch)
+    array = found.get(PRIMARY[outputs], np.empty(0))
+    if array.shape != _primary_shape(outputs, (B, S, vocab_size), loaded):
+        return np.full((int(tokens_BS.sum()), vocab_size), np.nan, np.float32)
+    if outputs == "last":
+        return array
+    return array[tokens_BS] if outputs == "logits" else loaded.head(array[tokens_BS])

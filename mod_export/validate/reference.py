@@ -1,7 +1,11 @@
-"""The reference: the eager model as PyTorch runs it, in float32 and in float64, with and without somebody's routing.
+"""The reference: the captured program of the eager model, in float32 and in float64, free or with forced selections.
 
-The float32 run is what a candidate is held against. The float64 run says how much of the float32 result is rounding:
-no candidate in float32 can be asked to be nearer to the reference than the reference is to the truth.
+The float32 run is what a candidate is compared with. The float64 run says how much of the float32 result is rounding
+error: no candidate in float32 can be asked to be nearer to the reference than the reference is to the truth.
+
+What runs is the captured program and not the module, because there every routing site can be observed and replaced
+(`export/routing_sites.py`). For every shape the program is first compared with the module itself, bit for bit, so that
+parity with it is parity with eager PyTorch.
 """
 
 from __future__ import annotations
@@ -10,23 +14,24 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import numpy as np
 
-from mod_export.artifacts import Outputs, Site
-from mod_export.compare import Judged
-from mod_export.inputs import Batch
+from mod_export.errors import CaptureError
 from mod_export.memory import free_bytes
-from mod_export.protocols import LoadedModel
+from mod_export.sources.protocol import ExportableModel, LoadedModel
+from mod_export.types import Bucket, Outputs, Site
+from mod_export.validate.compare import Judged
+from mod_export.validate.inputs import Batch
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Reference", "Traced"]
+__all__ = ["Reference", "Traced", "check_program"]
 
 Found = TypeVar("Found")
+Precision = Literal["float32", "float64"]
 KEPT_BYTES = 2**30
 """Logits of runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
 FLOAT64_BYTES = 8
@@ -47,20 +52,108 @@ class Traced:
         return {site: one.score_BS for site, one in self.judged.items()}
 
 
+class Programs:
+    """A model's captured programs, each made when a shape is first run, and the module that they must equal."""
+
+    def __init__(self, loaded: ExportableModel) -> None:
+        self._loaded = loaded
+        self._modules: dict[Precision, torch.nn.Module | None] = {}
+        self._programs: dict[tuple[int, int, Precision], torch.export.ExportedProgram] = {}
+
+    def module(self, precision: Precision) -> torch.nn.Module | None:
+        """The eager module; None where this machine's memory does not hold it in float64 as well."""
+        if precision not in self._modules:
+            self._modules[precision] = self._loaded.module() if precision == "float32" else self._double()
+        return self._modules[precision]
+
+    def _double(self) -> torch.nn.Module | None:
+        needed = FLOAT64_BYTES * sum(tensor.numel() for tensor in self._loaded.weights.values())
+        module = self.module("float32")
+        return copy.deepcopy(module).double() if module is not None and needed < free_bytes() // 2 else None
+
+    def program(self, bucket: Bucket, precision: Precision) -> torch.export.ExportedProgram:
+        """The captured program of a shape, its routing sites marked.
+
+        Raises:
+            CaptureError: the module cannot be captured, or the program does not compute the same bits.
+        """
+        from mod_export.export.capture import bucket_example, exported
+
+        key = (bucket.batch, bucket.seq, precision)
+        if key not in self._programs:
+            module = self.module(precision)
+            assert module is not None
+            where = f"the reference in {precision} at {bucket.name}"
+            program = exported(module, bucket_example(module, bucket, bucket.seq), where)
+            if precision == "float32":
+                check_program(program, module, bucket, self._loaded.vocab_size)
+            self._programs[key] = program
+        return self._programs[key]
+
+
+def check_program(
+    program: torch.export.ExportedProgram, module: torch.nn.Module, bucket: Bucket, vocab_size: int
+) -> None:
+    """Compares a captured program with its module on a full batch and on a padded one, bit for bit.
+
+    Raises:
+        CaptureError: an output differs.
+    """
+    import torch
+
+    from mod_export.export.routing_sites import SiteRun, run_sites
+    from mod_export.export.weights import state_of
+
+    rng = np.random.default_rng(0)
+    for lengths_B in (np.full(bucket.batch, bucket.seq), rng.integers(1, bucket.seq + 1, bucket.batch)):
+        ids_BS = rng.integers(0, vocab_size, (bucket.batch, bucket.seq))
+        inputs = (torch.from_numpy(ids_BS), torch.from_numpy(lengths_B))
+        with torch.no_grad():
+            expected = module(*inputs)
+        found = run_sites(program, state_of(module), inputs, SiteRun(bucket.seq))
+        for n, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+                raise CaptureError(
+                    f"the captured program is not the eager model: at {bucket.name} its output {n} differs by up to "
+                    f"{float((one - other).abs().max()):.3g}, expected the same bits, so parity with it would say "
+                    "nothing about the model; please report this model"
+                )
+
+
 class Reference:
-    """Runs the eager model. A run depends on nothing but batch and routing, so it is kept for the next target."""
+    """Runs a model's captured programs. A run depends on batch and routing alone, so it is kept for the next target."""
 
     name = "eager float32"
 
-    def __init__(self, loaded: LoadedModel, module: torch.nn.Module | None = None, outputs: Outputs = "logits") -> None:
-        """`module` takes the place of the model's own one, for probes that change its weights; `outputs` is what the
-        candidates return.
-        """
+    def __init__(self, loaded: LoadedModel, outputs: Outputs = "logits") -> None:
+        """`outputs` is what the candidates return."""
         self.loaded = loaded
         self.outputs: Outputs = outputs
-        self.module: torch.nn.Module = loaded.module() if module is None else module
+        self._programs = Programs(loaded)
+        self._replaced: dict[str, np.ndarray] = {}
+        self._states: dict[Precision, dict[str, torch.Tensor]] = {}
+        self._moved_states: list[dict[str, torch.Tensor]] | None = None
         self._kept: dict[str, Traced] = {}
         self._remembered: dict[str, object] = {}
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The eager module in float32, with its own weights."""
+        module = self._programs.module("float32")
+        assert module is not None
+        return module
+
+    def with_weights(self, replaced: Mapping[str, np.ndarray]) -> Reference:
+        """The same model with other values of some weights, by name; nothing that is found with it is kept here."""
+        other = self.returning(self.outputs)
+        other._replaced = {**self._replaced, **replaced}
+        return other
+
+    def returning(self, outputs: Outputs) -> Reference:
+        """The same model for candidates that return something else."""
+        other = Reference(self.loaded, outputs)
+        other._programs, other._replaced = self._programs, dict(self._replaced)
+        return other
 
     def remembered(self, name: str, find: Callable[[], Found]) -> Found:
         """Something that was found out with this reference and holds as long as it does."""
@@ -73,67 +166,89 @@ class Reference:
         return self.forced(batch, {})
 
     def forced(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Traced:
-        """In float32, with the given positions in the places that `routing` names, whatever their scores."""
+        """In float32, with the given positions at the sites that `routing` names, whatever their scores."""
         return self._run(batch, routing, "float32")
 
     def exact(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Traced | None:
-        """The same in float64; None where the memory of this machine does not hold the model a second time."""
-        return None if self._double is None else self._run(batch, routing, "float64")
+        """The same in float64; None where this machine's memory does not hold the model in float64 as well."""
+        return None if self._programs.module("float64") is None else self._run(batch, routing, "float64")
 
     def shaken(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> list[Traced]:
         """The same in float32 with every weight moved to one of its two neighbouring numbers, drawn at random: SHAKEN
-        runs, each rounding in its own way. None where the memory of this machine does not hold the model once more.
+        runs, each with another rounding error. Empty where this machine's memory does not hold the weights so often.
 
         A single run can be exact by luck where a model is ill-conditioned (Monte Carlo arithmetic; Parker, Pierce and
         Eggert, Computing in Science and Engineering 2(4), 2000).
         """
-        return [self._trace(module, batch, routing) for module in self._moved]
+        return [self._trace(state, batch, routing, "float32") for state in self._moved]
 
-    @cached_property
-    def _moved(self) -> list[torch.nn.Module]:
+    @property
+    def _moved(self) -> list[dict[str, torch.Tensor]]:
+        if self._moved_states is None:
+            self._moved_states = self._move()
+        return self._moved_states
+
+    def _move(self) -> list[dict[str, torch.Tensor]]:
         import torch
 
-        needed = SHAKEN * sum(tensor.nbytes for tensor in self.module.state_dict().values())
-        if needed > free_bytes() // 2:
+        state = self._state("float32")
+        weights = {name: state[name] for name, _ in self.module.named_parameters()}
+        if SHAKEN * sum(tensor.nbytes for tensor in weights.values()) > free_bytes() // 2:
             return []
         generator = torch.Generator().manual_seed(0)
-        modules = [copy.deepcopy(self.module) for _ in range(SHAKEN)]
-        for parameter in (parameter for module in modules for parameter in module.parameters()):
-            up = torch.rand(parameter.shape, generator=generator) < 1 / 2
-            parameter.data = torch.nextafter(parameter.data, torch.where(up, torch.inf, -torch.inf))
-        return modules
+        states = []
+        for _ in range(SHAKEN):
+            moved = {}
+            for name, tensor in weights.items():
+                up = torch.rand(tensor.shape, generator=generator) < 1 / 2
+                moved[name] = torch.nextafter(tensor.detach(), torch.where(up, torch.inf, -torch.inf))
+            states.append({**state, **moved})
+        return states
 
-    @cached_property
-    def _double(self) -> torch.nn.Module | None:
-        needed = FLOAT64_BYTES * sum(tensor.numel() for tensor in self.loaded.weights.values())
-        return copy.deepcopy(self.module).double() if needed < free_bytes() // 2 else None
+    def _state(self, precision: Precision) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name, replaced ones among them."""
+        import torch
 
-    def _run(self, batch: Batch, routing: Mapping[Site, np.ndarray], dtype: str) -> Traced:
-        key = _digest(batch, routing, dtype)
+        from mod_export.export.weights import state_of
+
+        if precision not in self._states:
+            module = self._programs.module(precision)
+            assert module is not None
+            state = state_of(module)
+            given = {name: torch.from_numpy(array).to(state[name].dtype) for name, array in self._replaced.items()}
+            self._states[precision] = {**state, **given}
+        return self._states[precision]
+
+    def _run(self, batch: Batch, routing: Mapping[Site, np.ndarray], precision: Precision) -> Traced:
+        key = _digest(batch, routing, precision)
         if key in self._kept:
             return self._kept[key]
-        module = self.module if dtype == "float32" else self._double
-        assert module is not None
-        traced = self._trace(module, batch, routing)
+        traced = self._trace(self._state(precision), batch, routing, precision)
         kept = sum(known.logits_BSV.nbytes for known in self._kept.values())
         if kept + traced.logits_BSV.nbytes <= KEPT_BYTES:
             self._kept[key] = traced
         return traced
 
-    def _trace(self, module: torch.nn.Module, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Traced:
+    def _trace(
+        self,
+        state: Mapping[str, torch.Tensor],
+        batch: Batch,
+        routing: Mapping[Site, np.ndarray],
+        precision: Precision,
+    ) -> Traced:
         import torch
 
-        with torch.no_grad():
-            logits_BSV, decided = self.loaded.trace(
-                module,
-                torch.from_numpy(batch.ids_BS),
-                torch.from_numpy(batch.lengths_B),
-                {site: torch.from_numpy(index_BK) for site, index_BK in routing.items()},
-            )
+        from mod_export.export.routing_sites import SiteRun, run_sites
+
+        bucket = Bucket(*batch.ids_BS.shape)
+        run = SiteRun(bucket.seq, {site: torch.from_numpy(index_BK) for site, index_BK in routing.items()})
+        inputs = (torch.from_numpy(batch.ids_BS), torch.from_numpy(batch.lengths_B))
+        logits_BSV, *_ = run_sites(self._programs.program(bucket, precision), state, inputs, run)
+        found = run.selections.items()
         return Traced(
             logits_BSV.numpy(),
-            {site: one.index_BK.numpy() for site, one in decided.items()},
-            {site: Judged(one.rule, one.score_BS.numpy(), one.open_BS.numpy()) for site, one in decided.items()},
+            {site: one.index_BK.numpy() for site, one in found},
+            {site: Judged(one.rule, one.score_BS.numpy(), one.open_BS.numpy()) for site, one in found},
         )
 
 

@@ -9,47 +9,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
-from mod_export.artifacts import PRIMARY, DType, Graph
-from mod_export.engine import ENGINES
+from mod_export.build_folder.manifest import FileEntry, changed_file
+from mod_export.engines import ENGINES
 from mod_export.errors import BuildError, BuildFolderError, GraphError
-from mod_export.graph.dialect import check_dialect
-from mod_export.graph.digests import digests_of_file
-from mod_export.graph.files import graph_from_file
-from mod_export.graph.nodes import is_standard, static_shape
-from mod_export.graph.passes import PORTABLE
-from mod_export.graph.places import place_of
-from mod_export.graph.weights import FLOATS, ONNX_DTYPES
-from mod_export.graph.weights_file import WeightsFile
-from mod_export.workspace import changed_file
+from mod_export.export.dialect import check_dialect
+from mod_export.export.nodes import graph_from_file, is_standard, label_of, static_shape
+from mod_export.export.passes import PORTABLE
+from mod_export.export.weights import FLOATS, ONNX_DTYPES, digests_of_file
+from mod_export.export.weights_file import WeightsFile
+from mod_export.results.structure import StructureRow
+from mod_export.types import PRIMARY, DType, Graph
 
-__all__ = ["StructureRow", "structure_of_file", "structure_of_graph", "structure_of_weights"]
+__all__ = ["structure_of_file", "structure_of_graph", "structure_of_weights"]
 
 SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructureRow:
-    """One row of the report's `structure`: what was looked at in one file, and what was wrong."""
-
-    path: str
-    checked: tuple[str, ...]
-    passed: bool
-    reasons: tuple[str, ...]
-
-
-def structure_of_file(root: Path, path: str, entry: Mapping[str, object]) -> StructureRow:
+def structure_of_file(root: Path, path: str, entry: FileEntry) -> StructureRow:
     """Whether a file is the one that was built.
 
     Args:
         root: the build folder.
         path: relative to it.
-        entry: {bytes, sha256} of the manifest.
+        entry: of the manifest.
     """
     problem = changed_file(root, path, entry)
     return structure_row(path, ("the bytes that were built",), [problem] if problem else [])
@@ -95,7 +83,8 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, wei
     try:
         model = graph_from_file(root / path)
         reasons = [
-            *_outputs(model, graph, vocab_size),
+            # Those of prefill and decode graphs follow from the cache, and were checked when they were exported.
+            *(_outputs(model, graph, vocab_size) if graph.role == "forward" else ()),
             *_references(model, root, weights),
             *_precision(model, graph.dtype),
             *_operators(model, graph),
@@ -103,7 +92,8 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, wei
         ]
     except (GraphError, BuildFolderError) as error:
         reasons = [str(error)]
-    checked = ("outputs", "every weight is a reference to the checkpoint's tensor", "operators", "precision")
+    outputs = ("outputs",) if graph.role == "forward" else ()
+    checked = (*outputs, "every weight is a reference to the checkpoint's tensor", "operators", "precision")
     return structure_row(path, checked, list(dict.fromkeys(reasons)))
 
 
@@ -173,14 +163,16 @@ def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
         wrong = {one for one in made if one.is_floating_point()} - allowed
         if wrong:
             listed = _listed(sorted(map(str, wrong)))
-            yield f"{place_of(node)}: {node.op_type} computes in {listed}, this graph is {dtype}"
+            yield f"{label_of(node)}: {node.op_type} computes in {listed}, this graph is {dtype}"
         scores = node.inputs[0] if is_standard(node, "TopK") else None
         if scores is not None and scores.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
-            yield f"{place_of(node)}: TopK compares {scores.dtype} scores, expected float32"
+            yield f"{label_of(node)}: TopK compares {scores.dtype} scores, expected float32"
 
 
 def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
-    dialect = PORTABLE if graph.target is None else ENGINES[graph.target].dialect
+    # A decode graph skips layers by conditions, in every dialect.
+    portable = replace(PORTABLE, branches=graph.role == "decode")
+    dialect = portable if graph.target is None else ENGINES[graph.target].dialect
     try:
         check_dialect(model, dialect, graph.dtype)
     except BuildError as error:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mod_export.artifacts import Site, is_expert, routed_output
-from mod_export.compare import Judged, selected
-from mod_export.inputs import Batch
-from mod_export.protocols import LoadedModel
+from mod_export.sources.protocol import LoadedModel
+from mod_export.types import Site, is_expert, routed_output
+from mod_export.validate.compare import Judged, selected
+from mod_export.validate.inputs import Batch
 from mod_export.validate.reference import Reference
 
 __all__ = ["judged_without_routers", "ties_of_runs", "zeroed_experts", "zeroed_routers"]
@@ -28,7 +28,7 @@ def zeroed_routers(loaded: LoadedModel, seq: int) -> dict[str, np.ndarray]:
 
 
 def zeroed_experts(loaded: LoadedModel, zeros: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Those of experts' routers, where they are not all: zeros in front of experts may let nobody reach them."""
+    """Those of experts' routers, if there are others too: zeros in front of experts may let no token reach them."""
     sites = loaded.router_weights()
     found = {name: array for name, array in zeros.items() if all(map(is_expert, sites[name]))}
     return found if len(found) < len(zeros) else {}
@@ -38,21 +38,8 @@ def judged_without_routers(
     reference: Reference, zeros: Mapping[str, np.ndarray], batches: Sequence[Batch]
 ) -> list[Mapping[Site, Judged]]:
     """What every selection is judged by in a model whose routers are zeros, for each batch."""
-    import torch
-
-    # In place and put back: a copy would take the memory of the model once more.
-    parameters = {name: dict(reference.module.named_parameters())[name] for name in zeros}
-    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    silent = Reference(reference.loaded, reference.module, reference.outputs)
-    try:
-        with torch.no_grad():
-            for parameter in parameters.values():
-                parameter.zero_()
-        return [silent.free(batch).judged for batch in batches]
-    finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(kept[name])
+    silent = reference.with_weights(zeros)
+    return [silent.free(batch).judged for batch in batches]
 
 
 def ties_of_runs(

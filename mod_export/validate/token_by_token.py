@@ -1,4 +1,4 @@
-"""Engines that write text, in the shape of engines that read it: so all that judges the one judges the other.
+"""Prefill and decode engines as runners of whole texts, so that parity judges them like any other engine.
 
 A decode bucket and the prefill buckets together become a runner, (input_ids (B, S), lengths (B,)) -> logits and the
 positions that ran. The text is not written but given: its beginning as a prompt, and the rest token by token on the
@@ -14,10 +14,10 @@ from typing import Self
 
 import numpy as np
 
-from mod_export.artifacts import PRIMARY, Site, routed_output
+from mod_export.engines.protocol import Runner
 from mod_export.errors import EngineError
-from mod_export.generation.decoder import Decoder, Prompts, kept_from_prefill
-from mod_export.protocols import Runner
+from mod_export.runtime.generate.decoder import Decoder, Prompts, kept_from_prefill
+from mod_export.types import PRIMARY, Site, routed_output
 
 __all__ = ["PromptRunner", "TokenByToken"]
 
@@ -69,9 +69,9 @@ class TokenByToken:
         Args:
             prompts: read prompts.
             decoder: reads tokens.
-            capacity: place of routing -> tokens of a text that it takes, in the order of the engine's columns.
+            capacity: routing site -> tokens of a text that it selects, in the order of the engine's columns.
             prompt: tokens that are read as a prompt, fewer of a shorter text.
-            in_turns: one row at a time, the others idle: an engine with fewer places than rows has one for each then,
+            in_turns: one row at a time, the others idle: an engine with fewer slots than rows has one for each then,
                 and decides as a prompt would.
         """
         self._prompts, self._decoder, self._capacity = prompts, decoder, capacity
@@ -162,7 +162,7 @@ class _Answer:
         for ran_BS, (site, k) in zip(self._ran_NBS, self._capacity.items(), strict=True):
             index_BK = np.full((len(ran_BS), k), EMPTY, dtype=np.int64)
             for row, ran_S in enumerate(ran_BS):
-                # More than there are places would be a fault, and shows as positions that the reference did not take.
+                # More than there are slots would be a fault, and shows as positions that the reference did not select.
                 positions = np.flatnonzero(ran_S)[:k]
                 index_BK[row, : len(positions)] = positions
             found[routed_output(site)] = index_BK

@@ -3,66 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
-from mod_export.artifacts import DType, ModelKind
-from mod_export.compare import negative_log_likelihood
-from mod_export.generation.decoder import Decoder, Prompts
-from mod_export.inputs import Batch, affordable_tokens
-from mod_export.protocols import GeneratingModel, LoadedModel
+from mod_export.results.base import setting_fields
+from mod_export.results.generation import QualityRow, TextsRow
+from mod_export.runtime.generate.decoder import Decoder, Prompts
+from mod_export.runtime.generate.scoring import negative_log_likelihood
+from mod_export.sources.protocol import GeneratingModel, LoadedModel
+from mod_export.types import Setting
+from mod_export.validate.inputs import Batch, affordable_tokens
 from mod_export.validate.reference import Reference
 
-__all__ = ["QualityRow", "TextsRow", "prompts_of", "quality_of", "texts_of"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextsRow:
-    """Greedy texts of an engine and of the eager model, from the same prompts.
-
-    Attributes:
-        target: name of the engine family.
-        bucket: of the decode engine.
-        dtype: of the engine.
-        model: which one.
-        texts: how many.
-        tokens: new tokens of all of them.
-        equal: how many of the texts are the same, token for token.
-        first_difference: number of the first new token that differs, of any text; None where none does.
-    """
-
-    target: str
-    bucket: str
-    dtype: DType
-    model: ModelKind
-    texts: int
-    tokens: int
-    equal: int
-    first_difference: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QualityRow:
-    """Held-out text as the model reads it when it decides one token at a time, and as it was trained.
-
-    Attributes:
-        tokens: that were predicted.
-        window: tokens of a text.
-        perplexity: deciding one token at a time.
-        own_perplexity: as the checkpoint's spec says, which may look ahead.
-        wanted: place of routing -> share of the tokens that chose to run.
-        ran: place of routing -> share of the tokens that ran.
-        overflow: place of routing -> tokens that chose to run and found no place.
-    """
-
-    tokens: int
-    window: int
-    perplexity: float
-    own_perplexity: float
-    wanted: dict[str, float]
-    ran: dict[str, float]
-    overflow: dict[str, int]
+__all__ = ["prompts_of", "quality_of", "texts_of"]
 
 
 def prompts_of(loaded: LoadedModel, texts: int, length: int, seed: int) -> np.ndarray:
@@ -80,11 +33,7 @@ def texts_of(
     prompt_NS: np.ndarray,
     max_new_tokens: int,
     rows: int,
-    *,
-    target: str,
-    bucket: str,
-    dtype: DType,
-    kind: ModelKind,
+    setting: Setting,
 ) -> TextsRow:
     """Has both continue the prompts, the engine `rows` of them at once.
 
@@ -101,13 +50,10 @@ def texts_of(
     ]
     different = [first for first in firsts if first is not None]
     return TextsRow(
-        target=target,
-        bucket=bucket,
-        dtype=dtype,
-        model=kind,
+        **setting_fields(setting),
         texts=len(prompt_NS),
         tokens=sum(map(len, found)),
-        equal=len(firsts) - len(different),
+        identical=len(firsts) - len(different),
         first_difference=min(different, default=None),
     )
 
@@ -167,6 +113,6 @@ def quality_of(model: GeneratingModel, causal: Reference, own: Reference, texts:
         perplexity=math.exp(nll / tokens),
         own_perplexity=math.exp(own_nll / tokens),
         wanted={str(site): count / read for site, count in wanted.items()},
-        ran={str(site): count / read for site, count in ran.items()},
+        selected={str(site): count / read for site, count in ran.items()},
         overflow={str(site): max(0, wanted[site] - ran[site]) for site in wanted},
     )

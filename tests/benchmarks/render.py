@@ -29,24 +29,25 @@ Summary = Callable[[Sequence[float]], float]
 
 HEAD = """# Benchmarks
 
-What `make bench` measured: the time of one prefill, by route, for models with initial weights. Written by
+The results of `make bench`: the time of one prefill, by route, for models with initial weights. Written by
 `tests/benchmarks/render.py`; do not edit.
 
 * **Routes.** *mod-export*: what `mod-export build` makes for `ort-cpu`, run as `mod_export.load` runs it. *plain ORT*:
-  `torch.onnx.export` at opset 23 with its own optimiser, on ONNX Runtime as it comes. *OpenVINO*: its CPU plug-in on
-  that same file, float32, set for latency. *torch.compile*: the eager model, as it comes. Dense and MoD models get the
-  same code, and every route the same weights and tokens. Their logits agree (90th percentile of the largest difference
-  of a token, over all cases: {difference:.1e}).
+  `torch.onnx.export` at opset 23 with its own optimiser, on ONNX Runtime with default settings. *OpenVINO*: its CPU
+  plug-in on the same file, float32, set for latency. *torch.compile*: the eager model, with default settings. Dense and
+  MoD models run the same code, and all routes the same weights and tokens. Their logits agree (90th percentile of the
+  largest difference of a token, over all cases: {difference:.1e}).
 * **Models.** Llama-like decoders: S d=256 L=8, M d=512 L=12, L d=1024 L=16, heads of width 64, half as many key and
   value heads, SwiGLU of 2.75 d; MoD with every other block routed at 12.5 %, `dense` without routers.
-* **Method.** One process for each case, {threads} thread. Routes take turns in rounds, in an order that is drawn anew;
-  medians of at least five rounds after one of warm-up, minima where it says so. Ratios, because machines differ and
-  other work on the same machine slows all routes of a round alike.
+* **Method.** One process for each case, {threads} thread. In every round each route runs once, in a new random order.
+  Times are medians of at least five rounds after one round of warm-up, or minima where the heading says so. Compare
+  ratios, not times: machines differ, and other work on the same machine slows down all routes of a round alike.
 * **Roofline.** Matrix products of the sizes of a dense block, on ONNX Runtime, in the same rounds: {gemm:.0f} GFLOP/s
   in the median over cases. *Needed* FLOPs leave out the half of the scores that a causal mask hides. A MoD block
-  multiplies an eighth of the rows, at which matrix products are slower, and is held against the same roofline.
-* **Efficiency.** Measured speed-up over the dense twin on the same route, over what needed FLOPs say.
-* **Cases.** {cases} were measured for this page; `make bench` measures 36 and goes on where it was.
+  multiplies an eighth of the rows. Matrix products of that size are slower, but are compared with the same roofline.
+* **Efficiency.** Measured speed-up over the dense baseline on the same route, divided by predicted (FLOPs), which is
+  the ratio of the needed FLOPs.
+* **Cases.** {cases} were measured for this page; `make bench` measures 36, and continues after an interruption.
 * **Machine.** {cpu}, {cores} cores. {versions}.
 """
 
@@ -116,8 +117,8 @@ def _against_rivals(found: Sequence[Found]) -> str:
                     f"{ratio(one, kind, OURS, best_rival(one, kind, min), min):.2f}",
                 ]
             )  # fmt: skip
-    head = ["case", "model", *(f"/ {SHORT[rival]}" for rival in RIVALS), "/ best rival", "minima"]
-    return "## Time of mod-export over that of a rival, below 1 is faster\n\n" + _table(head, rows)
+    head = ["case", "model", *(f"/ {SHORT[rival]}" for rival in RIVALS), "/ fastest rival", "minima"]
+    return "## Time of mod-export divided by that of a rival (below 1: mod-export is faster)\n\n" + _table(head, rows)
 
 
 def _times(found: Sequence[Found]) -> str:
@@ -146,7 +147,7 @@ def _rates(found: Sequence[Found]) -> str:
                 f"{mod:.0f} ({mod / _roofline(one):.0%})", f"{gain:.2f}x", f"{ideal:.2f}x", f"{gain / ideal:.2f}",
             ]
         )  # fmt: skip
-    head = ["case", "roofline", "dense", "MoD", "speed-up over dense", "needed FLOPs say", "efficiency"]
+    head = ["case", "roofline", "dense", "MoD", "speed-up over dense", "predicted (FLOPs)", "efficiency"]
     return "## GFLOP/s of mod-export, needed FLOPs only, and efficiency\n\n" + _table(head, rows)
 
 
@@ -221,6 +222,7 @@ def _plot() -> Any:
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "mod-export"  # The same figures give the same bytes.
+    matplotlib.rcParams["svg.fonttype"] = "none"  # Text stays text.
     from matplotlib import pyplot
 
     return pyplot

@@ -21,20 +21,23 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnxscript import opset23 as op
 
-from mod_export.artifacts import PRIMARY, QUANTIZED, Bucket, DType, Outputs, primary_output
-from mod_export.engine.ort import OrtCpu
-from mod_export.engine.ort_attention import fastest_block, time_blocks
-from mod_export.engine.ort_c import ort_c
-from mod_export.engine.ort_shared import shared_runner
-from mod_export.graph.capture import exported_from_module
-from mod_export.graph.onnx_export import onnx_from_exported
-from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.passes.quantize_weights import quantizable_weights
-from mod_export.graph.weights import bind_weights, state_of, write_weights
-from mod_export.graph.weights_file import WeightsFile
-from mod_export.measure.cost import CostRow, cost_row
-from mod_export.stages.formulation import attention_shapes
+from mod_export.benchmark.cost import cost_row
+from mod_export.engines.ort import OrtCpu
+from mod_export.engines.ort_attention import fastest_block, time_blocks
+from mod_export.engines.ort_c import ort_c
+from mod_export.engines.ort_shared import shared_runner
+from mod_export.export.capture import captured_module
+from mod_export.export.onnx_export import INPUTS, onnx_from_captured
+from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.export.passes.quantize_weights import quantizable_weights
+from mod_export.export.weights import bind_weights, state_of, write_weights
+from mod_export.export.weights_file import WeightsFile
+from mod_export.marker import MARKER
+from mod_export.results.cost import CostRow
+from mod_export.stages.passes import attention_shapes
+from mod_export.types import PRIMARY, QUANTIZED, Bucket, DType, Outputs, primary_output
 from mod_models import transformer
 from mod_models.checkpoint import Checkpoint
 
@@ -62,9 +65,8 @@ class Case:
 
 def _portable(case: Case) -> ir.Model:
     skeleton = case.checkpoint.skeleton(case.outputs).to("meta")
-    routed = [layer for layer, k in case.checkpoint.spec.k_by_layer(case.bucket.seq).items() if k]
-    model = onnx_from_exported(
-        exported_from_module(skeleton, case.bucket, "bench"), state_of(skeleton), routed, PRIMARY[case.outputs]
+    model = onnx_from_captured(
+        captured_module(skeleton, case.bucket, "bench"), state_of(skeleton), INPUTS, [PRIMARY[case.outputs]]
     )
     run_passes(model, PORTABLE, "float32")
     return model
@@ -168,11 +170,15 @@ def _ort(path: Path, threads: int) -> Run:
     return run
 
 
+def _unmarked(index: Any, live: Any, *_others: Any) -> Any:
+    """A plain export knows nothing of markers of routing sites: they return what they are given."""
+    return op.Identity(index), op.Identity(live)
+
+
 def _plain_file(case: Case, name: str, folder: Path) -> Path:
     path = folder / f"{name}.plain.onnx"
     if path.exists():
         return path
-    routed = [layer for layer, k in case.checkpoint.spec.k_by_layer(case.bucket.seq).items() if k]
     with _topk_selects(), _quiet(), torch.no_grad():
         torch.onnx.export(
             case.checkpoint.module(case.outputs),
@@ -182,7 +188,8 @@ def _plain_file(case: Case, name: str, folder: Path) -> Path:
             opset_version=23,
             external_data=True,
             input_names=["input_ids", "lengths"],
-            output_names=["logits", *(f"routed_{layer}" for layer in routed)],
+            output_names=["logits"],
+            custom_translation_table={MARKER: _unmarked},
         )
     return path
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from mod_export import workspace
-from mod_export.artifacts import Bucket
+from mod_export.build_folder.manifest import MANIFEST, with_checksum
 from mod_export.config import BuildConfig, config_from_toml
-from mod_export.graph.capture import exported_from_module
-from mod_export.graph.onnx_export import onnx_from_exported
-from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.weights import bind_weights, state_of
-from mod_export.graph.weights_file import WeightsFile
+from mod_export.export.capture import captured_module
+from mod_export.export.onnx_export import INPUTS, onnx_from_captured
+from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.export.weights import bind_weights, state_of
+from mod_export.export.weights_file import WeightsFile
 from mod_export.pipeline import build
-from mod_export.report.schema import Stage
+from mod_export.results.report import Stage
+from mod_export.types import Bucket
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -111,23 +111,21 @@ def build_folder(folder: Path, toml: str, checkpoint: Checkpoint | None = None) 
 
 def sign(root: Path) -> None:
     """Makes the manifest agree with the files as they are now."""
-    path = root / workspace.MANIFEST
+    path = root / MANIFEST
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    manifest.pop(workspace.CHECKSUM)
+    manifest.pop("checksum")
     entries = [manifest["files"], *(record["outputs"] for record in manifest["steps"].values())]
     for files in entries:
         for name in files:
             data = (root / name).read_bytes()
             files[name] = {**files[name], "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    manifest[workspace.CHECKSUM] = workspace._checksum(manifest)
-    path.write_text(json.dumps(manifest), encoding="utf-8")
+    path.write_text(json.dumps(with_checksum(manifest)), encoding="utf-8")
 
 
 def portable_graph_of(root: Path, spec: ModelSpec) -> bytes:
     """The graph of another spec at BUCKET, with references to the weights of the folder."""
     module = Checkpoint(spec=spec, weights=checkpoint_with(SPEC, 1, STD).weights).module()
-    layers = [layer for layer, k in spec.k_by_layer(32).items() if k]
-    model = onnx_from_exported(exported_from_module(module, Bucket(2, 32), "other"), state_of(module), layers)
+    model = onnx_from_captured(captured_module(module, Bucket(2, 32), "other"), state_of(module), INPUTS, ["logits"])
     run_passes(model, PORTABLE, "float32")
     weights = WeightsFile.open(root / "graphs" / "weights-float32.data")
     bind_weights(model, [weights], root / "graphs")

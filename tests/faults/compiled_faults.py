@@ -12,10 +12,10 @@ from base_folder import SPEC, STD, checkpoint_with
 from torch import Tensor
 from torch.nn import functional
 
-from mod_export.artifacts import Bucket, Graph, Variant
 from mod_export.config import config_from_toml
-from mod_export.engine.inductor import Inductor
-from mod_export.graph.capture import exported_from_module
+from mod_export.engines.inductor import Inductor
+from mod_export.export.capture import captured_module
+from mod_export.types import Bucket, Graph, Variant
 from mod_models import transformer
 from mod_models.selection import select_topk
 from mod_models.transformer import Attention, Transformer
@@ -75,7 +75,7 @@ def write_packages(folder: Path) -> None:
         changes.get(name, lambda module: None)(module)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transformer, "select_topk", selections.get(name, select_topk))
-            program = exported_from_module(module, Bucket(2, 32), name)
+            program = captured_module(module, Bucket(2, 32), name).program
         graph = Graph(
             path="", model="mod", bucket=Bucket(2, 32), dtype="float32", target=None, k_by_layer=SPEC.k_by_layer(32)
         )

@@ -12,7 +12,9 @@ from folder_faults import COMPILED_FAULTS, ENGINE, FOLDER_FAULTS
 from graph_faults import GRAPH_FAULTS
 from graph_surgery import Surgery
 
-from mod_export.revalidate import Validation, validate_folder
+from mod_export.rerun import Rerun, validate_folder
+from mod_export.results.parity import ParityRow
+from mod_export.results.structure import StructureRow
 
 __all__ = ["FAULTS", "Fault", "Outcome", "outcome_of"]
 
@@ -77,12 +79,12 @@ def outcome_of(fault: Fault, sound: Path, packages: Path, scratch: Path) -> Outc
         shutil.rmtree(root)
 
 
-def _outcome(found: Validation, fault: Fault) -> Outcome:
-    failed = [row for row in found.parity if not row.passed]
-    looked = [f"{row.path}: {reason}" for row in found.structure for reason in row.reasons if not row.passed]
+def _outcome(found: Rerun, fault: Fault) -> Outcome:
+    failed = [row for row in found.rows(ParityRow) if not row.passed]
+    looked = [f"{row.path}: {reason}" for row in found.rows(StructureRow) for reason in row.reasons if not row.passed]
     reasons = (*found.verdict.reasons,)
     assert bool(reasons) == (found.verdict.status == "fail")
-    places = [str(row.located["layer"]) for row in failed if row.located]
+    places = [str(row.located.layer) for row in failed if row.located]
     words = {fault.where, str(fault.where).replace("layers.", "layer ")}
     named = fault.where is None or any(word in reason for word in words if word for reason in reasons)
     # What is looked for by running is blamed on the first place that differs, so that one has to be right.

@@ -26,7 +26,8 @@ from random_specs import random_build, random_build_of_any_kind
 
 from mod_export.config import config_from_toml
 from mod_export.pipeline import build
-from mod_export.revalidate import validate_folder
+from mod_export.rerun import validate_folder
+from mod_export.results.parity import ParityRow
 from mod_models.checkpoint import save_checkpoint
 
 CLEAN_BUILDS = 200
@@ -122,7 +123,9 @@ def build_clean(folder: Path, kinds: bool, seed: int) -> tuple[tuple[str, ...], 
         config = config_from_toml(root / "c.toml")
         report = build(root / "model.pt", config, root / "build", None, Silent(), "mod-export build model.pt")
         found = validate_folder(root / "build", None, ())
-    ratios: Iterator[float] = (row.error["max_abs"] / row.noise for row in found.parity if row.noise)
+    ratios: Iterator[float] = (
+        row.error.max_abs / row.rounding_error for row in found.rows(ParityRow) if row.rounding_error
+    )
     return (*report.verdict.reasons, *found.verdict.reasons), max(ratios, default=0.0)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mod_export.build_folder.manifest import read_manifest
 from mod_export.pipeline import AFTER_LOAD
-from mod_export.report.schema import Stage
-from mod_export.revalidate import Validation
-from mod_export.workspace import read_manifest
+from mod_export.rerun import Rerun
+from mod_export.results.report import Stage
+from mod_export.results.structure import StructureRow
 
 STAGES = ("load", *(name for name, _ in AFTER_LOAD), "report")
 ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"
@@ -41,6 +44,20 @@ def check_files(root: Path) -> None:
         assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def failed(found: Validation) -> set[str]:
+def rewrite_manifest(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the manifest and makes it look as if it had been written so."""
+    manifest = read_manifest(root)
+    change(manifest)
+    checksum = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (root / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum}))
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
+    data = path.read_bytes()
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def failed(found: Rerun) -> set[str]:
     """Files that something was found in."""
-    return {row.path for row in found.structure if not row.passed}
+    return {row.path for row in found.rows(StructureRow) if not row.passed}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,29 @@ def command(*arguments: object, code: str = "", **options: Any) -> subprocess.Co
     script = f"import sys\n{code}\nfrom mod_export.cli import main\nmain()"
     listed = [sys.executable, "-c", script, *(str(argument) for argument in arguments)]
     return subprocess.run(listed, capture_output=True, text=True, check=False, **options)
+
+
+def commands(requests: Sequence[Sequence[object]], code: str) -> list[tuple[int, str, str]]:
+    """Several commands in one process of its own, where `code` runs first; exit code, stdout and stderr of each."""
+    script = f"""
+import json, sys
+{code}
+from click.testing import CliRunner
+from mod_export.cli import cli
+found = [CliRunner().invoke(cli, arguments) for arguments in json.loads(sys.argv[1])]
+print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in found]))
+"""
+    listed = json.dumps([[str(argument) for argument in arguments] for arguments in requests])
+    done = subprocess.run([sys.executable, "-c", script, listed], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return [(exit_code, stdout, stderr) for exit_code, stdout, stderr in json.loads(done.stdout)]
+
+
+def uncovered() -> dict[str, str]:
+    """The environment of a process that must not measure its coverage: one that may not write large files would leave
+    a damaged file of it behind, on which the sum over all processes fails.
+    """
+    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mod_export.compare import ErrorNumbers, LayerRouting
 from mod_export.config import ParityGate
 from mod_export.validate.allowance import Allowance, allowance
+from mod_export.validate.compare import ErrorNumbers, LayerRouting
 from mod_export.validate.parity import Comparison, TextNumbers
 
 GATE = ParityGate(

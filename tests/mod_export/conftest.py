@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from build_folders import Silent
 from command_line import FAST_TOML, FEW_SAMPLES
+from headless_chromium import BROWSER, NAMES, Chromium
 from writing import WRITING_TOML, writing_checkpoint
 
 from mod_export.config import BuildConfig, config_from_toml
-from mod_export.model import Model, model_from_checkpoint
 from mod_export.pipeline import build
-from mod_export.report.schema import Stage
+from mod_export.sources.checkpoint import Model, model_from_checkpoint
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -33,29 +34,6 @@ CONFIG_TOML = f"""
 buckets = [[1, 64], [2, 32]]
 targets = ["ort-cpu"]
 {FEW_SAMPLES}"""
-
-
-class Recorder:
-    """Observes a build: the names of stages and steps that were announced, and the finished stages."""
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-        self.steps: list[str] = []
-        self.finished: list[Stage] = []
-
-    def stage_started(self, name: str) -> None:
-        self.started.append(name)
-
-    def step_started(self, name: str) -> None:
-        self.steps.append(name)
-
-    def stage_finished(self, stage: Stage) -> None:
-        self.finished.append(stage)
-
-
-@pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
 
 
 @pytest.fixture(scope="session")
@@ -118,7 +96,7 @@ def built(shared_folder: Path, checkpoint: Path, config: BuildConfig) -> Path:
         # The first worker builds, the others wait for it.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (root / "report.json").exists():
-            build(checkpoint, config, root, None, Recorder(), "mod-export build tiny.pt")
+            build(checkpoint, config, root, None, Silent(), "mod-export build tiny.pt")
     return root
 
 
@@ -133,7 +111,7 @@ def writing_folder(shared_folder: Path) -> Path:
             save_checkpoint(folder / "writing.pt", writing_checkpoint())
             (folder / "writing.toml").write_text(WRITING_TOML, encoding="utf-8")
             config = config_from_toml(folder / "writing.toml")
-            report = build(folder / "writing.pt", config, folder / "build", None, Recorder(), "mod-export build")
+            report = build(folder / "writing.pt", config, folder / "build", None, Silent(), "mod-export build")
             assert report.verdict.status == "pass", report.verdict.reasons
     return folder
 
@@ -170,3 +148,16 @@ def fast(tmp_path: Path) -> Path:
     path = tmp_path / "fast.toml"
     path.write_text(FAST_TOML, encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """One browser for all pages; tests that want it are skipped where there is none."""
+    if BROWSER is None:
+        pytest.skip(f"needs a browser: none of {', '.join(NAMES)} is installed")
+    with Chromium(tmp_path_factory.mktemp("profile")) as browser:
+        try:
+            browser.attach()
+        except (AssertionError, BrokenPipeError) as error:
+            pytest.skip(f"{BROWSER} cannot be driven here: {str(error).splitlines()[:1]}")
+        yield browser

@@ -16,6 +16,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for found in map(shutil.which, NAMES) if found), None)
 PHONE, DESK = 390, 1200
 PATIENCE_S = 60
+NOISY = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")
 
 
 class Chromium:
@@ -89,6 +90,15 @@ class Chromium:
         self("Page.navigate", url=page.as_uri())
         self.wait_for("Page.loadEventFired")
 
+    def complaints(self) -> list[dict[str, Any]]:
+        """What the page wrote to its console or log since it was opened."""
+        return [event for event in self.events if event["method"] in NOISY]
+
+    def requests(self) -> list[str]:
+        """Addresses that the page has asked for since it was opened, but for data that it holds itself."""
+        sent = (event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent")
+        return [url for url in (params["request"]["url"] for params in sent) if not url.startswith("data:")]
+
     def press(self, key: str) -> None:
         """One key, as the keyboard sends it."""
         codes = {"ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "Tab": 9, " ": 32}
@@ -99,9 +109,10 @@ class Chromium:
         """The mouse, moved to a place of the window."""
         self("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        image = self("Page.captureScreenshot", captureBeyondViewport=True)
+    def screenshot(self, path: Path, size: tuple[int, int]) -> None:
+        """The top left corner of the page, (width, height) in pixels, as PNG."""
+        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
+        image = self("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(image["data"]))
 
     def pdf(self) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-__all__ = ["DRAWN", "Page"]
+__all__ = ["DRAWN", "Page", "drawn", "paths", "told"]
 
 VOID = {"meta", "link", "br", "input"}
 DRAWN = {"line", "rect", "circle"}
@@ -18,7 +18,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None], tuple[str, ...]]] = []
         self.text = ""
         self._open: list[str] = []
-        self.feed(text)
+        self.feed(str(text))  # Markup would come out escaped.
         self.close()
         assert self._open == []
 
@@ -39,3 +39,26 @@ class Page(HTMLParser):
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes, _ in self.elements if name == tag]
+
+
+def drawn(html: str, kind: str) -> list[dict[str, float]]:
+    """Of every mark of a class its numbers, percentages as such: x1, cx, width ..."""
+    found = [attributes for tag, attributes, _ in Page(html).elements if tag in DRAWN and attributes["class"] == kind]
+    return [
+        {
+            name: float(str(value).removesuffix("%"))
+            for name, value in one.items()
+            if name != "class" and value != "100%"
+        }
+        for one in found
+    ]
+
+
+def paths(html: str, kind: str) -> list[str]:
+    """The paths of a class."""
+    return [str(attributes["d"]) for attributes in Page(html).all("path") if attributes["class"] == kind]
+
+
+def told(html: str) -> list[str]:
+    """What the drawings say in words."""
+    return [str(attributes["aria-label"]) for attributes in Page(html).all("svg") if "aria-label" in attributes]

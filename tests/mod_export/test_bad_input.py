@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import Payload, command, contents, invoke, raw_checkpoint, toml_file
+from command_line import Payload, commands, contents, invoke, raw_checkpoint, toml_file
 
-from mod_export.engine import ENGINES
+from mod_export.engines import ENGINES
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 
 # What is refused, and how. Each case writes what it needs into the folder and gives the arguments of `build`.
@@ -242,30 +242,28 @@ NEEDS_NO_TORCH = (
     "absent", "not_a_checkpoint", "folder_without_config", "weights_alone", "truncated_to_half",
     "bare_pickle_with_code", "unknown_target", "unknown_key", "absent_config", "absent_baseline", "report_below_a_file",
 )  # fmt: skip
-WITHOUT_TORCH = "sys.modules['torch'] = None  # whoever imports it now gets an ImportError"
+SERVER = """
+for name in ("onnx", "onnx_ir", "onnxscript", "torch", "safetensors", "mod_models"):
+    sys.modules[name] = None  # Whoever imports it now gets an ImportError.
+"""
+COMMANDS = ["report DIR", "report DIR --format html", "bench DIR", "config show", "--help", "build --help", "--version"]
 
 
-@pytest.mark.parametrize("name", NEEDS_NO_TORCH)
-def test_what_needs_no_torch_does_not_load_it(name: str, tmp_path: Path, checkpoint: Path) -> None:
-    make, message = CASES[name]
-    arguments = make(tmp_path, checkpoint)
+def test_what_needs_no_torch_does_not_load_it(tmp_path: Path, checkpoint: Path) -> None:
+    requests: list[list[object]] = []
+    for name in NEEDS_NO_TORCH:
+        (tmp_path / name).mkdir()
+        requests.append(["build", *CASES[name][0](tmp_path / name, checkpoint), "-o", tmp_path / "out"])
     before = contents(tmp_path)
-    found = command("build", *arguments, "-o", tmp_path / "out", code=WITHOUT_TORCH)
-    assert found.returncode == 2, found.stderr
-    assert re.search(message, found.stderr)
+    answers = commands(requests, "sys.modules['torch'] = None")
+    for name, (exit_code, _, stderr) in zip(NEEDS_NO_TORCH, answers, strict=True):
+        assert exit_code == 2, (name, stderr)
+        assert re.search(CASES[name][1], stderr)
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["report", "DIR"], ["report", "DIR", "--format", "html"], ["bench", "DIR"], ["config", "show"], ["--help"],
-        ["build", "--help"], ["--version"],
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_commands_without_torch(arguments: list[str], built: Path) -> None:
-    found = command(*(built if argument == "DIR" else argument for argument in arguments), code=WITHOUT_TORCH)
-    assert found.returncode == 0, found.stderr
-    assert found.stderr == ""
-    assert found.stdout
+def test_what_a_server_runs_needs_nothing_that_builds(built: Path) -> None:
+    requests = [[built if word == "DIR" else word for word in line.split()] for line in COMMANDS]
+    for line, (exit_code, stdout, stderr) in zip(COMMANDS, commands(requests, SERVER), strict=True):
+        assert (exit_code, stderr) == (0, ""), line
+        assert stdout

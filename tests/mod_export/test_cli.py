@@ -17,29 +17,30 @@ import click
 import pytest
 from command_line import command, invoke, toml_file
 
+from mod_export.build_folder.manifest import read_manifest
 from mod_export.cli import cli
 from mod_export.config import BuildConfig, config_from_toml
-from mod_export.engine import ENGINES
-from mod_export.report import report_from_json
-from mod_export.workspace import read_manifest
+from mod_export.engines import ENGINES
+from mod_export.results.report import report_from_json
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
+COMMON = ["--help", "--quiet", "--verbose", "-h", "-q", "-v"]
 OPTIONS = {
-    "build": ["--baseline", "--capacity", "--config", "--help", "--max-memory", "--out", "--quiet", "--report",
-              "--target", "--tokenizer", "--verbose", "-c", "-h", "-o", "-q", "-v", "model"],
-    "generate": ["--dtype", "--help", "--ids", "--json", "--max-new-tokens", "--model", "--prompt", "--prompt-file",
-                 "--roll", "--seed", "--selection", "--stop", "--target", "--temperature", "--top-k", "--top-p",
-                 "--verbose", "-h", "-v", "folder"],
-    "validate": ["--config", "--help", "--model", "--target", "--verbose", "-c", "-h", "-v", "folder"],
-    "bench": ["--config", "--help", "--target", "--verbose", "-c", "-h", "-v", "folder"],
-    "report": ["--format", "--help", "--verbose", "-h", "-v", "folder"],
-    "inspect": ["--help", "--html", "--png", "--text", "--verbose", "-h", "-v", "path"],
-    "targets": ["--help", "--verbose", "-h", "-v"],
-    "config show": ["--help", "--verbose", "-h", "-v", "config_file"],
-    "demo": ["--help", "--out", "--quiet", "--verbose", "-h", "-o", "-q", "-v"],
-    "sweep": ["--batch", "--capacity", "--config", "--help", "--out", "--quiet", "--ray", "--seq", "--target",
-              "--verbose", "-c", "-h", "-o", "-q", "-v", "model"],
+    "build": ["--baseline", "--capacity", "--config", "--max-memory", "--out", "--report", "--target", "--tokenizer",
+              "-c", "-o", "model"],
+    "generate": ["--dtype", "--ids", "--json", "--max-new-tokens", "--model", "--prompt", "--prompt-file", "--roll",
+                 "--seed", "--selection", "--stop", "--target", "--temperature", "--threads", "--top-k", "--top-p",
+                 "folder"],
+    "validate": ["--config", "--model", "--target", "-c", "folder"],
+    "bench": ["--config", "--target", "-c", "folder"],
+    "report": ["--format", "folder"],
+    "inspect": ["--html", "--png", "--text", "path"],
+    "targets": [],
+    "config show": ["config_file"],
+    "config explain": [],
+    "demo": ["--out", "-o"],
+    "sweep": ["--batch", "--capacity", "--config", "--out", "--ray", "--seq", "--target", "-c", "-o", "model"],
 }  # fmt: skip
 """What users script against: a name is added on purpose, and none is taken away."""
 
@@ -66,25 +67,23 @@ def test_a_traceback_only_when_asked_for(name: str, tmp_path: Path) -> None:
     assert verbose.stderr.endswith(plain.stderr)
 
 
-def test_results_on_stdout_and_nothing_else(built: Path) -> None:
+def test_results_on_stdout_and_nothing_else_and_no_color(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NO_COLOR": "1", "FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
     for name in ("validate", "bench", "report", "inspect"):
-        found = invoke(name, built)
+        # A terminal, which FORCE_COLOR stands for, also shows that the command is at work, unless -q.
+        found = invoke(name, built, "-q")
         assert found.exit_code == 0, found.output
         assert found.stderr == ""
         assert found.stdout.endswith("\n")
+        assert not re.search(r"\x1b\[(\d+;)*(3|4|9|10)\d", found.stdout)
 
 
-@pytest.mark.parametrize("name", ["report", "validate", "bench"])
-def test_no_color(name: str, built: Path) -> None:
-    found = command(name, built, env={**os.environ, "NO_COLOR": "1", "FORCE_COLOR": "1", "TERM": "xterm"})
-    assert found.returncode == 0, found.stderr
-    assert not re.search(r"\x1b\[(\d+;)*(3|4|9|10)\d", found.stdout)
-
-
-def test_color_where_it_is_wanted(built: Path) -> None:
-    wanted = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    found = command("report", built, env={**wanted, "FORCE_COLOR": "1", "TERM": "xterm"})
-    assert re.search(r"\x1b\[(\d+;)*32m", found.stdout)
+def test_color_where_it_is_wanted(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(r"\x1b\[(\d+;)*32m", invoke("report", built).stdout)
 
 
 def test_report_formats(built: Path) -> None:
@@ -128,7 +127,7 @@ def test_nobody_reads_the_result(built: Path) -> None:
 
 
 def test_bench_and_validate_take_a_config(built: Path, config_file: Path, tmp_path: Path) -> None:
-    text = config_file.read_text() + "\n[parity.float32]\nnoise = 0.0\n"
+    text = config_file.read_text() + "\n[parity.float32]\nnoise_rms = 0.0\n"
     (tmp_path / "strict.toml").write_text(text)
     found = invoke("validate", built, "-c", tmp_path / "strict.toml", "--target", "ort-cpu")
     assert found.exit_code == 4
@@ -226,7 +225,8 @@ def test_demo_looks_at_both_folders_first(out: str, tmp_path: Path, monkeypatch:
 
 
 def test_commands_and_options_are_frozen() -> None:
-    assert {name: sorted(_names(command)) for name, command in _commands(cli.commands)} == OPTIONS
+    expected = {name: sorted([*COMMON, *own]) for name, own in OPTIONS.items()}
+    assert {name: sorted(_names(command)) for name, command in _commands(cli.commands)} == expected
     assert _names(cli) == ["--version", "-h", "--help"]
 
 
@@ -249,10 +249,10 @@ def test_help_and_version() -> None:
         assert re.search(rf"^  {name} ", shown, re.MULTILINE)
     assert re.fullmatch(r"mod-export, version \S+\n", invoke("--version").stdout)
     module = subprocess.run(
-        [sys.executable, "-m", "mod_export.cli", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "mod_export", "--version"], capture_output=True, text=True, check=True
     )
     assert module.stdout == invoke("--version").stdout
 
 
 def test_json_can_be_read_by_anybody(built: Path) -> None:
-    assert json.loads(invoke("report", built, "--format", "json").stdout)["schema_version"] == 1
+    assert json.loads(invoke("report", built, "--format", "json").stdout)["schema_version"] == 2

@@ -1,20 +1,22 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from mod_export import config as config_module
-from mod_export.artifacts import DTYPES, FLOAT_DTYPES, Bucket, DType
 from mod_export.config import BuildConfig, GenerationOptions, config_from_toml, toml_from_config
 from mod_export.errors import ConfigError
+from mod_export.types import DTYPES, FLOAT_DTYPES, Bucket, DType
 
 CONFIGS = sorted(path.name for path in files("mod_export_configs").iterdir() if path.name.endswith(".toml"))
 PACKAGE = Path(__file__).parents[2] / "mod_export"
@@ -121,22 +123,6 @@ def test_every_problem_is_reported_at_once_with_the_nearest_name(tmp_path: Path)
             "generation.targets.0: input should be 'ort-cpu', 'tensorrt' or 'tensorrt-rtx', got \"ort-cuda\"",
         ),
         (f"latency = '{'x' * 99}'", f'latency: expected a table, got "{"x" * 59}...'),
-    ],
-)
-def test_values_out_of_range(tmp_path: Path, text: str, problem: str) -> None:
-    assert problems_of(tmp_path, text) == [problem]
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("key", GATES)
-def test_a_gate_is_a_finite_number(tmp_path: Path, key: str, value: str) -> None:
-    (problem,) = problems_of(tmp_path, f"[parity.float32]\n{key} = {value}\n")
-    assert problem.startswith(f"parity.float32.{key}: input should be a finite number")
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
         (
             "[parity.float32]\nnoise = -1.0",
             "parity.float32.noise: input should be greater than or equal to 0, got -1.0",
@@ -151,8 +137,17 @@ def test_a_gate_is_a_finite_number(tmp_path: Path, key: str, value: str) -> None
         ("[parity.float16]\nmax_kll = 1.0", "parity.float16.max_kll: unknown key, did you mean 'max_kl'?"),
     ],
 )
-def test_parity_out_of_range(tmp_path: Path, text: str, problem: str) -> None:
+def test_values_out_of_range(tmp_path: Path, text: str, problem: str) -> None:
     assert problems_of(tmp_path, text) == [problem]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_gate_is_a_finite_number(tmp_path: Path, value: str) -> None:
+    gates = "\n".join(f"{key} = {value}" for key in GATES)
+    problems = problems_of(tmp_path, f"[latency]\nmin_speedup = {value}\n[parity.float32]\n{gates}\n")
+    expected = {f"parity.float32.{key}" for key in GATES} | {"latency.min_speedup"}
+    assert {problem.partition(": input should be a finite number")[0] for problem in problems} == expected
+    assert len(problems) == len(expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,12 +159,6 @@ def test_gates_of_shorter_floats_are_no_tighter(dtype: DType) -> None:
         assert getattr(gate, name) >= getattr(exact, name)
     assert gate.next_token_agreement <= exact.next_token_agreement
     assert gate.noise_rms <= gate.noise
-
-
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_the_speedup_gate_is_a_finite_number(tmp_path: Path, value: str) -> None:
-    (problem,) = problems_of(tmp_path, f"[latency]\nmin_speedup = {value}\n")
-    assert problem.startswith("latency.min_speedup: input should be a finite number")
 
 
 def test_no_such_file(tmp_path: Path) -> None:
@@ -333,3 +322,12 @@ def test_config_error_keeps_its_problems() -> None:
     error = ConfigError(["one", "two"])
     assert error.problems == ("one", "two")
     assert str(error) == "one\ntwo"
+
+
+def test_every_option_is_documented() -> None:
+    shown = invoke("config", "explain").stdout
+    page = (PACKAGE.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == shown, "docs/configuration.md is out of date: make docs"
+    undocumented = re.findall(r"^\* `(\S+) = .*`: ?$", shown, re.MULTILINE)
+    assert undocumented == []
+    assert len(re.findall(r"^\* `", shown, re.MULTILINE)) > 50

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from observing import observed
 
-from mod_export import demo, model
-from mod_export.demo import demo_checkpoint, timed_checkpoint
+from mod_export import demo
+from mod_export.cli import cli
+from mod_export.demo import demo_checkpoint, next_steps, timed_checkpoint
 from mod_export.errors import CheckpointError
-from mod_export.model import model_from_checkpoint
+from mod_export.sources import checkpoint as model
+from mod_export.sources.checkpoint import model_from_checkpoint
 
 
 def test_the_shipped_checkpoint_is_trained() -> None:
@@ -23,7 +26,7 @@ def test_the_shipped_checkpoint_is_trained() -> None:
     assert ids is not None
     inputs, targets = torch.from_numpy(ids[:, :-1]), torch.from_numpy(ids[:, 1:])
     with torch.no_grad():
-        logits, _ = loaded.trace(loaded.module(), inputs, torch.tensor([256, 256]), None)
+        logits, _ = observed(loaded.module(), inputs, torch.tensor([256, 256]))
     bits = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() / np.log(2)
     # The card says 1.6 bits per byte at 512 bytes of context; an untrained model has 8.
     assert bits < 2.6
@@ -40,6 +43,23 @@ def test_the_timed_checkpoint_is_large_and_temporary() -> None:
         assert found.parameters > 30e6
         assert len(found.loaded.k_by_layer(512)) == 6
     assert not path.exists()
+
+
+def test_the_demo_ends_with_what_to_look_at_and_what_to_try() -> None:
+    said = next_steps(Path("m.pt"), Path("build/demo"), Path("build/demo-timed"), ".venv/bin/mod-export")
+    lines = [line.strip() for line in said.splitlines()]
+    named = [line.partition("    ")[0] for line in lines if "    " in line]
+    assert named == [
+        "build/demo/report.html",
+        "build/demo-timed/report.html",
+        ".venv/bin/mod-export validate build/demo",
+        ".venv/bin/mod-export build m.pt -o build/writing",
+        '.venv/bin/mod-export generate build/writing --prompt "def main("',
+        ".venv/bin/mod-export targets",
+        ".venv/bin/mod-export build MODEL",
+    ]
+    commands = {line.split()[1] for line in named if line.startswith(".venv")}
+    assert commands <= set(cli.commands)
 
 
 class Silent:

@@ -1,20 +1,25 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 import mod_export
 from mod_export.environment import (
     PACKAGES,
+    _cgroup_quotas,
     cpu_features,
     describe_machine,
     package_version,
     source_digest,
+    usable_cores,
     versions,
 )
 
@@ -114,3 +119,32 @@ def test_instruction_sets_are_those_that_compilers_use() -> None:
     assert not features & {"fpu", "vme", "hypervisor", "tsc", "pae"}
     if platform.machine() == "x86_64":
         assert {"sse", "sse2"} <= features
+
+
+def test_usable_cores_are_those_of_the_affinity() -> None:
+    assert 1 <= usable_cores() <= (psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    code += "from mod_export.environment import usable_cores; print(usable_cores())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, []),
+        ({"": "max 100000"}, []),
+        ({"pod/app": "150000 100000"}, [1.5]),
+        ({"pod/app": "max 100000", "pod": "400000 100000", "": "800000 100000"}, [4.0, 8.0]),
+        ({"pod/app": "nonsense"}, []),
+    ],
+)
+def test_quotas_of_a_control_group_and_those_above_it(
+    tmp_path: Path, limits: dict[str, str], expected: list[float]
+) -> None:
+    (tmp_path / "fs/pod/app").mkdir(parents=True)
+    for group, text in limits.items():
+        (tmp_path / "fs" / group / "cpu.max").write_text(text + "\n")
+    (tmp_path / "cgroup").write_text("0::/pod/app\n")
+    assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == expected
+    assert _cgroup_quotas(tmp_path / "fs", tmp_path / "absent") == []

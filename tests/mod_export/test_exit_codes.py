@@ -14,8 +14,8 @@ import pytest
 from build_folders import STAGES
 from command_line import command, invoke, raw_checkpoint
 
-from mod_export.report import report_from_json
-from mod_export.workspace import read_manifest
+from mod_export.build_folder.workspace import read_manifest
+from mod_export.results.report import report_from_json
 from mod_models.checkpoint import load_checkpoint
 
 PLUGIN = '''
@@ -74,10 +74,13 @@ def plugin(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-def test_0_all_gates_passed(tmp_path: Path, checkpoint: Path, config_file: Path, built_copy: Path) -> None:
+def test_0_all_gates_passed(
+    tmp_path: Path, checkpoint: Path, config_file: Path, built_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     argued = ["build", checkpoint, "-c", config_file, "-o", built_copy, "--report", tmp_path / "deep/rows.json"]
-    found = command(*argued)
-    assert found.returncode == 0, found.stderr
+    monkeypatch.setattr(sys, "argv", ["mod-export", *map(str, argued)])  # The report tells of it.
+    found = invoke(*argued)
+    assert found.exit_code == 0, found.stderr
     assert found.stdout.startswith("tiny  mod_transformer")
     assert found.stdout.endswith(f"PASS  every gate met: {built_copy}\n")
     lines = found.stderr.splitlines()
@@ -191,7 +194,7 @@ def test_130_interrupted_and_resumed(tmp_path: Path, checkpoint: Path, fast: Pat
     assert process.returncode == 130, said + stderr
     assert stdout == ""
     assert "Traceback" not in said + stderr
-    assert stderr.endswith("interrupted; what was whole is kept, and the same command resumes there\n")
+    assert stderr.endswith("interrupted; finished steps are kept, and the same command resumes after them\n")
     done = read_manifest(out)["steps"]
     whole = {"load", "capture/mod-b1s16", "capture/dense-b1s16", "weights/weights-float32", "graph/mod-b1s16"}
     assert set(done) == whole

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Recorder
+from build_folders import Silent
+from observing import observed
 from tiny_models import distinct_ids, lively_checkpoint
 from variants import VARIANTS
 
 import mod_export
+from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
+from mod_export.engines import ENGINES
 from mod_export.pipeline import build
-from mod_export.report.schema import BuildReport
-from mod_export.runtime import engines_of
-from mod_export.workspace import read_manifest
+from mod_export.results.report import BuildReport
 from mod_models.checkpoint import save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -40,20 +40,27 @@ def config_of(config: BuildConfig) -> BuildConfig:
     )
 
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
-def kind(
-    request: pytest.FixtureRequest, config: BuildConfig, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[ModelSpec, Path, BuildReport]:
-    folder = tmp_path_factory.mktemp("kind")
-    spec = VARIANTS[request.param]
-    save_checkpoint(folder / "kind.pt", lively_checkpoint(spec))
-    root = folder / "build"
-    report = build(folder / "kind.pt", config_of(config), root, None, Recorder(), "mod-export build kind.pt")
-    return spec, root, report
+FEW = ("routed apart by predictors", "staged MoDE, threshold")
+"""What `make test` builds: routed by predictors and by thresholds, at separate sites, and among experts."""
 
 
-def test_parity_holds_on_every_target_that_runs(kind: tuple[ModelSpec, Path, BuildReport]) -> None:
-    spec, _, report = kind
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in VARIANTS]
+)
+def test_a_kind_of_model(name: str, config: BuildConfig, tmp_path: Path) -> None:
+    spec = VARIANTS[name]
+    save_checkpoint(tmp_path / "kind.pt", lively_checkpoint(spec))
+    root = tmp_path / "build"
+    report = build(tmp_path / "kind.pt", config_of(config), root, None, Silent(), "mod-export build kind.pt")
+    check_parity(spec, report)
+    check_causality(spec, report)
+    if RTX.builds:
+        check_plans(root, report)
+    check_served(spec, root, config)
+
+
+def check_parity(spec: ModelSpec, report: BuildReport) -> None:
+    """On every target that runs."""
     assert report.verdict.status == "pass", report.verdict.reasons
     assert all(row.passed for row in report.parity)
     sites = {str(site) for site, k in spec.k_by_layer(BUCKET[1]).items() if k}
@@ -63,36 +70,36 @@ def test_parity_holds_on_every_target_that_runs(kind: tuple[ModelSpec, Path, Bui
     assert not sites or 0 < mod.routing.agreed <= mod.routing.routed
 
 
-def test_causal_where_declared(kind: tuple[ModelSpec, Path, BuildReport]) -> None:
-    spec, _, report = kind
+def check_causality(spec: ModelSpec, report: BuildReport) -> None:
+    """Causal where the spec declares it."""
     probed = [row for row in report.causality if row.model == "mod"]
     assert probed
     if not spec.looks_ahead:
         assert all(row.causal and row.suffixes > 0 for row in probed)
 
 
-@pytest.mark.skipif(not RTX.builds, reason=RTX.reason or "TensorRT-RTX builds here")
-def test_plans_are_built(kind: tuple[ModelSpec, Path, BuildReport]) -> None:
-    _, root, report = kind
+def check_plans(root: Path, report: BuildReport) -> None:
     plans = [one for one in report.artifacts if one.kind == "engine" and one.target == "tensorrt-rtx"]
     assert {one.model for one in plans} == {"mod", "dense"}
     assert all((root / one.path).stat().st_size == one.bytes > 10_000 for one in plans)
 
 
-def test_what_a_user_runs_is_the_eager_model(kind: tuple[ModelSpec, Path, BuildReport], config: BuildConfig) -> None:
-    spec, root, _ = kind
+def check_served(spec: ModelSpec, root: Path, config: BuildConfig) -> None:
+    """What a user runs gives the results of the eager model."""
     ids_BS = distinct_ids(spec, 2, 12).numpy()
     padded_BS = np.zeros(BUCKET, np.int64)
     padded_BS[:, :12] = ids_BS
     module = lively_checkpoint(spec).module()
     with torch.no_grad():
-        logits_BSV, decided = module.trace(torch.from_numpy(padded_BS), torch.from_numpy(LENGTHS))
+        logits_BSV, decided = observed(module, torch.from_numpy(padded_BS), torch.from_numpy(LENGTHS))
     with mod_export.load(root) as deployment:
         found_BSV = deployment.run(ids_BS, LENGTHS)
     real_BS = np.arange(12) < LENGTHS[:, None]
     np.testing.assert_allclose(found_BSV[real_BS], logits_BSV.numpy()[:, :12][real_BS], atol=1e-4)
-    engine = next(one for one in engines_of(read_manifest(root)) if (one.target, one.model) == ("ort-cpu", "mod"))
-    with ENGINES["ort-cpu"].load(root, engine, config) as runner:
+    engine = next(
+        one for one in open_folder(root, verify=False).engines if (one.target, one.model) == ("ort-cpu", "mod")
+    )
+    with ENGINES["ort-cpu"].load(root, engine, config, 1) as runner:
         feeds = {"input_ids": padded_BS, "lengths": LENGTHS}
         outputs = runner.run({name: array for name, array in feeds.items() if name in runner.inputs})
     routed = {name: array.tolist() for name, array in outputs.items() if name.startswith("routed_")}

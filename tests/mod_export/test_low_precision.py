@@ -7,19 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Recorder
+from build_folders import Silent
 
 import mod_export
-from mod_export.artifacts import DType
+from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig
 from mod_export.errors import TargetError
 from mod_export.pipeline import build
 from mod_export.report import render_html, render_text
-from mod_export.report.schema import BuildReport
-from mod_export.revalidate import validate_folder
-from mod_export.workspace import read_manifest
+from mod_export.rerun import validate_folder
+from mod_export.results.report import BuildReport
+from mod_export.types import DType
 
-pytestmark = pytest.mark.slow
 LAX = {"next_token_agreement": 0.0, "max_kl": 100.0, "max_perplexity_ratio": 100.0}
 """The tiny model has random weights: what a few bits do to its next tokens says nothing."""
 
@@ -41,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(root: Path, checkpoint: Path, config: BuildConfig) -> BuildReport:
-    return build(checkpoint, low(config, ("int8", "int4"), **LAX), root, None, Recorder(), "mod-export build tiny.pt")
+    return build(checkpoint, low(config, ("int8", "int4"), **LAX), root, None, Silent(), "mod-export build tiny.pt")
 
 
 def test_every_dtype_is_judged_and_passes(report: BuildReport) -> None:
@@ -67,7 +66,7 @@ def test_size_and_speed_stand_beside_float32(report: BuildReport) -> None:
     text = render_text(report, "folder")
     assert "ort-cpu b2s32 int8 mod: " in text
     assert "as fast as float32, same next token on text " in text
-    assert "Narrower numbers" in render_html(report)
+    assert "Lower precision" in render_html(report)
 
 
 def test_weights_files_hold_what_their_graphs_need(root: Path, report: BuildReport) -> None:
@@ -82,11 +81,13 @@ def test_weights_files_hold_what_their_graphs_need(root: Path, report: BuildRepo
         assert b"weights-float32.data" not in named
 
 
+@pytest.mark.slow
 def test_the_folder_validates_again(root: Path, report: BuildReport) -> None:
     found = validate_folder(root, None, [])
     assert found.verdict.status == "pass", found.verdict.reasons
 
 
+@pytest.mark.slow
 def test_another_number_in_the_weights_is_found(root: Path, report: BuildReport) -> None:
     path = root / "graphs/weights-int8.data"
     kept = path.read_bytes()
@@ -109,9 +110,10 @@ def test_it_is_served_on_request(dtype: DType, root: Path, report: BuildReport) 
     assert 0 < difference < 5
 
 
+@pytest.mark.slow
 def test_what_misses_its_gate_is_not_served(checkpoint: Path, config: BuildConfig, tmp_path: Path) -> None:
     strict = low(config, ("int8",), **{**LAX, "noise": 0.0})
-    found = build(checkpoint, strict, tmp_path / "build", None, Recorder(), "mod-export build tiny.pt")
+    found = build(checkpoint, strict, tmp_path / "build", None, Silent(), "mod-export build tiny.pt")
     assert found.verdict.status == "fail"
     assert all(" int8 " in reason for reason in found.verdict.reasons)
     assert "missed its gates: not shipped" in render_text(found, "folder")
@@ -124,13 +126,14 @@ def test_what_misses_its_gate_is_not_served(checkpoint: Path, config: BuildConfi
     assert set(refused) == {f"engines/ort-cpu/{kind}-b2s32-int8.onnx" for kind in ("mod", "dense")}
 
 
+@pytest.mark.slow
 def test_no_other_dtype_takes_the_place_of_one_that_failed(
     checkpoint: Path, config: BuildConfig, tmp_path: Path
 ) -> None:
     gate = config.parity.float32.model_copy(update={"noise": 0.0})
     lax = low(config, ("int8",), **LAX)
     strict = lax.model_copy(update={"parity": lax.parity.model_copy(update={"float32": gate})})
-    build(checkpoint, strict, tmp_path / "build", None, Recorder(), "mod-export build tiny.pt")
+    build(checkpoint, strict, tmp_path / "build", None, Silent(), "mod-export build tiny.pt")
     with pytest.raises(TargetError, match=r"the float32 engines for ort-cpu missed their gates and are not served"):
         mod_export.load(tmp_path / "build")
     with mod_export.load(tmp_path / "build", dtype="int8") as deployment:

@@ -6,10 +6,10 @@ import onnx_ir as ir
 import pytest
 from small_graphs import parsed
 
-from mod_export.artifacts import Bucket, Graph
-from mod_export.engine import ENGINES
+from mod_export.engines import ENGINES
 from mod_export.errors import LimitError
-from mod_export.stages.engines import check_memory
+from mod_export.stages.passes import check_memory
+from mod_export.types import Bucket, Graph
 
 GRAPH = Graph(
     path="graphs/mod-b1s65536.onnx",

@@ -16,9 +16,10 @@ import torch
 from build_folders import STAGES, Silent, check_files, steps_of
 
 import mod_export
+from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig, config_from_toml
-from mod_export.pipeline import Observer, build
-from mod_export.workspace import read_manifest
+from mod_export.pipeline import build
+from mod_export.results.report import Stage
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -57,7 +58,7 @@ FIELDS: dict[str, set[str]] = {
 
 def test_report_json_has_what_the_contract_promises(built: Path, checkpoint: Path, config: BuildConfig) -> None:
     report = json.loads((built / "report.json").read_text())
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
     assert {"config", "command"} < report.keys()
     for part, fields in FIELDS.items():
         rows = report[part] if isinstance(report[part], list) else [report[part]]
@@ -91,11 +92,27 @@ def config_again(data: dict[str, Any]) -> BuildConfig:
     return BuildConfig.model_validate(tomllib.loads(tomli_w.dumps(data)))
 
 
-def test_an_observer_hears_of_every_stage_and_step(
-    built_copy: Path, checkpoint: Path, config: BuildConfig, recorder: Observer
-) -> None:
-    build(checkpoint, config, built_copy, None, recorder, "mod-export build")
-    heard: Any = recorder
+class Recorder:
+    """Observes a build: the names of stages and steps that were announced, and the finished stages."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.steps: list[str] = []
+        self.finished: list[Stage] = []
+
+    def stage_started(self, name: str) -> None:
+        self.started.append(name)
+
+    def step_started(self, name: str) -> None:
+        self.steps.append(name)
+
+    def stage_finished(self, stage: Stage) -> None:
+        self.finished.append(stage)
+
+
+def test_an_observer_hears_of_every_stage_and_step(built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
+    heard = Recorder()
+    build(checkpoint, config, built_copy, None, heard, "mod-export build")
     assert heard.started == list(STAGES)
     assert [stage.name for stage in heard.finished] == list(STAGES)
     assert heard.steps == list(steps_of(built_copy))

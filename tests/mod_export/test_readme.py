@@ -85,4 +85,4 @@ def test_the_command_that_writes_text_has_the_options_that_are_explained() -> No
     page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
     known = {name for option in generate.params for name in option.opts if name.startswith("--")}
     rows = "\n".join(re.findall(r"^\| (`--.*?) \|", page, re.MULTILINE))
-    assert set(re.findall(r"--[a-z-]+", rows)) == known - {"--verbose"}
+    assert set(re.findall(r"--[a-z-]+", rows)) == known - {"--quiet", "--verbose"}

@@ -16,20 +16,20 @@ import pytest
 from build_folders import STAGES, Silent, check_files, steps_of
 
 import mod_export
-from mod_export.artifacts import Bucket
+from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig, toml_from_config
-from mod_export.engine import ENGINES
+from mod_export.engines import ENGINES
 from mod_export.errors import BuildFolderError
 from mod_export.pipeline import build
-from mod_export.report import BuildReport
-from mod_export.workspace import read_manifest
+from mod_export.results.report import BuildReport
+from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
 STAGE_OF = {
     "load": "load", "capture": "capture", "weights": "onnx", "graph": "onnx", "formulation": "passes",
     "rewrite": "passes", "engine": "engines",
-    "structure": "validate", "parity": "validate", "causality": "validate", "map": "validate", "latency": "measure",
+    "structure": "validate", "parity": "validate", "causality": "validate", "map": "validate", "latency": "benchmark",
     "work": "profile", "profile": "profile",
 }  # fmt: skip
 
@@ -85,7 +85,7 @@ def of_bucket(bucket: str) -> set[str]:
         for step, dtype in (
             ("capture/", ""), ("graph/", ""), ("engine/ort-cpu/", "-float32"), ("parity/ort-cpu/", "-float32"),
             ("causality/ort-cpu/", "-float32"), ("work/ort-cpu/", "-float32"), ("profile/ort-cpu/", "-float32"),
-            ("rewrite/ort-cpu-", "-float32"), ("parity/portable/", "-float32"),
+            ("rewrite/ort-cpu/", "-float32"), ("parity/portable/", "-float32"),
         )
     }  # fmt: skip
     return {*of_kinds, f"latency/ort-cpu/{bucket}-float32", f"map/{bucket}", "structure"}
@@ -111,8 +111,8 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     "latency/disturbance": (0.2, LATENCY),
     "latency/bootstrap": (200, set()),
     "latency/min_speedup": (0.01, {"latency/ort-cpu/b1s64-float32"}),
-    "parity/batches_per_kind": (2, PARITY),
-    "parity/text_batches": (2, PARITY),
+    "parity/batches_per_kind": (2, PARITY | CAUSALITY),
+    "parity/text_batches": (2, PARITY | CAUSALITY),
     "parity/suffixes": (2, CAUSALITY),
     **{f"parity/float32/{gate}": (value, PARITY) for gate, value in GATES.items()},
     **{f"parity/float32/{gate}": (value, PARITY | CAUSALITY) for gate, value in TOLERANCES.items()},
@@ -133,7 +133,6 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     "target/tensorrt/workspace_mib": (100, set()),
     "target/tensorrt-rtx/dtypes": (["float16"], set()),
     "target/tensorrt-rtx/architectures": (["sm86"], set()),
-    "buckets": ([[1, 64]], {"structure"}),
     # This model cannot write text; for one that can see stages/test_generation.py.
     "generation/build": ("never", set()),
     "generation/window": (32, set()),
@@ -148,8 +147,8 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     "generation/measured_tokens": (9, set()),
 }
 """Field -> a new value, and the steps that it makes a build of ort-cpu do again."""
-NOT_FLIPPED = {"targets", "target/ort-cpu/dtypes", "target/inductor/dtypes", "generation/targets"}
-"""The first has tests of its own, and the others can hold one value only."""
+NOT_FLIPPED = {"buckets", "targets", "target/ort-cpu/dtypes", "target/inductor/dtypes", "generation/targets"}
+"""The first two have tests of their own, and the others can hold one value only."""
 
 
 def _fields(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -164,33 +163,54 @@ def test_every_field_of_the_configuration_is_changed_below(config: BuildConfig) 
     assert set(_fields(tomllib.loads(toml_from_config(config)))) == CHANGES.keys() | NOT_FLIPPED
 
 
-@pytest.mark.parametrize("field", CHANGES)
-def test_a_changed_field_redoes_what_depends_on_it(
-    field: str, built_copy: Path, checkpoint: Path, config: BuildConfig
+def _by_steps() -> dict[str, list[str]]:
+    """Fields that redo the same steps, under the name of the first."""
+    groups: dict[frozenset[str], list[str]] = {}
+    for field, (_, steps) in CHANGES.items():
+        groups.setdefault(frozenset(steps), []).append(field)
+    return {fields[0]: fields for fields in groups.values()}
+
+
+BY_STEPS = _by_steps()
+ALONE = [field for field, (_, steps) in CHANGES.items() if steps and field not in BY_STEPS]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(name, marks=pytest.mark.slow if len(fields) == 1 else []) for name, fields in BY_STEPS.items()],
+)
+def test_changed_fields_redo_what_depends_on_them_and_nothing_else(
+    first: str, built_copy: Path, checkpoint: Path, config: BuildConfig
 ) -> None:
+    """All fields of a group at once: none of them redoes more, and one of them at least redoes this."""
+    other = config
+    for field in BY_STEPS[first]:
+        other = changed(other, field, CHANGES[field][0])
+    done, report = rebuild(built_copy, checkpoint, other)
+    assert done == CHANGES[first][1]
+    assert other.model_dump(mode="json", by_alias=True) == report.config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", ALONE)
+def test_a_changed_field_redoes_it_alone(field: str, built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
     value, expected = CHANGES[field]
-    done, report = rebuild(built_copy, checkpoint, changed(config, field, value))
+    done, _ = rebuild(built_copy, checkpoint, changed(config, field, value))
     assert done == expected
-    assert changed(config, field, value).model_dump(mode="json", by_alias=True) == report.config
-
-
-def test_nothing_changed(built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
-    files = {path: path.stat().st_mtime_ns for path in built_copy.rglob("*") if path.suffix in (".onnx", ".data")}
-    done, report = rebuild(built_copy, checkpoint, config)
-    assert done == set()
-    written = json.loads((built_copy / "report.json").read_text())
-    assert {stage["name"]: stage["status"] for stage in written["stages"]} == dict.fromkeys(STAGES, "reused")
-    assert {path: path.stat().st_mtime_ns for path in files} == files
-    assert report.verdict.status == "pass"
 
 
 def test_the_same_checkpoint_under_another_name(
     built_copy: Path, tmp_path: Path, checkpoint: Path, config: BuildConfig
 ) -> None:
+    files = {path: path.stat().st_mtime_ns for path in built_copy.rglob("*") if path.suffix in (".onnx", ".data")}
     shutil.copy(checkpoint, tmp_path / "renamed.pt")
     done, report = rebuild(built_copy, tmp_path / "renamed.pt", config)
     assert done == set()
     assert report.model.name == "renamed"
+    written = json.loads((built_copy / "report.json").read_text())
+    assert {stage["name"]: stage["status"] for stage in written["stages"]} == dict.fromkeys(STAGES, "reused")
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    assert report.verdict.status == "pass"
 
 
 @pytest.mark.slow
@@ -236,7 +256,7 @@ def test_an_added_target_and_architecture(built_copy: Path, checkpoint: Path, co
     first = changed(added, "target/tensorrt-rtx/architectures", ["sm89"])
     done, report = rebuild(built_copy, checkpoint, first)
     engines = {f"engine/tensorrt-rtx/{kind}-b1s64-float32" for kind in ("mod", "dense")}
-    rewrites = {name for name in done if name.startswith("rewrite/tensorrt-rtx-")}
+    rewrites = {name for name in done if name.startswith("rewrite/tensorrt-rtx/")}
     found_out = ("structure", "parity/", "causality/", "latency/", "work/", "profile/")
     assert {name for name in done - rewrites if not name.startswith(found_out)} == {
         f"{engine}-sm89" for engine in engines
@@ -251,6 +271,7 @@ def test_an_added_target_and_architecture(built_copy: Path, checkpoint: Path, co
     assert not list(built_copy.rglob("*tensorrt*"))
 
 
+@pytest.mark.slow
 def test_another_version_of_the_runtime(built_copy: Path, tmp_path: Path, checkpoint: Path, config_file: Path) -> None:
     # The metadata of an installed package comes first on the path, as after an upgrade.
     for name in ("onnxruntime", "onnxruntime_gpu"):
@@ -260,7 +281,7 @@ def test_another_version_of_the_runtime(built_copy: Path, tmp_path: Path, checkp
     before = steps_of(built_copy)
     arguments = ["build", str(checkpoint), "-c", str(config_file), "-o", str(built_copy), "-q"]
     subprocess.run(
-        [sys.executable, "-m", "mod_export.cli", *arguments],
+        [sys.executable, "-m", "mod_export", *arguments],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "upgraded")},
         capture_output=True,
         check=True,
@@ -288,19 +309,17 @@ def _changed_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [_missing, _changed_byte])
-@pytest.mark.parametrize(
-    "name", ["engines/ort-cpu/mod-b1s64-float32.onnx", "graphs/weights-float32.data", "report.html"]
-)
-def test_a_damaged_file_is_made_again(
-    name: str, damage: Callable[[Path], None], built_copy: Path, checkpoint: Path, config: BuildConfig
+@pytest.mark.parametrize("damages", [(_missing, _changed_byte), (_changed_byte, _missing)])
+def test_damaged_files_are_made_again(
+    damages: tuple[Callable[[Path], None], ...], built_copy: Path, checkpoint: Path, config: BuildConfig
 ) -> None:
-    whole, before = (built_copy / name).read_bytes(), made(built_copy)
-    damage(built_copy / name)
+    names = ("engines/ort-cpu/mod-b1s64-float32.onnx", "graphs/weights-float32.data")
+    whole, before = [(built_copy / name).read_bytes() for name in names], made(built_copy)
+    for damage, name in zip((*damages, damages[0]), (*names, "report.html"), strict=True):
+        damage(built_copy / name)
     build(checkpoint, config, built_copy, None, Silent(), "mod-export build")
     assert made(built_copy) == before
-    if name != "report.html":
-        assert (built_copy / name).read_bytes() == whole
+    assert [(built_copy / name).read_bytes() for name in names] == whole
     check_files(built_copy)
 
 
@@ -323,7 +342,8 @@ def test_a_failing_stage_names_what_was_done(built_copy: Path, checkpoint: Path,
 
 
 def test_a_dropped_bucket_takes_its_files_along(built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
-    rebuild(built_copy, checkpoint, changed(config, "buckets", [[1, 64]]))
+    done, _ = rebuild(built_copy, checkpoint, changed(config, "buckets", [[1, 64]]))
+    assert done == {"structure"}
     assert not list(built_copy.rglob("*b2s32*"))
     check_files(built_copy)
     assert {row["bucket"] for row in json.loads((built_copy / "report.json").read_text())["cost"]} == {"b1s64"}

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_folders import DOWN, ENGINE, WEIGHTS, failed
+from build_folders import DOWN, ENGINE, WEIGHTS, failed, file_entry, rewrite_manifest
 from command_line import contents, invoke
-from manifests import file_entry, rewrite_manifest
 from safetensors.torch import load_file, save_file
 
+from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
-from mod_export.graph.digests import digests_of_file
-from mod_export.revalidate import validate_folder
-from mod_export.workspace import read_manifest
+from mod_export.engines import ENGINES
+from mod_export.export.weights import digests_of_file
+from mod_export.rerun import validate_folder
+from mod_export.results.parity import ParityRow
+from mod_export.results.structure import CausalityRow, StructureRow
 
 GRAPH = "graphs/dense-b2s32.onnx"
 
@@ -33,9 +34,10 @@ def test_a_moved_folder_passes_without_its_checkpoint(built_copy: Path) -> None:
     found = validate_folder(built_copy, None, ())
     assert found.verdict.status == "pass", found.verdict.reasons
     assert failed(found) == set()
+    assert found.notes == []
     manifest = read_manifest(built_copy)
     checked: dict[str, set[str]] = {}
-    for row in found.structure:
+    for row in found.rows(StructureRow):
         checked.setdefault(row.path, set()).update(row.checked)
     assert checked.keys() == manifest["files"].keys()
     for path, what in checked.items():
@@ -44,14 +46,14 @@ def test_a_moved_folder_passes_without_its_checkpoint(built_copy: Path) -> None:
     assert any("tensors are the checkpoint's, bit for bit" in what for what in checked[WEIGHTS])
     cells = [("ort-cpu", bucket, kind) for bucket in ("b1s64", "b2s32") for kind in ("mod", "dense")]
     portable = [("portable", bucket, kind) for _, bucket, kind in cells]
-    assert [(row.target, row.bucket, row.model) for row in found.parity] == cells + portable
-    assert [(row.target, row.bucket, row.model) for row in found.causality] == cells
-    assert [row.causal for row in found.causality] == [False, True] * 2
+    assert [(row.target, row.bucket, row.model) for row in found.rows(ParityRow)] == cells + portable
+    assert [(row.target, row.bucket, row.model) for row in found.rows(CausalityRow)] == cells
+    assert [row.causal for row in found.rows(CausalityRow)] == [False, True] * 2
     # What was found at the time is found again.
     told = json.loads((built_copy / "report.json").read_text())
-    for row, then in zip(found.parity, told["parity"], strict=True):
-        assert row.routing["agreed"] == then["routing"]["agreed"]
-        assert row.error["max_abs"] == pytest.approx(then["error"]["max_abs"])
+    for row, then in zip(found.rows(ParityRow), told["parity"], strict=True):
+        assert row.routing.agreed == then["routing"]["agreed"]
+        assert row.error.max_abs == pytest.approx(then["error"]["max_abs"])
 
 
 def test_a_configuration_of_ones_own(built_copy: Path, config: BuildConfig) -> None:
@@ -60,26 +62,19 @@ def test_a_configuration_of_ones_own(built_copy: Path, config: BuildConfig) -> N
     found = validate_folder(built_copy, strict, ["ort-cpu"])
     assert found.verdict.status == "fail"
     assert all("root mean square error" in reason for reason in found.verdict.reasons)
-    assert {row.suffixes for row in found.causality} == {2}
+    assert {row.suffixes for row in found.rows(CausalityRow)} == {2}
     # Nothing is wrong with the graph, so that no place is named.
-    assert all(row.located is None for row in found.parity)
+    assert all(row.located is None for row in found.rows(ParityRow))
 
 
-def test_the_command_prints_what_was_found(built_copy: Path) -> None:
-    said = invoke("validate", built_copy)
-    assert (said.exit_code, said.stderr) == (0, "")
+def test_the_command_prints_what_was_found_and_changes_nothing(built: Path, built_copy: Path, checkpoint: Path) -> None:
+    said = invoke("validate", built_copy, "--model", checkpoint, "--target", "ort-cpu")
+    assert (said.exit_code, said.stderr) == (0, ""), said.output
     assert said.stdout.splitlines()[-1] == "PASS"
     assert "weights are the checkpoint's, bit for bit" in said.stdout
     assert "mod: must not be used for autoregressive sampling: " in said.stdout
-
-
-@pytest.mark.parametrize("name", [ENGINE, "report.html"])
-def test_a_changed_file_is_a_finding_with_its_path(name: str, built_copy: Path) -> None:
-    flip(built_copy / name)
-    said = invoke("validate", built_copy)
-    assert (said.exit_code, said.stderr) == (4, ""), said.output
-    assert f"  - {name}: has been changed since it was built (SHA-256 differs)\n" in said.stdout
-    assert said.stdout.splitlines()[-1] == "FAIL"
+    assert "portable" not in said.stdout
+    assert contents(built_copy) == contents(built)
 
 
 @pytest.mark.parametrize("name", [ENGINE, GRAPH])
@@ -89,7 +84,7 @@ def test_a_missing_file_is_one_too(name: str, built_copy: Path) -> None:
     assert f"{name}: is missing or not a regular file" in found.verdict.reasons
     assert failed(found) == {name}
     # What was not touched still passes.
-    (row,) = [row for row in found.parity if not row.passed]
+    (row,) = [row for row in found.rows(ParityRow) if not row.passed]
     assert (row.target, row.bucket, row.model) == (
         ("ort-cpu", "b1s64", "mod") if name == ENGINE else ("portable", "b2s32", "dense")
     )
@@ -107,25 +102,20 @@ def change_weight(root: Path, *, sign: bool) -> None:
 def test_one_element_of_one_weight(built_copy: Path, sign: bool) -> None:
     """The reference is rebuilt from the same file, so that nothing but its fingerprint can give it away."""
     change_weight(built_copy, sign=sign)
-    found = validate_folder(built_copy, None, ())
+    found = validate_folder(built_copy, None, ["ort-cpu"])
     assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
     assert (f"{WEIGHTS}: has been changed since it was built (SHA-256 differs)" in found.verdict.reasons) != sign
     assert failed(found) == {WEIGHTS}
-    assert all(row.passed for row in found.parity)
+    assert all(row.passed for row in found.rows(ParityRow))
 
 
 def test_with_the_checkpoint_a_changed_weight_is_seen_in_the_logits_too(built_copy: Path, checkpoint: Path) -> None:
     tensors = load_file(built_copy / WEIGHTS)
     tensors[DOWN] *= 1.5
     save_file(tensors, built_copy / WEIGHTS)
-    found = validate_folder(built_copy, None, (), checkpoint)
+    found = validate_folder(built_copy, None, ["ort-cpu"], checkpoint)
     assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
-    assert not any(row.passed for row in found.parity)
-
-
-def test_the_checkpoint_it_was_built_from(built_copy: Path, checkpoint: Path) -> None:
-    said = invoke("validate", built_copy, "--model", checkpoint, "--target", "ort-cpu")
-    assert (said.exit_code, said.stderr) == (0, ""), said.output
+    assert not any(row.passed for row in found.rows(ParityRow))
 
 
 def test_the_folder_says_which_capacity(built_copy: Path, checkpoint: Path) -> None:
@@ -137,20 +127,22 @@ def test_the_folder_says_which_capacity(built_copy: Path, checkpoint: Path) -> N
 
     rewrite_manifest(built_copy, quarter)
     found = validate_folder(built_copy, None, ["ort-cpu"], checkpoint)
-    routed, whole = found.parity[:2]
+    routed, whole = found.rows(ParityRow)[:2]
     reason = "text: layer 1 routing: the engine gives routed positions of shape [1, 8], expected [1, 16]"
     assert reason in routed.reasons
     assert whole.passed
 
 
 def test_versions_that_would_export_otherwise_are_not_held_against_it(built_copy: Path) -> None:
-    """Another torch writes other graphs. What can be said without it still is."""
+    """Another torch writes other graphs. What can be said without it still is, and what was left out."""
     rewrite_manifest(built_copy, lambda manifest: manifest["exporters"].update(torch="1.0"))
+    flip(built_copy / "report.html")
     found = validate_folder(built_copy, None, ["ort-cpu"])
-    assert found.verdict.status == "pass", found.verdict.reasons
-    assert not any("what a fresh export gives" in row.checked for row in found.structure)
-    flip(built_copy / ENGINE)
-    assert ENGINE in failed(validate_folder(built_copy, None, ["ort-cpu"]))
+    assert failed(found) == {"report.html"}
+    assert all(row.passed for row in found.rows(ParityRow))
+    assert not any("what a fresh export gives" in row.checked for row in found.rows(StructureRow))
+    note = "graphs were not compared with a fresh export: other versions are installed than those that built them"
+    assert note in found.notes
 
 
 def with_package(root: Path) -> Callable[[dict[str, Any]], None]:
@@ -174,20 +166,14 @@ def test_compiled_code_that_was_changed_is_not_run(built_copy: Path) -> None:
         pytest.skip("torch is not here")
     rewrite_manifest(built_copy, with_package(built_copy))
     found = validate_folder(built_copy, None, ["inductor"])
-    (row,) = found.parity
-    assert row.reasons == ["not run: it is compiled code, and not the file that was built"]
+    (row,) = found.rows(ParityRow)
+    assert row.reasons == ("not run: it is compiled code, and not the file that was built",)
     assert (row.target, row.artifact, row.passed) == ("inductor", "engines/inductor/mod-b1s64-float32.pt2", False)
-    assert found.causality == []
+    assert found.rows(CausalityRow) == []
     assert any(
         reason == "inductor b1s64 float32 mod: parity: not run: it is compiled code, and not the file that was built"
         for reason in found.verdict.reasons
     )
-
-
-def test_the_folder_is_left_as_it_was(built: Path, built_copy: Path) -> None:
-    found = validate_folder(built_copy, None, ["ort-cpu"])
-    assert {row.target for row in found.parity} == {"ort-cpu"}
-    assert contents(built_copy) == contents(built)
 
 
 def test_weights_and_fingerprints_changed_together_are_found_with_the_checkpoint(
@@ -202,23 +188,9 @@ def test_weights_and_fingerprints_changed_together_are_found_with_the_checkpoint
         manifest["weight_digests"][WEIGHTS] = digests_of_file(built_copy / WEIGHTS)
 
     rewrite_manifest(built_copy, sign)
-    assert validate_folder(built_copy, None, ()).verdict.status == "pass"
-    found = validate_folder(built_copy, None, (), checkpoint)
+    assert validate_folder(built_copy, None, ["ort-cpu"]).verdict.status == "pass"
+    found = validate_folder(built_copy, None, ["ort-cpu"], checkpoint)
     assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
-
-
-def test_what_was_not_looked_at_is_said(built_copy: Path) -> None:
-    def other(manifest: dict[str, Any]) -> None:
-        manifest["exporters"]["torch"] = "1.0"
-
-    rewrite_manifest(built_copy, other)
-    found = invoke("validate", built_copy)
-    assert found.exit_code == 0, found.output
-    note = "graphs were not compared with a fresh export: other versions are installed than those that built them"
-    assert note in found.stdout
-    assert not any(
-        "what a fresh export gives" in row.checked for row in validate_folder(built_copy, None, ()).structure
-    )
 
 
 def test_engines_and_graphs_that_nothing_was_run_of_are_said(built_copy: Path) -> None:
@@ -232,7 +204,6 @@ def test_engines_and_graphs_that_nothing_was_run_of_are_said(built_copy: Path) -
         graph = next(one for one in manifest["graphs"] if one["path"] == "graphs/mod-b1s64.onnx")
         manifest["graphs"].append({**graph, "path": half, "dtype": "bfloat16", "target": "tensorrt-rtx"})
 
-    assert validate_folder(built_copy, None, ()).notes == []
     rewrite_manifest(built_copy, add)
     note = "not run: 1 bfloat16 graphs of tensorrt-rtx; of these only the files were looked at"
-    assert note in validate_folder(built_copy, None, ()).notes
+    assert validate_folder(built_copy, None, ()).notes == [note]

@@ -14,22 +14,20 @@ from mod_export import errors
 HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "polygraphy", "tensorrt", "tensorrt_rtx", "numpy")
 
 
-@pytest.mark.parametrize("statement", ["import mod_export", "import mod_export.cli", "import mod_export.errors"])
-def test_importing_loads_nothing_heavy(statement: str) -> None:
-    code = f"{statement}; import sys; print(*(name for name in {HEAVY} if name in sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == ""
+BUILDERS = ("torch", "onnx", "onnx_ir")
+RUNTIME = ("runtime.deployment", "runtime.generate.generator", "runtime.generate.console")
 
 
-@pytest.mark.parametrize("module", ["runtime", "generation.generator", "generation.console"])
-def test_the_runtime_loads_no_builder(module: str) -> None:
-    code = f"import mod_export.{module}, sys; print(*(n for n in ('torch', 'onnx', 'onnx_ir') if n in sys.modules))"
+@pytest.mark.parametrize(("modules", "absent"), [(("cli", "errors"), HEAVY), (RUNTIME, BUILDERS)])
+def test_importing_loads_nothing_heavy(modules: tuple[str, ...], absent: tuple[str, ...]) -> None:
+    imports = "; ".join(f"import mod_export.{module}" for module in modules)
+    code = f"{imports}; import sys; print(*(name for name in {absent} if name in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
 
 
 def test_public_names() -> None:
-    assert mod_export.__all__ == ["Deployment", "Generator", "__version__", "load", "load_generator"]
+    assert mod_export.__all__ == ["Deployment", "Generator", "__version__", "load", "load_generator", "mark_selection"]
     assert all(getattr(mod_export, name) for name in mod_export.__all__)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mod_export.workspace import Workspace
+from mod_export.build_folder.workspace import Workspace
 
 STEPS = ("one", "two", "three")
 
@@ -39,7 +39,11 @@ def files_of(root: Path) -> set[str]:
 
 def in_process(root: Path, code: str, wait_for: str = "", **options: Any) -> subprocess.Popen[str]:
     """Starts Python on `code`, which has the build folder as `root`, and waits until it has printed `wait_for`."""
-    lines = ["import os, signal, sys, time", "from pathlib import Path", "from mod_export.workspace import Workspace"]
+    lines = [
+        "import os, signal, sys, time",
+        "from pathlib import Path",
+        "from mod_export.build_folder.workspace import Workspace",
+    ]
     # Whoever started the tests may have had this signal ignored, and that is inherited.
     lines.append("signal.signal(signal.SIGINT, signal.default_int_handler)")
     script = "\n".join([*lines, "root = Path(sys.argv[1])", textwrap.dedent(code)])

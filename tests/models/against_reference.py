@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from loop_reference import RowTrace, reference
+from observing import observed
 from tiny_models import distinct_ids, lively_checkpoint
 
 from mod_models.spec import ModelSpec
@@ -20,7 +21,7 @@ def assert_equals_reference(
     checkpoint = lively_checkpoint(spec, seed)
     ids_BS = distinct_ids(spec, len(lengths), seq)
     with torch.no_grad():
-        logits_BSV, decided = checkpoint.module().to(dtype).train(training).trace(ids_BS, torch.tensor(lengths))
+        logits_BSV, decided = observed(checkpoint.module().to(dtype).train(training), ids_BS, torch.tensor(lengths))
     weights = {name: tensor.numpy() for name, tensor in checkpoint.weights.items()}
     rows = reference(spec.to_dict(), weights, ids_BS.tolist(), list(lengths), training=training)
     for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from observing import observed
 from tiny_models import lively_checkpoint, make_spec
 from torch import Tensor
 from variants import EVERY, VARIANTS, experts
 
-from mod_models.generation import for_generation
+from mod_models.cache import cache_layout
+from mod_models.generate import Generated
+from mod_models.generation_spec import for_generation
+from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec, Site
 from mod_models.transformer import Transformer
 
@@ -38,7 +43,7 @@ GENERATING: dict[str, ModelSpec] = {
 
 
 class Meaning(NamedTuple):
-    """The causal model on whole rows: logits (B, S, V), and in each place of routing who ran and how many could not."""
+    """The causal model on whole rows: logits (B, S, V), and at each routing site who ran and how many overflowed."""
 
     logits_BSV: Tensor
     ran: list[dict[Site, list[int]]]
@@ -61,7 +66,7 @@ def texts(rows: int, seq: int = WINDOW, seed: int = 3) -> Tensor:
 def meaning(model: Transformer, ids_BS: Tensor, lengths_B: Tensor | None = None) -> Meaning:
     lengths_B = torch.full((len(ids_BS),), ids_BS.shape[1]) if lengths_B is None else lengths_B
     with torch.no_grad():
-        logits_BSV, decided = model.trace(ids_BS, lengths_B)
+        logits_BSV, decided = observed(model, ids_BS, lengths_B)
     ran: list[dict[Site, list[int]]] = [{} for _ in ids_BS]
     overflow: list[dict[Site, int]] = [{} for _ in ids_BS]
     margin = float("inf")
@@ -72,3 +77,32 @@ def meaning(model: Transformer, ids_BS: Tensor, lengths_B: Tensor | None = None)
             ran[b][site] = position_K[live_K].tolist()
             overflow[b][site] = int(wanted_B[b]) - len(ran[b][site])
     return Meaning(logits_BSV, ran, overflow, margin)
+
+
+@torch.no_grad()
+def generate_by_definition(
+    model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int, window: int
+) -> Generated:
+    """What `generate_eager` means, slowly: the whole text through the model of the window again for every token."""
+    ids, logits = list(prompt_ids), []
+    ran: dict[Site, list[int]] = {}
+    overflow: dict[Site, int] = {}
+    for _ in range(max_new_tokens):
+        # As long as the window, which gives the numbers of slots.
+        ids_1S = torch.tensor([ids + [0] * (window - len(ids))])
+        decisions = Decisions()
+        logits_1SV = model.logits(model.hidden(ids_1S, torch.tensor([len(ids)]), decisions))
+        logits.append(logits_1SV[0, len(ids) - 1])
+        for site, routing in decisions.made.items():
+            ran[site] = routing.position_BK[0][routing.live_BK[0]].tolist()
+            overflow[site] = int(routing.chosen_BT.sum()) - len(ran[site])
+        ids.append(int(torch.argmax(logits[-1])))
+    return Generated(ids[len(prompt_ids) :], torch.stack(logits), ran, overflow)
+
+
+def empty_cache(
+    spec: ModelSpec, rows: int, max_len: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Name -> zeros: the cache before the first token."""
+    layout = cache_layout(spec, rows, max_len, dtype)
+    return {one.name: torch.zeros(one.shape, dtype=one.dtype, device=device) for one in layout}

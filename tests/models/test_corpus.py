@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from mod_models import corpus as corpus_module
-from mod_models.corpus import SKIPPED, Corpus, batch_at, read_corpus, read_split, split_files
-from mod_models.tokens import Tokens
+from mod_models.corpus import SKIPPED, Corpus, TokenizedText, batch_at, read_corpus, read_split, split_files
 from mod_models.train_config import TrainError
 
 
@@ -94,7 +93,7 @@ def test_another_seed_gives_other_windows() -> None:
 # A text of one's own.
 
 
-def as_text(tokens: Tokens) -> bytes:
+def as_text(tokens: TokenizedText) -> bytes:
     return bytes(tokens.id_N.tolist())
 
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from generating import GENERATING, WINDOW, generating_model, meaning, texts
+from generating import (
+    GENERATING,
+    WINDOW,
+    empty_cache,
+    generate_by_definition,
+    generating_model,
+    meaning,
+    texts,
+)
 from loop_reference import reference
+from observing import observed
 from torch import Tensor
 
 from mod_models.architecture import MOD_TRANSFORMER
-from mod_models.cache import cache_bytes, cache_layout, empty_cache, routed_sites, sites, slots_of_layer
-from mod_models.generate import Session, generate_by_definition, generate_eager
-from mod_models.generation import GenerationError, for_generation
+from mod_models.cache import cache_bytes, cache_layout, routed_sites, sites, slots_of_layer
+from mod_models.generate import Session, generate_eager
+from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.prefill import Prefill
 from mod_models.spec import Site
 from mod_models.step import Step, places_of_step
@@ -218,7 +227,7 @@ def test_more_rows_than_places_in_a_step(places: int) -> None:
     turned = next(b for b in able if b not in expected)
     forced = {0: torch.full((1, 1), -1)}
     with torch.no_grad():
-        logits_11V, _ = model.trace(ids_B[turned : turned + 1, None], torch.tensor([1]), forced)
+        logits_11V, _ = observed(model, ids_B[turned : turned + 1, None], torch.tensor([1]), forced)
     torch.testing.assert_close(some[0][turned], logits_11V[0, 0])
 
 

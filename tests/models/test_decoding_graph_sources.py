@@ -10,9 +10,9 @@ from generating import GENERATING, WINDOW
 from tiny_models import lively_checkpoint, make_spec
 from variants import experts
 
-from mod_models.cache import cache_bytes, cache_layout
+from mod_models.cache import cache_layout
 from mod_models.decoding import DecodingGraphs
-from mod_models.generation import GenerationError
+from mod_models.generation_spec import GenerationError
 from mod_models.prefill import prefill_outputs
 from mod_models.spec import ModelSpec
 from mod_models.step import step_inputs, step_outputs
@@ -95,7 +95,6 @@ def test_sources(name: str) -> None:
     spec = GENERATING[name]
     graphs = DecodingGraphs(spec, WINDOW)
     assert list(graphs.capacity) == list(graphs.sites)
-    assert graphs.kv_bytes(WINDOW) == cache_bytes(graphs.spec, 1, WINDOW)
     prefill, step = graphs.prefill(2, 9), graphs.step(3, 12)
     assert prefill.inputs == ("input_ids", "lengths")
     assert prefill.outputs == tuple(prefill_outputs(graphs.spec, 9))

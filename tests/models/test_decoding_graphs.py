@@ -17,7 +17,8 @@ import torch
 from generating import WINDOW, generating_model, texts
 from torch import Tensor
 
-from mod_export.graph.onnx_export import OPSET, TRANSLATIONS
+from mod_export.export.capture import captured
+from mod_export.export.onnx_export import OPSET, TRANSLATIONS
 from mod_models.cache import cache_layout
 from mod_models.generate import Session
 from mod_models.prefill import Prefill, prefill_outputs
@@ -30,16 +31,16 @@ KINDS = ["experts in routed MLPs", "MLP routed", "compact positions"]
 
 
 def exported(module: Transformer, inputs: dict[str, Tensor], outputs: list[str], path: Path) -> onnx.ModelProto:
-    """Checked to be static and sound, and saved."""
-    with torch.no_grad():
-        program = torch.export.export(module, tuple(inputs.values()))
+    """Checked to be static and sound, and saved; what its routing sites selected comes after its own outputs."""
+    found = captured(module, tuple(inputs.values()), "test")
+    program = found.program
     assert not program.range_constraints
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         converted = torch.onnx.export(
             program, dynamo=True, opset_version=OPSET, custom_translation_table=TRANSLATIONS, verbose=False,
-            input_names=list(inputs), output_names=outputs,
+            input_names=list(inputs), output_names=[*outputs, *found.routed],
         )  # fmt: skip
     assert converted is not None
     converted.save(str(path))
@@ -98,13 +99,9 @@ def test_prompts_and_steps_in_onnx_runtime(name: str, tmp_path: Path) -> None:
 
     eager = Session(model, WINDOW)
     expected = eager.read(ids_1S[:, :6], torch.tensor([4]))
-    found = dict(
-        zip(
-            prefill_outputs(model.spec, WINDOW),
-            prompts.run(None, {"input_ids": ids_1S[:, :6].numpy(), "lengths": np.array([4])}),
-            strict=True,
-        )
-    )
+    names = prefill_outputs(model.spec, WINDOW)
+    feeds = {"input_ids": ids_1S[:, :6].numpy(), "lengths": np.array([4])}
+    found = dict(zip(names, prompts.run(names, feeds), strict=True))
     np.testing.assert_allclose(found["logits"], expected.numpy(), rtol=0, atol=TOLERANCE)
     cache = {one.name: found[one.name] for one in cache_layout(model.spec, 1, WINDOW)}
     for t in range(4, WINDOW):

@@ -11,7 +11,7 @@ from variants import VARIANTS, experts
 
 from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.cache import routed_sites, sites, slots_of_layer
-from mod_models.generation import GenerationError, check_generates, for_generation, why_not
+from mod_models.generation_spec import GenerationError, check_generates, for_generation, why_not
 from mod_models.prefill import Prefill
 from mod_models.spec import ModelSpec
 from mod_models.step import Step
@@ -19,10 +19,10 @@ from mod_models.step import Step
 TRAIN = "train the predictor beside it"
 REFUSED = {
     "topk": ("routing.selection=topk: whether a token is among the k best depends on tokens after it", TRAIN),
-    "random": ("routing.selection=random: noise has no place in a text that is still being written", TRAIN),
-    "stochastic": ("routing.router=noise: noise has no place", "train a router and a predictor"),
+    "random": ("routing.selection=random: noise cannot decide in a text that is still being written", TRAIN),
+    "stochastic": ("routing.router=noise: noise cannot decide", "train a router and a predictor"),
     "early exit": (
-        "routing.selection=exit: who leaves is decided by rank among all tokens",
+        "routing.selection=exit: which tokens leave is decided by rank among all tokens",
         "selection=topk and a pred",
     ),
     "attention routed": ("routing.selection=topk", TRAIN),
@@ -107,9 +107,9 @@ def test_places_of_experts_are_those_of_the_window() -> None:
         (0, 0, "window: expected a number of tokens from 1 to the model's max_positions 16, got 0"),
         (17, 0, "window: expected a number of tokens from 1 to the model's max_positions 16, got 17"),
         (8.0, 0, "window: expected a number of tokens from 1 to the model's max_positions 16, got 8.0"),
-        (8, -1, "slack: expected a number of places of at least 0, got -1"),
-        (8, True, "slack: expected a number of places of at least 0, got True"),
-        (2, 0, "window: capacity 0.375 of 2 tokens leaves layer 0 no place; give a longer window or slack"),
+        (8, -1, "slack: expected a number of slots of at least 0, got -1"),
+        (8, True, "slack: expected a number of slots of at least 0, got True"),
+        (2, 0, "window: capacity 0.375 of 2 tokens leaves layer 0 no slot; give a longer window or slack"),
     ],
 )
 def test_a_window_that_cannot_be(window: int, slack: int, said: str) -> None:
@@ -121,8 +121,8 @@ def test_a_window_that_cannot_be(window: int, slack: int, said: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (make_spec(selection="threshold"), "its places are a share of each bucket"),
-        (make_spec(routing=None, experts=experts()), "its places are a share of each bucket"),
+        (make_spec(selection="threshold"), "its slots are a share of each bucket"),
+        (make_spec(routing=None, experts=experts()), "its slots are a share of each bucket"),
         (make_spec(capacity_rule="absolute", capacity=2, predictor_hidden=1), "routing.selection=topk"),
         (make_spec(), "routing.selection=topk: whether a token"),
     ],

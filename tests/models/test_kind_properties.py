@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from observing import Observing, observed
 from tiny_models import lively_checkpoint, make_spec
 from torch import Tensor
 from variants import EVERY, VARIANTS, experts
 
+from mod_export.export.routing_sites import Selection, SiteRun
 from mod_models.checkpoint import Checkpoint
 from mod_models.declarations import CHOICES, COMBINES, GATES, LEARNED_ROUTERS, PARTS, POSITIONS, SELECTIONS
-from mod_models.routing import Decisions, Routing
+from mod_models.routing import Decisions
 from mod_models.selection import FIRST_COME, RANK
 from mod_models.spec import ExpertsSpec, ModelSpec, RoutingSpec, Site
 from mod_models.stream import Tokens
@@ -81,18 +83,19 @@ class Example:
 
     def trace(
         self, ids_BS: Tensor | None = None, lengths_B: Tensor | None = None, forced: dict[Site, Tensor] | None = None
-    ) -> tuple[Tensor, dict[Site, Routing]]:
+    ) -> tuple[Tensor, dict[Site, Selection]]:
         ids_BS = self.ids_BS if ids_BS is None else ids_BS
         with torch.no_grad():
-            return self.model.trace(ids_BS, self.lengths_B if lengths_B is None else lengths_B, forced)
+            return observed(self.model, ids_BS, self.lengths_B if lengths_B is None else lengths_B, forced)
 
     def depths(self, forced: dict[Site, Tensor] | None = None) -> list[Tensor]:
         """The stream before the first layer, and after each one: of the model cut off there."""
         layers, found = self.model.layers, []
-        with torch.no_grad():
+        # Cut off, the model has fewer sites; the others are forced in the same way.
+        with torch.no_grad(), Observing(SiteRun(self.ids_BS.shape[1], forced)):
             for depth in range(len(layers) + 1):
                 self.model.layers = layers[:depth]
-                found.append(self.model.stream(self.ids_BS, self.lengths_B, Decisions(forced)))
+                found.append(self.model.stream(self.ids_BS, self.lengths_B, Decisions()))
         self.model.layers = layers
         return found
 
@@ -111,12 +114,12 @@ def examples(draw: st.DrawFn, of: st.SearchStrategy[ModelSpec] | None = None) ->
     return Example(spec, model, token_ids(seed, batch, seq), seq - lengths_B)
 
 
-def taken(routing: Routing, b: int) -> list[int]:
+def taken(routing: Selection, b: int) -> list[int]:
     positions: list[int] = routing.index_BK[b][routing.live_BK[b]].tolist()
     return positions
 
 
-def assert_same_routing(one: dict[Site, Routing], other: dict[Site, Routing], rows: slice = slice(None)) -> None:
+def assert_same_routing(one: dict[Site, Selection], other: dict[Site, Selection], rows: slice = slice(None)) -> None:
     assert list(one) == list(other)
     for site, routing in one.items():
         assert torch.equal(routing.index_BK[rows], other[site].index_BK[rows])
@@ -287,7 +290,7 @@ def test_what_looks_ahead_does(reason: str) -> None:
     changed = []
     with torch.no_grad():
         for last in range(16):
-            logits_BSV, _ = model.trace(torch.cat([ids_BS[:, :-1], torch.tensor([[last]])], 1), torch.tensor([8]))
+            logits_BSV, _ = observed(model, torch.cat([ids_BS[:, :-1], torch.tensor([[last]])], 1), torch.tensor([8]))
             changed.append(logits_BSV[0, :7])
     assert max((other - changed[0]).abs().max() for other in changed) > 0.01
 
@@ -332,8 +335,8 @@ def test_silent_routers_choose_the_earlier(name: str) -> None:
         for weight, tensor in lively_checkpoint(spec).weights.items()
     }
     with torch.no_grad():
-        _, decided = (
-            Checkpoint(spec=spec, weights=silent).module().trace(torch.randint(16, (2, 8)), torch.tensor([8, 3]))
+        _, decided = observed(
+            Checkpoint(spec=spec, weights=silent).module(), torch.randint(16, (2, 8)), torch.tensor([8, 3])
         )
     selection = spec.routing.selection if spec.routing else "none"
     for site, made in decided.items():
@@ -373,7 +376,7 @@ def test_a_predictor_decides_only_when_it_is_trained(example: Example) -> None:
     model = Transformer(ranked)
     model.load_state_dict(example.model.state_dict())
     with torch.no_grad():
-        expected, by_rank = model.eval().trace(example.ids_BS, example.lengths_B)
+        expected, by_rank = observed(model.eval(), example.ids_BS, example.lengths_B)
         example.model.train()
         found, decided = example.trace()
         example.model.eval()
@@ -381,13 +384,3 @@ def test_a_predictor_decides_only_when_it_is_trained(example: Example) -> None:
     assert_same_routing(decided, by_rank)
     _, alone = example.trace()
     assert {made.rule for made in alone.values()} <= {FIRST_COME}
-
-
-@given(examples())
-@few_examples
-def test_forward_is_the_trace(example: Example) -> None:
-    with torch.no_grad():
-        logits_BSV, *indices = example.model(example.ids_BS, example.lengths_B)
-    expected_BSV, decided = example.trace()
-    assert torch.equal(logits_BSV, expected_BSV)
-    assert all(torch.equal(one, other.index_BK) for one, other in zip(indices, decided.values(), strict=True))

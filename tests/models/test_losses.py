@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from observing import observed
 from tiny_models import make_spec
 from torch.nn import functional
 from variants import VARIANTS
@@ -33,7 +34,7 @@ def with_gradient(model: Transformer) -> set[str]:
 def test_next_token_is_the_models_cross_entropy() -> None:
     model, rows = fresh(), some_rows()
     found = losses(model, rows, NEXT_TOKEN_ONLY)
-    logits_BSV, _ = model.trace(rows[:, :-1], torch.tensor([16, 16]))
+    logits_BSV, _ = observed(model, rows[:, :-1], torch.tensor([16, 16]))
     expected = -torch.log_softmax(logits_BSV.double(), -1).gather(2, rows[:, 1:, None]).mean()
     assert found.next_token.item() == pytest.approx(expected.item(), rel=1e-6)
     assert torch.equal(found.total, found.next_token)
@@ -72,7 +73,7 @@ def test_predictors_see_what_the_router_sees(router_input: str) -> None:
         assert isinstance(block, RoutedBlock)
         assert isinstance(block.predictor, MlpRouter)
         logit_BS = block.predictor(block.attention_norm(x_BSD) if router_input == "normed" else x_BSD)
-        _, decided = model.trace(rows[:, :-1], torch.tensor([16, 16]))
+        _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
         chosen_BS = torch.zeros(2, 16).scatter(1, decided[0].index_BK, 1.0)
         expected = functional.binary_cross_entropy_with_logits(logit_BS, chosen_BS)
     assert found.metrics == {
@@ -84,7 +85,7 @@ def test_predictors_see_what_the_router_sees(router_input: str) -> None:
 def test_router_loss_is_binary_cross_entropy_of_membership() -> None:
     model, rows = fresh(), some_rows()
     found = losses(model, rows, LossWeights(predictor=0.0, router=1.0))
-    _, decided = model.trace(rows[:, :-1], torch.tensor([16, 16]))
+    _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
     expected = 0.0
     for layer, routing in decided.items():
         p_BS = torch.sigmoid(routing.score_BS.double())
@@ -193,7 +194,7 @@ def test_the_target_of_token_choice_is_the_top_k_of_its_own_scores() -> None:
     model.init_weights(torch.Generator().manual_seed(0))
     rows = torch.randint(0, 16, (2, 17), generator=torch.Generator().manual_seed(3))
     found = losses(model, rows, LossWeights(router=1.0))
-    _, decided = model.trace(rows[:, :-1], torch.tensor([16, 16]))
+    _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
     score_BS = decided[0].score_BS
     k = model.spec.k_by_layer(16)[0]
     taken_BS = torch.zeros(2, 16).scatter(1, score_BS.argsort(1, descending=True)[:, :k], 1.0)

@@ -1,4 +1,4 @@
-"""Every point of the routing space against `loop_reference`, which shares no code with the model.
+"""Every pair of routing declarations against `loop_reference`, which shares no code with the model.
 
 The models run in float64, so that what is left of the difference is what the design fixes in float32: the rotary
 tables, the router's scores and the gates made from them. That is a few 1e-7 of each value; `TOLERANCE` allows for the
@@ -12,21 +12,26 @@ import pytest
 import torch
 from against_reference import SEQ, TOLERANCE, assert_equals_reference
 from loop_reference import reference
+from observing import observed
+from pairs import pairwise
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
 
 from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, POSITIONS, ROUTER_INPUTS
 from mod_models.spec import CAPACITY_RULES, EveryNth, ModelSpec
 
+SPACE = (LEARNED_ROUTERS, ROUTER_INPUTS, GATES, COMBINES, POSITIONS)
 
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("combine", COMBINES)
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("router_input", ROUTER_INPUTS)
-@pytest.mark.parametrize("router", LEARNED_ROUTERS)
-def test_every_combination(router: str, router_input: str, gate: str, combine: str, positions: str) -> None:
+
+@pytest.mark.parametrize(("router", "router_input", "gate", "combine", "positions"), pairwise(*SPACE))
+def test_every_pair_of_declarations(router: str, router_input: str, gate: str, combine: str, positions: str) -> None:
     assert_equals_reference(
         make_spec(router=router, router_input=router_input, gate=gate, combine=combine, positions=positions)
     )
+
+
+def test_pairwise_leaves_out_no_pair() -> None:
+    for (i, one), (j, other) in itertools.combinations(enumerate(SPACE), 2):
+        assert {(row[i], row[j]) for row in pairwise(*SPACE)} == set(itertools.product(one, other))
 
 
 def run(spec: ModelSpec) -> torch.Tensor:
@@ -119,7 +124,7 @@ def test_dense_twin() -> None:
     checkpoint = lively_checkpoint(make_spec(predictor_hidden=2))
     ids_BS = distinct_ids(checkpoint.spec, 1, SEQ)
     with torch.no_grad():
-        logits_BSV, decided = checkpoint.dense().module().double().trace(ids_BS, torch.tensor([SEQ]))
+        logits_BSV, decided = observed(checkpoint.dense().module().double(), ids_BS, torch.tensor([SEQ]))
     weights = {name: tensor.numpy() for name, tensor in checkpoint.weights.items()}
     (row,) = reference({**checkpoint.spec.to_dict(), "routing": None}, weights, ids_BS.tolist(), [SEQ])
     assert decided == {}

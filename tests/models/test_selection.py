@@ -6,16 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from mod_models.routing import Decisions
-from mod_models.selection import FIRST_COME, NOISE_SIZE, RANK, noise_of_tokens, noise_table, select_first
-from mod_models.stream import Tokens, record
+from mod_models.selection import NOISE_SIZE, noise_of_tokens, noise_table, select_first
+from mod_models.stream import Tokens
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
 def test_the_first_k_that_chose(chosen: list[bool], data: st.DataObject) -> None:
-    """Those that come after find no place; surplus places hold the first others, so all places of a row differ."""
+    """Later ones find no slot; empty slots hold the first other tokens, so all slots of a row differ."""
     k = data.draw(st.integers(1, len(chosen)))
     index_BK, live_BK = select_first(torch.tensor([chosen, [not one for one in chosen]]), k)
     for b, row in enumerate((chosen, [not one for one in chosen])):
@@ -76,7 +74,7 @@ def whole_row() -> Tokens:
 
 def some(tokens: Tokens, index: list[list[int]], live: list[list[bool]], positions: str = "original") -> Tokens:
     index_BK = torch.tensor(index)
-    return tokens.taken(tokens.rows(index_BK), index_BK, torch.tensor(live), positions)
+    return tokens.at(tokens.rows(index_BK), index_BK, torch.tensor(live), positions)
 
 
 def inner() -> Tokens:
@@ -103,58 +101,3 @@ def test_compact_positions_are_the_numbers_of_the_places() -> None:
     assert taken.cos[:, 0].tolist() == [0, 1]
     assert taken.index_BT is not None
     assert taken.index_BT.tolist() == [[1, 4], [0, 2]]
-
-
-def test_spread_over_the_positions() -> None:
-    score_BT = torch.tensor([[0.1, 0.2, 0.4], [1.0, 1.2, 1.3]])
-    none = float("-inf")
-    expected = torch.tensor([[none, 0.1, 0.2, none, 0.4], [1.0, none, 1.2, 1.3, none]])
-    assert torch.equal(inner().spread(score_BT, none), expected)
-    assert whole_row().spread(expected, none) is expected
-
-
-@pytest.mark.parametrize(
-    ("tokens", "forced", "index", "live"),
-    [
-        (whole_row(), [[1, 3], [2, 4]], [[1, 3], [2, 4]], [[True, True], [True, False]]),
-        # An empty place holds the first token that is not told to run; padding cannot be told to.
-        (whole_row(), [[3, -1], [4, -1]], [[3, 0], [0, 1]], [[True, False], [False, False]]),
-        # Positions of the row, which stand in other places here; 0 and 3 are not here at all.
-        (inner(), [[0, 4], [2, 3]], [[2, 0], [1, 0]], [[True, False], [True, False]]),
-        (inner(), [[-1, -1], [-1, -1]], [[0, 1], [0, 1]], [[False, False], [False, False]]),
-    ],
-)
-def test_forced_positions(tokens: Tokens, forced: list[list[int]], index: list[list[int]], live: object) -> None:
-    index_BK, live_BK = tokens.forced(torch.tensor(forced))
-    assert index_BK.tolist() == index
-    assert live_BK.tolist() == live
-
-
-@pytest.mark.parametrize(
-    ("tokens", "site", "rule", "positions"),
-    [
-        (whole_row(), 1, RANK, [[0, 1], [2, 3]]),
-        (whole_row(), 1, FIRST_COME, [[0, 1], [2, -1]]),
-        (whole_row(), "1.mlp", RANK, [[0, 1], [2, -1]]),
-        (inner(), 1, RANK, [[1, 2], [3, -1]]),
-    ],
-)
-def test_what_is_noted(tokens: Tokens, site: int | str, rule: str, positions: list[list[int]]) -> None:
-    """Positions of the row; -1 in surplus places, but for the top k of whole rows by a layer's only router."""
-    decisions = Decisions()
-    live_BK = torch.tensor([[True, True], [True, False]])
-    score_BT: Tensor = torch.zeros(tokens.live_BT.shape)
-    record(
-        decisions,
-        site,
-        tokens,
-        torch.tensor([[0, 1], [2, 3 if tokens.index_BT is None else 1]]),
-        live_BK,
-        score_BT,
-        rule,
-    )
-    made = decisions.made[site]
-    assert made.index_BK.tolist() == positions
-    assert torch.equal(made.live_BK, live_BK)
-    assert made.open_BS.sum(1).tolist() == tokens.live_BT.sum(1).tolist()
-    assert made.rule == rule

@@ -82,7 +82,7 @@ def test_published_specs_can_be_built(row: list[str]) -> None:
 )
 def test_names_and_shapes_of_the_weights(one: ModelSpec) -> None:
     """The table names every tensor of a model, and gives the shape that it has."""
-    text = PAGE[PAGE.index("| tensor |") : PAGE.index("The **dense twin**")]
+    text = PAGE[PAGE.index("| tensor |") : PAGE.index("The **dense baseline**")]
     sizes = {**one.to_dict(), **(one.to_dict()["experts"] or {})}
     for name, tensor in lively_checkpoint(one).weights.items():
         module = re.sub(r"\.\d+\.", ".N.", name).removesuffix(".weight").removesuffix(".bias")

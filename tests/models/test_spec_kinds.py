@@ -50,7 +50,7 @@ EXIT = {"selection": "exit", "capacity_rule": "ceil"}
         ),
         (
             {"router": "noise", "selection": "threshold", "predictor_hidden": 3},
-            "router: noise takes the place of a router, and nothing can be learnt of it; expected selection=topk and "
+            "router: noise replaces the router, and a predictor can learn nothing from it; expected selection=topk and "
             "predictor_hidden=0, got threshold and 3",
         ),
         (
@@ -67,7 +67,7 @@ EXIT = {"selection": "exit", "capacity_rule": "ceil"}
             "combine: ffn_gated weighs the MLP, and with parts=separate attention is routed by itself, without a "
             "weight; declare paper",
         ),
-        ({**EXIT, "parts": "mlp"}, "parts: who exits leaves whole blocks; expected block, got mlp"),
+        ({**EXIT, "parts": "mlp"}, "parts: a token that exits skips whole blocks; expected block, got mlp"),
         (
             {**EXIT, "positions": "compact"},
             "positions: exit keeps the positions of the sequence; expected original",
@@ -175,19 +175,19 @@ def test_protected_layers(layers: EveryNth, meant: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "tokens", "places"),
+    ("declared", "tokens", "slots"),
     [
         ({"n_experts": 4, "capacity_factor": 1.0}, 8, 2),
         ({"n_experts": 4, "capacity_factor": 1.25}, 8, 3),
         ({"n_experts": 4, "capacity_factor": 1.0, "top_k": 2}, 8, 4),
         ({"n_experts": 4, "capacity_factor": 0.01}, 8, 1),
         ({"n_experts": 4, "capacity_factor": 100}, 8, 8),
-        ({"n_experts": 3, "capacity_factor": 1.0, "noop_experts": 3}, 9, 3),  # No-op experts have no places to share.
+        ({"n_experts": 3, "capacity_factor": 1.0, "noop_experts": 3}, 9, 3),  # No-op experts have no slots.
         ({"n_experts": 2, "capacity_factor": 1.5, "choice": "expert"}, 4, 3),
     ],
 )
-def test_places_of_an_expert_by_its_share(declared: dict[str, Any], tokens: int, places: int) -> None:
-    assert ExpertsSpec(**declared).places(tokens) == places
+def test_slots_of_an_expert_by_its_share(declared: dict[str, Any], tokens: int, slots: int) -> None:
+    assert ExpertsSpec(**declared).slots(tokens) == slots
 
 
 HALF = experts(n_experts=2, capacity_factor=1.0, layers=EVERY)
@@ -272,6 +272,6 @@ def test_fixed_places_of_an_expert() -> None:
     """One number for each layer that has experts, and no more than there are tokens."""
     spec = ModelSpec.from_dict(with_experts(layers=[0, 2], fixed_places=[3, 5]))
     assert spec.experts == ExpertsSpec(n_experts=4, layers=(0, 2), fixed_places=(3, 5))
-    assert [spec.expert_places(layer, tokens) for layer in (0, 2) for tokens in (8, 4, 1)] == [3, 3, 1, 5, 4, 1]
+    assert [spec.expert_slots(layer, tokens) for layer in (0, 2) for tokens in (8, 4, 1)] == [3, 3, 1, 5, 4, 1]
     assert ModelSpec.from_dict(spec.to_dict()) == spec
     assert spec.k_by_layer(16)["2.expert3"] == 5

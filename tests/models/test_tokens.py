@@ -1,4 +1,4 @@
-"""Tokens: ids of a vocabulary, and how many bytes of the text each stands for."""
+"""TokenizedText: ids of a vocabulary, and how many bytes of the text each stands for."""
 
 import dataclasses
 import json
@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from tiny_models import make_spec
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mod_models import tokens as tokens_module
-from mod_models.corpus import read_corpus
+from mod_models import corpus as corpus_module
+from mod_models.corpus import as_bytes, load_tokenizer, read_corpus, tokenize, vocabulary_size
 from mod_models.evaluation import evaluate, held_out, rows_at
 from mod_models.losses import LossModule
 from mod_models.parallel import Workers
-from mod_models.tokens import as_bytes, load_tokenizer, tokenize, vocabulary_size
 from mod_models.train import TrainConfig, TrainError, train
 from mod_models.transformer import Transformer
 
@@ -84,9 +83,9 @@ def test_dropped_text_belongs_to_the_token_after_it(words: Tokenizer) -> None:
 def test_long_documents_go_in_pieces(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tokenize([TEXT.encode()], byte_level)
     seen: list[str] = []
-    pieces = tokens_module._pieces
-    monkeypatch.setattr(tokens_module, "PIECE", 200)
-    monkeypatch.setattr(tokens_module, "_pieces", lambda d: (seen.append(p) or p for p in pieces(d)))
+    pieces = corpus_module._pieces
+    monkeypatch.setattr(corpus_module, "PIECE", 200)
+    monkeypatch.setattr(corpus_module, "_pieces", lambda d: (seen.append(p) or p for p in pieces(d)))
     parts = tokenize([TEXT.encode()], byte_level)
     assert len(seen) > 10
     assert all(piece.endswith("\n") for piece in seen)

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from observing import observed
 from tiny_models import make_spec
-from training_runs import CONFIG, SPEC, evaluations, finish, rows, state
+from training_runs import CONFIG, SPEC, evaluations, finish, lines, rows, state
 from variants import VARIANTS
 
 from mod_models.checkpoint import CheckpointError, load_checkpoint, write_plain
 from mod_models.corpus import read_corpus
 from mod_models.losses import losses
-from mod_models.optimization import clip_gradients, learning_rate_at, make_optimizer
+from mod_models.optimization import autocast, clip_gradients, keep_routers_float32, learning_rate_at, make_optimizer
 from mod_models.parallel import Workers
-from mod_models.precision import autocast, keep_routers_float32
 from mod_models.train import DEFAULT_SPEC, TrainConfig, TrainError, evaluate, train
 from mod_models.transformer import Transformer
 
@@ -58,14 +58,14 @@ def assert_same_end(folder: Path, uninterrupted: Path) -> None:
 
 def test_loss_falls(tmp_path: Path) -> None:
     config = TrainConfig(steps=60, batch=4, seq=32, warmup=5, eval_every=30, eval_batches=4, learning_rate=1e-2)
-    lines = finish(tmp_path, config)
+    printed = finish(tmp_path, config)
     first, last = evaluations(tmp_path)
     assert float(last["held_out_bits_per_byte"]) < float(first["held_out_bits_per_byte"]) < 8
     assert [row["step"] for row in rows(tmp_path)] == ["25", "30", "50", "60"]
-    assert lines[0].startswith("step 25/60  loss ")
+    assert printed[0].startswith("step 25/60  loss ")
     accuracy = {layer: round(float(last[f"held_out_predictor_accuracy/{layer}"]), 4) for layer in ("0", "2")}
     bits = round(float(last["held_out_bits_per_byte"]), 4)
-    assert lines[-1] == f"step 60/60  held out: { {'bits_per_byte': bits, 'predictor_accuracy': accuracy} }"
+    assert printed[-1] == f"step 60/60  held out: { {'bits_per_byte': bits, 'predictor_accuracy': accuracy} }"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -73,7 +73,7 @@ def test_every_kind_trains_is_evaluated_and_resumes(name: str, tmp_path: Path) -
     spec = dataclasses.replace(VARIANTS[name], vocab_size=256)
     config = dataclasses.replace(CONFIG, steps=2, seq=12, eval_every=1, eval_batches=1, log_every=1, router_loss=0.01)
     list(train(spec, config, tmp_path, stop_after=1))
-    assert "resumed at step 1" in list(train(spec, config, tmp_path))
+    assert "resumed at step 1" in lines(train(spec, config, tmp_path))
     assert load_checkpoint(tmp_path / "model.pt").spec == spec
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2"]
 
@@ -117,9 +117,9 @@ def test_stopped_and_resumed_is_uninterrupted(uninterrupted: Path, tmp_path: Pat
 
 def test_abandoned_at_any_line_and_resumed_is_uninterrupted(uninterrupted: Path, tmp_path: Path) -> None:
     """A generator that nobody asks further is a run that was killed there."""
-    for lines in (1, 1, 2, 1, 9):
+    for count in (1, 1, 2, 1, 9):
         run = train(SPEC, CONFIG, tmp_path)
-        list(itertools.islice(run, lines))
+        list(itertools.islice((event for event in run if event.text), count))
         run.close()
     assert_same_end(tmp_path, uninterrupted)
 
@@ -209,13 +209,13 @@ def test_bfloat16_leaves_routers_float32() -> None:
         torch.tensor([16] * 2),
     )
     model, cpu = fresh(spec), torch.device("cpu")
-    _, exact = model.trace(rows_BS, lengths_B)
+    _, exact = observed(model, rows_BS, lengths_B)
     with autocast("bfloat16", cpu):
-        _, cast = model.trace(rows_BS, lengths_B)
+        _, cast = observed(model, rows_BS, lengths_B)
     assert not torch.equal(cast[0].score_BS, exact[0].score_BS)
     keep_routers_float32(model, cpu)
     with autocast("bfloat16", cpu):
-        logits_BSV, kept = model.trace(rows_BS, lengths_B)
+        logits_BSV, kept = observed(model, rows_BS, lengths_B)
         predicted = model.layers[0].predictor(torch.randn(1, 4, 32))
     assert torch.equal(kept[0].score_BS, exact[0].score_BS)
     assert predicted.dtype == kept[1].score_BS.dtype == torch.float32
@@ -244,8 +244,8 @@ def test_a_folder_is_what_is_learnt(tmp_path: Path) -> None:
         (tmp_path / "text" / f"{number}.txt").write_text("the quick brown fox\n" * 20)
     (tmp_path / "text" / "picture").write_bytes(b"\xff\xfe\xfd")
     config = dataclasses.replace(CONFIG, steps=150, batch=4, learning_rate=1e-2, eval_every=150)
-    lines = finish(tmp_path / "out", config, corpus=read_corpus(tmp_path / "text"))
-    assert lines[0] == f"{tmp_path / 'text'}: 40 files, 1 skipped as not UTF-8 text"
+    printed = finish(tmp_path / "out", config, corpus=read_corpus(tmp_path / "text"))
+    assert printed[0] == f"{tmp_path / 'text'}: 40 files, 1 skipped as not UTF-8 text"
     assert float(rows(tmp_path / "out")[-1]["held_out_bits_per_byte"]) < 1
 
 

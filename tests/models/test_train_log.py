@@ -10,8 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mod_models.train_config import TrainError
-from mod_models.train_log import Log
-from mod_models.train_progress import Event, show
+from mod_models.train_log import Event, Log, show
 
 METRICS = {"predictor_loss": 0.5}
 HELD_OUT = {"bits_per_byte": 2.5, "predictor_loss": 0.25}

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from observing import observed
 from tiny_models import lively_checkpoint, make_spec
 from variants import VARIANTS
 
@@ -212,15 +213,16 @@ def test_tables_are_no_weights() -> None:
 def test_outputs_are_parts_of_the_whole(spec: ModelSpec) -> None:
     checkpoint, (ids_BS, lengths_B) = lively_checkpoint(spec), inputs()
     with torch.no_grad():
-        logits_BSV, *routed = checkpoint.module()(ids_BS, lengths_B)
-        last_BV, *routed_last = checkpoint.module("last")(ids_BS, lengths_B)
-        hidden_BSD, *routed_none = checkpoint.module("none")(ids_BS, lengths_B)
+        logits_BSV, routed = observed(checkpoint.module(), ids_BS, lengths_B)
+        last_BV, routed_last = observed(checkpoint.module("last"), ids_BS, lengths_B)
+        hidden_BSD, routed_none = observed(checkpoint.module("none"), ids_BS, lengths_B)
         from_hidden_BSV = checkpoint.module().logits(hidden_BSD)
     torch.testing.assert_close(last_BV, logits_BSV[[0, 1], lengths_B - 1])
     assert hidden_BSD.shape == (2, 8, spec.d_model)
     torch.testing.assert_close(from_hidden_BSV, logits_BSV)
     for found in (routed_last, routed_none):
-        assert all(torch.equal(one, other) for one, other in zip(found, routed, strict=True))
+        assert found.keys() == routed.keys()
+        assert all(torch.equal(one.index_BK, routed[site].index_BK) for site, one in found.items())
 
 
 @each_spec
@@ -238,7 +240,7 @@ def test_a_skeleton_has_everything_but_values(spec: ModelSpec) -> None:
 def test_scores_are_float32_in_every_dtype(spec: ModelSpec, dtype: torch.dtype) -> None:
     with torch.no_grad():
         model = lively_checkpoint(spec).module().to(dtype)
-        logits_BSV, decided = model.trace(torch.randint(16, (2, 8)), torch.tensor([8, 3]))
+        logits_BSV, decided = observed(model, torch.randint(16, (2, 8)), torch.tensor([8, 3]))
     assert logits_BSV.dtype == dtype
     assert {routing.score_BS.dtype for routing in decided.values()} <= {torch.float32}
     if "noise" in dict(model.named_buffers()):

@@ -1,6 +1,7 @@
 """A tiny training run, and what it leaves in its folder."""
 
 import csv
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,19 @@ import torch
 from tiny_models import make_spec
 
 from mod_models.train import TrainConfig, train
+from mod_models.train_log import Event
 
 SPEC = make_spec(vocab_size=256, d_model=16, predictor_hidden=4, layers=(0, 2), capacity=0.25, max_positions=32)
 CONFIG = TrainConfig(steps=12, batch=2, seq=16, warmup=3, eval_every=5, eval_batches=2, log_every=2)
 
 
+def lines(events: Iterable[Event]) -> list[str]:
+    """The lines of progress."""
+    return [event.text for event in events if event.text]
+
+
 def finish(folder: Path, config: TrainConfig = CONFIG, **options: Any) -> list[str]:
-    return list(train(SPEC, config, folder, **options))
+    return lines(train(SPEC, config, folder, **options))
 
 
 def state(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What is measured of a trained model of the study, on held-out text.
 
-Loss as trained, loss when the predictor decides instead of top-k, how well the predictor knows what top-k takes, and
+Loss as trained, loss when the predictor decides instead of top-k, how well the predictor knows what top-k selects, and
 for the figures: router scores, which tokens each layer took, and how uncertain the model was about each next token.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from mod_models.checkpoint import Checkpoint, read_plain
 from mod_models.corpus import batch_at, read_corpus
 from mod_models.losses import losses
+from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec, is_expert
 from mod_models.transformer import Transformer
 
@@ -77,13 +78,14 @@ def _routing(model: Transformer, batches: list[Tensor]) -> dict[str, Any]:
     entropies, passes = [], []
     for ids_BS1 in batches:
         ids_BS = ids_BS1[:, :-1]
-        logits_BSV, made = model.trace(ids_BS, torch.full((len(ids_BS),), SEQ))
+        decisions = Decisions()
+        logits_BSV = model.logits(model.hidden(ids_BS, torch.full((len(ids_BS),), SEQ), decisions))
         p_BSV = torch.softmax(logits_BSV, -1)
         entropies.append(-(p_BSV * p_BSV.clamp(min=1e-12).log2()).sum(-1).flatten())
-        depth = {site: one for site, one in made.items() if not is_expert(site)}
+        depth = {site: one for site, one in decisions.made.items() if not is_expert(site)}
         for site, one in depth.items():
-            scores.setdefault(str(site), []).append(one.score_BS.flatten())
-        taken = [torch.zeros(ids_BS.shape).scatter(1, one.index_BK, 1.0) for one in depth.values()]
+            scores.setdefault(str(site), []).append(one.score_BT.flatten())
+        taken = [torch.zeros(ids_BS.shape).scatter(1, one.position_BK, 1.0) for one in depth.values()]
         passes.append(torch.stack(taken).mean(0).flatten())
     entropy, share = torch.cat(entropies), torch.cat(passes)
     edges = torch.quantile(entropy[:: max(1, len(entropy) // 100_000)], torch.linspace(0, 1, BINS + 1))
@@ -100,6 +102,7 @@ def _routing(model: Transformer, batches: list[Tensor]) -> dict[str, Any]:
 def _map(model: Transformer, text_N: Tensor) -> dict[str, Any]:
     """One row of text, and which positions each routed layer ran."""
     ids_1S = batch_at(text_N, 1, SEQ, MAP_SEED)
-    _, made = model.trace(ids_1S, torch.tensor([SEQ]))
-    layers = {str(site): one.index_BK[0].tolist() for site, one in made.items() if not is_expert(site)}
+    decisions = Decisions()
+    model.hidden(ids_1S, torch.tensor([SEQ]), decisions)
+    layers = {str(site): one.position_BK[0].tolist() for site, one in decisions.made.items() if not is_expert(site)}
     return {"ids": ids_1S[0].tolist(), "layers": layers}

@@ -46,19 +46,19 @@ def _intro(runs: Results) -> list[str]:
     page = f"""\
 # The paper's comparison at small scale
 
-What `make study` trained and measured. Written by `tests/study/render_study.py`; do not edit.
+The models that `make study` trained, and their measurements. Written by `tests/study/render_study.py`; do not edit.
 
 * **Equal FLOPs, not equal steps.** Each model is trained for {_flops(BUDGET)}, forward and backward, counted by
   PyTorch's flop counter on the step itself with its auxiliary losses; so a model that costs less per step gets more
-  steps and more text. Attention scores are counted whole.
+  steps and more text. Attention scores are counted as the full square.
 * **Models.** Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's source, rows of
   {SEQ}, {BATCH} rows a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine. {len(runs)} models,
-  {len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters: what holds here need not hold there, nor the other
+  {len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters: a result here need not hold there, nor the other
   way round.
-* **Loss** is held-out bits per byte. *By predictor* is the same weights with the auxiliary predictor deciding, first
-  come first served, instead of top-k: what can be generated with.
-* **Times** are one thread's, models in turns in one process, as a ratio to the dense model's of the same round: median,
-  and from the smallest to the largest.
+* **Loss** is held-out bits per byte. *By predictor* is the same weights when the auxiliary predictor decides, first
+  come first served, instead of top-k: only in this way can the model generate text.
+* **Times** are measured on one thread with all models interleaved in one process, relative to the dense model in the
+  same round: the median, and in brackets the smallest and the largest.
 """
     return [*page.splitlines(), ""]
 
@@ -98,7 +98,7 @@ def _claims(runs: Results, times: dict[str, Any]) -> list[str]:
     lines += [f"| {claim} | {answer} |" for claim, answer in _answers(runs) if answer]
     caution = (
         "No model is near the end of its training at this budget. A cheaper step means more text for the same FLOPs, "
-        "and much of what separates the models is that."
+        "and this explains much of the difference between the models."
     )
     return [*lines, "", caution, ""]
 
@@ -115,7 +115,10 @@ def _answers(runs: Results) -> list[tuple[str, str]]:
     entropy = [run["entropy_correlation"] for run in runs.get(mod, [])]
     return [
         ("learned routing is better than stochastic routing", _against(runs, mod, "stochastic MoD 12.5 %")),
-        ("the choice alone, with learned weights in both", _against(runs, mod, "MoD 12.5 %, random choice")),
+        (
+            "learned selection alone is better, with learned weights in both",
+            _against(runs, mod, "MoD 12.5 %, random choice"),
+        ),
         ("MoD at 12.5 % is better than dense at equal training FLOPs", _against(runs, mod, "dense")),
         ("routing every other block is better than routing every block", _against(runs, mod, every)),
         ("12.5 % is the best capacity: against 25 %", _against(runs, mod, "MoD 25 %")),
@@ -123,7 +126,7 @@ def _answers(runs: Results) -> list[tuple[str, str]]:
         ("MoD and MoE add up: staged MoDE against MoE", _against(runs, "staged MoDE", "MoE")),
         ("integrated MoDE is better than staged", _against(runs, "integrated MoDE", "staged MoDE")),
         (
-            "a predictor knows what top-k takes, 97 % and more",
+            "a predictor knows what top-k selects, with an accuracy of 97 % and more",
             f"{min(accuracy):.1%} to {max(accuracy):.1%} over models and seeds" if accuracy else "",
         ),
         (

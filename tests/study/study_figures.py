@@ -14,7 +14,7 @@ __all__ = ["draw_all"]
 mpl.use("Agg")
 STYLE = {
     "figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
-    "font.size": 9, "legend.frameon": False, "svg.hashsalt": "mod-export",
+    "font.size": 9, "legend.frameon": False, "svg.hashsalt": "mod-export", "svg.fonttype": "none",
 }  # fmt: skip
 MAPPED = ("MoD 12.5 %", "MoD 50 %", "MoD 12.5 %, every block")
 COLUMNS = 64

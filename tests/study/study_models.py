@@ -57,12 +57,12 @@ STUDIED = (
     Studied(
         "stochastic MoD 12.5 %",
         _mod(capacity=0.125, router="noise", predictor_hidden=0),
-        "every other block, Gaussian noise in the place of the router's score, which selects and weighs",
+        "every other block, Gaussian noise instead of the router's score, both to select and as the weight",
     ),
     Studied(
         "MoD 12.5 %, random choice",
         _mod(capacity=0.125, selection="random", predictor_hidden=0),
-        "every other block, top-k of Gaussian noise; what is chosen is weighed by a learned router",
+        "every other block, top-k of Gaussian noise; a learned router gives the selected tokens their weight",
     ),
     Studied("MoE", _moe(DENSE), "four experts in every other block, a token goes to one"),
     Studied("staged MoDE", _moe(_mod(capacity=0.5)), "MoD 50 % around attention and the four experts"),

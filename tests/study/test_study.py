@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from measure_study import trained_model
+from observing import observed
 from render_study import read_runs, render
 from run_study import folder_of, train_one
 from step_times import step_times
@@ -60,7 +61,7 @@ def test_the_model_that_is_measured_is_the_one_that_was_trained(results: Path) -
     studied = next(one for one in STUDIED if one.name == "MoD 12.5 %")
     model = trained_model(folder_of(results, studied, 0), studied.spec, "predictor")
     assert not model.training
-    _, decided = model.trace(torch.randint(0, 256, (1, 64)), torch.tensor([64]))
+    _, decided = observed(model, torch.randint(0, 256, (1, 64)), torch.tensor([64]))
     assert {routing.rule for routing in decided.values()} == {"first_come"}
 
 

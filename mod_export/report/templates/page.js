@@ -34,7 +34,7 @@ function scrubber(figure, places, show) {
 
 for (const figure of document.querySelectorAll(".scrub[data-bins]")) {
   const series = JSON.parse(figure.dataset.bins);
-  const names = within(figure, "[data-series]").map(name => name.dataset.series);
+  const names = within(figure, "[data-lane]").map(lane => lane.dataset.lane);
   const most = Math.max(...series.map(bins => bins.length));
   scrubber(figure, most, place => {
     const told = series.map((bins, index) => {
@@ -71,7 +71,7 @@ for (const map of document.querySelectorAll(".map")) {
       map.dataset.layer = choice.value;
       for (const token of tokens) token.classList.toggle("on", token.dataset.l.includes(` ${choice.value} `));
       for (const lane of within(map, ".lane")) {
-        lane.classList.toggle("off", choice.value !== "all" && lane.dataset.layer !== choice.value);
+        lane.classList.toggle("off", choice.value !== "all" && lane.dataset.lane !== choice.value);
       }
     });
   }

@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 import pytest
 
-from mod_export.artifacts import Bucket
-from mod_export.inspect.columns import Table, columns, table_lines
 from mod_export.inspect.layers import (
     Costs,
     Layers,
+    LayerTable,
     flops_of,
     flops_table,
     layer_lines,
     layers_of,
-    part_text,
+    part_name,
     routing_table,
     share_of,
-    taken_text,
+    tokens_text,
 )
-from mod_export.model import Model
+from mod_export.sources.checkpoint import Model
+from mod_export.types import Bucket
 
 ALL = ["dense", "experts", "routed", "routed apart", "staged MoDE", "threshold"]
 
@@ -89,11 +89,11 @@ def test_buckets_of_one_length_have_one_column_of_k(loaded: Callable[[str], Mode
     ],
 )
 def test_tokens_of_a_layer(taken: dict[int | str, int], text: str) -> None:
-    assert taken_text(taken) == text
+    assert tokens_text(taken) == text
 
 
 def test_parts_are_named_for_people() -> None:
-    assert [part_text(part) for part in ("mlp", "attention_projections", "a_new_part")] == [
+    assert [part_name(part) for part in ("mlp", "attention_projections", "a_new_part")] == [
         "MLP", "projections", "a new part",
     ]  # fmt: skip
 
@@ -106,10 +106,6 @@ def test_a_part_that_nobody_knows_is_counted(layers: Callable[[str], Layers]) ->
     assert Costs(rows=[row, other]).flops_by_part == {"head": flops_of(row), "convolution": 7}
 
 
-def test_columns_without_numbers() -> None:
-    assert columns([["a", "bb"], ["ccc", "d"]]) == ["a    bb", "ccc  d"]
-
-
 def test_a_total_stands_apart() -> None:
-    table = Table(head=["a", "n"], rows=[["x", "1"], ["y", "10"]], total=["all", "11"], numbers_from=1)
-    assert table_lines(table) == ["a     n", "-------", "x     1", "y    10", "-------", "all  11"]
+    table = LayerTable(head=["a", "n"], rows=[["x", "1"], ["y", "10"]], total=["all", "11"], numbers_from=1)
+    assert [line.replace(" ", "") for line in table.lines()] == ["an", "-" * 7, "x1", "y10", "-" * 7, "all11"]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from headless_chromium import BROWSER, DESK, NAMES, PHONE, Chromium
+from headless_chromium import DESK, PHONE, Chromium
+from report_pages import drawn, told
 
 from mod_export.inspect.layers import Layers, flops_of
-from mod_export.inspect.page import MOST_PLACES, layers_chart, render_page
+from mod_export.inspect.page import MOST_SITES, flops_chart, flops_scale, render_html
 from mod_export.inspect.routed_text import RoutedText, routed_text
-from mod_export.model import Model
+from mod_export.sources.checkpoint import Model
+from mod_export.types import Bucket
 
+LARGEST = Bucket(1, 256)
 Loaded = Callable[[str], Model]
 Found = Callable[[str], Layers]
 ALL = ["dense", "experts", "routed", "routed apart", "staged MoDE", "threshold"]
@@ -21,20 +24,24 @@ ALL = ["dense", "experts", "routed", "routed apart", "staged MoDE", "threshold"]
 
 def page_of(loaded: Loaded, layers: Found, kind: str) -> str:
     model = loaded(kind)
-    return render_page(model, layers(kind), routed_text(model.loaded, "import <b>this</b> & that"))
+    return render_html(model, layers(kind), routed_text(model.loaded, "import <b>this</b> & that"))
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_bars_are_as_long_as_flops(layers: Found, kind: str) -> None:
     found = layers(kind)
-    chart = layers_chart(found)
-    own = found.mod[found.largest]
-    counted = [index for index, row in enumerate(own.rows) if row.flops]
-    end = chart.ticks[-1][0] * {"kFLOP": 1e3, "MFLOP": 1e6, "GFLOP": 1e9}[chart.unit]
-    for bar, index in zip(chart.bars, counted, strict=True):
-        assert sum(width for _, _, width in bar.mod) == pytest.approx(100 * flops_of(own.rows[index]) / end)
-        assert bool(bar.dense) is (found.dense is not None)
-    assert {part for bar in chart.bars for part, _, _ in (*bar.mod, *bar.dense)} == set(chart.parts)
+    chart = flops_chart(found)
+    size, unit = flops_scale(
+        max(flops_of(row) for costs in (found.mod, found.dense or {}) for row in costs[LARGEST].rows)
+        if found.dense
+        else max(map(flops_of, found.mod[LARGEST].rows))
+    )
+    (end,) = re.findall(rf">([\d.]+) {unit}<", chart)
+    for costs, paler in ((found.mod[LARGEST], ""), (found.dense[LARGEST] if found.dense else None, " faint")):
+        for part in ("mlp", "attention", "head"):
+            widths = [mark.get("width", 100.0) for mark in drawn(chart, f"part-{part}{paler}")]
+            flops = [row.flops[part] for row in costs.rows if row.flops.get(part)] if costs else []
+            assert widths == [pytest.approx(100 * count / size / float(end), abs=0.02) for count in flops]
 
 
 def test_a_part_without_a_colour_has_that_of_others(layers: Found) -> None:
@@ -44,15 +51,15 @@ def test_a_part_without_a_colour_has_that_of_others(layers: Found) -> None:
         name="x", routed="", taken={}, flops={"convolution": 7}, needed_flops=7, weight_bytes=0, kv_bytes=0
     )
     costs = type(found.mod[found.largest])(rows=[row, other])
-    chart = layers_chart(Layers(buckets=found.buckets, mod=dict.fromkeys(found.buckets, costs), dense=None))
-    assert [part for part, _, _ in chart.bars[-1].mod] == ["other"]
-    assert chart.bars[-1].told == "7 FLOP: convolution 7 FLOP"
+    chart = flops_chart(Layers(buckets=found.buckets, mod=dict.fromkeys(found.buckets, costs), dense=None))
+    assert len(drawn(chart, "part-other")) == 1
+    assert told(chart)[-1] == "x: 7 FLOP: convolution 7 FLOP"
 
 
 def test_it_says_what_the_text_says(loaded: Loaded, layers: Found) -> None:
     page = page_of(loaded, layers, "routed")
     assert page.startswith("<!doctype html>\n")
-    for text in ("Not causal: routing.selection=topk", "block by topk", "k of 256", "dense twin", "25 tokens, "):
+    for text in ("Not causal: routing.selection=topk", "block by topk", "k of 256", "dense baseline", "25 tokens, "):
         assert text in page
     assert "<b>this</b>" not in page
     assert len(re.findall(r'<span class="t s', page)) == 25
@@ -60,7 +67,7 @@ def test_it_says_what_the_text_says(loaded: Loaded, layers: Found) -> None:
 
 def test_what_there_is_no_twin_of_and_no_map(loaded: Loaded, layers: Found) -> None:
     page = page_of(loaded, layers, "dense")
-    assert "dense twin" not in page
+    assert "dense baseline" not in page
     assert "No map of a text: nothing is routed" in page
 
 
@@ -68,32 +75,20 @@ def test_where_a_text_is_from_and_what_was_cut(loaded: Loaded, layers: Found) ->
     model = loaded("routed")
     routed = routed_text(model.loaded, "y" * 300)
     assert routed is not None
-    assert "44 more tokens at its end are left out" in render_page(model, layers("routed"), routed)
+    assert "44 more tokens at its end are left out" in render_html(model, layers("routed"), routed)
     named = RoutedText(source="notes.txt", left_out=0, map=routed.map)
-    assert "From notes.txt, in reading order" in render_page(model, layers("routed"), named)
+    assert "From notes.txt, in reading order" in render_html(model, layers("routed"), named)
 
 
 def test_more_places_than_anybody_reads(loaded: Loaded, layers: Found) -> None:
     model = loaded("routed")
     routed = routed_text(model.loaded, "abc")
     assert routed is not None
-    many = [routed.map.layers[0].model_copy(update={"layer": f"0.expert{e}"}) for e in range(MOST_PLACES + 5)]
+    many = [routed.map.layers[0].model_copy(update={"layer": f"0.expert{e}"}) for e in range(MOST_SITES + 5)]
     routed = RoutedText(source="s", left_out=0, map=routed.map.model_copy(update={"layers": tuple(many)}))
-    page = render_page(model, layers("routed"), routed)
-    assert f"The first {MOST_PLACES} places of routing; 5 more are left out." in page
-    assert page.count('class="lane" data-layer=') == MOST_PLACES
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    if BROWSER is None:
-        pytest.skip(f"needs a browser: none of {', '.join(NAMES)} is installed")
-    with Chromium(tmp_path_factory.mktemp("profile")) as browser:
-        try:
-            browser.attach()
-        except (AssertionError, BrokenPipeError) as error:
-            pytest.skip(f"{BROWSER} cannot be driven here: {str(error).splitlines()[:1]}")
-        yield browser
+    page = render_html(model, layers("routed"), routed)
+    assert f"The first {MOST_SITES} routing sites; 5 more are left out." in page
+    assert page.count('class="lane" data-lane=') == MOST_SITES
 
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
@@ -104,8 +99,7 @@ def test_the_page_is_quiet_and_fits(
     page = tmp_path / "inspect.html"
     page.write_text(page_of(loaded, layers, kind), encoding="utf-8")
     chromium.open(page, width, "dark")
-    noisy = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")
-    assert [event for event in chromium.events if event["method"] in noisy] == []
+    assert chromium.complaints() == []
     assert chromium.evaluate("document.documentElement.scrollWidth") <= width
     if kind != "dense":
         chromium.evaluate("document.querySelector('.map input[type=range]').focus()")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from mod_export.report import BuildReport
-from mod_export.report.deployment import deployments
+from mod_export.report.summary import deployments
+from mod_export.results.report import BuildReport
 
 
 def test_what_is_deployed_is_the_model_and_not_its_twin(failed_report: BuildReport) -> None:

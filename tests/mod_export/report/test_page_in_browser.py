@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from headless_chromium import BROWSER, DESK, NAMES, PHONE, Chromium
+from headless_chromium import DESK, PHONE, Chromium
 
-from mod_export.report import BuildReport, render_html
+from mod_export.report import render_html
+from mod_export.results.report import BuildReport
 
 Opened = Callable[..., Chromium]
-
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: none of {', '.join(NAMES)} is installed")
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with Chromium(tmp_path_factory.mktemp("profile")) as browser:
-        try:
-            browser.attach()
-        except (AssertionError, BrokenPipeError) as error:
-            pytest.skip(f"{BROWSER} cannot be driven here: {str(error).splitlines()[:1]}")
-        yield browser
 
 
 @pytest.fixture
@@ -40,11 +28,6 @@ def opened(chromium: Chromium, tmp_path: Path) -> Opened:
     return open_
 
 
-def complaints(chromium: Chromium) -> list[dict[str, Any]]:
-    noisy = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")
-    return [event for event in chromium.events if event["method"] in noisy]
-
-
 @pytest.mark.parametrize("width", [PHONE, DESK])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_quiet_and_fits(
@@ -52,11 +35,8 @@ def test_the_page_is_quiet_and_fits(
 ) -> None:
     chromium = opened(failed_report, width, scheme)
     chromium.evaluate(OPEN_ALL)
-    assert complaints(chromium) == []
-    asked = [
-        event["params"]["request"]["url"] for event in chromium.events if event["method"] == "Network.requestWillBeSent"
-    ]
-    assert [url for url in asked if not url.startswith("data:")] == [(tmp_path / "report.html").as_uri()]
+    assert chromium.complaints() == []
+    assert chromium.requests() == [(tmp_path / "report.html").as_uri()]
     assert chromium.evaluate("document.documentElement.scrollWidth") <= width
     assert chromium.evaluate(TOO_WIDE) == []
 
@@ -65,7 +45,7 @@ def test_the_policy_stops_what_the_page_does_not_hold(opened: Opened, report: Bu
     chromium = opened(report)
     added = "document.head.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
     assert chromium.evaluate(f"{added}; window.ran === undefined") is True
-    assert any("Content Security Policy" in json.dumps(event) for event in complaints(chromium))
+    assert any("Content Security Policy" in json.dumps(event) for event in chromium.complaints())
 
 
 def test_a_name_made_of_markup_runs_nothing(opened: Opened, report: BuildReport) -> None:
@@ -160,7 +140,7 @@ def test_without_script_nothing_that_needs_it_is_shown(chromium: Chromium, opene
         assert chromium.evaluate("[...document.querySelectorAll('.controls')].some(c => c.checkVisibility())") is False
         assert chromium.evaluate("document.querySelector('.tokens').checkVisibility()") is True
         assert chromium.evaluate("document.querySelectorAll('.scores tbody tr').length") == 128
-        assert complaints(chromium) == []
+        assert chromium.complaints() == []
     finally:
         chromium("Emulation.setScriptExecutionDisabled", value=False)
 
@@ -235,7 +215,7 @@ CONTRAST = """
   .filter(([ratio]) => ratio < 4.5)
 """
 MARKS = """
-[...document.querySelectorAll('.point, .predicted, .mean, .median, .series, .quantile, .one, .gate, .control, .noise, '
+[...document.querySelectorAll('.point, .predicted, .mean, .median, .series, .quantile, .one, .gate, .control, '
   + '.bound, .ran, .roof, [class^=part-]:not(.faint), .key')]
   .map(e => {
     const style = getComputedStyle(e);

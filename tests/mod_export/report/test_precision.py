@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mod_export.report import BuildReport, render_html, render_text
-from mod_export.report.precision import precision_lines, precisions
+from mod_export.report import render_html, render_text
+from mod_export.report.summary import precision_lines, precisions
+from mod_export.results.report import BuildReport
 
 ROW = {
     "target": "ort-cpu", "bucket": "b1s512", "dtype": "float32", "model": "mod", "bytes": 6 * 2**20,
@@ -19,7 +20,7 @@ def with_row(report: BuildReport, **changes: object) -> BuildReport:
 
 def test_a_report_without_other_dtypes_says_nothing(report: BuildReport) -> None:
     assert precision_lines(report) == []
-    assert "Narrower numbers" not in render_html(report)
+    assert "Lower precision" not in render_html(report)
 
 
 def test_what_stands_beside_float32(report: BuildReport) -> None:
@@ -29,7 +30,7 @@ def test_what_stands_beside_float32(report: BuildReport) -> None:
     )
     assert "not shipped" not in line
     page = render_html(with_row(report))
-    assert "Narrower numbers" in page
+    assert "Lower precision" in page
     assert "1.43x [1.42, 1.46]" in page
     assert line in render_text(with_row(report), "folder")
 

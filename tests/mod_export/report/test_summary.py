@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import math
 
-from mod_export.report import BuildReport
 from mod_export.report.summary import (
-    allowed_error,
     broken_controls,
     gains,
     samplings,
     settings_of,
     untried_targets,
 )
+from mod_export.results.report import BuildReport
 
 
 def test_settings_are_joined_by_target_bucket_and_dtype(report: BuildReport) -> None:
@@ -105,9 +104,3 @@ def test_what_was_not_probed_is_unknown(report: BuildReport) -> None:
 def test_controls_that_miss_one_are_named(report: BuildReport, failed_report: BuildReport) -> None:
     assert broken_controls(report) == ()
     assert [(row.target, row.bucket) for row in broken_controls(failed_report)] == [("ort-cpu", "b1s128")]
-
-
-def test_the_allowed_error_is_what_was_applied(report: BuildReport) -> None:
-    row = report.parity[0]
-    assert allowed_error(row.model_copy(update={"allowed_max_abs": 3e-5})) == 3e-5
-    assert allowed_error(row.model_copy(update={"allowed_max_abs": None})) == row.gate.max_abs

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
+from sample_rows import speedup_row
 
-from mod_export.report.latency_entries import SpeedupEntry
-from mod_export.report.parity_entries import InputAgreement
 from mod_export.report.wording import (
     agreement_text,
     bytes_text,
@@ -32,14 +30,7 @@ from mod_export.report.wording import (
     value_text,
     verdicts_text,
 )
-
-
-def speedup(**fields: Any) -> SpeedupEntry:
-    row = {
-        "target": "t", "bucket": "b1s8", "dtype": "float32", "measured": 1.678, "ci95": (1.655, 1.694),
-        "predicted_flops": 1.69, "efficiency": 0.99, "gate": None, "passed": None,
-    }  # fmt: skip
-    return SpeedupEntry.model_validate(row | fields)
+from mod_export.results.parity import InputAgreement
 
 
 @pytest.mark.parametrize(
@@ -68,9 +59,9 @@ def test_only_all_is_called_all(agreed: int, missing: int) -> None:
     ("differing", "faults", "text"),
     [
         (0, 0, "no token is routed differently"),
-        (8, 0, "every other token is a near-tie"),
-        (8, 2, "2 differences are no near-ties"),
-        (0, 1, "1 difference is no near-tie"),
+        (8, 0, "every difference is a near-tie"),
+        (8, 2, "2 differences are not near-ties"),
+        (0, 1, "1 difference is not a near-tie"),
     ],
 )
 def test_differences_are_near_ties_or_counted(differing: int, faults: int, text: str) -> None:
@@ -102,13 +93,13 @@ def test_bytes_have_binary_prefixes(count: int, text: str) -> None:
 
 
 def test_ratios_and_errors() -> None:
-    assert interval_text(speedup()) == "1.68x [1.66, 1.69]"
+    assert interval_text(speedup_row(1.678, ci95=(1.655, 1.694))) == "1.68x [1.66, 1.69]"
     assert ratio_text(math.nan) == "nanx"
     assert [error_text(error) for error in (0.0, 2.14e-6, math.nan, math.inf)] == ["0", "2.1e-06", "nan", "inf"]
 
 
 def test_threads_and_values() -> None:
-    assert [threads_text(count) for count in (0, 1, 4)] == ["as many threads as it likes", "1 thread", "4 threads"]
+    assert [threads_text(count) for count in (0, 1, 4)] == ["threads as the library chooses", "1 thread", "4 threads"]
     values: list[JsonValue] = [None, [1, None], "x", True]
     assert [value_text(value) for value in values] == ["none", "1, none", "x", "True"]
 
@@ -135,16 +126,15 @@ def test_intervals_of_milliseconds() -> None:
         (["faster"], "faster in 1 of 1 setting"),
         (["inconclusive", "faster", "faster"], "faster in 2 of 3 settings, inconclusive in 1"),
         (["not faster", "inconclusive"], "not faster in 1 of 2 settings, inconclusive in 1"),
-        (["not faster", None], "not faster in 1 of 2 settings"),
-        ([None, None], "median latency in 2 settings"),
     ],
 )
-def test_verdicts_are_counted_and_none_is_left_out(verdicts: list[str | None], text: str) -> None:
-    assert verdicts_text([speedup(verdict=verdict) for verdict in verdicts]) == text
+def test_verdicts_are_counted_and_none_is_left_out(verdicts: list[str], text: str) -> None:
+    assert verdicts_text([speedup_row(verdict=verdict) for verdict in verdicts]) == text
 
 
 def test_settings_have_a_name() -> None:
-    assert setting_text(speedup()) == "t b1s8 float32"
+    assert setting_text(speedup_row()) == "ort-cpu b1s512 float32"
+    assert setting_text(speedup_row(role="decode")) == "ort-cpu decode b1s512 float32"
 
 
 def test_small_shares_and_their_absence() -> None:

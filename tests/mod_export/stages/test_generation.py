@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,17 @@ import torch
 from build_folders import Silent, check_files, steps_of
 from command_line import FEW_SAMPLES
 from generating import GENERATING, WINDOW
+from observing import observed
 from tiny_models import lively_checkpoint
 
+from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig, config_from_toml
-from mod_export.generation.generator import Generator, load_generator
-from mod_export.model import Model, model_from_checkpoint
 from mod_export.pipeline import build
 from mod_export.plan import KINDS
-from mod_export.report.schema import BuildReport
+from mod_export.results.report import BuildReport
+from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_export.sources.checkpoint import Model, model_from_checkpoint
 from mod_export.validate.written import prompts_of
-from mod_export.workspace import read_manifest
 from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.checkpoint import save_checkpoint
 
@@ -36,6 +36,7 @@ def steps(prefix: str, names: list[str]) -> set[str]:
 
 
 PARITY = steps("parity", DECODES + PREFILLS)
+TEXTS = steps("texts", DECODES)
 SPEED = steps("decode", ["b1s48-float32", "b3s48-float32"])
 
 
@@ -46,21 +47,24 @@ def with_options(config: BuildConfig, **options: Any) -> BuildConfig:
 
 def test_every_file_is_listed(written: Path) -> None:
     check_files(written)
-    about = read_manifest(written)["generation"]
-    assert (about["window"], about["sites"]) == (48, ["0", "2"])
-    assert len(about["engines"]) == len(DECODES + PREFILLS)
+    manifest = read_manifest(written)
+    about = manifest["generation"]
+    assert (about["window"], about["sites"]) == (48, {"mod": [0, 2], "dense": []})
+    engines, graphs = ([one for one in manifest[part] if one["role"] != "forward"] for part in ("engines", "graphs"))
+    assert len(engines) == len(DECODES + PREFILLS)
     # Portable, and of the target.
-    assert len(about["graphs"]) == 2 * len(about["engines"])
+    assert len(graphs) == 2 * len(engines)
     assert set(about["step_bytes"]) == {"b1s48", "b3s48"}
-    report = json.loads((written / "report.json").read_text())["generation"]
+    whole = json.loads((written / "report.json").read_text())
+    report, judged = whole["generation"], [row for row in whole["parity"] if row["role"] != "forward"]
     assert report["capacity"] == {"0": 18, "2": 18}
-    assert [row["artifact"].rpartition("/")[2] for row in report["parity"]] == [
+    assert [row["artifact"].rpartition("/")[2] for row in judged] == [
         f"{kind}-{role}.onnx"
         for kind in KINDS
         for role in ("prefill-b1s8-float32", "prefill-b1s16-float32", "decode-b1s48-float32", "decode-b3s48-float32")
     ]
-    assert all(row["passed"] for row in report["parity"])
-    assert [(row["texts"], row["equal"]) for row in report["texts"]] == [(2, 2)] * 4
+    assert all(row["passed"] for row in judged)
+    assert [(row["texts"], row["identical"]) for row in report["texts"]] == [(2, 2)] * 4
 
 
 def test_all_graphs_share_one_file_of_weights(written: Path) -> None:
@@ -73,11 +77,13 @@ def test_all_graphs_share_one_file_of_weights(written: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, set()),
-        ({"judged_tokens": 20}, PARITY),
-        ({"compared_tokens": 9}, steps("texts", DECODES)),
         ({"compared_texts": 0}, set()),
-        ({"measured_tokens": 6}, SPEED),
+        ({"judged_tokens": 20, "compared_tokens": 9, "measured_tokens": 6}, PARITY | TEXTS | SPEED),
+        # What prefill engines read, decode engines go on with.
+        ({"prompts": (8,)}, steps("parity", DECODES) | TEXTS | SPEED | {"structure"}),
+        pytest.param({"judged_tokens": 20}, PARITY, marks=pytest.mark.slow),
+        pytest.param({"compared_tokens": 9}, TEXTS, marks=pytest.mark.slow),
+        pytest.param({"measured_tokens": 6}, SPEED, marks=pytest.mark.slow),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
@@ -95,8 +101,7 @@ def test_a_changed_option_redoes_what_depends_on_it(
     done = {name for name in after if after[name]["fingerprint"] != before.get(name, {}).get("fingerprint")}
     assert done == expected | {"report"}
     assert report.verdict.status == "pass"
-    stages = {stage.name: stage.status for stage in report.stages}
-    assert stages["generation"] == ("built" if expected else "reused")
+    assert any(stage.status == "built" for stage in report.stages if stage.name != "report") == bool(expected)
     assert len(report.generation.texts) == (0 if options.get("compared_texts") == 0 else 4)
 
 
@@ -126,7 +131,7 @@ def test_every_kind_of_model_writes(name: str, writing_config: BuildConfig, tmp_
     )
     report = build(tmp_path / "kind.pt", config, tmp_path / "out", None, Silent(), "mod-export build")
     assert report.verdict.status == "pass", report.verdict.reasons
-    assert {row.target for row in report.generation.parity} == {"ort-cpu prefill", "ort-cpu decode"}
+    assert {row.role for row in report.parity} == {"forward", "prefill", "decode"}
     (decode,) = report.generation.decode
     assert all(0 <= decode.executed[site] <= 1 for site in decode.executed)
     prompts = np.random.default_rng(0).integers(0, 16, (3, 5)).tolist()
@@ -152,51 +157,37 @@ measured_tokens = 12
 """
 
 
-@pytest.fixture(scope="module")
-def shipped() -> Model:
-    path = MOD_TRANSFORMER.demo_checkpoint()
-    assert path is not None
-    return model_from_checkpoint(path)
-
-
-@pytest.fixture(scope="module")
-def shipped_build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BuildReport]:
-    folder = tmp_path_factory.mktemp("shipped")
-    (folder / "c.toml").write_text(SHIPPED_TOML)
-    path = MOD_TRANSFORMER.demo_checkpoint()
-    assert path is not None
-    config = config_from_toml(folder / "c.toml")
-    return folder / "out", build(path, config, folder / "out", None, Silent(), "mod-export build")
-
-
-@pytest.fixture
-def shipped_generator(shipped_build: tuple[Path, BuildReport]) -> Iterator[Generator]:
-    with load_generator(shipped_build[0]) as generator:
-        yield generator
-
-
 @pytest.mark.slow
-def test_the_shipped_checkpoint_writes_what_the_eager_model_writes(
-    shipped_generator: Generator, shipped: Model
-) -> None:
-    """Two hundred tokens after each of several held-out prompts."""
+def test_the_shipped_checkpoint(tmp_path: Path) -> None:
+    path = MOD_TRANSFORMER.demo_checkpoint()
+    assert path is not None
+    shipped, root = model_from_checkpoint(path), tmp_path / "out"
+    (tmp_path / "c.toml").write_text(SHIPPED_TOML)
+    report = build(path, config_from_toml(tmp_path / "c.toml"), root, None, Silent(), "mod-export build")
+    check_what_is_skipped(report)
+    with load_generator(root) as generator:
+        check_texts(generator, shipped)
+        check_steps(generator, shipped)
+
+
+def check_texts(generator: Generator, shipped: Model) -> None:
+    """Two hundred tokens after each of several held-out prompts are those of the eager model."""
     eager = shipped.loaded.generating(512)
     prompt_NS = prompts_of(shipped.loaded, 6, 32, 0)
-    found = shipped_generator.generate(prompt_NS.tolist(), 200)
+    found = generator.generate(prompt_NS.tolist(), 200)
     expected = [eager.write(prompt, 200) for prompt in prompt_NS.tolist()]
     assert [one.ids for one in found] == expected
     assert len({tuple(ids) for ids in expected}) > 3
 
 
-@pytest.mark.slow
-def test_steps_of_the_shipped_checkpoint_are_its_prompts(shipped_generator: Generator, shipped: Model) -> None:
+def check_steps(generator: Generator, shipped: Model) -> None:
     """Logits after some positions of a held-out text, read by steps, as a prompt, and by the eager model."""
     ids_S = prompts_of(shipped.loaded, 1, 300, 3)[0]
     loaded = shipped.loaded.generating(512).loaded
     with torch.no_grad():
-        logits_SV = loaded.module().trace(torch.from_numpy(ids_S)[None], torch.tensor([300]))[0][0].numpy()
-    reads = shipped_generator._reads()
-    with shipped_generator._taken(shipped_generator.bucket_for(1, 300)) as decoder:
+        logits_SV = observed(loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([300]))[0][0].numpy()
+    reads = generator._reads()
+    with generator._taken(generator.bucket_for(1, 300)) as decoder:
         for position in (1, 5, 40, 127, 299):
             kept = decoder.read_on(reads.read(ids_S[:1].tolist()), ids_S[1 : position + 1].tolist())
             np.testing.assert_allclose(kept.logits_V, logits_SV[position], rtol=0, atol=1e-4)
@@ -206,9 +197,7 @@ def test_steps_of_the_shipped_checkpoint_are_its_prompts(shipped_generator: Gene
                 np.testing.assert_array_equal(kept.count_N, whole.count_N)
 
 
-@pytest.mark.slow
-def test_the_shipped_checkpoint_skips_what_it_says(shipped_build: tuple[Path, BuildReport]) -> None:
-    _, report = shipped_build
+def check_what_is_skipped(report: BuildReport) -> None:
     assert report.verdict.status == "pass", report.verdict.reasons
     single = next(row for row in report.generation.decode if row.bucket == "b1s512")
     # Of one row a part is executed where its token runs.

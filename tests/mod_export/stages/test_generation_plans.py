@@ -9,13 +9,12 @@ import pytest
 from build_folders import Silent, check_files
 from writing import WINDOW
 
+from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
-from mod_export.generation.generator import load_generator
+from mod_export.engines import ENGINES
 from mod_export.pipeline import build
-from mod_export.revalidate import validate_folder
-from mod_export.runtime import engines_of
-from mod_export.workspace import read_manifest
+from mod_export.rerun import validate_folder
+from mod_export.runtime.generate.generator import load_generator
 
 TARGETS = ("ort-cpu", "tensorrt-rtx")
 
@@ -39,15 +38,15 @@ def test_plans_are_built_and_their_graphs_judged(
     report = build(writing_folder / "writing.pt", with_plans(writing_config), root, None, Silent(), "test")
     assert report.verdict.status == "pass"
     check_files(root)
-    about = read_manifest(root)["generation"]
-    plans = [engine for engine in engines_of(about) if engine.target == "tensorrt-rtx"]
+    engines = open_folder(root).engines
+    plans = [one for one in engines if one.target == "tensorrt-rtx" and one.role != "forward"]
     assert {(one.model, one.role, one.arch, one.dtype) for one in plans} == {
         (kind, role, "sm89", "float16") for kind in ("mod", "dense") for role in ("prefill", "decode")
     }
     assert report.generation is not None
-    judged = {(row.target, row.model, row.dtype) for row in report.generation.parity if row.passed}
+    judged = {(row.target, row.role, row.model, row.dtype) for row in report.parity if row.passed}
     assert {
-        (f"tensorrt-rtx graph {role}", kind, "float16") for kind in ("mod", "dense") for role in ("prefill", "decode")
+        ("tensorrt-rtx graph", role, kind, "float16") for kind in ("mod", "dense") for role in ("prefill", "decode")
     } <= judged
     step = onnx.load(root / "graphs" / f"mod-decode-b3s{WINDOW}.tensorrt-rtx.float16.onnx", load_external_data=False)
     operators = [node.op_type for node in step.graph.node]

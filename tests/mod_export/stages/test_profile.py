@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mod_export.measure.gap import gaps_of
-from mod_export.measure.node_parts import NODE_PARTS
-from mod_export.report import BuildReport, report_from_json
-from mod_export.workspace import read_manifest
+from mod_export.benchmark.explain import gaps_of
+from mod_export.benchmark.model_parts import NODE_PARTS
+from mod_export.build_folder.workspace import read_manifest
+from mod_export.results.report import BuildReport, report_from_json
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mod_export.report.latency_entries import SpeedupEntry
-from mod_export.sweep.findings import find
+from mod_export.results.latency import Control, SpeedupRow
+from mod_export.sweep.findings import findings_of
 from mod_export.sweep.schema import CellEntry, Measured, Quality, SweepModel, SweepReport
 
 MakeCell = Callable[..., CellEntry]
@@ -30,7 +30,7 @@ def _cell(
         threads=1,
         dense_ms=dense_ms,
         mod_ms=dense_ms / speedup,
-        speedup=SpeedupEntry(
+        speedup=SpeedupRow(
             target="ort-cpu",
             bucket=f"b1s{seq}",
             dtype="float32",
@@ -39,6 +39,10 @@ def _cell(
             predicted_flops=speedup,
             efficiency=1.0,
             gate=None,
+            predicted_roofline=None,
+            verdict="faster",
+            reason=None,
+            control=Control(measured=1.0, ci99=(0.99, 1.01), covers_one=True),
             passed=None,
         ),
         text=None,
@@ -91,7 +95,7 @@ def report_of() -> Callable[..., SweepReport]:
             config={},
             planned=len(cells),
             cells=cells,
-            findings=find(cells, notes),
+            findings=findings_of(cells, notes),
         )  # fmt: skip
 
     return make

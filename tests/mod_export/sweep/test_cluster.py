@@ -10,11 +10,11 @@ import pytest
 from command_line import command
 from sweep_jobs import job_of
 
+from mod_export.build_folder.workspace import Workspace
 from mod_export.errors import UsageError
-from mod_export.model import sha256_of
-from mod_export.sweep.cluster import cell_on_node, on_cluster, packed_checkpoint
+from mod_export.sources.checkpoint import sha256_of
+from mod_export.sweep.cluster import cell_on_node, packed_checkpoint, run_on_cluster
 from mod_export.sweep.schema import CellEntry, SweepReport
-from mod_export.workspace import Workspace
 from mod_models.checkpoint import load_checkpoint, save_checkpoint
 
 ON_RAY = "import warnings; warnings.simplefilter('ignore')"
@@ -76,13 +76,13 @@ def test_a_folder_is_packed_whole_and_without_builds(checkpoint: Path, tmp_path:
 
 
 def test_no_cells_no_cluster(tmp_path: Path, checkpoint: Path) -> None:
-    assert list(on_cluster("nowhere:1", tmp_path, checkpoint)([])) == []
+    assert list(run_on_cluster("nowhere:1", tmp_path, checkpoint)([])) == []
 
 
 def test_ray_is_not_installed(checkpoint: Path, fast: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r'--ray: Ray cannot be loaded \(.*\); pip install "mod-export\[ray\]"'):
-        next(on_cluster("local", tmp_path, checkpoint)([job_of(checkpoint, tmp_path, fast)]))
+        next(run_on_cluster("local", tmp_path, checkpoint)([job_of(checkpoint, tmp_path, fast)]))
 
 
 def test_no_cluster_there(checkpoint: Path, fast: Path, tmp_path: Path) -> None:

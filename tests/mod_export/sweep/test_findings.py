@@ -10,7 +10,7 @@ import pytest
 from mod_export.sweep.findings import (
     break_even_capacity,
     break_even_length,
-    find,
+    findings_of,
     fronts,
     points_of,
     stairs,
@@ -88,13 +88,13 @@ def test_a_noisy_cell_says_nothing_about_others(cell: Any) -> None:
     """Its interval overlaps with everything, so every k would cost the same as it does."""
     noisy = cell(16, 2.3, width=0.7, perplexity=1.0, name="noisy")
     cells = [cell(8, 2.0, perplexity=3.0), noisy, cell(32, 1.0, perplexity=2.0)]
-    found = find(cells)
+    found = findings_of(cells)
     assert [step.k for stair in found.stairs for step in stair.steps] == [(8,), (32,)]
     assert [point.k for point in found.fronts[0].points] == [8, 32]
     assert found.break_even_capacity[0].tried == (0.0625, 0.125, 0.25)
     (note,) = found.notes
     assert note.startswith(
-        "too noisy to be compared with other cells (an interval of more than 10% of the speed-up): noisy;"
+        "not precise enough to be compared with other cells (interval wider than 10% of the speed-up): noisy;"
     )
 
 
@@ -122,7 +122,7 @@ def test_without_text_there_is_no_front(cell: Any) -> None:
 def test_what_failed_or_is_wrong_counts_for_nothing_and_is_named(
     cell: Any, failed: CellEntry, missed: CellEntry
 ) -> None:
-    found = find([cell(8, 0.9), missed, failed], ["first"])
+    found = findings_of([cell(8, 0.9), missed, failed], ["first"])
     (one,) = found.break_even_capacity
     assert one.tried == (0.0625,)
     assert found.notes == (
@@ -138,9 +138,11 @@ def test_numbers_that_are_none_count_for_nothing(cell: Any) -> None:
 
 def test_other_machines_and_large_drift_are_noted(cell: Any) -> None:
     cells = [cell(8), cell(16, dense_ms=12.0), cell(8, machine="other")]
-    machines, drift = find(cells).notes
+    machines, drift = findings_of(cells).notes
     assert machines == "measured on 2 kinds of machine, which are not compared with each other: a CPU, 2 cores; other"
-    assert drift.startswith("ort-cpu float32 batch 1 seq 128: the dense twin's median moved by 20% between cells")
+    assert drift.startswith(
+        "ort-cpu float32 batch 1 seq 128: the median of the dense baseline changed by 20% between cells"
+    )
 
 
 def test_a_schedule_has_a_length_but_no_capacity(cell: Any) -> None:

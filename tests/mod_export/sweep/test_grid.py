@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from mod_export.artifacts import Bucket
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
+from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
-from mod_export.model import Model, model_from_checkpoint
-from mod_export.sweep.grid import Asked, Cell, cells_of
+from mod_export.sources.checkpoint import Model, model_from_checkpoint
+from mod_export.sweep.grid import Axes, Cell, cells_of
+from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
 
 def test_every_combination_in_order(model: Model, config: BuildConfig) -> None:
-    asked = Asked(capacities=("0.5", "0.125, 0.25"), seqs=("64,32",), batches=("1", "2"), targets=("ort-cpu",))
-    cells = cells_of(model, config, asked, here=True)
+    axes = Axes(capacities=("0.5", "0.125, 0.25"), seqs=("64,32",), batches=("1", "2"), targets=("ort-cpu",))
+    cells = cells_of(model, config, axes, here=True)
     assert len(cells) == 12
     assert [cell.name for cell in cells[:4]] == [
         "c0.125-b1s32-ort-cpu",
@@ -30,21 +30,21 @@ def test_every_combination_in_order(model: Model, config: BuildConfig) -> None:
 
 
 def test_defaults_are_the_models_and_the_configurations(model: Model, config: BuildConfig) -> None:
-    assert cells_of(model, config, Asked(), here=True) == (
+    assert cells_of(model, config, Axes(), here=True) == (
         Cell(capacity=0.125, bucket=Bucket(1, 64), target="ort-cpu"),
         Cell(capacity=0.125, bucket=Bucket(2, 32), target="ort-cpu"),
     )
-    crossed = cells_of(model, config, Asked(batches=("4",)), here=True)
+    crossed = cells_of(model, config, Axes(batches=("4",)), here=True)
     assert [cell.bucket for cell in crossed] == [Bucket(4, 32), Bucket(4, 64)]
 
 
 def test_without_a_target_the_first_that_runs_here(model: Model, config: BuildConfig) -> None:
-    found = cells_of(model, config.model_copy(update={"targets": ()}), Asked(), here=True)
+    found = cells_of(model, config.model_copy(update={"targets": ()}), Axes(), here=True)
     assert {cell.target for cell in found} == {"ort-cpu"}
 
 
 def test_values_are_taken_once(model: Model, config: BuildConfig) -> None:
-    assert len(cells_of(model, config, Asked(capacities=("0.5,0.5", "0.50"), seqs=("64,64",)), here=True)) == 2
+    assert len(cells_of(model, config, Axes(capacities=("0.5,0.5", "0.50"), seqs=("64,64",)), here=True)) == 2
 
 
 def test_names_do_not_collide() -> None:
@@ -56,9 +56,9 @@ def test_names_do_not_collide() -> None:
 
 
 def test_every_problem_at_once(model: Model, config: BuildConfig) -> None:
-    asked = Asked(capacities=("0.5,1.5", "x", "nan"), seqs=("64", "1000", "1.5"), batches=("0",))
+    axes = Axes(capacities=("0.5,1.5", "x", "nan"), seqs=("64", "1000", "1.5"), batches=("0",))
     with pytest.raises(ConfigError) as caught:
-        cells_of(model, config, asked, here=True)
+        cells_of(model, config, axes, here=True)
     assert caught.value.problems == (
         "--capacity: expected a number above 0, got 'x'",
         "--capacity: expected a number above 0, got 'nan'",
@@ -69,7 +69,7 @@ def test_every_problem_at_once(model: Model, config: BuildConfig) -> None:
 
 def test_what_the_model_cannot_take(model: Model, config: BuildConfig) -> None:
     with pytest.raises(ConfigError) as caught:
-        cells_of(model, config, Asked(capacities=("1.5",), seqs=("1000",)), here=True)
+        cells_of(model, config, Axes(capacities=("1.5",), seqs=("1000",)), here=True)
     assert caught.value.problems == (
         "--seq 1000: longer than the model's 256 positions",
         "--capacity 1.5: spec.routing.capacity: expected a share in (0, 1], got 1.5",
@@ -82,28 +82,28 @@ def test_a_capacity_of_an_absolute_rule_is_a_number_of_tokens(
     spec = dataclasses.replace(tiny_spec, routing=RoutingSpec(capacity_rule="absolute", capacity=8))
     save_checkpoint(tmp_path / "m.pt", random_checkpoint(spec, 0))
     absolute = model_from_checkpoint(tmp_path / "m.pt")
-    cells = cells_of(absolute, config, Asked(capacities=("16",), seqs=("64",)), here=True)
+    cells = cells_of(absolute, config, Axes(capacities=("16",), seqs=("64",)), here=True)
     assert absolute.with_capacity(16).loaded.k_by_layer(64) == {1: 16, 3: 16}
     assert cells[0].name == "c16-b1s64-ort-cpu"
     with pytest.raises(ConfigError, match=r"--capacity 0\.5: .*whole number of tokens"):
-        cells_of(absolute, config, Asked(capacities=("0.5",)), here=True)
+        cells_of(absolute, config, Axes(capacities=("0.5",)), here=True)
 
 
 def test_a_dense_model_has_no_capacity(tiny_spec: ModelSpec, tmp_path: Path, config: BuildConfig) -> None:
     save_checkpoint(tmp_path / "dense.pt", random_checkpoint(tiny_spec.dense(), 0))
     dense = model_from_checkpoint(tmp_path / "dense.pt")
     with pytest.raises(CheckpointError, match="dense: no layer is routed, so there is no capacity to sweep"):
-        cells_of(dense, config, Asked(), here=True)
+        cells_of(dense, config, Axes(), here=True)
     with pytest.raises(ConfigError, match=r"capacity 0\.5: spec\.routing: null, so there is no routed layer"):
         dense.with_capacity(0.5)
 
 
 def test_targets_that_cannot_be_measured_here(model: Model, config: BuildConfig) -> None:
     with pytest.raises(TargetError, match="unknown target 'ort-cp', did you mean 'ort-cpu'"):
-        cells_of(model, config, Asked(targets=("ort-cp",)), here=True)
+        cells_of(model, config, Axes(targets=("ort-cp",)), here=True)
     unable = next((name for name, engine in ENGINES.items() if not engine.availability().runs), None)
     if unable is None:
         pytest.skip("every target runs on this machine")
     with pytest.raises(TargetError, match=f"a sweep builds and measures, which cannot be done here for {unable}: "):
-        cells_of(model, config, Asked(targets=("ort-cpu", unable)), here=True)
-    assert {cell.target for cell in cells_of(model, config, Asked(targets=(unable,)), here=False)} == {unable}
+        cells_of(model, config, Axes(targets=("ort-cpu", unable)), here=True)
+    assert {cell.target for cell in cells_of(model, config, Axes(targets=(unable,)), here=False)} == {unable}

@@ -15,8 +15,7 @@ import psutil
 import pytest
 from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
 
-from mod_export.sweep.cell import CellJob, machine_name
-from mod_export.sweep.files import write_whole
+from mod_export.sweep.cell import CellJob, machine_name, write_whole
 from mod_export.sweep.process import finished_cell, log_of, run_cell
 from mod_export.sweep.schema import CellEntry
 

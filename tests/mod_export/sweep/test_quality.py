@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mod_export.demo import demo_checkpoint
-from mod_export.model import Model, model_from_checkpoint
-from mod_export.sweep.quality import TOKENS, quality_of
+from mod_export.sources.checkpoint import Model, model_from_checkpoint
+from mod_export.sweep.cell import QUALITY_TOKENS, quality_of
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -18,7 +18,7 @@ from mod_models.spec import ModelSpec
 def test_by_the_definition(model: Model) -> None:
     found = quality_of(model.loaded, 100, seed=3)
     assert found is not None
-    assert found.tokens == 8200 >= TOKENS
+    assert found.tokens == 8200 >= QUALITY_TOKENS
     ids_RT = model.loaded.sample_ids(82, 101, 3)
     assert ids_RT is not None
     text_RT = torch.from_numpy(ids_RT)

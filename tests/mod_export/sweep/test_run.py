@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from command_line import invoke
 
+from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import config_from_toml
 from mod_export.errors import BuildFolderError
-from mod_export.report import report_from_json
-from mod_export.sweep.files import write_whole
-from mod_export.sweep.grid import Asked
+from mod_export.results.report import report_from_json
+from mod_export.sweep.cell import write_whole
+from mod_export.sweep.grid import Axes
 from mod_export.sweep.run import exit_code_of, sweep
 from mod_export.sweep.schema import CellEntry, SweepReport
-from mod_export.workspace import read_manifest
 
 
 class Recorder:
@@ -41,8 +41,8 @@ GOOD, HUGE = "c0.25-b1s16-ort-cpu", "c0.25-b1000000000s16-ort-cpu"
 @pytest.mark.slow
 def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    asked = Asked(capacities=("0.25",), seqs=("16",), batches=("1", "1000000000"))
-    arguments = (checkpoint, config_from_toml(fast), folder, asked, None)
+    axes = Axes(capacities=("0.25",), seqs=("16",), batches=("1", "1000000000"))
+    arguments = (checkpoint, config_from_toml(fast), folder, axes, None)
 
     first = Recorder()
     report = sweep(*arguments, first, "mod-export sweep tiny.pt")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mod_export.report.parity_entries import TextQuality
+from mod_export.results.parity import TextQuality
 from mod_export.sweep.schema import CellEntry, SweepReport
 from mod_export.sweep.text import SweepProgress, fidelity_text, perplexity_text, render_text
 
@@ -27,10 +27,10 @@ def test_everything_that_follows(whole: SweepReport) -> None:
         "  ort-cpu float32 batch 1 seq 512: faster than dense up to capacity 0.5 (k 256); every capacity tried",
         "  ort-cpu float32 batch 1 capacity 0.0625, 0.125: faster than dense from seq 128 on; every length tried",
         "  ort-cpu float32 batch 1 capacity 0.5: faster than dense from seq 512 on; 128 is not",
-        "  ort-cpu float32 batch 1 seq 128: k 8 costs what 16 does",
-        "    k 8, 16: 5.56 to 5.59 ms, the same within the noise; take 16",
+        "  ort-cpu float32 batch 1 seq 128: k 8 costs the same as k 16",
+        "    k 8, 16: 5.56 to 5.59 ms, the same within the intervals; choose 16",
         "    k 64: 10.5 ms",
-        "  ort-cpu float32 batch 1 seq 512: every k tried is a step of its own: none can be raised for nothing",
+        "  ort-cpu float32 batch 1 seq 512: every k tried has a latency of its own: none can be raised without cost",
         "    capacity 0.125: 1.79x, perplexity 7.000",
         "    not on the front: capacity 0.5",
         "PASS  6 of 6 cells measured, every gate met: out/sweep.html",
@@ -56,7 +56,7 @@ def test_failures_say_why_and_where(
 def test_one_cell_has_little_to_say(cell: Any, report_of: Callable[..., SweepReport]) -> None:
     text = render_text(report_of(cell(8, capacity=None)), "out")
     assert " own " in text
-    assert "which k to take" not in text
+    assert "which k to choose" not in text
     assert "speed against quality" not in text
 
 
@@ -73,7 +73,13 @@ def test_fidelity_is_a_ratio_on_the_same_texts(cell: Any) -> None:
     row = (
         cell(8)
         .measured[0]
-        .model_copy(update={"text": TextQuality(tokens=100, perplexity=4.2, reference_perplexity=4.0)})
+        .model_copy(
+            update={
+                "text": TextQuality(
+                    tokens=100, perplexity=4.2, reference_perplexity=4.0, own_perplexity=4.0, next_token_agreement=1.0
+                )
+            }
+        )
     )
     assert fidelity_text(row) == "1.05000"
 

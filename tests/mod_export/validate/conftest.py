@@ -11,22 +11,24 @@ import onnx_ir as ir
 import pytest
 from small_graphs import make_model, make_spec, portable_graph, session
 
-from mod_export.artifacts import Bucket, Engine, Graph
 from mod_export.config import config_from_toml
-from mod_export.engine.ort_session import OrtRunner
-from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.weights import state_of, write_weights
-from mod_export.inputs import Batch, parity_batches
+from mod_export.engines.ort_session import OrtRunner
+from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.export.weights import state_of, write_weights
+from mod_export.results.parity import ParityRow
+from mod_export.types import Bucket, Engine, Graph, Setting
 from mod_export.validate.candidates import Candidate
 from mod_export.validate.fresh import FreshGraphs
+from mod_export.validate.inputs import Batch, parity_batches
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import ParityRow, judge_runner
+from mod_export.validate.rows import judge_runner
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ModelSpec
 
 SPEC = replace(make_spec(layers=(0, 1), capacity=0.25), vocab_size=256)
 BUCKET = Bucket(2, 16)
+SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=BUCKET)
 GATE = config_from_toml(None).parity.float32
 WEIGHTS = "graphs/weights-float32.data"
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
@@ -73,9 +75,7 @@ def row_of(reference: Reference, batches: list[Batch]) -> Judge:
 
     def judged(model: ir.Model) -> ParityRow:
         with OrtRunner(session(model), "candidate", 1) as runner:
-            return judge_runner(
-                runner, reference, batches, GATE, target="ort-cpu", bucket=BUCKET, dtype="float32", model="mod"
-            )
+            return judge_runner(runner, reference, batches, GATE, SETTING)
 
     return judged
 
@@ -88,10 +88,7 @@ def candidate(loaded: LoadedTransformer) -> Candidate:
         k_by_layer=loaded.k_by_layer(BUCKET.seq),
     )  # fmt: skip
     engine = Engine(target="ort-cpu", model="mod", bucket=BUCKET, dtype="float32", path=ENGINE, weights=WEIGHTS)
-    return Candidate(
-        target="ort-cpu", bucket=BUCKET, dtype="float32", model="mod", path=ENGINE, weights=WEIGHTS, graph=graph,
-        engine=engine,
-    )  # fmt: skip
+    return Candidate(setting=engine.setting, path=ENGINE, weights=WEIGHTS, graph=graph, engine=engine)
 
 
 @pytest.fixture(scope="session")

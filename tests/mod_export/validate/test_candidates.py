@@ -1,18 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from mod_export.artifacts import Bucket, DType, Engine, Graph
+from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
 from mod_export.errors import EngineError
-from mod_export.runtime import engines_of, graphs_of
+from mod_export.types import Bucket, DType, Engine, Graph
 from mod_export.validate import candidates as candidates_module
 from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
-from mod_export.workspace import read_manifest
 
 B = Bucket(1, 64)
 
@@ -38,34 +38,37 @@ def test_an_engine_that_is_a_graph_knows_which() -> None:
     first, second, third = candidates_from_engines(engines, [own, PORTABLE])
     assert (first.graph, second.graph, third.graph) == (PORTABLE, own, None)
     assert [one.engine for one in (first, second, third)] == engines
-    assert (second.target, second.dtype, second.path, second.weights) == (
+    assert (second.setting.target, second.setting.dtype, second.path, second.weights) == (
         "ort-cuda", "float16", "engines/ort-cuda/e.onnx", "graphs/weights-float32.data"
     )  # fmt: skip
 
 
 def test_graphs_of_a_folder_that_no_engine_holds(built: Path) -> None:
     """Every engine of this folder is its target's graph, byte for byte: the portable ones are run on their own."""
-    manifest = read_manifest(built)
-    graphs = graphs_of(manifest)
-    engines = candidates_from_engines(engines_of(manifest), graphs)
+    manifest = open_folder(built)
+    graphs = manifest.graphs
+    engines = candidates_from_engines(manifest.engines, graphs)
     assert {one.graph and one.graph.path for one in engines} == {one.path for one in graphs if one.target == "ort-cpu"}
 
     def judged(hashes: dict[str, str]) -> dict[str, Candidate]:
-        found = candidates_from_graphs(graphs, engines, lambda graph: f"{graph.dtype}.data", lambda path: hashes[path])
+        found = candidates_from_graphs(graphs, engines, lambda kind, dtype: f"{dtype}.data", lambda path: hashes[path])
         return {one.path: one for one in found}
 
-    hashes = {path: entry["sha256"] for path, entry in manifest["files"].items()}
+    hashes = {path: entry.sha256 for path, entry in manifest.files.items()}
     portable = {one.path for one in graphs if one.target is None}
     assert judged(hashes).keys() == portable
     other = judged(hashes)["graphs/dense-b2s32.onnx"]
-    assert (other.target, other.model, other.bucket.name) == ("portable", "dense", "b2s32")
+    assert (str(other.setting), other.setting.model) == ("portable b2s32 float32", "dense")
     # What an engine holds is judged with it.
     same = hashes | {"graphs/dense-b2s32.onnx": hashes["engines/ort-cpu/dense-b2s32-float32.onnx"]}
     assert judged(same).keys() == portable - {"graphs/dense-b2s32.onnx"}
 
 
 def graphs_only(*graphs: Graph) -> list[str]:
-    return [one.target for one in candidates_from_graphs(graphs, [], lambda graph: "w.data", lambda path: path)]
+    return [
+        one.setting.target
+        for one in candidates_from_graphs(graphs, [], lambda kind, dtype: "w.data", lambda path: path)
+    ]
 
 
 def test_graphs_of_targets_that_cannot_run_here_are_run_in_their_place() -> None:
@@ -96,7 +99,7 @@ def test_without_onnx_runtime_no_graph_runs(monkeypatch: pytest.MonkeyPatch) -> 
 def test_engines_and_graphs_are_opened_alike(folder: Path, candidate: Candidate, config: BuildConfig) -> None:
     assert candidate.graph is not None
     alone = Candidate(
-        target="portable", bucket=candidate.bucket, dtype="float32", model="mod", path=candidate.graph.path,
+        setting=replace(candidate.setting, target="portable"), path=candidate.graph.path,
         weights=candidate.weights, graph=candidate.graph, engine=None,
     )  # fmt: skip
     feeds = {"input_ids": np.arange(32).reshape(2, 16), "lengths": np.array([16, 9])}
@@ -116,7 +119,7 @@ def test_engines_and_graphs_are_opened_alike(folder: Path, candidate: Candidate,
 def test_other_weights_must_be_weights(folder: Path, candidate: Candidate, config: BuildConfig, engine: bool) -> None:
     assert candidate.graph is not None
     one = candidate if engine else Candidate(
-        target="portable", bucket=candidate.bucket, dtype="float32", model="mod", path=candidate.graph.path,
+        setting=replace(candidate.setting, target="portable"), path=candidate.graph.path,
         weights=candidate.weights, graph=candidate.graph, engine=None,
     )  # fmt: skip
     with pytest.raises(EngineError, match=r"ONNX Runtime refuses this graph: .*layers\.9\.weight"):

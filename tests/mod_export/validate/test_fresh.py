@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,22 +11,22 @@ import onnx_ir as ir
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mod_export.artifacts import DType, Graph
+from mod_export.build_folder.manifest import open_folder
 from mod_export.errors import BuildFolderError, GraphError
-from mod_export.graph.weights import state_of, write_weights
-from mod_export.model import Model
-from mod_export.runtime import graphs_of
+from mod_export.export.weights import state_of, write_weights
+from mod_export.sources.checkpoint import Model
+from mod_export.types import DType, Graph
+from mod_export.validate import fresh as fresh_module
 from mod_export.validate.candidates import Candidate
 from mod_export.validate.fresh import FreshGraphs, structure_of_export
 from mod_export.validate.reference import Reference
-from mod_export.workspace import read_manifest
 
 WEIGHTS = "graphs/weights-float32.data"
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
 
 
 def test_a_fresh_export_gives_the_bytes_of_the_build(built: Path, model: Model) -> None:
-    (graph,) = [graph for graph in graphs_of(read_manifest(built)) if graph.path == "graphs/mod-b1s64.onnx"]
+    (graph,) = [graph for graph in open_folder(built, verify=False).graphs if graph.path == "graphs/mod-b1s64.onnx"]
     fresh = FreshGraphs(built).graph(graph, WEIGHTS, Reference(model.loaded))
     assert fresh == (built / graph.path).read_bytes()
 
@@ -33,7 +34,20 @@ def test_a_fresh_export_gives_the_bytes_of_the_build(built: Path, model: Model) 
 def test_each_graph_is_exported_once(folder: Path, candidate: Candidate, reference: Reference) -> None:
     assert candidate.graph is not None
     first = FreshGraphs(folder).graph(candidate.graph, WEIGHTS, reference)
-    assert FreshGraphs(folder).graph(candidate.graph, WEIGHTS, Reference(reference.loaded, reference.module)) is first
+    assert FreshGraphs(folder).graph(candidate.graph, WEIGHTS, Reference(reference.loaded)) is first
+
+
+def test_the_oldest_graphs_are_forgotten(
+    folder: Path, candidate: Candidate, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fresh_module, "_kept", OrderedDict())
+    monkeypatch.setattr(fresh_module, "MOST_KEPT", 1)
+    assert candidate.graph is not None
+    first = FreshGraphs(folder).graph(candidate.graph, WEIGHTS, reference)
+    assert list(fresh_module._kept.values()) == [first]
+    (folder / WEIGHTS).rename(folder / "graphs/baseline-float32.data")
+    second = FreshGraphs(folder).graph(candidate.graph, "graphs/baseline-float32.data", reference)
+    assert list(fresh_module._kept.values()) == [second]
 
 
 def test_references_follow_the_weights_file(folder: Path, candidate: Candidate, reference: Reference) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +12,12 @@ import pytest
 
 from mod_export.config import BuildConfig
 from mod_export.errors import EngineError, GraphError
-from mod_export.graph.nodes import NodeWriter
-from mod_export.graph.places import module_of
-from mod_export.inputs import Batch
-from mod_export.report.parity_entries import Located
+from mod_export.export.nodes import NodeWriter, module_of
+from mod_export.results.parity import Located
 from mod_export.validate import locate
 from mod_export.validate.candidates import Candidate
-from mod_export.validate.locate import LocatedRow, locate_by_depth, locate_in_graph
+from mod_export.validate.inputs import Batch
+from mod_export.validate.locate import locate_by_depth, locate_in_graph
 from mod_export.validate.reference import Reference
 
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
@@ -35,11 +34,11 @@ def change_engine(folder: Path, change: Change) -> bytes:
 
 
 @pytest.fixture
-def found(folder: Path, batches: list[Batch]) -> Callable[[Change], LocatedRow | None]:
+def found(folder: Path, batches: list[Batch]) -> Callable[[Change], Located | None]:
     return lambda change: locate_in_graph(folder, ENGINE, change_engine(folder, change), batches)
 
 
-Found = Callable[[Change], LocatedRow | None]
+Found = Callable[[Change], Located | None]
 
 
 def nodes(model: ir.Model, layer: int, op_type: str) -> list[ir.Node]:
@@ -71,8 +70,8 @@ def test_the_first_node_that_differs(found: Found, layer: int) -> None:
     assert row.error is not None
     assert 0 < row.error < 1e-3
     assert str(row) == (
-        f"parts first in layers.{layer}, {row.operator}: differs by {row.error:.3g} from a fresh export, which should "
-        "give the same bits"
+        f"differs first in layers.{layer}, {row.operator}: differs by {row.error:.3g} from a fresh export, which "
+        "should give the same bits"
     )
 
 
@@ -141,7 +140,7 @@ def test_a_value_of_another_shape_has_no_difference_in_numbers(found: Found) -> 
     assert row is not None
     # The head is the embedding, transposed.
     assert (row.layer, row.error) == ("head", None)
-    assert str(row) == f"parts first in head, {row.operator}"
+    assert str(row) == f"differs first in head, {row.operator}"
 
 
 def test_inputs_are_tried_in_turn_until_one_shows_it(folder: Path, batches: list[Batch]) -> None:
@@ -183,10 +182,9 @@ def test_a_graph_that_does_not_run(folder: Path, batches: list[Batch]) -> None:
         locate_in_graph(folder, ENGINE, fresh, batches)
 
 
-def test_rows_are_what_the_report_takes() -> None:
-    row = LocatedRow(layer="layers.1", operator=None, input="text", error=None, allowed=None)
-    assert Located.model_validate(asdict(row)).layer == "layers.1"
-    assert str(row) == "parts first in layers.1"
+def test_what_is_not_known_is_not_said() -> None:
+    row = Located(layer="layers.1", operator=None, input="text", error=None, allowed=None)
+    assert str(row) == "differs first in layers.1"
 
 
 # By depth: the engine is asked for its logits only, with the weights of layers silenced.
@@ -195,8 +193,8 @@ def test_rows_are_what_the_report_takes() -> None:
 @pytest.fixture
 def by_depth(
     folder: Path, candidate: Candidate, reference: Reference, batches: list[Batch], config: BuildConfig
-) -> Callable[[Change], LocatedRow | None]:
-    def search(change: Change) -> LocatedRow | None:
+) -> Callable[[Change], Located | None]:
+    def search(change: Change) -> Located | None:
         assert candidate.engine is not None
         change_engine(folder, change)
         return locate_by_depth(folder, candidate.engine, reference, batches[:1], config)
@@ -209,7 +207,7 @@ def test_the_layer_with_which_the_fault_appears(by_depth: Found, layer: int) -> 
     row = by_depth(lambda model: scaled(model, nodes(model, layer, "MatMul")[-1], 1.5))
     assert row is not None
     assert (row.layer, row.operator, row.error) == (f"layers.{layer}", None, None)
-    assert str(row) == f"parts first in layers.{layer}"
+    assert str(row) == f"differs first in layers.{layer}"
 
 
 def test_a_fault_outside_the_layers(by_depth: Found) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mod_export.artifacts import Bucket
-from mod_export.inputs import Batch
+from mod_export.types import Bucket
 from mod_export.validate import reference as reference_module
+from mod_export.validate.inputs import Batch
 from mod_export.validate.near_ties import MOST_BATCHES, near_tie_batches
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer

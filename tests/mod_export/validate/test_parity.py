@@ -10,14 +10,15 @@ import numpy as np
 import onnx_ir as ir
 from small_graphs import portable_graph, session
 
-from mod_export.artifacts import Bucket
 from mod_export.config import config_from_toml
-from mod_export.engine.ort_session import OrtRunner
-from mod_export.graph.nodes import NodeWriter, constant_array
-from mod_export.inputs import Batch, parity_batches
+from mod_export.engines.ort_session import OrtRunner
+from mod_export.export.nodes import NodeWriter, constant_array
+from mod_export.results.parity import ParityRow
+from mod_export.types import Bucket, Setting
+from mod_export.validate.inputs import Batch, parity_batches
 from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import ParityRow, judge
+from mod_export.validate.rows import judge
 from mod_models.architecture import LoadedTransformer
 from mod_models.spec import ModelSpec
 
@@ -42,16 +43,16 @@ def put_before(model: ir.Model, node: ir.Node, index: int, op_type: str, array: 
 def test_a_sound_graph_passes(graph: ir.Model, row_of: Judge) -> None:
     row = row_of(graph)
     assert row.passed, row.reasons
-    assert row.inputs == ["padded", "random", "text", "ties"]
+    assert row.inputs == ("padded", "random", "text", "ties")
     # The candidate rounds as the reference does.
-    assert row.noise is not None
-    assert 0 < row.noise < 1e-5
-    assert 0 < row.error["mean_abs"] < row.error["rms"] < row.error["max_abs"] < 4 * row.noise
+    assert row.rounding_error is not None
+    assert 0 < row.rounding_error < 1e-5
+    assert 0 < row.error.mean_abs < row.error.rms < row.error.max_abs < 4 * row.rounding_error
     assert row.next_token_agreement == 1.0
     assert 0 <= row.kl < 1e-9
     assert row.text is not None
-    assert row.text["tokens"] == 2 * 2 * 15
-    assert row.text["perplexity"] > 1
+    assert row.text.tokens == 2 * 2 * 15
+    assert row.text.perplexity > 1
 
 
 def test_perplexity_is_the_models_own(
@@ -65,21 +66,21 @@ def test_perplexity_is_the_models_own(
             nll += [-log_p_BSV[b, s - 1, batch.ids_BS[b, s]] for b in range(len(log_p_BSV)) for s in range(1, 16)]
     text = row_of(graph).text
     assert text is not None
-    assert math.isclose(text["reference_perplexity"], math.exp(np.mean(nll)), rel_tol=1e-9)
-    assert math.isclose(text["perplexity"], text["reference_perplexity"], rel_tol=1e-5)
+    assert math.isclose(text.reference_perplexity, math.exp(np.mean(nll)), rel_tol=1e-9)
+    assert math.isclose(text.perplexity, text.reference_perplexity, rel_tol=1e-5)
 
 
 def test_routing_is_counted_by_layer_and_by_input(graph: ir.Model, row_of: Judge, batches: list[Batch]) -> None:
     routing = row_of(graph).routing
     slots = [sum(min(4, int(length)) for length in batch.lengths_B) for batch in batches]
-    assert [layer["layer"] for layer in routing["layers"]] == [0, 1]
-    assert all((layer["k"], layer["routed"], layer["faults"]) == (4, sum(slots), 0) for layer in routing["layers"])
-    assert routing["routed"] == 2 * sum(slots)
-    assert [item["input"] for item in routing["by_input"]] == [batch.kind for batch in batches]
-    assert [item["routed"] for item in routing["by_input"]] == [2 * slot for slot in slots]
+    assert [layer.layer for layer in routing.layers] == [0, 1]
+    assert all((layer.k, layer.routed, layer.faults) == (4, sum(slots), 0) for layer in routing.layers)
+    assert routing.routed == 2 * sum(slots)
+    assert [item.input for item in routing.by_input] == [batch.kind for batch in batches]
+    assert [item.routed for item in routing.by_input] == [2 * slot for slot in slots]
     # Of one token over and over, all scores of the first layer are equal.
-    assert routing["layers"][0]["min_margin"] == routing["min_margin"] == 0.0
-    assert routing["layers"][0]["agreed"] == routing["layers"][0]["routed"]
+    assert routing.layers[0].min_margin == routing.min_margin == 0.0
+    assert routing.layers[0].agreed == routing.layers[0].routed
 
 
 def test_a_flipped_near_tie_is_reported_as_what_it_is(graph: ir.Model, row_of: Judge, spec: ModelSpec) -> None:
@@ -88,12 +89,12 @@ def test_a_flipped_near_tie_is_reported_as_what_it_is(graph: ir.Model, row_of: J
     put_before(graph, taking(graph)[0], 0, "Add", np.arange(16)[None] * 1e-7)
     row = row_of(graph)
     assert row.passed, row.reasons
-    flipped = row.routing["routed"] - row.routing["agreed"]
-    assert flipped > sound.routing["routed"] - sound.routing["agreed"]
-    assert row.routing["layers"][0]["near_ties"] >= 2 * 8
-    assert row.routing["layers"][0]["faults"] == 0
+    flipped = row.routing.routed - row.routing.agreed
+    assert flipped > sound.routing.routed - sound.routing.agreed
+    assert row.routing.layers[0].near_ties >= 2 * 8
+    assert row.routing.layers[0].faults == 0
     # The reference was given the same choice, so that its logits say nothing else.
-    assert row.error["max_abs"] < 1e-5
+    assert row.error.max_abs < 1e-5
 
 
 def test_a_wrong_choice_is_a_fault_of_its_layer(graph: ir.Model, row_of: Judge) -> None:
@@ -102,8 +103,8 @@ def test_a_wrong_choice_is_a_fault_of_its_layer(graph: ir.Model, row_of: Judge) 
     assert not row.passed
     assert all("layer 1 routing: " in reason for reason in row.reasons)
     assert any(" tokens differ by more than a near-tie, the worst is " in reason for reason in row.reasons)
-    assert row.routing["layers"][1]["faults"] > 0
-    assert row.error["max_abs"] < 1e-5
+    assert row.routing.layers[1].faults > 0
+    assert row.error.max_abs < 1e-5
 
 
 def test_a_wrong_gate(graph: ir.Model, row_of: Judge) -> None:
@@ -141,7 +142,7 @@ def test_swapped_routers_are_named_with_their_layers(graph: ir.Model, row_of: Ju
     row = row_of(graph)
     for layer in (0, 1):
         assert any(f"layer {layer} routing: " in reason for reason in row.reasons)
-        assert row.routing["layers"][layer]["faults"] > 0
+        assert row.routing.layers[layer].faults > 0
 
 
 def test_one_place_too_few_is_named_with_its_layer(row_of: Judge, spec: ModelSpec) -> None:
@@ -152,14 +153,14 @@ def test_one_place_too_few_is_named_with_its_layer(row_of: Judge, spec: ModelSpe
     for layer in (0, 1):
         message = f"random: layer {layer} routing: the engine gives routed positions of shape [2, 3], expected [2, 4]"
         assert message in row.reasons
-    assert row.routing["agreed"] == 0
+    assert row.routing.agreed == 0
 
 
 def test_a_layer_that_does_not_say_what_it_routed(graph: ir.Model, row_of: Judge) -> None:
     graph.graph.outputs.pop()
     row = row_of(graph)
     assert "random: layer 1 routing: the engine gives no routed positions, expected [2, 4]" in row.reasons
-    assert row.routing["layers"][0]["agreed"] == row.routing["layers"][0]["routed"]
+    assert row.routing.layers[0].agreed == row.routing.layers[0].routed
 
 
 def test_positions_in_the_order_of_their_scores(graph: ir.Model, row_of: Judge) -> None:
@@ -198,7 +199,7 @@ def test_logits_that_are_not_numbers(graph: ir.Model, row_of: Judge) -> None:
     assert any("random: next token: divergence nan nats given" in reason for reason in row.reasons)
     assert any("next token: 0.0000% agree" in reason for reason in row.reasons)
     assert any("text: log perplexity is nan nats from the reference's" in reason for reason in row.reasons)
-    assert math.isnan(row.error["max_abs"])
+    assert math.isnan(row.error.max_abs)
 
 
 def test_padding_is_not_compared(graph: ir.Model, row_of: Judge) -> None:
@@ -233,15 +234,15 @@ def test_logits_of_another_shape(graph: ir.Model, row_of: Judge) -> None:
     graph.graph.outputs[0] = fewer
     row = row_of(graph)
     assert "outputs: the engine gives logits of shape [2, 15, 256], expected [2, 16, 256]" in row.reasons
-    assert math.isnan(row.error["max_abs"])
+    assert math.isnan(row.error.max_abs)
 
 
 def test_no_logits(graph: ir.Model, row_of: Judge) -> None:
     graph.graph.outputs.pop(0)
     row = row_of(graph)
     assert "outputs: the engine gives no logits, expected [2, 16, 256]" in row.reasons
-    assert math.isnan(row.error["max_abs"])
-    assert row.routing["agreed"] == row.routing["routed"]
+    assert math.isnan(row.error.max_abs)
+    assert row.routing.agreed == row.routing.routed
 
 
 def test_an_output_too_many(graph: ir.Model, row_of: Judge) -> None:
@@ -251,7 +252,7 @@ def test_an_output_too_many(graph: ir.Model, row_of: Judge) -> None:
     more.outputs[0].shape = graph.graph.outputs[0].shape
     graph.graph.outputs.append(more.outputs[0])
     row = row_of(graph)
-    assert row.reasons == ["outputs: the engine gives hidden, which this model does not have"]
+    assert row.reasons == ("outputs: the engine gives hidden, which this model does not have",)
 
 
 def test_a_dense_engine_has_no_routing_and_reads_no_lengths(loaded: LoadedTransformer) -> None:
@@ -265,9 +266,10 @@ def test_a_dense_engine_has_no_routing_and_reads_no_lengths(loaded: LoadedTransf
         assert runner.inputs == ("input_ids",)
         found = compare_runner(runner, Reference(dense), parity_batches(dense, Bucket(2, 16), 0, 1))
     gate = config_from_toml(None).parity.float32
-    row = judge(found, gate, target="ort-cpu", bucket=Bucket(2, 16), dtype="float32", model="dense")
+    setting = Setting(target="ort-cpu", dtype="float32", model="dense", role="forward", bucket=Bucket(2, 16))
+    row = judge(found, gate, setting)
     assert row.passed, row.reasons
-    assert (row.routing["layers"], row.routing["routed"], row.routing["min_margin"]) == ([], 0, None)
+    assert (row.routing.layers, row.routing.routed, row.routing.min_margin) == ((), 0, None)
 
 
 def test_rows_of_a_single_token_have_no_perplexity(loaded: LoadedTransformer, spec: ModelSpec) -> None:
@@ -277,5 +279,16 @@ def test_rows_of_a_single_token_have_no_perplexity(loaded: LoadedTransformer, sp
     assert "text" in {one.kind for one in found}
     assert all(one.text is None for one in found)
     gate = config_from_toml(None).parity.float32
-    row = judge(found, gate, target="ort-cpu", bucket=Bucket(1, 1), dtype="float32", model="mod")
+    setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(1, 1))
+    row = judge(found, gate, setting)
     assert row.passed, row.reasons
+
+
+def test_rounding_is_measured_on_one_input_of_each_kind_first(
+    graph: ir.Model, reference: Reference, batches: list[Batch]
+) -> None:
+    with OrtRunner(session(graph), "candidate", 1) as runner:
+        some, every = (compare_runner(runner, reference, batches, rounding) for rounding in ("some", "all"))
+    assert [one.kind for one in some if one.noise] == ["text", "random", "ties"]
+    assert all(one.noise for one in every)
+    assert [one.error for one in some] == [one.error for one in every]

@@ -7,9 +7,12 @@ import psutil
 import pytest
 import torch
 
-from mod_export.inputs import Batch
+from mod_export.errors import CaptureError
+from mod_export.export.capture import bucket_example, exported
+from mod_export.types import Bucket
 from mod_export.validate import reference as reference_module
-from mod_export.validate.reference import Reference
+from mod_export.validate.inputs import Batch
+from mod_export.validate.reference import Reference, check_program
 from mod_models.architecture import LoadedTransformer
 
 
@@ -84,7 +87,7 @@ def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Bat
         assert run.logits_BSV.dtype == np.float32
         for layer, index_BK in free.routed.items():
             np.testing.assert_array_equal(run.routed[layer], index_BK)
-    again = Reference(reference.loaded, reference.module).shaken(batch, free.routed)
+    again = Reference(reference.loaded).shaken(batch, free.routed)
     np.testing.assert_array_equal(again[0].logits_BSV, runs[1].logits_BSV)
 
 
@@ -94,7 +97,7 @@ def test_the_float32_model_stays_what_it_is(loaded: LoadedTransformer, batches: 
     used.exact(batches[0], {})
     used.shaken(batches[0], {})
     assert {parameter.dtype for parameter in used.module.parameters()} == {torch.float32}
-    np.testing.assert_array_equal(Reference(loaded, used.module).free(batches[0]).logits_BSV, before)
+    np.testing.assert_array_equal(used.with_weights({}).free(batches[0]).logits_BSV, before)
 
 
 def test_no_float64_where_the_model_does_not_fit_twice(
@@ -122,14 +125,39 @@ def test_what_was_found_out_is_remembered_by_name(loaded: LoadedTransformer) -> 
     assert Reference(loaded).remembered("one", find) == "answer 3"
 
 
-def test_a_module_of_ones_own(reference: Reference, batches: list[Batch]) -> None:
-    changed = copy.deepcopy(reference.module)
-    dict(changed.named_parameters())["layers.0.mlp.down_proj.weight"].data.zero_()
-    other = Reference(reference.loaded, changed)
-    assert other.module is changed
-    assert not np.array_equal(other.free(batches[0]).logits_BSV, reference.free(batches[0]).logits_BSV)
-    exact = other.exact(batches[0], other.free(batches[0]).routed)
+def test_weights_are_replaced_and_put_back_nowhere(reference: Reference, batches: list[Batch]) -> None:
+    name, batch = "layers.0.mlp.down_proj.weight", batches[0]
+    before = reference.free(batch).logits_BSV
+    other = reference.with_weights({name: np.zeros(reference.loaded.weights[name].shape, np.float32)})
+    found = other.free(batch)
+    assert not np.array_equal(found.logits_BSV, before)
+    exact = other.exact(batch, found.routed)
     assert exact is not None
-    np.testing.assert_allclose(
-        exact.logits_BSV[batches[0].real_BS], other.free(batches[0]).logits_BSV[batches[0].real_BS], atol=1e-5
-    )
+    np.testing.assert_allclose(exact.logits_BSV[batch.real_BS], found.logits_BSV[batch.real_BS], atol=1e-5)
+    np.testing.assert_array_equal(reference.with_weights({}).free(batch).logits_BSV, before)
+
+
+def test_runs_are_those_of_the_eager_module(reference: Reference, batches: list[Batch]) -> None:
+    for batch in batches:
+        (logits_BSV,) = reference.module(torch.from_numpy(batch.ids_BS), torch.from_numpy(batch.lengths_B))
+        np.testing.assert_array_equal(reference.free(batch).logits_BSV, logits_BSV.numpy())
+
+
+class ChangesItsMind(torch.nn.Module):
+    """Computes something else once it has been captured, as code does that asks whether it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor]:
+        scale = 1.0 if torch.compiler.is_exporting() else 1.0 + 2**-20
+        return (ids_BS[..., None] * self.weight * scale,)
+
+
+def test_a_program_that_is_not_the_module_is_refused() -> None:
+    module, bucket = ChangesItsMind(), Bucket(2, 3)
+    program = exported(module, bucket_example(module, bucket, 3), "model")
+    message = r"the captured program is not the eager model: at b2s3 its output 0 differs by up to \d.*same bits"
+    with pytest.raises(CaptureError, match=message):
+        check_program(program, module, bucket, 16)

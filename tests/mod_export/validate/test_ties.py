@@ -5,13 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from observing import observed
 from tiny_models import lively_checkpoint, make_spec
 
-from mod_export.artifacts import Site
-from mod_export.compare import Judged
 from mod_export.config import BuildConfig
-from mod_export.inputs import Batch
+from mod_export.types import Site
 from mod_export.validate.candidates import Candidate
+from mod_export.validate.compare import Judged
+from mod_export.validate.inputs import Batch
 from mod_export.validate.reference import Reference
 from mod_export.validate.ties import judged_without_routers, ties_of_runs, zeroed_experts, zeroed_routers
 from mod_models.architecture import LoadedTransformer
@@ -33,7 +34,7 @@ def test_a_router_of_zeros_scores_all_tokens_alike(router: str) -> None:
     weights = {name: tensor * (name not in zeros) for name, tensor in loaded.weights.items()}
     silenced = LoadedTransformer(Checkpoint(spec=spec, weights=weights))
     ids_BS = torch.arange(16)[None].expand(2, -1)
-    _, decided = silenced.trace(silenced.module(), ids_BS, torch.tensor([16, 9]), None)
+    _, decided = observed(silenced.module(), ids_BS, torch.tensor([16, 9]))
     for routing in decided.values():
         assert routing.score_BS.unique().numel() == 1
 

@@ -11,19 +11,22 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from observing import observed
 from onnx import helper, numpy_helper
 from writing import WINDOW, engine_path
 
-from mod_export.artifacts import Bucket, Engine
 from mod_export.config import BuildConfig
-from mod_export.engine import ENGINES
+from mod_export.engines import ENGINES
 from mod_export.errors import EngineError
-from mod_export.generation.decoder import Decoder, Prompts
-from mod_export.model import Model
-from mod_export.protocols import GeneratingModel
-from mod_export.validate.decoding import decoding_parts, one_of_each_kind
+from mod_export.results.parity import ParityRow
+from mod_export.runtime.generate.decoder import Decoder, Prompts
+from mod_export.sources.checkpoint import Model
+from mod_export.sources.protocol import GeneratingModel
+from mod_export.types import Bucket, Engine, Setting
+from mod_export.validate.decoding import decoding_parts
+from mod_export.validate.inputs import one_of_each_kind, parity_batches
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import About, ParityRow, failed_row, judge_runner, judge_runners
+from mod_export.validate.rows import failed_row, judge_runner, judge_runners
 from mod_export.validate.token_by_token import PromptRunner
 from mod_export.validate.written import prompts_of, quality_of, texts_of
 
@@ -56,7 +59,7 @@ def opened(
     with contextlib.ExitStack() as stack:
 
         def load(engine: Engine) -> Any:
-            return stack.enter_context(builder.load(folder, engine, config))
+            return stack.enter_context(builder.load(folder, engine, config, 1))
 
         prompts = Prompts({seq: load(engine_of("prefill", Bucket(1, seq))) for seq in (8, 16)})
         yield prompts, kind(load(engine_of("decode", bucket)), bucket.seq, "decoder")
@@ -70,15 +73,13 @@ def judged(
     kind: type[Decoder] = Decoder,
     bucket: Bucket = BUCKET,
 ) -> ParityRow:
-    about: About = {
-        "target": "ort-cpu decode", "bucket": bucket, "dtype": "float32", "model": "mod", "artifact": None,
-    }  # fmt: skip
+    setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=bucket)
     gate = config.parity.float32
     with opened(folder, config, kind, bucket) as (prompts, decoder):
         try:
-            return judge_runners(decoding_parts(prompts, (8, 16), decoder, writer, config), reference, gate, about)
+            return judge_runners(decoding_parts(prompts, (8, 16), decoder, writer, config), reference, gate, setting)
         except EngineError as error:
-            return failed_row(str(error), gate, **about)
+            return failed_row(str(error), gate, setting)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -87,7 +88,7 @@ def test_sound_engines_pass(
 ) -> None:
     row = judged(written, writing_config, reference, writer, bucket=Bucket(rows, WINDOW))
     assert row.passed, row.reasons
-    assert row.routing["routed"] == row.routing["agreed"] > 0
+    assert row.routing.routed == row.routing.agreed > 0
     assert set(row.inputs) >= {"random", "padded"}
 
 
@@ -282,16 +283,16 @@ def test_prompts_are_judged_by_their_last_token(
     written: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
 ) -> None:
     bucket = Bucket(1, seq)
-    batches = one_of_each_kind(writer.loaded, bucket, 0)
+    batches = one_of_each_kind(parity_batches(writer.loaded, bucket, 0, 1))
     reference = Reference(writer.loaded, outputs="last")
-    about = {"target": "ort-cpu prefill", "bucket": bucket, "dtype": "float32", "model": "mod"}
-    with ENGINES["ort-cpu"].load(written, engine_of("prefill", bucket), writing_config) as runner:
+    engine = engine_of("prefill", bucket)
+    with ENGINES["ort-cpu"].load(written, engine, writing_config, 1) as runner:
         found = PromptRunner(runner)
         assert found.outputs == ("last_logits", "routed_0", "routed_2")
         assert set(found.run({"input_ids": np.zeros((1, seq), np.int64), "lengths": np.array([3])}, ["routed_2"])) == {
             "routed_2"
         }
-        row = judge_runner(found, reference, batches, writing_config.parity.float32, **about)  # type: ignore[arg-type]
+        row = judge_runner(found, reference, batches, writing_config.parity.float32, engine.setting)  # type: ignore[arg-type]
     assert row.passed, row.reasons
 
 
@@ -301,7 +302,9 @@ def test_logits_of_steps_are_those_of_prompts(
     """At every position that both can read, on the engines, and those of the eager model."""
     ids_S = np.random.default_rng(4).integers(0, 256, WINDOW)
     with torch.no_grad():
-        expected_SV = writer.loaded.module().trace(torch.from_numpy(ids_S)[None], torch.tensor([WINDOW]))[0][0].numpy()
+        expected_SV = observed(writer.loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([WINDOW]))[0][
+            0
+        ].numpy()
     with opened(written, writing_config, bucket=Bucket(1, WINDOW)) as (prompts, decoder):
         decoder.put(0, prompts.read(ids_S[:1].tolist()))
         for t in range(1, WINDOW):
@@ -323,13 +326,13 @@ def test_texts_and_where_they_differ(
 ) -> None:
     prompt_NS = prompts_of(writer.loaded, 4, 8, 1)
     assert prompt_NS.shape == (4, 8)
-    about = {"target": "ort-cpu", "bucket": "b3s48", "dtype": "float32", "kind": "mod"}
+    setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=Bucket(3, 48))
     with opened(written, writing_config) as (prompts, decoder):
-        same = texts_of(writer, prompts, decoder, prompt_NS, 10, 3, **about)  # type: ignore[arg-type]
+        same = texts_of(writer, prompts, decoder, prompt_NS, 10, 3, setting)
         twin = writing_model.of_kind("dense").generating(WINDOW)
-        other = texts_of(twin, prompts, decoder, prompt_NS, 10, 3, **about)  # type: ignore[arg-type]
-    assert (same.texts, same.tokens, same.equal, same.first_difference) == (4, 40, 4, None)
-    assert other.equal < 4
+        other = texts_of(twin, prompts, decoder, prompt_NS, 10, 3, setting)
+    assert (same.texts, same.tokens, same.identical, same.first_difference) == (4, 40, 4, None)
+    assert other.identical < 4
     assert other.first_difference is not None
     assert 1 <= other.first_difference <= 10
 
@@ -346,8 +349,8 @@ def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, wri
     assert (row.tokens, row.window) == (2 * (WINDOW - 1), WINDOW)
     assert row.perplexity != row.own_perplexity
     for site in ("0", "2"):
-        assert 0 <= row.ran[site] <= min(row.wanted[site], 18 / WINDOW) + 1e-9
-        assert row.overflow[site] == round((row.wanted[site] - row.ran[site]) * 2 * WINDOW)
+        assert 0 <= row.selected[site] <= min(row.wanted[site], 18 / WINDOW) + 1e-9
+        assert row.overflow[site] == round((row.wanted[site] - row.selected[site]) * 2 * WINDOW)
     same = quality_of(writer, causal, causal, 2, 0)
     assert same is not None
     assert same.perplexity == same.own_perplexity == row.perplexity

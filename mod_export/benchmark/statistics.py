@@ -1,0 +1,209 @@
+"""Confidence intervals and spread of latency samples.
+
+Samples that follow each other are alike: a neighbour on the same cores, or a clock that was lowered, stays for a while.
+An interval that takes them as independent is too narrow. The interval of a ratio is a bootstrap of *blocks* of
+successive rounds (the circular form of Politis and Romano, A circular block-resampling procedure for stationary data,
+1992). That of a quantile comes from order statistics with the number of samples that independent ones would need to
+say as much.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "Spread",
+    "block_length",
+    "effective_size",
+    "quantile_interval",
+    "ratio_interval",
+    "ratio_of_medians",
+    "spread_of",
+]
+
+Z95 = 1.96
+"""Two-sided 95 % quantile of the normal distribution."""
+TAIL = 0.025
+"""Left out on either side of a 95 % interval."""
+NUMBERS_AT_ONCE = 2**22
+"""What a bootstrap holds in memory at a time: 32 MiB."""
+
+
+def ratio_of_medians(above_RT: NDArray[np.float64], below_RT: NDArray[np.float64]) -> float:
+    """The ratio of medians, because latency has outliers on one side only and a mean would follow them."""
+    return float(np.median(above_RT) / np.median(below_RT))
+
+
+def ratio_interval(
+    above_RT: NDArray[np.float64], below_RT: NDArray[np.float64], *, confidence: float, resamples: int, seed: int
+) -> tuple[float, float]:
+    """Percentile interval of median(above) / median(below) by a circular block bootstrap over rows.
+
+    Few blocks know little of their own variance, so the interval is widened, on the scale of logarithms, as much as
+    Student's t is wider than the normal distribution with one degree of freedom less than there are blocks. Where it
+    must be, it is widened to hold the ratio itself, which a percentile interval of few or oddly tied samples can miss.
+
+    Args:
+        above_RT: latencies, float64 (R, T): row r of both was taken together, and rows follow each other in time.
+        below_RT: likewise.
+        confidence: of the interval, such as 0.95.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+    """
+    measured = ratio_of_medians(above_RT, below_RT)
+    R, T = above_RT.shape
+    length = block_length(np.log(np.median(above_RT, axis=1) / np.median(below_RT, axis=1)))
+    rng = np.random.default_rng(seed)
+    at_once = max(1, NUMBERS_AT_ONCE // (R * T))
+    ratios = [
+        _resampled(above_RT, below_RT, length, min(at_once, resamples - done), rng)
+        for done in range(0, resamples, at_once)
+    ]
+    tail = 50 * (1 - confidence)
+    low, high = (math.log(ratio) for ratio in np.percentile(np.concatenate(ratios), (tail, 100 - tail)))
+    center, wider = math.log(measured), _student_over_normal(confidence, R / length - 1)
+    low, high = (math.exp(center + (bound - center) * wider) for bound in (low, high))
+    return min(low, measured), max(high, measured)
+
+
+def _student_over_normal(confidence: float, freedom: float) -> float:
+    """Ratio of the two-sided quantiles, to the second order in 1 / freedom (Fisher and Cornish, The percentile points
+    of distributions having known cumulants, 1960).
+    """
+    if freedom <= 0:
+        return 1.0
+    square = NormalDist().inv_cdf(0.5 + confidence / 2) ** 2
+    return 1 + (square + 1) / (4 * freedom) + (5 * square**2 + 16 * square + 3) / (96 * freedom**2)
+
+
+def _resampled(
+    above_RT: NDArray[np.float64],
+    below_RT: NDArray[np.float64],
+    length: int,
+    resamples: int,
+    rng: np.random.Generator,
+) -> NDArray[np.float64]:
+    R = len(above_RT)
+    start = rng.integers(0, R, size=(resamples, -(-R // length), 1))
+    row = ((start + np.arange(length)) % R).reshape(resamples, -1)[:, :R]
+    medians = [np.median(sample_RT[row].reshape(resamples, -1), axis=1) for sample_RT in (above_RT, below_RT)]
+    ratios: NDArray[np.float64] = medians[0] / medians[1]
+    return ratios
+
+
+def block_length(series_R: NDArray[np.float64]) -> int:
+    """Rows that a block must hold: twice the number of lags over which the series resembles itself.
+
+    At least the cube root of its length (the rate of Hall, Horowitz and Jing, On blocking rules for the bootstrap,
+    1995), at most a fifth of it.
+    """
+    R = len(series_R)
+    least, most = round(math.cbrt(R)), R // 5
+    return max(1, min(max(least, 2 * len(_autocorrelation(series_R))), most))
+
+
+def effective_size(series: NDArray[np.float64]) -> float:
+    """The number of independent samples with as much information: n / (1 + 2 sum of autocorrelations), n at most."""
+    return min(float(len(series)), len(series) / (1 + 2 * sum(_autocorrelation(series))))
+
+
+def _autocorrelation(series: NDArray[np.float64]) -> list[float]:
+    """Autocorrelations from lag 1 on, up to the first that chance alone would give (Bartlett's bound), a quarter of the
+    length at most. Only positive ones: alternation widens nothing.
+    """
+    n = len(series)
+    deviation = series - np.mean(series)
+    variance = float(np.mean(deviation * deviation))
+    found: list[float] = []
+    for lag in range(1, n // 4 + 1):
+        correlation = float(np.sum(deviation[lag:] * deviation[:-lag]) / (n * variance)) if variance > 0 else 0.0
+        if not correlation > Z95 / math.sqrt(n):
+            break
+        found.append(correlation)
+    return found
+
+
+def quantile_interval(samples: NDArray[np.float64], share: float) -> tuple[float, float] | None:
+    """95 % interval of a quantile, whatever the distribution, from order statistics.
+
+    The bounds are the samples between whose ranks the quantile lies with at least 95 % by the binomial distribution
+    (Conover, Practical Nonparametric Statistics, 1999, section 3.2). Where samples are autocorrelated, the ranks are
+    those of as many samples as independent ones would be needed, spread over all of them.
+
+    Args:
+        samples: in the order in which they were taken.
+        share: which quantile, between 0 and 1.
+
+    Returns:
+        The bounds, or None where the samples do not bound it: a 99th percentile needs 368 independent ones.
+    """
+    if not np.all(np.isfinite(samples)):
+        return None
+    ordered = np.sort(samples)
+    # Of ranks, because a single outlier would hide the correlation of everything else.
+    size = int(effective_size(np.searchsorted(ordered, samples).astype(np.float64)))
+    below = _binomial_cdf(size, share)
+    low, high = int(np.sum(below <= TAIL)), int(np.searchsorted(below, 1 - TAIL)) + 1
+    if low < 1 or high > size:
+        return None
+    n = len(samples)
+    return float(ordered[low * n // size - 1]), float(ordered[-(-high * n // size) - 1])
+
+
+def _binomial_cdf(n: int, share: float) -> NDArray[np.float64]:
+    """P(count <= c) for c = 0 to n - 1."""
+    c = np.arange(n + 1)
+    log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1)))))
+    log_ways = log_factorial[n] - log_factorial[c] - log_factorial[n - c]
+    cdf: NDArray[np.float64] = np.cumsum(np.exp(log_ways + c * math.log(share) + (n - c) * math.log1p(-share)))[:n]
+    return cdf
+
+
+FENCE = 1.5
+"""Interquartile ranges beyond the quartiles from which on samples are outliers (Tukey, Exploratory Data Analysis)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """What a median does not say.
+
+    Attributes:
+        cv: coefficient of variation: standard deviation over mean.
+        iqr_ms: interquartile range.
+        drift: median of the last third of the samples over that of the first third, minus 1.
+        drifts: whether the 95 % intervals of these two medians lie apart, which chance alone would do in less than one
+            of a hundred runs.
+        outliers: samples beyond the fences.
+    """
+
+    cv: float
+    iqr_ms: float
+    drift: float
+    drifts: bool
+    outliers: int
+
+
+def spread_of(samples_ms: NDArray[np.float64]) -> Spread:
+    """Of samples in the order in which they were taken, three or more."""
+    low, high = (float(quartile) for quartile in np.percentile(samples_ms, (25, 75)))
+    fence = FENCE * (high - low)
+    third = len(samples_ms) // 3
+    first, last = samples_ms[:third], samples_ms[-third:]
+    bounds = quantile_interval(first, 0.5), quantile_interval(last, 0.5)
+    return Spread(
+        cv=float(np.std(samples_ms, ddof=1) / np.mean(samples_ms)),
+        iqr_ms=high - low,
+        drift=float(np.median(last) / np.median(first) - 1),
+        drifts=bounds[0] is not None
+        and bounds[1] is not None
+        and (bounds[0][1] < bounds[1][0] or bounds[1][1] < bounds[0][0]),
+        outliers=int(np.sum((samples_ms < low - fence) | (samples_ms > high + fence))),
+    )

@@ -1,0 +1,99 @@
+"""Pass or fail, with every reason. A gate that could not be evaluated fails, and so does a build that ran nowhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+from mod_export.benchmark.speedup import gated_bucket
+from mod_export.results.base import PairRow
+from mod_export.results.latency import SpeedupRow
+from mod_export.results.parity import ParityRow
+from mod_export.results.report import Verdict
+from mod_export.results.structure import CausalityRow, StructureRow
+from mod_export.types import Bucket, ModelKind, Setting
+
+__all__ = ["judge"]
+
+QUIETER = "take more samples (latency.max_samples, latency.max_seconds), or a quieter machine"
+
+
+def judge(
+    expected: Sequence[Setting],
+    buckets: Sequence[Bucket],
+    *,
+    parity: Sequence[ParityRow] | None,
+    speedup: Sequence[SpeedupRow] | None,
+    min_speedup: float,
+    structure: Sequence[StructureRow] = (),
+    causality: Sequence[CausalityRow] = (),
+) -> Verdict:
+    """The verdict over everything that this machine can run.
+
+    Args:
+        expected: every (target, bucket, dtype) that was built and can run here.
+        buckets: all buckets of the build.
+        parity: the rows of both models of all of them, because a ratio to a dense baseline that computes something else
+            would mean nothing; None when parity was not asked for.
+        speedup: likewise.
+        min_speedup: the gate of the configuration; 0 is no gate, and then no speed-up row is required.
+        structure: what was found in the files without running them.
+        causality: whether logits depend on later tokens, and whether they may.
+    """
+    reasons = [f"{row.path}: {reason}" for row in structure if not row.passed for reason in row.reasons]
+    if not expected:
+        nothing = (
+            "nothing that was built can run on this machine, so no gate was evaluated; copy the build folder to where "
+            "it runs and use mod-export validate and bench there"
+        )
+        return Verdict(status="fail", reasons=(*reasons, nothing))
+    if parity is not None:
+        for kind in get_args(ModelKind):
+            of_kind = [row for row in parity if row.model == kind]
+            reasons += _missing(expected, of_kind, f"parity of the {kind} engine was not checked")
+        reasons += [
+            f"{row.name} {row.model}: parity: {reason}" for row in parity if not row.passed for reason in _why(row)
+        ]
+    reasons += [
+        f"{row.name} {row.model}: causality: the spec says that nothing looks ahead, and changing the end of a text "
+        f"changed logits from position {row.earliest_change} on before the change"
+        for row in causality
+        if row.declared and not row.causal
+    ]
+    if speedup is not None:
+        reasons += _ungated(expected, speedup, gated_bucket(buckets), min_speedup) if min_speedup > 0 else []
+        reasons += [_too_slow(row) for row in speedup if row.passed is False]
+    return Verdict(status="fail" if reasons else "pass", reasons=tuple(reasons))
+
+
+def _missing(expected: Iterable[Setting], rows: Iterable[PairRow], what: str) -> list[str]:
+    present = {row.pair_key for row in rows}
+    keys = {(one.target, one.dtype, one.role, one.bucket.name): one for one in expected}
+    return [f"{setting}: {what}" for key, setting in keys.items() if key not in present]
+
+
+def _ungated(
+    expected: Sequence[Setting], speedup: Sequence[SpeedupRow], gated: Bucket, min_speedup: float
+) -> list[str]:
+    required = [setting for setting in expected if setting.bucket == gated]
+    if not required:
+        return [f"{gated.name}: no target can run the largest bucket here, and the speed-up gate applies to it"]
+    return _missing(required, speedup, f"the speed-up was not measured, and the gate is {min_speedup:.2f}x")
+
+
+def _why(row: ParityRow) -> Sequence[str]:
+    return row.reasons or ("failed, and the check gave no reason",)
+
+
+def _too_slow(row: SpeedupRow) -> str:
+    low, high = row.ci95
+    found = f"{row.name}: speed-up {row.measured:.3f}x (95 % interval {low:.3f} to {high:.3f})"
+    if row.gate is None or not math.isfinite(row.measured):
+        return f"{found} is not a number"
+    gate = f"the gate of {row.gate:.2f}x"
+    if row.control is not None and not row.control.covers_one:
+        return f"{found} cannot be held against {gate}: {row.reason}; {QUIETER}"
+    if high < row.gate:
+        return f"{found} does not reach {gate}: {row.reason or f'FLOPs predict {row.predicted_flops:.2f}x'}"
+    return f"{found} is not clear of {gate}: {QUIETER}"

@@ -1,0 +1,169 @@
+"""Commands that build: build, sweep, demo."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mod_export.cli.boundary import GATE_FAILED, command
+from mod_export.cli.options import PATH, config_of, config_option, named_config, target_option
+from mod_export.outfile import check_place, write_text
+
+if TYPE_CHECKING:
+    from mod_export.config import BuildConfig
+
+__all__ = ["build", "demo", "sweep"]
+
+
+@click.command()
+@click.argument("model", type=PATH)
+@config_option
+@click.option("-o", "--out", metavar="DIR", type=PATH, help="Build folder; default build/NAME.")
+@click.option(
+    "--baseline",
+    metavar="MODEL",
+    type=PATH,
+    help="A dense checkpoint, in place of the dense baseline that is derived from MODEL.",
+)
+@click.option("--capacity", metavar="C", type=float, help="Of every routed layer, in place of the checkpoint's own.")
+@target_option
+@click.option(
+    "--max-memory", metavar="SIZE", help="Memory that the build may use, such as 12GiB; default: what is free."
+)
+@click.option("--report", metavar="FILE", type=PATH, help="Write report.json here as well.")
+@click.option(
+    "--tokenizer",
+    metavar="FILE",
+    type=PATH,
+    help="The model's tokenizer.json, kept in the build folder; default: the one in the MODEL folder, if any.",
+)
+@command
+def build(
+    model: Path,
+    config_file: Path | None,
+    out: Path | None,
+    baseline: Path | None,
+    capacity: float | None,
+    targets: Sequence[str],
+    max_memory: str | None,
+    report: Path | None,
+    tokenizer: Path | None,
+    verbosity: int,
+) -> int:
+    """Build MODEL (model.pt, or a folder of config.json and model.safetensors) for every target."""
+    folder = out or Path("build") / (model.resolve().name.removesuffix(".pt") or "model")
+    config = config_of(config_file, targets, **({} if max_memory is None else {"max_memory": max_memory}))
+    return _build(model, config, folder, baseline, report, verbosity, capacity, tokenizer)
+
+
+def _build(
+    model: Path,
+    config: BuildConfig,
+    folder: Path,
+    baseline: Path | None,
+    report_file: Path | None,
+    verbosity: int,
+    capacity: float | None = None,
+    tokenizer: Path | None = None,
+) -> int:
+    from rich.console import Console
+
+    from mod_export.build_folder.workspace import check_root
+    from mod_export.plan import check_names
+    from mod_export.sources.checkpoint import look_at_checkpoint
+
+    # What can be refused without PyTorch is refused before it is loaded, which takes longer than all of this.
+    check_names(config.targets)
+    for checkpoint in filter(None, (model, baseline)):
+        look_at_checkpoint(checkpoint)
+    check_root(folder)
+    if report_file is not None:
+        check_place(report_file)
+
+    from mod_export.console import Progress
+    from mod_export.pipeline import build as run
+    from mod_export.report import print_report
+
+    progress = Progress(Console(stderr=True), verbosity)
+    try:
+        command = " ".join(["mod-export", *sys.argv[1:]])
+        report = run(model, config, folder, baseline, progress, command, capacity, tokenizer or _own_tokenizer(model))
+    finally:
+        progress.stop()
+    if report_file is not None:
+        write_text(report_file, report.to_json())
+    print_report(report, str(folder))
+    return 0 if report.verdict.status == "pass" else GATE_FAILED
+
+
+def _own_tokenizer(model: Path) -> Path | None:
+    """Beside the weights, as Hugging Face's folders have it."""
+    from mod_export.build_folder.manifest import TOKENIZER
+
+    path = model / TOKENIZER
+    return path if path.is_file() else None
+
+
+@click.command()
+@click.argument("model", type=PATH)
+@click.option("--capacity", "capacities", metavar="C,...", multiple=True, help="Default: the model's own.")
+@click.option("--seq", "seqs", metavar="S,...", multiple=True, help="Lengths; default: the configuration's.")
+@click.option("--batch", "batches", metavar="B,...", multiple=True, help="Default: the configuration's.")
+@click.option("--target", "targets", metavar="T,...", multiple=True, help="Default: the first that can run here.")
+@config_option
+@click.option("-o", "--out", metavar="DIR", type=PATH, help="Folder of the sweep; default build/NAME-sweep.")
+@click.option("--ray", "ray_address", metavar="ADDRESS", help="Spread the cells over this Ray cluster.")
+@command
+def sweep(
+    model: Path,
+    capacities: Sequence[str],
+    seqs: Sequence[str],
+    batches: Sequence[str],
+    targets: Sequence[str],
+    config_file: Path | None,
+    out: Path | None,
+    ray_address: str | None,
+    verbosity: int,
+) -> int:
+    """Build and measure MODEL over a grid: where routing pays, which k to choose, speed against quality."""
+    from rich.console import Console
+
+    from mod_export.sources.checkpoint import look_at_checkpoint
+
+    config = config_of(config_file)
+    look_at_checkpoint(model)
+
+    from mod_export.sweep.grid import Axes
+    from mod_export.sweep.run import exit_code_of
+    from mod_export.sweep.run import sweep as run
+    from mod_export.sweep.text import SweepProgress, render_text
+
+    folder = out or Path("build") / f"{model.resolve().name.removesuffix('.pt') or 'model'}-sweep"
+    axes = Axes(capacities=capacities, seqs=seqs, batches=batches, targets=targets)
+    progress = SweepProgress(Console(stderr=True), verbosity, str(folder))
+    report = run(model, config, folder, axes, ray_address, progress, " ".join(["mod-export", *sys.argv[1:]]))
+    click.echo(render_text(report, str(folder)), nl=False)
+    return exit_code_of(report)
+
+
+@click.command()
+@click.option("-o", "--out", metavar="DIR", type=PATH, default=Path("build/demo"), show_default=True)
+@command
+def demo(out: Path, verbosity: int) -> int:
+    """Build the trained checkpoint that ships with mod-export, then measure a model large enough to be timed."""
+    from mod_export.build_folder.workspace import check_root
+    from mod_export.demo import demo_checkpoint, next_steps, timed_checkpoint
+
+    named = out if out.name not in ("", "..") else out.resolve()
+    timed_out = named.with_name(f"{named.name}-timed")
+    check_root(timed_out)
+    checkpoint = demo_checkpoint()
+    trained = _build(checkpoint, named_config("demo"), out, None, None, verbosity)
+    with timed_checkpoint() as untrained:
+        timed = _build(untrained, named_config("bench"), timed_out, None, None, verbosity)
+    click.echo(next_steps(checkpoint, out, timed_out, sys.argv[0]))
+    return trained or timed

@@ -1,0 +1,129 @@
+"""Commands that only show something: report, inspect, targets, config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from inspect import cleandoc
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mod_export.cli.boundary import command
+from mod_export.cli.options import PATH, config_of, folder_argument
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+__all__ = ["config", "inspect", "report", "targets"]
+
+OPTIONS_PAGE = """# Configuration
+
+Every option of a configuration file, with its default. `mod-export config explain` prints this page, and
+`mod-export config show [CONFIG.toml]` the whole resolved configuration. Reasons for the numbers: docs/numerics.md
+(parity), docs/measurement.md (latency and cost), docs/generation.md."""
+
+
+@click.command()
+@folder_argument
+@click.option("--format", "form", type=click.Choice(["text", "json", "html"]), default="text", show_default=True)
+@command
+def report(folder: Path, form: str, verbosity: int) -> int:
+    """Render what a build measured."""
+    from mod_export.build_folder.manifest import open_folder, verify_files
+    from mod_export.report import print_report, render_html
+    from mod_export.results.report import report_from_json
+
+    manifest = open_folder(folder, verify=False)
+    # Engines may be missing from a copied folder, but a changed report is no measurement.
+    verify_files(folder, manifest.entries(["report.json"]))
+    text = (folder / "report.json").read_text(encoding="utf-8")
+    found = report_from_json(text, str(folder / "report.json"))
+    if form == "text":
+        print_report(found, str(folder))
+    else:
+        # Both are UTF-8 by their own rules, whatever the terminal's encoding.
+        click.echo((text if form == "json" else render_html(found)).encode(), nl=False)
+    return 0
+
+
+@click.command()
+@click.argument("path", metavar="MODEL|GRAPH|DIR", type=PATH)
+@click.option("--text", metavar="FILE|TEXT", help="Show which layer runs which token of it.")
+@click.option("--html", metavar="FILE", type=PATH, help="Write the model as a page, with the routing of a text.")
+@click.option("--png", metavar="FILE", type=PATH, help="The same as a picture.")
+@command
+def inspect(path: Path, text: str | None, html: Path | None, png: Path | None, verbosity: int) -> int:
+    """Show what a model, an ONNX graph or a build folder holds: spec, routing, FLOPs, sizes, operators."""
+    from mod_export.inspect import describe
+
+    click.echo(describe(path, text=text, html=html, png=png), nl=False)
+    return 0
+
+
+@click.command()
+@command
+def targets(verbosity: int) -> int:
+    """List every target, and what this machine can do with it."""
+    from mod_export.engines import ENGINES
+    from mod_export.environment import missing_modules
+
+    # Every engine is built from graphs that PyTorch and ONNX make, whatever its own library is.
+    missing = missing_modules("build")
+    width = max(map(len, ENGINES))
+    for name, engine in ENGINES.items():
+        found = engine.availability()
+        able = [verb for verb, can in (("builds", found.builds and not missing), ("runs", found.runs)) if can]
+        reason = found.reason
+        if found.builds and missing:
+            reason += f'; to build, pip install "mod-export[build]" (missing: {", ".join(missing)})'
+        click.echo(f"{name:<{width}}  {', '.join(able) or '-':<12}  {reason}")
+    return 0
+
+
+@click.group()
+def config() -> None:
+    """Show configurations."""
+
+
+@config.command("show")
+@click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=PATH)
+@command
+def show(config_file: Path | None, verbosity: int) -> int:
+    """Print the whole resolved configuration."""
+    from mod_export.config import toml_from_config
+
+    click.echo(toml_from_config(config_of(config_file)), nl=False)
+    return 0
+
+
+@config.command()
+@command
+def explain(verbosity: int) -> int:
+    """Print every option with its default and what it means."""
+    from mod_export.config import config_from_toml
+
+    click.echo("\n".join([OPTIONS_PAGE, *_explained(config_from_toml(None), "", set())]))
+    return 0
+
+
+def _explained(section: BaseModel, name: str, known: set[type[BaseModel]]) -> Iterator[str]:
+    """Lines of Markdown about a table of the configuration and those below it; `known` are explained already."""
+    from pydantic import BaseModel
+
+    kind = type(section)
+    fields = {field.alias or key: (getattr(section, key), field) for key, field in kind.model_fields.items()}
+    options = {key: pair for key, pair in fields.items() if not isinstance(pair[0], BaseModel)}
+    if options:
+        yield from ("", f"## [{name}]" if name else "## Top level", "")
+    if kind in known:
+        yield "Defaults: " + ", ".join(f"`{key} = {json.dumps(value)}`" for key, (value, _) in options.items()) + "."
+    elif options:
+        yield from (cleandoc(kind.__doc__ or ""), "")
+        for key, (value, field) in options.items():
+            yield f"* `{key} = {json.dumps(value)}`: {' '.join((field.description or '').split())}"
+    known.add(kind)
+    for key, (value, _) in fields.items():
+        if isinstance(value, BaseModel):
+            yield from _explained(value, f"{name}.{key}".removeprefix("."), known)

@@ -1,0 +1,80 @@
+"""Commands that check and time a finished build folder on this machine: validate, bench."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from mod_export.cli.boundary import GATE_FAILED, command
+from mod_export.cli.options import PATH, config_of, config_option, folder_argument, target_option
+
+__all__ = ["bench", "validate"]
+
+
+@click.command()
+@folder_argument
+@target_option
+@config_option
+@click.option(
+    "--model", "checkpoint", metavar="MODEL", type=PATH, help="Compare with this checkpoint, not the folder's weights."
+)
+@command
+def validate(
+    folder: Path, targets: Sequence[str], config_file: Path | None, checkpoint: Path | None, verbosity: int
+) -> int:
+    """Check a build folder again: files, weights, parity and causality, without the checkpoint."""
+    from mod_export.report.validate_and_bench import render_validation, text_lines
+    from mod_export.rerun import validate_folder
+    from mod_export.results.generation import QualityRow, TextsRow
+    from mod_export.results.parity import ParityRow
+    from mod_export.results.structure import CausalityRow, StructureRow
+
+    config = config_of(config_file) if config_file else None
+    with _live_line("validate", verbosity):
+        found = validate_folder(folder, config, targets, checkpoint)
+    rows = found.rows
+    notes = [*found.notes, *text_lines(rows(TextsRow), rows(QualityRow))]
+    text = render_validation(rows(StructureRow), rows(ParityRow), rows(CausalityRow), found.verdict, notes)
+    click.echo(text, nl=False)
+    return 0 if found.verdict.status == "pass" else GATE_FAILED
+
+
+@click.command()
+@folder_argument
+@target_option
+@config_option
+@command
+def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbosity: int) -> int:
+    """Measure the latency of a build folder against its dense baseline again."""
+    from mod_export.report.validate_and_bench import render_precision, render_prompts, render_speedup, render_steps
+    from mod_export.rerun import bench_folder
+    from mod_export.results.generation import DecodeRow, FirstTokenRow
+    from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
+
+    config = config_of(config_file) if config_file else None
+    with _live_line("bench", verbosity):
+        found = bench_folder(folder, config, targets)
+    rows = found.rows
+    click.echo(render_speedup(rows(LatencyRow), rows(SpeedupRow), found.verdict), nl=False)
+    click.echo(render_precision(rows(PrecisionRow)), nl=False)
+    click.echo(render_steps(rows(DecodeRow)), nl=False)
+    click.echo(render_prompts(rows(FirstTokenRow)), nl=False)
+    return 0 if found.verdict.status == "pass" else GATE_FAILED
+
+
+@contextlib.contextmanager
+def _live_line(name: str, verbosity: int) -> Iterator[None]:
+    """Shows on a terminal that the command is at work; nothing with -q."""
+    from rich.console import Console
+
+    from mod_export.console import Progress
+
+    progress = Progress(Console(stderr=True), verbosity)
+    progress.stage_started(name)
+    try:
+        yield
+    finally:
+        progress.stop()

@@ -1,0 +1,14 @@
+"""The table of targets. A new engine is one file beside this one and one line here."""
+
+from __future__ import annotations
+
+from mod_export.engines.inductor import Inductor
+from mod_export.engines.ort import OrtCpu, OrtCuda
+from mod_export.engines.protocol import EngineBuilder
+from mod_export.engines.trt import TensorRT, TensorRTRTX
+
+__all__ = ["ENGINES"]
+
+ENGINES: dict[str, EngineBuilder] = {
+    engine.name: engine for engine in (OrtCpu(), OrtCuda(), Inductor(), TensorRT(), TensorRTRTX())
+}

@@ -1,0 +1,255 @@
+"""torch.compile, packaged ahead of time by AOTInductor: native code for this machine's CPU, without weights.
+
+A package contains code only. It gets its weights when it is loaded, so all buckets share one weights file on disk and,
+memory-mapped, in memory. The code includes the C++ source that it was compiled from, one call after the other without
+branches: the i-th call that the profiler sees is the i-th call of the source, which says what weights it reads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from mod_export.config import BuildConfig
+from mod_export.engines.protocol import EngineJob, check_feeds, check_outputs
+from mod_export.environment import cpu_features, package_version
+from mod_export.errors import EngineError, TargetError
+from mod_export.types import PRIMARY, Availability, Bucket, Dialect, Engine, Kernel, ModelKind, Profile, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Inductor", "calls_of_package", "kernels_of_calls"]
+
+US_PER_MS = 1000
+CALL = re.compile(r"^\s*(?:AOTI_TORCH_ERROR_CODE_CHECK\()?(aoti_torch_cpu_\w+|cpp_fused_\w+)\((.*)\);", re.MULTILINE)
+CONSTANT = re.compile(r'constants_info_\[(\d+)\]\.(?:name|original_fqn) = "([^"]*)";')
+KERNEL = re.compile(r"(?:^|_)(aoti_torch_cpu_\w+|cpp_fused_\w+)$")
+
+Call = tuple[str, tuple[str, ...]]
+
+
+class InductorRunner:
+    """A loaded package. Its metadata has the shapes of its inputs and the names of its outputs."""
+
+    def __init__(
+        self, package: Any, metadata: Mapping[str, str], weights: Mapping[str, torch.Tensor], where: str, threads: int
+    ):
+        import torch
+
+        self._torch = torch
+        self._package = package
+        self._where = where
+        self._shapes = {
+            "input_ids": (int(metadata["batch"]), int(metadata["seq"])),
+            "lengths": (int(metadata["batch"]),),
+        }
+        self.inputs = tuple(self._shapes)
+        self.outputs = tuple(metadata["outputs"].split(","))
+        self.threads = threads or torch.get_num_threads()
+        self.providers: tuple[str, ...] = ("AOTInductor CPU",)
+        names = package.get_constant_fqns()
+        missing = [name for name in names if name not in weights]
+        if missing:
+            raise EngineError(f"{where}: the weights file holds no {', '.join(missing[:3])}; build again")
+        # user_managed: the package reads these tensors in place, so they must be kept alive as long as it is.
+        self._weights = {name: weights[name] for name in names}
+        package.load_constants(self._weights, check_full_update=True, user_managed=True)
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        check_feeds(self._where, self._shapes, feeds)
+        wanted = list(outputs or self.outputs)
+        check_outputs(self._where, self.outputs, wanted)
+        torch = self._torch
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        with torch.no_grad():
+            results = self._package(*(torch.from_numpy(feeds[name]) for name in self.inputs))
+        named = dict(zip(self.outputs, results, strict=True))
+        return {name: named[name].numpy() for name in wanted}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._package
+
+
+class Inductor:
+    """AOTInductor for the CPU it is built on."""
+
+    name: ClassVar[str] = "inductor"
+    dialect: ClassVar[Dialect] = Dialect(name="AOTInductor", max_opset=0)
+    from_onnx: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
+    binds: ClassVar[bool] = False
+    embeds_weights: ClassVar[bool] = False
+    suffix: ClassVar[str] = ".pt2"
+
+    def availability(self) -> Availability:
+        if package_version("torch") is None:
+            return Availability(builds=False, runs=False, reason="torch is not installed; install mod-export[build]")
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            compiler = get_cpp_compiler()
+        except (InvalidCxxCompiler, OSError):
+            return Availability(
+                builds=False, runs=True, reason="no C++ compiler; install g++ to build, running needs none"
+            )
+        return Availability(builds=True, runs=True, reason=f"torch {package_version('torch')}, {compiler}")
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.inductor.dtypes]
+
+    def versions(self) -> Mapping[str, str]:
+        return {"torch": package_version("torch") or ""}
+
+    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
+        return []
+
+    def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
+        import torch
+        from torch._inductor import exc
+
+        outputs = [PRIMARY[job.graph.outputs], *(f"routed_{layer}" for layer, k in job.graph.k_by_layer.items() if k)]
+        metadata = {
+            "batch": str(job.graph.bucket.batch),
+            "seq": str(job.graph.bucket.seq),
+            "outputs": ",".join(outputs),
+            "cpu": ",".join(sorted(cpu_features())),
+        }
+        options = {
+            "aot_inductor.package_constants_in_so": False,
+            "aot_inductor.metadata": metadata,
+            # Otherwise the kernels are compiled for the number of threads that this process happens to have.
+            "cpp.dynamic_threads": True,
+            # Marks every kernel for the profiler; without a profiler, a mark costs a fraction of a microsecond.
+            "cpp.enable_kernel_profile": True,
+        }
+        program = job.exported_program()
+        _forget_sources(program)
+        try:
+            with warnings.catch_warnings():
+                # torch itself uses what it has deprecated while it compiles.
+                warnings.simplefilter("ignore")
+                torch._inductor.aoti_compile_and_package(
+                    program, package_path=str(destination), inductor_configs=options
+                )
+        except (exc.InductorError, exc.CppCompileError, RuntimeError) as error:
+            raise EngineError(f"{destination.name}: AOTInductor failed: {str(error).splitlines()[0]}") from error
+
+    def load(
+        self,
+        root: Path,
+        engine: Engine,
+        config: BuildConfig,
+        threads: int,
+        weights: Mapping[str, np.ndarray] | None = None,
+    ) -> InductorRunner:
+        import torch
+        from safetensors.torch import load_file
+
+        assert engine.weights is not None
+        try:
+            package = torch._inductor.aoti_load_package(str(root / engine.path))
+        except RuntimeError as error:
+            raise EngineError(f"{engine.path}: AOTInductor cannot load it: {str(error).splitlines()[0]}") from error
+        metadata = package.get_metadata()
+        missing = set(filter(None, metadata["cpu"].split(","))) - cpu_features()
+        if missing:
+            # Running it would end the process with an illegal instruction.
+            raise TargetError(
+                f"{engine.path}: compiled for a CPU with {', '.join(sorted(missing))}, which this one lacks; build "
+                "again here"
+            )
+        tensors = load_file(root / engine.weights)
+        tensors |= {name: torch.from_numpy(array) for name, array in (weights or {}).items()}
+        return InductorRunner(package, metadata, tensors, f"inductor {engine.path}", threads)
+
+    def profile(
+        self,
+        root: Path,
+        engine: Engine,
+        config: BuildConfig,
+        threads: int,
+        feeds: Mapping[str, np.ndarray],
+        runs: int,
+    ) -> Profile:
+        with self.load(root, engine, config, threads) as runner:
+            calls = calls_of_package(root / engine.path)
+            used = {name: array for name, array in feeds.items() if name in runner.inputs}
+            runner.run(used)
+            kernels = kernels_of_calls(lambda: runner.run(used), runs, calls, f"inductor {engine.path}")
+        return Profile(profiler=f"torch.profiler {package_version('torch')}", runs=runs, kernels=kernels)
+
+
+def _forget_sources(program: torch.export.ExportedProgram) -> None:
+    """Drops source lines of the model: each kernel's mark would copy them in every run, with paths of this machine."""
+    import torch
+
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)
+
+
+def calls_of_package(path: Path) -> tuple[Call, ...]:
+    """(kernel, state_dict names of the constants that it reads) of every call of a package, in order."""
+    with zipfile.ZipFile(path) as package:
+        names = [name for name in package.namelist() if name.endswith(".wrapper.cpp")]
+        source = "\n".join(package.read(name).decode() for name in names)
+    pairs = defaultdict(list)
+    for index, name in CONSTANT.findall(source):
+        pairs[index].append(name)
+    stored = {found[0]: found[-1] for found in pairs.values()}
+    return tuple(
+        (kernel, tuple(dict.fromkeys(stored[word] for word in re.findall(r"\w+", arguments) if word in stored)))
+        for kernel, arguments in CALL.findall(source)
+    )
+
+
+def kernels_of_calls(run: Callable[[], Any], runs: int, calls: Sequence[Call], where: str) -> tuple[Kernel, ...]:
+    """Kernels of `runs` runs, in the order in which they first ran; equal calls are summed up.
+
+    Empty where a package has no marks for the profiler: torch writes them on Linux and on Windows only.
+
+    Raises:
+        EngineError: the package did not run the same way every time.
+    """
+    # Otherwise torch's profiler writes to stderr when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(runs):
+            run()
+    events = sorted(profiler.events() or (), key=lambda event: event.time_range.start)
+    found = [(match[1], event) for event in events if (match := KERNEL.search(event.name))]
+    names = [name for name, _ in found]
+    length = len(found) // runs
+    if names != names[:length] * runs:
+        raise EngineError(
+            f"{where}: torch's profiler saw {len(found)} kernels in {runs} runs, expected the same ones in every run; "
+            "build the engine again with this mod-export"
+        )
+    known = [name for name, _ in calls] == names[:length]
+    identities = list(calls) if known else [(name, ()) for name in names[:length]]
+    ms_by_run: dict[Call, list[float]] = defaultdict(lambda: [0.0] * runs)
+    for number, (_, event) in enumerate(found):
+        ms_by_run[identities[number % length]][number // length] += event.cpu_time_total / US_PER_MS
+    return tuple(
+        Kernel(name=name, operator=name, weights=weights, ms=min(ms)) for (name, weights), ms in ms_by_run.items()
+    )

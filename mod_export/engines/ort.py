@@ -1,0 +1,254 @@
+"""ONNX Runtime on the CPU and on CUDA. An engine is a graph of the target's dialect; the weights stay in graphs/."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from mod_export.config import BuildConfig
+from mod_export.engines.ort_c import ort_c
+from mod_export.engines.ort_session import CPU, BoundRunner, OrtRunner, session_from_onnx
+from mod_export.engines.ort_shared import shared_runner
+from mod_export.engines.protocol import EngineJob, Runner
+from mod_export.environment import package_version
+from mod_export.errors import EngineError, TargetError
+from mod_export.types import Availability, Bucket, Dialect, Engine, Kernel, ModelKind, Profile, Variant, primary_output
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+__all__ = ["OrtCpu", "OrtCuda", "kernels_from_trace"]
+
+CUDA = "CUDAExecutionProvider"
+NO_CUDA = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
+KERNEL_TIME = "_kernel_time"
+"""Ends the name of the event of a kernel in ONNX Runtime's profile."""
+US_PER_MS = 1000
+
+
+class _Ort(ABC):
+    """What the two targets have in common: an engine is the graph itself, after a session could be opened on it."""
+
+    name: ClassVar[str]
+    dialect: ClassVar[Dialect]
+    from_onnx: ClassVar[bool] = True
+    apart: ClassVar[bool] = False
+    binds: ClassVar[bool] = False
+    embeds_weights: ClassVar[bool] = False
+    suffix: ClassVar[str] = ".onnx"
+
+    def versions(self) -> Mapping[str, str]:
+        return {"onnxruntime": package_version("onnxruntime") or ""}
+
+    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
+        return []
+
+    def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
+        graph = job.root / job.graph.path
+        # A graph that cannot be loaded is found here, on the CPU for both targets, and not when it is deployed.
+        session_from_onnx(graph, graph.parent, [CPU], 1, {"session.disable_prepacking": "1"})
+        destination.write_bytes(graph.read_bytes())
+
+    def load(
+        self,
+        root: Path,
+        engine: Engine,
+        config: BuildConfig,
+        threads: int,
+        weights: Mapping[str, np.ndarray] | None = None,
+    ) -> Runner:
+        assert engine.weights is not None
+        session = self._session(root / engine.path, (root / engine.weights).parent, config, threads, weights)
+        return OrtRunner(session, f"{self.name} {engine.path}", threads)
+
+    @abstractmethod
+    def _session(
+        self,
+        path: Path,
+        weights_folder: Path,
+        config: BuildConfig,
+        threads: int,
+        weights: Mapping[str, np.ndarray] | None,
+    ) -> onnxruntime.InferenceSession: ...
+
+
+class OrtCpu(_Ort):
+    """ONNX Runtime's CPU execution provider."""
+
+    name: ClassVar[str] = "ort-cpu"
+    binds: ClassVar[bool] = True
+    dialect: ClassVar[Dialect] = Dialect(
+        name="ONNX Runtime (CPU)",
+        max_opset=26,
+        whole_scores=True,
+        extra_domains=frozenset({"com.microsoft"}),
+        stored_weights=True,
+        rotary_embedding=True,
+        flat_heads=True,
+        branches=True,
+    )
+
+    def availability(self) -> Availability:
+        if package_version("onnxruntime") is None:
+            return Availability(
+                builds=False, runs=False, reason="onnxruntime is not installed; install mod-export[ort]"
+            )
+        return Availability(builds=True, runs=True, reason=f"onnxruntime {package_version('onnxruntime')}")
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.ort_cpu.dtypes]
+
+    def load(
+        self,
+        root: Path,
+        engine: Engine,
+        config: BuildConfig,
+        threads: int,
+        weights: Mapping[str, np.ndarray] | None = None,
+    ) -> Runner:
+        api = ort_c() if weights is None else None
+        if api is None:  # Replaced weights belong to one probe and cannot be shared.
+            return super().load(root, engine, config, threads, weights)
+        assert engine.weights is not None
+        where = f"{self.name} {engine.path}"
+        return shared_runner(api, root / engine.path, root / engine.weights, where, threads)
+
+    def _session(
+        self,
+        path: Path,
+        weights_folder: Path,
+        config: BuildConfig,
+        threads: int,
+        weights: Mapping[str, np.ndarray] | None,
+    ) -> onnxruntime.InferenceSession:
+        return session_from_onnx(path, weights_folder, [CPU], threads, {}, weights)
+
+    def profile(
+        self,
+        root: Path,
+        engine: Engine,
+        config: BuildConfig,
+        threads: int,
+        feeds: Mapping[str, np.ndarray],
+        runs: int,
+    ) -> Profile:
+        assert engine.weights is not None
+        with tempfile.TemporaryDirectory() as folder:
+            session = session_from_onnx(
+                root / engine.path, (root / engine.weights).parent, [CPU], threads, {}, profile=Path(folder) / "profile"
+            )
+            with OrtRunner(session, f"{self.name} {engine.path}", threads) as runner:
+                used = {name: array for name, array in feeds.items() if name in runner.inputs}
+                for _ in range(1 + runs):
+                    runner.run(used, [primary_output(runner.outputs)])
+            kernels = kernels_from_trace(Path(session.end_profiling()), runs)
+        return Profile(profiler=f"ONNX Runtime {package_version('onnxruntime')}", runs=runs, kernels=kernels)
+
+
+class OrtCuda(_Ort):
+    """ONNX Runtime's CUDA execution provider. Refuses a session that would run on the CPU without saying so."""
+
+    name: ClassVar[str] = "ort-cuda"
+    dialect: ClassVar[Dialect] = Dialect(name="ONNX Runtime (CUDA)", max_opset=26)
+
+    def availability(self) -> Availability:
+        if package_version("onnxruntime") is None:
+            reason = "onnxruntime-gpu is not installed; install mod-export[ort-gpu]"
+            return Availability(builds=False, runs=False, reason=reason)
+        import onnxruntime as ort
+
+        if CUDA not in ort.get_available_providers():
+            return Availability(builds=False, runs=False, reason=NO_CUDA)
+        # The wheel lists the provider even where there is no device.
+        devices = [device for device in ort.get_ep_devices() if device.ep_name == CUDA]
+        if not devices and not Path("/proc/driver/nvidia/version").exists():
+            return Availability(
+                builds=False, runs=False, reason="onnxruntime-gpu is installed, but there is no NVIDIA GPU"
+            )
+        return Availability(builds=True, runs=True, reason=f"onnxruntime-gpu {package_version('onnxruntime')} on CUDA")
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.ort_cuda.dtypes]
+
+    def load(
+        self,
+        root: Path,
+        engine: Engine,
+        config: BuildConfig,
+        threads: int,
+        weights: Mapping[str, np.ndarray] | None = None,
+    ) -> Runner:
+        assert engine.weights is not None
+        session = self._session(root / engine.path, (root / engine.weights).parent, config, threads, weights)
+        where = f"{self.name} {engine.path}"
+        return BoundRunner(session, where, threads, "cuda", config.target.ort_cuda.device)
+
+    def _session(
+        self,
+        path: Path,
+        weights_folder: Path,
+        config: BuildConfig,
+        threads: int,
+        weights: Mapping[str, np.ndarray] | None,
+    ) -> onnxruntime.InferenceSession:
+        import onnxruntime as ort
+
+        if CUDA not in ort.get_available_providers():
+            raise TargetError(f"ort-cuda: {NO_CUDA}")
+        # TF32 rounds float32 products to 10 bits, which no float32 parity gate would pass. Probes with replaced weights
+        # run once, so recording a CUDA graph for them would only cost time.
+        options = {"device_id": str(config.target.ort_cuda.device), "use_tf32": "0"}
+        if weights is None and config.target.ort_cuda.cuda_graph:
+            options["enable_cuda_graph"] = "1"
+        try:
+            session = session_from_onnx(
+                path,
+                weights_folder,
+                [(CUDA, options)],
+                threads,
+                {"session.disable_cpu_ep_fallback": "1"},
+                weights,
+            )
+        except EngineError as error:
+            raise TargetError(f"ort-cuda: no CUDA session on this machine: {error}") from error
+        if CUDA not in session.get_providers():
+            raise TargetError(f"ort-cuda: the session runs on {', '.join(session.get_providers())}, not on CUDA")
+        return session
+
+
+def kernels_from_trace(path: Path, runs: int) -> tuple[Kernel, ...]:
+    """Kernels of the last `runs` runs of a session, in the order in which they first ran.
+
+    Raises:
+        EngineError: not a profile of ONNX Runtime, or of fewer runs.
+    """
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EngineError(f"{path.name}: ONNX Runtime's profile is damaged ({error}); measure again") from error
+    begins = sorted(event["ts"] for event in events if event["name"] == "model_run")[-runs:]
+    if len(begins) < runs:
+        raise EngineError(f"{path.name}: ONNX Runtime's profile holds {len(begins)} runs, expected {runs}")
+    kernels = [event for event in events if event["cat"] == "Node" and event["name"].endswith(KERNEL_TIME)]
+    operators: dict[str, str] = {}
+    ms_by_run: dict[str, list[float]] = defaultdict(lambda: [0.0] * runs)
+    for event in sorted(kernels, key=lambda event: event["ts"]):
+        run = _run_of(event, begins)
+        if run is not None:
+            name = event["name"].removesuffix(KERNEL_TIME)
+            operators.setdefault(name, event["args"]["op_name"])
+            ms_by_run[name][run] += event["dur"] / US_PER_MS
+    return tuple(Kernel(name=name, operator=operators[name], ms=min(ms)) for name, ms in ms_by_run.items())
+
+
+def _run_of(event: dict[str, Any], begins: list[float]) -> int | None:
+    """The number of the run that an event belongs to; None for events before the first run that counts."""
+    before = sum(begin <= event["ts"] for begin in begins)
+    return before - 1 if before else None

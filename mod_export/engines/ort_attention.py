@@ -1,0 +1,130 @@
+"""How many queries one block of causal attention should have on ONNX Runtime's CPU kernels: measured on this machine.
+
+Small blocks compute fewer scores that the mask hides; large blocks multiply larger matrices. The best size depends on
+the processor's caches and on the length, so the sizes are timed one after the other on an attention of the same shape.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mod_export.export.passes.query_blocks import QueryBlocks
+from mod_export.types import Dialect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import onnx_ir as ir
+
+__all__ = ["AttentionShape", "default_block", "fastest_block", "is_measured", "time_blocks"]
+
+SHORTEST = 128
+"""Tokens below which nothing can be gained: the whole attention takes less than a millisecond."""
+BLOCKS = (32, 64, 128, 256)
+DEFAULT = 64
+MUST_TAKE_LESS_THAN = 0.95
+"""Share of the default's time below which another size replaces it: timing noise must not decide what is built."""
+MOST_SCORES = 2**28
+"""Scores (a GiB in float32) beyond which the whole attention is neither timed nor used."""
+ROUNDS = 9
+SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AttentionShape:
+    """A causal self-attention: B rows, H heads of queries, G of keys, T tokens, heads of width E."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"b{self.batch}h{self.heads}g{self.kv_heads}t{self.tokens}e{self.width}"
+
+
+def default_block(tokens: int) -> int:
+    """Queries of a block where nothing was measured; `tokens` means one block."""
+    return DEFAULT if tokens >= SHORTEST else tokens
+
+
+def is_measured(shape: AttentionShape) -> bool:
+    """Whether an attention is long enough for blocks to matter."""
+    return shape.tokens >= SHORTEST
+
+
+def time_blocks(shape: AttentionShape, threads: int) -> dict[int, float]:
+    """Milliseconds of the fastest round, by queries of a block; the number of tokens means the whole attention.
+
+    Args:
+        shape: of the attention.
+        threads: threads inside one operator; 0 leaves ONNX Runtime's choice.
+
+    Returns:
+        Empty for an attention that is too short to split.
+    """
+    if not is_measured(shape):
+        return {}
+    sizes = [block for block in BLOCKS if block < shape.tokens]
+    if shape.batch * shape.heads * shape.tokens**2 <= MOST_SCORES:
+        sizes.append(shape.tokens)
+    runs = {block: _run(shape, block, threads) for block in sizes}
+    samples_ms: dict[int, list[float]] = {block: [] for block in sizes}
+    deadline = time.perf_counter() + SECONDS
+    for done in range(1 + ROUNDS):
+        for block, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            samples_ms[block].append(1e3 * (time.perf_counter() - begin))
+        if done > 1 and time.perf_counter() > deadline:
+            break
+    # The first round fills caches and memory arenas.
+    return {block: min(ms[1:]) for block, ms in samples_ms.items()}
+
+
+def fastest_block(shape: AttentionShape, ms: Mapping[int, float]) -> int:
+    """The default size, or another one that is clearly faster."""
+    usual = default_block(shape.tokens)
+    if usual not in ms:
+        return usual
+    best = min(ms, key=lambda block: ms[block])
+    return best if ms[best] < MUST_TAKE_LESS_THAN * ms[usual] else usual
+
+
+def _run(shape: AttentionShape, block: int, threads: int) -> Callable[[], object]:
+    import onnx_ir as ir
+    import onnxruntime as ort
+
+    model = _attention(shape)
+    dialect = replace(Dialect(name="timed", max_opset=23), query_blocks=((shape.tokens, block),))
+    QueryBlocks().run(model, dialect, "float32")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    graph = ir.to_proto(model).SerializeToString()
+    session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    feeds = {item.name: rng.standard_normal(item.shape, np.float32) for item in session.get_inputs()}
+    return lambda: session.run(None, feeds)
+
+
+def _attention(shape: AttentionShape) -> ir.Model:
+    import onnx_ir as ir
+
+    heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
+    float32 = ir.TensorType(ir.DataType.FLOAT)
+    q, k, v = (
+        ir.Value(name=name, type=float32, shape=ir.Shape([shape.batch, count, shape.tokens, shape.width]))
+        for name, count in heads.items()
+    )
+    node = ir.node("Attention", [q, k, v], {"is_causal": 1}, num_outputs=1, name="attention")
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "y", float32, q.shape
+    graph = ir.Graph([q, k, v], node.outputs, nodes=[node], opset_imports={"": 23}, name="attention")
+    return ir.Model(graph, ir_version=10)

@@ -1,0 +1,204 @@
+"""Sessions of ONNX Runtime on graphs whose weights are in another folder, and the two runners of such a session."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mod_export.engines.protocol import Port, check_bound, check_feeds, check_outputs
+from mod_export.errors import EngineError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+__all__ = ["CPU", "BoundRunner", "OrtRunner", "session_from_onnx"]
+
+CPU = "CPUExecutionProvider"
+DTYPES: Mapping[str, type[np.generic]] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
+"""Element type of an input or output -> NumPy dtype."""
+FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
+"""Session option that lets a graph in engines/ use weights in graphs/: ONNX only allows files beside the graph."""
+
+
+class OrtRunner:
+    """A session with inputs and outputs of static shape."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, where: str, threads: int) -> None:
+        self._session_or_none: onnxruntime.InferenceSession | None = session
+        self._where = where
+        self._shapes = {item.name: tuple(item.shape) for item in session.get_inputs()}
+        self._dtypes = {item.name: np.dtype(DTYPES[item.type]) for item in session.get_inputs() if item.type in DTYPES}
+        self.inputs = tuple(self._shapes)
+        self.outputs = tuple(item.name for item in session.get_outputs())
+        self.providers = tuple(session.get_providers())
+        self.threads = threads
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        check_feeds(self._where, self._shapes, feeds, self._dtypes)
+        wanted = list(outputs or self.outputs)
+        check_outputs(self._where, self.outputs, wanted)
+        try:
+            return self._results(feeds, wanted)
+        except self._errors() as error:
+            raise EngineError(f"{self._where}: ONNX Runtime failed: {str(error).splitlines()[0]}") from error
+
+    def _results(self, feeds: Mapping[str, np.ndarray], wanted: list[str]) -> dict[str, np.ndarray]:
+        return dict(zip(wanted, self._session.run(wanted, dict(feeds)), strict=True))
+
+    @property
+    def _session(self) -> onnxruntime.InferenceSession:
+        if self._session_or_none is None:
+            raise EngineError(f"{self._where}: the session is closed; open another one")
+        return self._session_or_none
+
+    @property
+    def ports(self) -> Mapping[str, Port]:
+        """Element type of an input or output -> NumPy dtype."""
+        both = (*self._session.get_inputs(), *self._session.get_outputs())
+        return {item.name: Port(tuple(item.shape), np.dtype(DTYPES[item.type])) for item in both}
+
+    def bind(self, feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
+        check_bound(self._where, self.ports, feeds, outputs)
+        binding, held = self._session.io_binding(), (*feeds.values(), *outputs.values())
+        for name, array in feeds.items():
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+        errors: tuple[type[Exception], ...] = (RuntimeError, *_vendor_errors())
+
+        def run() -> None:
+            assert held
+            try:
+                self._session.run_with_iobinding(binding)
+            except errors as error:
+                raise EngineError(f"{self._where}: ONNX Runtime failed: {str(error).splitlines()[0]}") from error
+
+        return run
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        return _vendor_errors()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session_or_none = None
+
+
+class BoundRunner(OrtRunner):
+    """A session whose inputs and outputs have fixed addresses in the memory of one device, as a CUDA graph needs.
+
+    A CUDA graph is recorded once, addresses included, and then launched as a whole, without the time for launching
+    kernels one by one (https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, "Using CUDA
+    Graphs"). Every bucket has static shapes, so every bucket can be one. `run` copies its feeds to the device and the
+    wanted outputs back; one thread runs at a time.
+    """
+
+    def __init__(
+        self, session: onnxruntime.InferenceSession, where: str, threads: int, device: str, device_id: int
+    ) -> None:
+        import onnxruntime as ort
+
+        super().__init__(session, where, threads)
+        self._turn = threading.Lock()
+        self._binding = session.io_binding()
+        self._values = {
+            item.name: ort.OrtValue.ortvalue_from_shape_and_type(item.shape, DTYPES[item.type], device, device_id)
+            for item in (*session.get_inputs(), *session.get_outputs())
+        }
+        for item in session.get_inputs():
+            self._binding.bind_ortvalue_input(item.name, self._values[item.name])
+        for item in session.get_outputs():
+            self._binding.bind_ortvalue_output(item.name, self._values[item.name])
+
+    def _results(self, feeds: Mapping[str, np.ndarray], wanted: list[str]) -> dict[str, np.ndarray]:
+        with self._turn:
+            for name, array in feeds.items():
+                self._values[name].update_inplace(np.ascontiguousarray(array))
+            self._session.run_with_iobinding(self._binding)
+            # A copy, even if the device is this CPU: the next run writes to the same address.
+            return {name: np.array(self._values[name].numpy()) for name in wanted}
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        # `run_with_iobinding` raises this instead of ONNX Runtime's own errors.
+        return (RuntimeError,)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._values.clear()
+        del self._binding
+        super().__exit__(kind, error, trace)
+
+
+def session_from_onnx(
+    path: Path,
+    weights_folder: Path,
+    providers: Sequence[Any],
+    threads: int,
+    entries: Mapping[str, str],
+    weights: Mapping[str, np.ndarray] | None = None,
+    *,
+    optimized: bool = True,
+    profile: Path | None = None,
+) -> onnxruntime.InferenceSession:
+    """Opens a session on a graph whose weights are in another folder.
+
+    Args:
+        path: the graph.
+        weights_folder: where its external data is.
+        providers: execution providers, each a name or (name, options).
+        threads: threads inside one operator; 0 leaves ONNX Runtime's choice.
+        entries: further session configuration.
+        weights: tensors that replace external data of the same name.
+        optimized: False keeps every node as it is in the graph.
+        profile: prefix of the file that ONNX Runtime writes its profile to.
+
+    Raises:
+        EngineError: ONNX Runtime refuses the graph, or one of `weights` is no external data of it.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights_folder.resolve()))
+    # Threads of an idle session must not spin on the cores of the session that is being timed.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    try:
+        if weights:
+            values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+            options.add_external_initializers(list(weights), values)
+        return ort.InferenceSession(str(path), options, providers=list(providers))
+    except _vendor_errors() as error:
+        raise EngineError(f"{path.name}: ONNX Runtime refuses this graph: {str(error).splitlines()[0]}") from error
+
+
+def _vendor_errors() -> tuple[type[Exception], ...]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    return (
+        state.Fail, state.InvalidGraph, state.InvalidArgument, state.InvalidProtobuf, state.NotImplemented,
+        state.RuntimeException, state.EPFail, state.NoSuchFile, state.NoModel,
+    )  # fmt: skip

@@ -1,0 +1,345 @@
+"""TensorRT, built on the GPU that runs it, and TensorRT-RTX, built ahead of time for named GPU architectures.
+
+Both build in a process of their own (`trt_worker.py`) and run in this one. The two can be installed side by side; one
+process runs engines of one of them, because Polygraphy decides once for each process which library it drives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from mod_export.config import BuildConfig
+from mod_export.engines.protocol import EngineJob, check_feeds, check_outputs
+from mod_export.environment import cache_folder, package_version
+from mod_export.errors import EngineError, TargetError
+from mod_export.types import Availability, Bucket, Dialect, Engine, ModelKind, Variant
+
+__all__ = ["TensorRT", "TensorRTRTX", "TensorRTRunner", "polygraphy_cuda", "runner_from_engine"]
+
+ALIASED = "get_aliased_input_tensor"
+"""A method of ICudaEngine since TensorRT 10.15."""
+PROBE_SECONDS = 120
+DIALECT = Dialect(
+    name="TensorRT",
+    max_opset=24,
+    topk_limit=3840,
+    scatter_reduction=False,
+    branches=True,
+    cache_update=True,
+    attention_dtypes=frozenset({"float16", "bfloat16"}),
+    # TensorRT-RTX 1.7.1 has attention kernels for these widths of a head, and refuses 8 and 257.
+    attention_widths=(9, 256),
+)
+"""What both libraries take; their parsers come from the same code.
+
+If becomes a conditional layer, of which one branch is executed. TensorScatter (opset 24) becomes a layer that updates a
+cache in place: outside of branches, from an input to an output, since TensorRT 10.15.
+"""
+
+WITHOUT_FLOAT32 = {"sm75": "TensorRT-RTX has no float32 matrix product on sm75, and routers are float32"}
+
+
+def _work(job: Mapping[str, Any], timeout: float | None = None) -> tuple[dict[str, Any], str]:
+    """Runs one job in a worker process.
+
+    Returns:
+        Its result, and the errors that the vendor printed, as one line.
+
+    Raises:
+        EngineError: the worker died.
+    """
+    command = [sys.executable, "-P", "-m", "mod_export.engines.trt_worker"]
+    done = subprocess.run(  # noqa: S603
+        command, input=json.dumps(job), capture_output=True, text=True, errors="replace", timeout=timeout, check=False
+    )
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode:
+        died = f"signal {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"exit {done.returncode}"
+        raise EngineError(f"{job['library']}: the {job['action']} process died ({died}): {' | '.join(lines[-3:])}")
+    errors = list(dict.fromkeys(line.removeprefix("[E]").strip() for line in lines if line.startswith("[E]")))
+    # The parser logs many lines about one error; the last one names both the node and the reason.
+    return json.loads(done.stdout), " | ".join([line for line in errors if "ModelImporter.cpp" not in line] or errors)
+
+
+@cache
+def _probe(library: str) -> dict[str, Any]:
+    """The worker's `probe`, once per process."""
+    try:
+        return _work({"action": "probe", "library": library}, PROBE_SECONDS)[0]
+    except (EngineError, subprocess.TimeoutExpired) as error:
+        problem = f"the probe of {library} failed: {error}"
+        return {"version": "", "devices": [], "architectures": [], "build_problem": problem, "run_problem": problem}
+
+
+def polygraphy_cuda() -> Any:
+    """Polygraphy's CUDA calls, able to find the CUDA runtime that pip installed.
+
+    Polygraphy looks on LD_LIBRARY_PATH, in the system's folders, and in the folder of the CUDA 12 wheels. The CUDA 13
+    wheels use another folder.
+    """
+    from polygraphy import cuda
+
+    known = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    wheels = [str(folder) for entry in sys.path for folder in Path(entry).glob("nvidia/cu[0-9]*/lib")]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*known, *wheels])))
+    return cuda
+
+
+class TensorRTRunner:
+    """An engine of static shape on the first CUDA device, with buffers that live as long as the runner.
+
+    A cache that the engine updates in place is one buffer, both input and output, as TensorRT demands. `run` copies its
+    inputs to the device and the wanted outputs back, into new arrays.
+    """
+
+    def __init__(self, trt: Any, cuda_engine: Any, where: str, provider: str, keep: Sequence[object] = ()) -> None:
+        # The engine uses its logger and its runtime as long as it exists, which Python cannot see.
+        self._keep = (cuda_engine, *keep)
+        self._where = where
+        self._context = cuda_engine.create_execution_context()
+        if self._context is None:
+            raise EngineError(f"{where}: no execution context; the GPU may be short of memory")
+        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {"in": {}, "out": {}}
+        self._dtypes: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
+        with _cuda_errors(where):
+            cuda = polygraphy_cuda()
+            self._stream = cuda.Stream()
+            for i in range(cuda_engine.num_io_tensors):
+                name = cuda_engine.get_tensor_name(i)
+                shape = tuple(cuda_engine.get_tensor_shape(name))
+                is_input = cuda_engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+                self._shapes["in" if is_input else "out"][name] = shape
+                self._dtypes[name] = np.dtype(trt.nptype(cuda_engine.get_tensor_dtype(name)))
+            for name, shape in (*self._shapes["in"].items(), *self._shapes["out"].items()):
+                source = None if name in self._shapes["in"] else _updated_input(cuda_engine, name)
+                self._buffers[name] = (
+                    cuda.DeviceArray(shape, self._dtypes[name]) if source is None else self._buffers[source]
+                )
+                self._context.set_tensor_address(name, self._buffers[name].ptr)
+        self.inputs = tuple(self._shapes["in"])
+        self.outputs = tuple(self._shapes["out"])
+        self.providers: tuple[str, ...] = (provider,)
+        self.threads = 0
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        check_feeds(self._where, self._shapes["in"], feeds)
+        wanted = list(outputs or self.outputs)
+        check_outputs(self._where, self.outputs, wanted)
+        # Kept until the stream has finished, because the copies read them asynchronously.
+        sources = [np.ascontiguousarray(feeds[name]) for name in self.inputs]
+        results = {name: np.empty(self._shapes["out"][name], self._dtypes[name]) for name in wanted}
+        with _cuda_errors(self._where):
+            for name, array in zip(self.inputs, sources, strict=True):
+                self._buffers[name].copy_from(array, self._stream)
+            if not self._context.execute_async_v3(self._stream.ptr):
+                raise EngineError(f"{self._where}: the engine did not start")
+            for name, array in results.items():
+                self._buffers[name].copy_to(array, self._stream)
+            self._stream.synchronize()
+        return results
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for buffer in {id(buffer): buffer for buffer in self._buffers.values()}.values():
+            buffer.free()
+        self._buffers.clear()
+        self._stream.free()
+        # In this order: a context must not outlive its engine, nor an engine its runtime.
+        del self._context
+        del self._keep
+
+
+def _updated_input(cuda_engine: Any, output: str) -> str | None:
+    """The input whose memory an output shares; None where there is none, as always in TensorRT 10.14."""
+    ask = getattr(cuda_engine, ALIASED, None)
+    found: str | None = ask(output) if ask else None
+    return found
+
+
+@contextlib.contextmanager
+def _cuda_errors(where: str) -> Iterator[None]:
+    from polygraphy.exception import PolygraphyException
+
+    try:
+        yield
+    except PolygraphyException as error:
+        raise EngineError(f"{where}: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise TargetError(
+            f"{where}: no CUDA runtime library ({error}); put the folder of libcudart.so on LD_LIBRARY_PATH"
+        ) from error
+
+
+class _Base:
+    """What the two targets have in common."""
+
+    name: ClassVar[str]
+    library: ClassVar[str]
+    title: ClassVar[str]
+    dialect: ClassVar[Dialect]
+    from_onnx: ClassVar[bool] = True
+    apart: ClassVar[bool] = True
+    binds: ClassVar[bool] = False
+    embeds_weights: ClassVar[bool] = True
+    suffix: ClassVar[str] = ".engine"
+
+    def availability(self) -> Availability:
+        for package in (self.library, "polygraphy"):
+            if package_version(package) is None:
+                reason = f"{package} is not installed; install mod-export[{self.name}]"
+                return Availability(builds=False, runs=False, reason=reason)
+        found = _probe(self.library)
+        runs = not (found["build_problem"] or self._run_problem(found))
+        arch = found["devices"][0] if found["devices"] else None
+        return Availability(builds=not found["build_problem"], runs=runs, reason=self._reason(found), arch=arch)
+
+    def versions(self) -> Mapping[str, str]:
+        return {name: package_version(name) or "" for name in (self.library, "polygraphy")}
+
+    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
+        return []
+
+    def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
+        from mod_export.export.dialect import check_external_data
+
+        check_external_data(job.root / job.graph.path)
+        request = {
+            "action": "build",
+            "library": self.library,
+            "onnx": str(job.root / job.graph.path),
+            "engine": str(destination),
+            "arch": variant.arch,
+            **self._options(config),
+        }
+        result, errors = _work(request)
+        if result["error"]:
+            raise EngineError(f"{job.graph.path}: {self.title} cannot build it: {errors or result['error']}")
+
+    def load(
+        self,
+        root: Path,
+        engine: Engine,
+        config: BuildConfig,
+        threads: int,
+        weights: Mapping[str, np.ndarray] | None = None,
+    ) -> TensorRTRunner:
+        if weights:
+            raise EngineError(f"{engine.path}: a plan holds its own weights, which cannot be replaced")
+        found = _probe(self.library)
+        if found["build_problem"] or self._run_problem(found):
+            raise TargetError(f"{self.name}: cannot run {engine.path} here: {self._reason(found)}")
+        device = found["devices"][0]
+        if engine.arch not in (None, device):
+            raise TargetError(
+                f"{engine.path} is built for {engine.arch}, this GPU is {device}; build it for {device} too"
+            )
+        provider = f"{self.title} {found['version']} on {device}"
+        return runner_from_engine(self.library, root / engine.path, f"{self.name} {engine.path}", provider)
+
+    def _options(self, config: BuildConfig) -> dict[str, int | str]:
+        return {}
+
+    def _run_problem(self, found: Mapping[str, Any]) -> str:
+        return str(found["run_problem"])
+
+    def _reason(self, found: Mapping[str, Any]) -> str:
+        problem = found["build_problem"] or self._run_problem(found)
+        if not found["version"]:
+            return str(problem)
+        return f"{self.title} {found['version']}" + (f", {problem}" if problem else f" on {found['devices'][0]}")
+
+
+def runner_from_engine(library: str, path: Path, where: str, provider: str) -> TensorRTRunner:
+    """Loads an engine file.
+
+    Raises:
+        EngineError: the library refuses the file.
+        TargetError: the library does not work here, for example without a driver.
+    """
+    trt = importlib.import_module(library)
+    errors: list[str] = []
+
+    class Log(trt.ILogger):  # type: ignore[misc, name-defined]  # The library is known at run time only.
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.Logger.ERROR, trt.Logger.INTERNAL_ERROR):
+                errors.append(message)
+
+    logger = Log()
+    try:
+        runtime = trt.Runtime(logger)
+    except (RuntimeError, TypeError) as error:
+        raise TargetError(f"{where}: {library} has no runtime here: {' | '.join(errors) or error}") from error
+    # `runtime.engine_host_code_allowed` keeps its default False, so that a plan cannot contain code for the host. For
+    # that reason no loader of Polygraphy is used here: all of them set it to True.
+    cuda_engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    if cuda_engine is None:
+        raise EngineError(f"{where}: not a usable engine for {library} here: {' | '.join(errors) or 'no reason given'}")
+    return TensorRTRunner(trt, cuda_engine, where, provider, keep=(runtime, logger))
+
+
+class TensorRT(_Base):
+    """TensorRT 10 and 11."""
+
+    name: ClassVar[str] = "tensorrt"
+    library: ClassVar[str] = "tensorrt"
+    title: ClassVar[str] = "TensorRT"
+    dialect: ClassVar[Dialect] = DIALECT
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.tensorrt.dtypes]
+
+    def _options(self, config: BuildConfig) -> dict[str, int | str]:
+        options = config.target.tensorrt
+        cache = cache_folder() / f"tensorrt-{package_version(self.library)}.timing"
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        return {
+            "workspace_mib": options.workspace_mib,
+            "optimization_level": options.optimization_level,
+            "timing_cache": str(cache),
+        }
+
+
+class TensorRTRTX(_Base):
+    """TensorRT for RTX: plans for consumer and workstation GPUs, finished by a compiler on the GPU that runs them."""
+
+    name: ClassVar[str] = "tensorrt-rtx"
+    library: ClassVar[str] = "tensorrt_rtx"
+    title: ClassVar[str] = "TensorRT-RTX"
+    dialect: ClassVar[Dialect] = dataclasses.replace(DIALECT, name="TensorRT-RTX")
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        options = config.target.tensorrt_rtx
+        return [Variant(dtype=dtype, arch=arch) for dtype in options.dtypes for arch in options.architectures]
+
+    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
+        known = [arch for arch in _probe(self.library)["architectures"] if arch not in WITHOUT_FLOAT32]
+        return [
+            f"target.tensorrt-rtx.architectures: {WITHOUT_FLOAT32.get(arch, f'TensorRT-RTX has no plans for {arch}')}; "
+            f"it builds for {', '.join(known)}; use the target tensorrt on other GPUs"
+            for arch in config.target.tensorrt_rtx.architectures
+            if known and arch not in known
+        ]
+
+    def _run_problem(self, found: Mapping[str, Any]) -> str:
+        if found["devices"] and found["devices"][0] not in found["architectures"]:
+            return f"which has no kernels for this GPU ({found['devices'][0]})"
+        return super()._run_problem(found)

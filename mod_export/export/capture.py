@@ -1,0 +1,171 @@
+"""Captures a model as one graph of static shape: proven whole by torch.compile, then exported by torch.export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.experimental import symbolic_shapes
+
+from mod_export.errors import CaptureError
+from mod_export.export.routing_sites import RoutingSite, name_sites, routing_sites, with_routed_outputs
+from mod_export.export.weights import state_of
+from mod_export.types import Bucket, routed_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = [
+    "CaptureProof",
+    "Captured",
+    "bucket_example",
+    "captured",
+    "captured_module",
+    "exported",
+    "prove_static",
+]
+
+ADVICE = "Routing must use a fixed k and gather/scatter, without boolean indexing or .item()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureProof:
+    """What torch.compile did with two different inputs of one bucket."""
+
+    graphs: int
+    graph_breaks: int
+    recompiles: int
+
+
+def bucket_example(module: torch.nn.Module, bucket: Bucket, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs (input_ids, lengths) of a bucket whose rows all have `length` tokens."""
+    # A row may be full, short, or down to one token; none of it may change the graph.
+    device = next((tensor.device for tensor in state_of(module).values()), None)
+    ids_BS = torch.zeros((bucket.batch, bucket.seq), dtype=torch.int64, device=device)
+    return ids_BS, torch.full((bucket.batch,), length, device=device)
+
+
+def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]], where: str) -> CaptureProof:
+    """Compiles with `fullgraph=True` and runs different inputs: one graph, no break, no recompile, no dynamic size.
+
+    The backend is the eager interpreter, because breaks and recompiles happen before any backend is asked.
+
+    Args:
+        module: what is captured.
+        examples: inputs of equal shapes and different values.
+        where: what messages call it.
+
+    Raises:
+        CaptureError: the model does not compile as one static graph.
+    """
+    compiled_graphs = 0
+    dynamic: list[str] = []
+
+    def count(graph_module: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        nonlocal compiled_graphs
+        compiled_graphs += 1
+        dynamic.extend(_dynamic_operations(graph_module))
+        on_meta = any(tensor.is_meta for tensor in _inputs if isinstance(tensor, torch.Tensor))
+        return _shapes_only(graph_module) if on_meta else graph_module.forward
+
+    torch._dynamo.reset()
+    # fullgraph=True turns a graph break into an exception; the counters are read as well, so that the proof does not
+    # rest on one flag.
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=count)
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+            for example in examples:
+                compiled(*example)
+    except RuntimeError as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CaptureError(
+            f"{where}: torch.compile(fullgraph=True) could not capture one static graph: {reason}. {ADVICE}"
+        ) from error
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    proof = CaptureProof(graphs=compiled_graphs, graph_breaks=breaks, recompiles=compiled_graphs - 1)
+    torch._dynamo.reset()
+    if proof != CaptureProof(graphs=1, graph_breaks=0, recompiles=0):
+        raise CaptureError(f"{where}: expected 1 graph, no breaks and no recompiles, got {proof}")
+    if dynamic:
+        # torch.compile keeps these inside one graph; no graph of fixed sizes can hold them.
+        raise CaptureError(f"{where}: a size or number that depends on the data comes from `{dynamic[0]}`. {ADVICE}")
+    return proof
+
+
+def _shapes_only(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Gives results without values: of inputs without values no condition can be asked which branch to take."""
+    outputs = graph_module.graph.output_node().args[0]
+
+    def forward(*_inputs: torch.Tensor) -> Any:
+        return torch.fx.map_arg(outputs, lambda node: torch.empty_like(node.meta["example_value"], device="meta"))
+
+    return forward
+
+
+def _dynamic_operations(graph_module: torch.fx.GraphModule) -> list[str]:
+    """The lines of the model whose results have a size, or are a number, that is only known when the graph runs."""
+    return [
+        _line_of(node)
+        for node in graph_module.graph.nodes
+        if symbolic_shapes.free_unbacked_symbols(node.meta.get("example_value"))
+    ]
+
+
+def _line_of(node: torch.fx.Node) -> str:
+    lines = [line.strip() for line in (node.stack_trace or node.name).splitlines()]
+    return next(line for line in reversed(lines) if line.strip("^~ "))
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """An exported program without markers, whose last outputs say what the routing sites `sites` selected."""
+
+    program: torch.export.ExportedProgram
+    sites: tuple[RoutingSite, ...]
+
+    @property
+    def routed(self) -> list[str]:
+        """The names of those outputs."""
+        return [routed_output(site.name) for site in self.sites]
+
+
+def captured_module(module: torch.nn.Module, bucket: Bucket, name: str) -> Captured:
+    """torch.export of one bucket, every dimension static.
+
+    Raises:
+        CaptureError: torch.export refused the model.
+    """
+    return captured(module, bucket_example(module, bucket, bucket.seq), f"{name} at {bucket.name}")
+
+
+def captured(module: torch.nn.Module, example: Sequence[torch.Tensor], where: str, *, strict: bool = False) -> Captured:
+    """`exported` as what engines are made of: the markers of routing sites are erased."""
+    program = exported(module, example, where, strict=strict)
+    return Captured(with_routed_outputs(program), tuple(routing_sites(program)))
+
+
+def exported(
+    module: torch.nn.Module, example: Sequence[torch.Tensor], where: str, *, strict: bool = False
+) -> torch.export.ExportedProgram:
+    """torch.export for inputs of the shapes of `example`, of which no two may be the same tensor.
+
+    Markers of routing sites stay, and get a name where the model gave none.
+
+    With `strict`, conditions are captured with everything else; without, each of them is compiled on its own, which
+    takes longer than all the rest.
+
+    Raises:
+        CaptureError: torch.export refused the model.
+    """
+    # A tensor that is given twice is taken for one input, and the graph is wrong without a word.
+    assert len({id(tensor) for tensor in example}) == len(example)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(module, tuple(example), strict=strict)
+    except (torch._export.verifier.SpecViolationError, RuntimeError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CaptureError(f"{where}: torch.export refused the model: {reason}") from error
+    name_sites(program)
+    return program

@@ -1,0 +1,295 @@
+"""Graphs and their nodes: reading a graph, what passes and checks ask of it, and how passes put nodes into it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from mod_export.errors import GraphError
+
+__all__ = [
+    "NAME_SCOPES",
+    "Branches",
+    "NodeWriter",
+    "branches_of",
+    "constant_array",
+    "graph_from_bytes",
+    "graph_from_file",
+    "is_standard",
+    "label_of",
+    "late_zero",
+    "module_of",
+    "numbered_layer",
+    "require_static_shape",
+    "static_shape",
+]
+
+NAME_SCOPES = "pkg.torch.onnx.name_scopes"
+"""The metadata in which the exporter notes the modules that a node came from, outermost first."""
+NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
+UNNUMBERED = -1
+"""The number of modules that are no layers: they count as before the first one."""
+
+
+def graph_from_file(path: Path) -> ir.Model:
+    """Reads a graph; its external data stays where it is.
+
+    Raises:
+        GraphError: not a readable ONNX graph.
+    """
+    try:
+        model = ir.load(path)
+    except (DecodeError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise GraphError(f"{path}: not a readable ONNX graph ({reason})") from error
+    if not len(model.graph):
+        raise GraphError(f"{path}: not a readable ONNX graph (no operator in it)")
+    return model
+
+
+def graph_from_bytes(data: bytes) -> ir.Model:
+    """A graph that this process has made itself."""
+    return ir.from_proto(onnx.load_from_string(data))
+
+
+def is_standard(node: ir.Node, *op_types: str) -> bool:
+    """Whether the node is one of these standard ONNX operators."""
+    return node.domain in ("", "ai.onnx") and node.op_type in op_types
+
+
+def constant_array(value: ir.Value | None) -> np.ndarray | None:
+    """The value of a constant or initializer; None for anything computed, absent or without data."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def static_shape(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The shape, or None where it or one of its dimensions is unknown."""
+    if value is None or value.shape is None or not value.shape.is_static():
+        return None
+    return value.shape.numpy()
+
+
+def require_static_shape(value: ir.Value | None, node: ir.Node) -> tuple[int, ...]:
+    """The shape of an input or output of `node`.
+
+    Raises:
+        GraphError: it is unknown or dynamic.
+    """
+    shape = static_shape(value)
+    if shape is None:
+        what = "an absent input" if value is None else f"{value.name} of shape {value.shape}"
+        raise GraphError(
+            f"{label_of(node)}: {node.op_type} has {what}, expected a static shape; export with fixed sizes and run "
+            "shape inference"
+        )
+    return shape
+
+
+def label_of(node: ir.Node) -> str:
+    """For messages: `layers.3 (node_TopK_12)`, or the node's name alone."""
+    name = node.name or node.op_type
+    module = _module(node)
+    return f"{module} ({name})" if module else name
+
+
+def module_of(node: ir.Node) -> str:
+    """The layer or else the module that a node belongs to: `layers.3`, `norm`, `head`; if unknown, its own name."""
+    return _module(node) or node.name or node.op_type
+
+
+def numbered_layer(path: str) -> tuple[int, str] | None:
+    """(number, name) of the layer in a module path or in the name of a weight: (3, "layers.3")."""
+    match = NUMBERED.search(path)
+    return (int(match[2]), match[1]) if match else None
+
+
+def _module(node: ir.Node) -> str | None:
+    """The exporter notes the modules that a node came from, but not for what a module's other methods do.
+
+    Such a node belongs to the latest layer among the nearest nodes that it reads from, or, where it reads from none, to
+    the only layer that reads from it.
+    """
+    above = _nearest(node, lambda one: one.predecessors())
+    if above and max(above)[0] > UNNUMBERED:
+        return max(above)[1]
+    below = {found for found in _nearest(node, lambda one: one.successors()) if found[0] > UNNUMBERED}
+    if len(below) == 1:
+        return below.pop()[1]
+    return min(above)[1] if above else None
+
+
+def _nearest(node: ir.Node, neighbours: Callable[[ir.Node], Iterable[ir.Node]]) -> set[tuple[int, str]]:
+    """(number, name) of the layers of the nearest nodes in one direction that have one; the node itself comes first."""
+    seen: set[ir.Node] = {node}
+    frontier, found = [node], set()
+    while frontier:
+        current = frontier.pop()
+        own = _noted_module(current)
+        if own is not None:
+            found.add(own)
+            continue
+        for other in neighbours(current):
+            if other not in seen:
+                seen.add(other)
+                frontier.append(other)
+    return found
+
+
+def _is_tied_table(transpose: ir.Node | None) -> bool:
+    """Whether a node transposes a table that rows are gathered from: embedding and head in one."""
+    table = transpose.inputs[0] if transpose is not None and transpose.op_type == "Transpose" else None
+    return table is not None and any(use.node.op_type == "Gather" for use in table.uses())
+
+
+def _noted_module(node: ir.Node) -> tuple[int, str] | None:
+    """(number, name) of the layer in the node's module path or in the names of its weights, or of another module."""
+    weights = [str(value.name) for value in node.inputs if value is not None and value.is_initializer()]
+    layer = next(filter(None, map(numbered_layer, [node.metadata_props.get(NAME_SCOPES, ""), *weights])), None)
+    if layer is not None:
+        return layer
+    if any(_is_tied_table(value.producer()) for value in node.inputs if value is not None):
+        return UNNUMBERED, "head"
+    module = next((name.rpartition(".")[0] for name in weights if "." in name), None)
+    return (UNNUMBERED, module) if module else None
+
+
+def branches_of(node: ir.Node) -> list[ir.Graph]:
+    """The graphs inside a node: two in an If, none in nearly every other operator."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found += attribute.as_graphs()
+    return found
+
+
+class Branches:
+    """Which output of a branch is which output of its If. Valid as long as no If is changed.
+
+    Values get into a branch by their names alone, and out of it as outputs of the If.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._outside: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
+        self._inside: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
+        for node in graph.all_nodes():
+            for branch in branches_of(node):
+                for inner, outer in zip(branch.outputs, node.outputs, strict=True):
+                    self._outside[inner].append(outer)
+                    self._inside[outer].append(inner)
+
+    def readers(self, value: ir.Value) -> Iterator[ir.Node]:
+        """The nodes that use a value, and where it is an output of a branch, those that use the output of the If."""
+        yield from (use.node for use in value.uses())
+        for outer in self._outside.get(value, ()):
+            yield from self.readers(outer)
+
+    def makers(self, value: ir.Value) -> Iterator[ir.Node | None]:
+        """The node that computes a value; for an output of an If those in its branches; None for an input."""
+        if value not in self._inside:
+            yield value.producer()
+        for inner in self._inside.get(value, ()):
+            yield from self.makers(inner)
+
+
+class NodeWriter:
+    """Puts typed nodes before `anchor`, carrying its metadata, so that messages about them still name the layer."""
+
+    def __init__(self, graph: ir.Graph, anchor: ir.Node, purpose: str) -> None:
+        self._graph = graph
+        self._anchor = anchor
+        self._prefix = f"{anchor.name or anchor.op_type}/{purpose}"
+        self._count = 0
+
+    def op(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        dtype: ir.DataType,
+        shape: Sequence[int] | ir.Shape | None,
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        domain: str = "",
+    ) -> ir.Value:
+        """One node with one output of this dtype and shape."""
+        return self.ops(op_type, inputs, [(dtype, shape)], attributes, domain=domain)[0]
+
+    def ops(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[tuple[ir.DataType, Sequence[int] | ir.Shape | None]],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        domain: str = "",
+    ) -> Sequence[ir.Value]:
+        """One node with several outputs, each (dtype, shape)."""
+        name = f"{self._prefix}_{op_type}_{self._count}"
+        self._count += 1
+        values = [
+            ir.Value(name=f"{name}_{i}", type=ir.TensorType(dtype), shape=None if shape is None else ir.Shape(shape))
+            for i, (dtype, shape) in enumerate(outputs)
+        ]
+        node = ir.Node(
+            domain, op_type, inputs, ir.convenience.convert_attributes(attributes or {}), outputs=values, name=name
+        )
+        node.metadata_props.update(self._anchor.metadata_props)
+        self._graph.insert_before(self._anchor, node)
+        return values
+
+    def replace(self, value: ir.Value) -> None:
+        """Replaces the anchor's only output by a value, which gets the same name, and removes the anchor."""
+        old = self._anchor.outputs[0]
+        name = old.name
+        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+        self._graph.remove(self._anchor, safe=True)
+        value.name = name
+
+    def constant(self, name: str, array: np.ndarray) -> ir.Value:
+        """An initializer, shared by all who ask for this name; `name` must say all of its content."""
+        name = f"constant/{name}"  # A slash, because no exporter's names have one.
+        known = self._graph.initializers.get(name)
+        if known is not None:
+            held = constant_array(known)
+            assert held is not None, name
+            assert held.dtype == array.dtype, name
+            assert np.array_equal(held, array), name
+            return known
+        tensor = ir.tensor(array, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+        self._graph.register_initializer(value)
+        return value
+
+
+def late_zero(writer: NodeWriter, value: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+    """An integer 0 that is only there after a float value is.
+
+    It is abs(x) < 0 of one number: false for every number and for NaN, but no engine builder knows that.
+
+    Args:
+        writer: puts the nodes.
+        value: float, of known rank.
+        dtype: an integer.
+        shape: of the zero, ones only.
+    """
+    assert value.shape is not None
+    assert value.dtype is not None
+    rank, kind = len(value.shape), value.dtype
+    ones = (1,) * rank
+    start = writer.constant(f"start_{rank}", np.zeros(rank, np.int64))
+    one = writer.op("Slice", [value, start, writer.constant(f"end_{rank}", np.ones(rank, np.int64))], kind, ones)
+    zero = writer.constant(f"zero_{kind.name}", np.array(0, kind.numpy()))
+    never = writer.op("Less", [writer.op("Abs", [one], kind, ones), zero], ir.DataType.BOOL, ones)
+    nought = writer.op("Cast", [never], dtype, ones, {"to": dtype})
+    wanted = writer.constant(f"shape_{'x'.join(map(str, shape))}", np.array(shape, np.int64))
+    return writer.op("Reshape", [nought, wanted], dtype, shape)

@@ -1,0 +1,184 @@
+"""ExportedProgram to the portable ONNX graph: standard operators, static shapes, weights named as in the state_dict."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+from onnxscript import opset23 as op
+from onnxscript import optimizer
+
+from mod_export.errors import GraphError
+from mod_export.export.capture import Captured
+from mod_export.export.nodes import NAME_SCOPES
+from mod_export.types import Bucket, Site, routed_output
+
+__all__ = [
+    "EXPORTERS",
+    "INPUTS",
+    "IR_VERSION",
+    "OPSET",
+    "assert_capacity",
+    "check_model",
+    "onnx_from_captured",
+]
+
+EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
+"""What an exported graph depends on beside the model."""
+OPSET = 23
+"""The lowest opset with Attention and RMSNormalization as single operators, taken by every target."""
+INPUTS = ("input_ids", "lengths")
+"""The names of the inputs of a graph that reads whole rows."""
+IR_VERSION = 10
+"""The highest that TensorRT 10's parser and older ONNX Runtimes in serving containers take."""
+
+
+def _stable_sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """aten::sort.stable has no ONNX function; TopK over the whole axis, ties to the lower index, is the same."""
+    # To mypy a Constant may be of any type, and Gather takes integers.
+    size: Any = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))  # type: ignore[type-var]
+    return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten.sort.stable: _stable_sort}
+
+CLEAN_UP = (
+    common.CommonSubexpressionEliminationPass(),
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+    common.DeduplicateHashedInitializersPass(),
+    common.RemoveUnusedNodesPass(),
+    common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]  # Its __init__ has no annotations.
+    common.RemoveUnusedOpsetsPass(),
+)
+
+
+def onnx_from_captured(
+    captured: Captured, weights: Mapping[str, torch.Tensor], inputs: Sequence[str], outputs: Sequence[str]
+) -> ir.Model:
+    """Converts and optimises without touching the weights.
+
+    Constant folding would transpose weights and rename them, with a different name in every bucket. So the weights'
+    values are hidden from it, and the graph keeps the state_dict's names and layout.
+
+    Args:
+        captured: from `capture`.
+        weights: name -> tensor of all parameters and buffers.
+        inputs: names of its inputs in order.
+        outputs: names of the model's own outputs in order; those of its routing sites come after them.
+
+    Returns:
+        A model whose weights have no value; `weights.bind_weights` gives them one.
+
+    Raises:
+        GraphError: the exporter failed, or left something that is not standard ONNX.
+    """
+    with _quiet():
+        try:
+            exported = torch.onnx.export(
+                captured.program,
+                dynamo=True,
+                opset_version=OPSET,
+                optimize=False,
+                custom_translation_table=TRANSLATIONS,
+                input_names=list(inputs),
+                output_names=[*outputs, *captured.routed],
+                verbose=False,
+            )
+        except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
+            raise GraphError(f"torch.onnx.export failed: {_root_cause(error)}") from error
+    assert exported is not None
+    model = exported.model
+    model.ir_version = IR_VERSION
+    for name, value in model.graph.initializers.items():
+        if name in weights:
+            value.const_value = None
+    with _quiet():
+        model = optimizer.optimize(model)
+        for clean_up in CLEAN_UP:
+            clean_up(model)
+    _strip_metadata(model)
+    foreign = sorted({node.domain for node in model.graph.all_nodes() if node.domain not in ("", "ai.onnx")})
+    if foreign:
+        raise GraphError(f"the portable graph holds operators of {', '.join(foreign)}; only standard ONNX is allowed")
+    return model
+
+
+def _root_cause(error: BaseException) -> str:
+    """The exporter wraps what went wrong in several layers of advice; the innermost error is the one that helps."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _strip_metadata(model: ir.Model) -> None:
+    """Keeps each node's module path, which names the layer in messages; drops stack traces with the builder's paths."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        scopes = node.metadata_props.get(NAME_SCOPES)
+        node.metadata_props.clear()
+        if scopes:
+            node.metadata_props[NAME_SCOPES] = scopes
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter prints progress, and torch and onnx_ir comment on their own internals; none is for our user."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def assert_capacity(model: ir.Model, bucket: Bucket, k_by_layer: Mapping[Site, int], primary: str = "logits") -> None:
+    """The graph must route exactly the constant number of tokens that the spec declares.
+
+    Raises:
+        GraphError: a routed output has another shape than (batch, k), or is missing.
+    """
+    outputs = {value.name: value for value in model.graph.outputs}
+    for layer, k in k_by_layer.items():
+        if k == 0:
+            continue
+        value = outputs.get(routed_output(layer))
+        if value is None or value.shape is None:
+            raise GraphError(f"layer {layer}: the graph has no output {routed_output(layer)} of known shape")
+        if tuple(value.shape.dims) != (bucket.batch, k):
+            raise GraphError(
+                f"layer {layer}: the graph routes {value.shape}, the spec says [{bucket.batch}, {k}] at {bucket.name}"
+            )
+    expected = {primary, *(routed_output(layer) for layer, k in k_by_layer.items() if k)}
+    if set(outputs) != expected:
+        raise GraphError(f"the graph's outputs are {sorted(map(str, outputs))}, expected {sorted(expected)}")
+
+
+def check_model(path: str) -> None:
+    """onnx.checker's full check with strict shape inference, on the file with its external data.
+
+    Raises:
+        GraphError: the file is not sound ONNX.
+    """
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise GraphError(f"{path}: {error}") from error

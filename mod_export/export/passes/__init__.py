@@ -1,0 +1,104 @@
+"""The table of graph rewrites, in the order in which they run, and the framework around each of them.
+
+A pass works on any ONNX graph, ours or a user's. `run_passes` calls it only for dialects that need it, checks what it
+promises (`ensures`), and removes unused nodes after it. The caller proves numerically, on the real graph and its real
+weights, that a rewrite kept the meaning; the pass's own tests prove it on small graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from mod_export.errors import GraphError
+from mod_export.export.passes.cache_in_place import CacheInPlace
+from mod_export.export.passes.cast_floats import CastFloats
+from mod_export.export.passes.decompose_attention import DecomposeAttention
+from mod_export.export.passes.flat_heads import FlatHeads
+from mod_export.export.passes.plain_scatter import PlainScatter
+from mod_export.export.passes.quantize_weights import QuantizeWeights
+from mod_export.export.passes.query_blocks import QueryBlocks
+from mod_export.export.passes.rotary_embedding import RotaryEmbedding
+from mod_export.export.passes.select_topk import SelectTopk
+from mod_export.export.passes.stored_weights import StoredWeights
+from mod_export.export.passes.threshold_selection import ThresholdSelection
+from mod_export.types import Dialect, DType
+
+__all__ = ["PASSES", "PORTABLE", "Applied", "GraphPass", "needs_rewrite", "run_passes"]
+
+
+class GraphPass(Protocol):
+    """One rewrite of an ONNX graph. `run_passes` calls `run` and then `ensures`; PASSES orders them."""
+
+    name: ClassVar[str]
+
+    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+        """Whether graphs of this dialect and dtype go through this pass."""
+
+    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+        """Rewrites in place; returns the number of rewrites.
+
+        Raises:
+            LimitError: the graph has something that the dialect cannot take and this pass cannot rewrite.
+        """
+
+    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+        """Problems that must not be left after `run`; empty when there are none."""
+
+
+PASSES: tuple[GraphPass, ...] = (
+    SelectTopk(),
+    PlainScatter(),
+    ThresholdSelection(),
+    RotaryEmbedding(),
+    FlatHeads(),
+    QueryBlocks(),
+    DecomposeAttention(),
+    CacheInPlace(),
+    CastFloats(),
+    QuantizeWeights(),
+    StoredWeights(),
+)
+
+PORTABLE = Dialect(name="portable ONNX", max_opset=23)
+"""Standard operators only; the graph of every target is rewritten from this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """One pass that ran, and the number of its rewrites."""
+
+    name: str
+    rewrites: int
+
+
+def needs_rewrite(dialect: Dialect, dtype: DType) -> bool:
+    """Whether a dialect's graph can differ from the portable float32 one."""
+    return any(one.applies(dialect, dtype) and not one.applies(PORTABLE, "float32") for one in PASSES)
+
+
+def run_passes(model: ir.Model, dialect: Dialect, dtype: DType) -> list[Applied]:
+    """Runs every pass that applies, in place.
+
+    Raises:
+        GraphError: a pass left what it promises to remove; the message names the passes that ran before it.
+        LimitError: the graph has something that the dialect cannot take.
+    """
+    applied: list[Applied] = []
+    for graph_pass in PASSES:
+        if not graph_pass.applies(dialect, dtype):
+            continue
+        rewrites = graph_pass.run(model, dialect, dtype)
+        problems = graph_pass.ensures(model, dialect, dtype)
+        if problems:
+            before = ", ".join(item.name for item in applied) or "none"
+            raise GraphError(f"pass {graph_pass.name} left: {'; '.join(problems)} (passes before it: {before})")
+        applied.append(Applied(graph_pass.name, rewrites))
+        if rewrites:
+            common.RemoveUnusedNodesPass()(model)
+            common.TopologicalSortPass()(model)
+    return applied

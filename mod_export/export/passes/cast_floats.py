@@ -1,0 +1,352 @@
+"""Casts a float32 graph to 16 bit and keeps routing in float32.
+
+A selection compares scores. Rounded to 16 bit, different scores become equal and other tokens are selected. So what
+leads to a selection, and what is computed from the selected scores alone (the gate), stays float32. The same holds for
+numbers that come from integers: a position above 2,048 has no exact float16.
+
+Branches of If are cast like the graph around them. An output of If has the same type in all its branches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from mod_export.errors import GraphError, LimitError
+from mod_export.export.nodes import (
+    Branches,
+    NodeWriter,
+    branches_of,
+    constant_array,
+    is_standard,
+    label_of,
+    static_shape,
+)
+from mod_export.export.passes.cache_in_place import is_cache
+from mod_export.types import Dialect, DType
+
+__all__ = ["CastFloats", "float32_island", "narrowed_initializers"]
+
+FLOAT = ir.DataType.FLOAT
+NARROW: dict[str, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+GATHERS = ("GatherElements", "Gather", "GatherND")
+FOLLOWING = (
+    "Abs", "Add", "Cast", "Clip", "Concat", "Cos", "Div", "Exp", "Expand", "Gather", "GatherElements", "GatherND",
+    "Identity", "Log", "MatMul", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "ReduceSum", "Reshape", "Sigmoid",
+    "Sin", "Slice", "Softmax", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where",
+)  # fmt: skip
+"""Operators whose result stays float32 where all their other inputs are constants."""
+GATES = ("Clip", "Exp", "Neg", "Sigmoid", "Softmax", "Tanh")
+"""Operators that may read scores beside a selection. None of them reads the residual stream."""
+PRODUCTS = ("Conv", "Gemm", "MatMul")
+COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+INTEGERS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8})
+NARROWED = "mod_export.narrowed"
+MASK = 1e9
+"""A constant at least this large is a mask's value, not a weight; any other number as large has the same effect."""
+
+
+class CastFloats:
+    """Turns float32 values, weights and constants into `dtype`, except where routing needs float32.
+
+    Graph inputs and outputs keep their dtype, so a caller always gets float32 logits. Keys and values, known by their
+    names, are the exception: only the next step reads them, and they are most of its memory. Weights that only float32
+    nodes use stay float32. An initializer keeps its name, and one without data (a weight that is bound to a file later)
+    only changes its dtype; `narrowed_initializers` lists them. Infinite constants stay infinite.
+
+    Operators keep their own precision attributes: RMSNormalization has `stash_type` 1 (float32) from the exporter, and
+    Attention gets no `softmax_precision`, which TensorRT's parser refuses and whose kernels sum in float32 anyway.
+    """
+
+    name: ClassVar[str] = "cast_floats"
+
+    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+        return dtype in NARROW
+
+    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+        """Returns how many nodes now compute in 16 bit.
+
+        Raises:
+            GraphError: a loop, or a value without a type.
+            LimitError: a weight beyond the range of `dtype`.
+        """
+        graph, narrow = model.graph, NARROW[dtype]
+        _require_typed(graph)
+        outputs = [i for i, value in enumerate(graph.outputs) if _is_float(value)]
+        island = float32_island(graph)
+        for each in (graph, *graph.subgraphs()):
+            _narrow_initializers(each, island, narrow)
+        for value in graph.inputs:
+            if value.dtype == FLOAT and is_cache(value.name):
+                value.dtype = narrow
+        count = _cast_nodes(graph, island, narrow, ChainMap())
+        for i in outputs:
+            _cast_output(graph, i, narrow if is_cache(graph.outputs[i].name) else FLOAT)
+        return count
+
+    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+        narrow = NARROW[dtype]
+        problems = [
+            f"{kind} {value.name} is {value.dtype}"
+            for kind, values in (("input", model.graph.inputs), ("output", model.graph.outputs))
+            for value in values
+            if (value.dtype == FLOAT if is_cache(value.name) else kind == "output" and value.dtype == narrow)
+        ]
+        for node in model.graph.all_nodes():
+            if is_standard(node, "TopK") and node.inputs[0] is not None and node.inputs[0].dtype == narrow:
+                problems.append(f"{label_of(node)} compares scores in {narrow}")
+        for node in _deciding_comparisons(model.graph, Branches(model.graph)):
+            if any(value is not None and value.dtype == narrow for value in node.inputs):
+                problems.append(f"{label_of(node)} compares scores in {narrow}")
+        for node in model.graph.all_nodes():
+            kinds = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None and _is_float(value)}
+            if len(kinds) > 1 and not is_standard(node, "Cast", "If"):
+                problems.append(f"{label_of(node)} mixes float32 and {narrow}")
+            for branch in branches_of(node):
+                if [value.dtype for value in branch.outputs] != [value.dtype for value in node.outputs]:
+                    problems.append(f"{label_of(node)} returns other types than its branch {branch.name}")
+        return problems
+
+
+def narrowed_initializers(model: ir.Model) -> tuple[str, ...]:
+    """Names of the initializers that this pass turned from float32 into 16 bit."""
+    return tuple(name for name, value in model.graph.initializers.items() if NARROWED in value.meta)
+
+
+def _is_float(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype in (FLOAT, *NARROW.values())
+
+
+def _require_typed(graph: ir.Graph) -> None:
+    for node in graph.all_nodes():
+        if branches_of(node) and not is_standard(node, "If"):
+            raise GraphError(
+                f"{label_of(node)}: {node.op_type} contains a graph, which cannot be cast to 16 bit as the branches of "
+                "If can; export the model without loops"
+            )
+        for value in node.outputs:
+            if value.dtype is None and value.uses():
+                raise GraphError(
+                    f"{label_of(node)}: the type of {value.name} is unknown, so whether to cast it is unknown; "
+                    "run shape inference before this pass"
+                )
+
+
+def float32_island(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes that stay float32, including those in branches.
+
+    Upwards from the scores of each selection, and from comparisons that decide: first through nodes that have as many
+    numbers as there are scores, up to the product that makes them, then on to the last value that other nodes use too
+    (the residual stream). Downwards from values that are gathered from scores, and from integers, as long as no other
+    float is an input.
+    """
+    branches, nodes = Branches(graph), list(graph.all_nodes())
+    selecting = {node for node in nodes if is_standard(node, "TopK") and _has_float32(node.inputs)}
+    selecting |= _deciding_comparisons(graph, branches)
+    sizes = {node: _count(node.inputs[0]) for node in selecting}
+    for node in reversed(nodes):  # Readers come before what they read, so one pass is enough.
+        if node in selecting or branches_of(node):
+            continue
+        users = {user for value in node.outputs if value.dtype == FLOAT for user in branches.readers(value)}
+        readers = {user for user in users if _only_reads(user, node)}
+        beside = {user for user in users if is_standard(user, *GATES)}
+        n = _count(node.outputs[0])
+        # A value that is compared may also be used as a weight.
+        is_score = n is not None and any(sizes.get(user) == n for user in users & selecting)
+        if is_score or (users & selecting and users <= selecting | readers | beside):
+            selecting |= {node} | readers
+            if is_score and not is_standard(node, *PRODUCTS):
+                sizes[node] = n
+    island = selecting | {node for node in nodes if _is_from_integers(node)}
+    for node in nodes:  # Producers come first here, so one pass is enough again.
+        computed = [value for value in node.inputs if value is not None and _is_computed(value)]
+        sources = {maker for value in computed for maker in branches.makers(value)}
+        if is_standard(node, *FOLLOWING) and sources and sources <= island:
+            island.add(node)
+    return island
+
+
+def _deciding_comparisons(graph: ir.Graph, branches: Branches) -> set[ir.Node]:
+    """The comparisons of floats whose results, through booleans and integers only, decide something.
+
+    They decide a selection, which branch is executed, or an output that is not a float: which token ran where.
+    """
+    found: set[ir.Node] = set()
+    seen: set[ir.Node] = set()
+    frontier = [value for value in graph.outputs if not _is_float(value)]
+    for node in graph.all_nodes():
+        if is_standard(node, "TopK", "If"):
+            frontier += [value for value in node.inputs if value is not None]
+    while frontier:
+        for maker in branches.makers(frontier.pop()):
+            if maker is None or maker in seen:
+                continue
+            seen.add(maker)
+            if is_standard(maker, *COMPARISONS) and any(map(_is_float, maker.inputs)):
+                found.add(maker)
+            elif _is_from_integers(maker) or not any(map(_is_float, maker.outputs)):
+                frontier += [value for value in maker.inputs if value is not None]
+    return found
+
+
+def _count(value: ir.Value | None) -> int | None:
+    """How many numbers a value has, None if unknown."""
+    shape = static_shape(value)
+    return None if shape is None else math.prod(shape)
+
+
+def _has_float32(values: Iterable[ir.Value | None]) -> bool:
+    return any(value is not None and value.dtype == FLOAT for value in values)
+
+
+def _only_reads(user: ir.Node, node: ir.Node) -> bool:
+    """Whether `user` compares the node's values, or gathers some of them by position."""
+    return not any(map(_is_float, user.outputs)) or (is_standard(user, *GATHERS) and user.inputs[0] in node.outputs)
+
+
+def _is_from_integers(node: ir.Node) -> bool:
+    source = node.inputs[0] if is_standard(node, "Cast") else None
+    return source is not None and source.dtype in INTEGERS and node.outputs[0].dtype == FLOAT
+
+
+def _is_computed(value: ir.Value) -> bool:
+    producer = value.producer()
+    is_constant = value.is_initializer() or (producer is not None and is_standard(producer, "Constant"))
+    return _is_float(value) and not is_constant
+
+
+def _narrow_initializers(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType) -> None:
+    for name, value in list(graph.initializers.items()):
+        outside = [use for use in value.uses() if use.node not in island]
+        if value.dtype != FLOAT or not outside:
+            continue
+        array = constant_array(value)
+        if array is not None and array.size == 1 and len(outside) < len(value.uses()):
+            # Both float32 and 16-bit nodes use it: the float32 nodes keep the exact number.
+            value = _copy_of(graph, value, f"{name}/{narrow.name.lower()}")
+            for use in outside:
+                use.node.replace_input_with(use.idx, value)
+        value.dtype = narrow
+        value.meta[NARROWED] = True
+        if array is not None:
+            value.const_value = _narrowed_tensor(value, array, narrow)
+
+
+def _narrowed_tensor(value: ir.Value, array: np.ndarray, narrow: ir.DataType) -> ir.TensorProtocol:
+    name = str(value.name)
+    narrowed = _narrowed(name, array, narrow)
+    if not isinstance(value.const_value, ir.ExternalTensor):
+        return ir.tensor(narrowed, dtype=narrow, name=name)
+    # A weight in a file has just been checked to fit. It is converted again when it is needed, so not all of them are
+    # in memory at once. Usually it is bound to the file of this dtype before that.
+    shape = ir.Shape(array.shape)
+    return ir.LazyTensor(
+        lambda: ir.tensor(_narrowed(name, array, narrow), dtype=narrow, name=name), dtype=narrow, shape=shape, name=name
+    )
+
+
+def _copy_of(graph: ir.Graph, value: ir.Value, name: str) -> ir.Value:
+    copy = ir.Value(name=name, type=ir.TensorType(FLOAT), shape=value.shape, const_value=value.const_value)
+    graph.register_initializer(copy)
+    return copy
+
+
+def _narrowed(name: str, array: np.ndarray, narrow: ir.DataType) -> np.ndarray:
+    kind = narrow.numpy()
+    largest = float(ml_dtypes.finfo(kind).max)  # type: ignore[no-untyped-call]  # It has no annotations.
+    with np.errstate(over="ignore"):
+        result = np.asarray(array.astype(kind))
+    lost = np.isfinite(array) & ~np.isfinite(result.astype(np.float32))
+    if (np.abs(array, where=lost, out=np.full(array.shape, MASK, array.dtype)) < MASK).any():
+        worst = array[lost & (np.abs(array) < MASK)].flat[0]
+        raise LimitError(
+            f"{name}: contains {worst:g}, beyond the largest {narrow.name.lower()} number {largest:g}; build this "
+            "model in bfloat16 or float32"
+        )
+    result[lost] = np.copysign(largest, array[lost]).astype(kind)
+    return result
+
+
+def _widens(node: ir.Node, narrow: ir.DataType) -> bool:
+    """Whether a node casts 16 bit back to float32, as this pass inserts it before an output."""
+    return is_standard(node, "Cast") and node.inputs[0] is not None and node.inputs[0].dtype == narrow
+
+
+def _cast_nodes(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType, casts: ChainMap[ir.Value, ir.Value]) -> int:
+    """Casts the nodes of a graph in their order, those of branches before the If that contains them.
+
+    `casts` maps values to their casts in this graph and in those around it; casts inside a branch are not visible
+    outside.
+    """
+    count = 0
+    for node in list(graph):
+        branches = branches_of(node)
+        if branches:
+            count += sum(_cast_nodes(branch, island, narrow, casts.new_child()) for branch in branches)
+            _match_branches(node, branches, narrow)
+            continue
+        computes = _has_float32(node.outputs) and not _widens(node, narrow)
+        _match_inputs(graph, node, FLOAT if node in island else narrow, casts)
+        if node not in island and computes:
+            _narrow_node(node, narrow)
+            count += 1
+    return count
+
+
+def _match_branches(node: ir.Node, branches: Sequence[ir.Graph], narrow: ir.DataType) -> None:
+    """Gives each output of an If one type in all branches: float32 where one of them has it."""
+    for i, value in enumerate(node.outputs):
+        if _is_float(value):
+            wanted = FLOAT if any(branch.outputs[i].dtype == FLOAT for branch in branches) else narrow
+            value.dtype = wanted
+            for branch in branches:
+                _cast_output(branch, i, wanted)
+
+
+def _match_inputs(graph: ir.Graph, node: ir.Node, wanted: ir.DataType, casts: ChainMap[ir.Value, ir.Value]) -> None:
+    """Casts the float inputs that have another type than the node computes in; each value is cast once."""
+    if is_standard(node, "Cast", "CastLike"):
+        return
+    for i, value in enumerate(node.inputs):
+        if value is None or not _is_float(value) or value.dtype == wanted:
+            continue
+        if value not in casts:
+            writer = NodeWriter(graph, node, f"input{i}")
+            casts[value] = writer.op("Cast", [value], wanted, value.shape, {"to": wanted})
+        node.replace_input_with(i, casts[value])
+
+
+def _narrow_node(node: ir.Node, narrow: ir.DataType) -> None:
+    for value in node.outputs:
+        if value.dtype == FLOAT:
+            value.dtype = narrow
+    for name, attribute in list(node.attributes.items()):
+        if name in ("to", "dtype", "output_dtype") and attribute.value == FLOAT:
+            node.attributes[name] = ir.AttrInt64(name, narrow)
+    if is_standard(node, "Constant", "ConstantOfShape"):
+        array = constant_array(node.outputs[0])
+        stored = node.attributes.get("value")
+        if array is None:
+            array = np.zeros(1, np.float32) if stored is None else stored.as_tensor().numpy()
+        node.attributes.clear()
+        tensor = ir.tensor(_narrowed(str(node.outputs[0].name), array, narrow), dtype=narrow)
+        node.attributes["value"] = ir.AttrTensor("value", tensor)
+
+
+def _cast_output(graph: ir.Graph, index: int, wanted: ir.DataType) -> None:
+    inner = graph.outputs[index]
+    if inner.dtype == wanted:
+        return
+    name = inner.name
+    inner.name = f"{name}/inner"
+    cast = ir.node("Cast", [inner], {"to": wanted}, name=f"{name}/cast")
+    outer = cast.outputs[0]
+    outer.name, outer.dtype, outer.shape = name, wanted, inner.shape
+    graph.append(cast)
+    graph.outputs[index] = outer

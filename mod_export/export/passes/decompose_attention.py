@@ -1,0 +1,154 @@
+"""Attention in primitive operators, where a target has no kernel for the single operator.
+
+TensorRT takes the ONNX Attention operator only where it has a dedicated kernel, and it has none for float32.
+
+Shape legend: B batch, H query heads, G key/value heads (H a multiple of G, R = H / G), T tokens, E head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from mod_export.errors import GraphError
+from mod_export.export.nodes import NodeWriter, is_standard, label_of, late_zero, require_static_shape
+from mod_export.types import Dialect, DType
+
+__all__ = ["DecomposeAttention"]
+
+BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
+KNOWN_ATTRIBUTES = frozenset({"is_causal", "scale", "softcap", "qk_matmul_output_mode"})
+
+
+class _Attention(NamedTuple):
+    """A causal or full self-attention: q (B, H, T, E), k (B, G, T, E), v (B, G, T, E)."""
+
+    node: ir.Node
+    q: ir.Value
+    k: ir.Value
+    v: ir.Value
+    sizes: tuple[int, int, int, int, int]
+    is_causal: bool
+    scale: float
+
+
+class DecomposeAttention:
+    """Replaces Attention by MatMul, mask, Softmax, MatMul, the order that TensorRT's fusion looks for.
+
+    The queries are scaled before the product, as that fusion expects. Grouped queries get an axis of their own, along
+    which keys and values are broadcast without a copy. The causal mask compares two short ranges at run time: a stored
+    mask of T * T would be larger than the weights. All attentions over the same T share the comparison.
+    """
+
+    name: ClassVar[str] = "decompose_attention"
+
+    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+        return dtype not in dialect.attention_dtypes or dialect.attention_widths is not None
+
+    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+        """Rewrites every Attention that the dialect has no kernel for.
+
+        Raises:
+            GraphError: an Attention with a mask, a cache, a soft cap or another feature that this pass cannot rewrite.
+        """
+        found = [_read(node) for node in _unwanted(model, dialect, dtype)]
+        visible: dict[int, ir.Value] = {}
+        for attention in found:
+            _rewrite(model.graph, attention, visible)
+        return len(found)
+
+    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+        return [f"{label_of(node)} is still one Attention" for node in _unwanted(model, dialect, dtype)]
+
+
+def _unwanted(model: ir.Model, dialect: Dialect, dtype: DType) -> list[ir.Node]:
+    """Attention operators for which the dialect has no kernel, by dtype or by the width of a head."""
+    found = [node for node in model.graph if is_standard(node, "Attention")]
+    if dtype not in dialect.attention_dtypes or dialect.attention_widths is None:
+        return found if dtype not in dialect.attention_dtypes else []
+    narrowest, widest = dialect.attention_widths
+    return [node for node in found if not narrowest <= require_static_shape(node.inputs[0], node)[-1] <= widest]
+
+
+def _read(node: ir.Node) -> _Attention:
+    problems = [f"input {i} ({value.name})" for i, value in enumerate(node.inputs) if i > 2 and value is not None]
+    problems += [f"output {i} ({value.name})" for i, value in enumerate(node.outputs) if i > 0 and _is_used(value)]
+    problems += [f"attribute {name}" for name in node.attributes if name not in KNOWN_ATTRIBUTES]
+    softcap = node.attributes.get_float("softcap", 0.0)
+    if softcap:
+        problems.append(f"softcap {softcap}")
+    if problems:
+        raise GraphError(
+            f"{label_of(node)}: Attention with {', '.join(problems)} cannot be put into primitive operators; expected "
+            "query, key and value and at most is_causal and scale"
+        )
+    q, k, v = node.inputs[:3]
+    shapes = [require_static_shape(value, node) for value in (q, k, v)]
+    if any(len(shape) != 4 for shape in shapes):
+        raise GraphError(f"{label_of(node)}: Attention on shapes {shapes}, expected (batch, heads, tokens, width) each")
+    (B, H, T, E), (_, G, _, _), _ = shapes
+    if shapes[1:] != [(B, G, T, E)] * 2 or H % G:
+        raise GraphError(
+            f"{label_of(node)}: Attention with query {shapes[0]}, key {shapes[1]} and value {shapes[2]} is no "
+            "self-attention over equal lengths and widths, with a number of heads that is a multiple of the keys'"
+        )
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    scale = node.attributes.get_float("scale", 1 / math.sqrt(E))
+    return _Attention(node, q, k, v, (B, H, G, T, E), bool(node.attributes.get_int("is_causal", 0)), scale)
+
+
+def _is_used(value: ir.Value) -> bool:
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def _rewrite(graph: ir.Graph, attention: _Attention, visible: dict[int, ir.Value]) -> None:
+    node, q = attention.node, attention.q
+    B, H, G, T, E = attention.sizes
+    dtype = q.dtype
+    assert dtype is not None
+    writer = NodeWriter(graph, node, "decomposed")
+    scale = writer.constant(f"scale_{attention.scale!r}_{dtype.name}", np.array(attention.scale, dtype.numpy()))
+    q = writer.op("Mul", [q, scale], dtype, (B, H, T, E))
+    k = writer.op("Transpose", [attention.k], dtype, (B, G, E, T), {"perm": [0, 1, 3, 2]})
+    v = attention.v
+    heads: tuple[int, ...] = (H,)
+    if G != H:
+        heads = (G, H // G)
+        q = _reshape(writer, q, (B, *heads, T, E))
+        k = _reshape(writer, k, (B, G, 1, E, T))
+        v = _reshape(writer, v, (B, G, 1, T, E))
+    weight = writer.op("MatMul", [q, k], dtype, (B, *heads, T, T))
+    if attention.is_causal:
+        if T not in visible:
+            visible[T] = _causal(writer, T, attention.q)
+        hidden = writer.constant(f"hidden_low_{dtype.name}", np.array(-math.inf, dtype.numpy()))
+        weight = writer.op("Where", [visible[T], weight, hidden], dtype, (B, *heads, T, T))
+    weight = writer.op("Softmax", [weight], dtype, (B, *heads, T, T), {"axis": -1})
+    y = writer.op("MatMul", [weight, v], dtype, (B, *heads, T, E))
+    if G != H:
+        y = _reshape(writer, y, (B, H, T, E))
+    writer.replace(y)
+
+
+def _causal(writer: NodeWriter, T: int, q: ir.Value) -> ir.Value:
+    """Bool (T, T): whether the query of this row may see the key of this column.
+
+    A builder would compute a comparison of constants in advance and store the T * T result for every layer: 26 MB each
+    at 5,120 tokens. So the numbers of the queries are made to depend on the data.
+    """
+    token = np.arange(T, dtype=np.int32)
+    zero = late_zero(writer, q, INT32, (1, 1))
+    query = writer.op("Add", [writer.constant(f"query_{T}", token[:, None]), zero], INT32, (T, 1))
+    return writer.op("GreaterOrEqual", [query, writer.constant(f"key_{T}", token[None, :])], BOOL, (T, T))
+
+
+def _reshape(writer: NodeWriter, value: ir.Value, shape: tuple[int, ...]) -> ir.Value:
+    assert value.dtype is not None
+    wanted = writer.constant(f"shape_{'x'.join(map(str, shape))}", np.array(shape, np.int64))
+    return writer.op("Reshape", [value, wanted], value.dtype, shape)

@@ -1,0 +1,76 @@
+"""The marker of a routing site: an identity operation that a model calls on what it has just selected.
+
+A marker changes nothing in eager mode, in training, and in any engine: capture finds it in the exported program, reads
+from it which tokens the site selects, can select others in their place, and erases it (`export/routing_sites.py`).
+This module imports nothing but torch, so that a model can use it without the exporter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["MARKER", "mark_selection"]
+
+
+def mark_selection(
+    index: Tensor,
+    scores: Tensor,
+    *,
+    live: Tensor | None = None,
+    available: Tensor | None = None,
+    positions: Tensor | None = None,
+    name: str | Sequence[str] = "",
+    rule: Literal["rank", "first_come"] = "rank",
+) -> tuple[Tensor, Tensor]:
+    """Marks a selection, and returns it: use what is returned, or the site can be observed and not be forced.
+
+    Shape legend: B rows, T tokens that can be selected, K slots. Several selections that are made at once (of N
+    experts, say) are marked at once: `index`, `live` and `scores` then have a dimension N after B, and `name` is a
+    sequence of N names.
+
+    Args:
+        index: int64 (B, K), the selected tokens as numbers from 0 to T - 1, each at most once in a row: first those of
+            the live slots in ascending order, then any others.
+        scores: (B, T), what decided; higher is preferred.
+        live: bool (B, K), False in slots that stay empty; all slots are live if it is not given.
+        available: bool (B, T), the tokens that can be selected at all (no padding); all of them if it is not given.
+        positions: int64 (B, T), where the T tokens stand in their rows; if it is not given, T is the whole row.
+        name: of the site, such as "3" or "3.mlp", different for every site of a model; if it is empty, the path of the
+            module that calls this is taken, with a number after it where one module marks several sites.
+        rule: `rank`, the K largest scores, ties to the earlier token; `first_come`, the first K tokens whose score is
+            above 0.
+
+    Returns:
+        `index` and `live`, as new tensors.
+    """
+    if live is None:
+        live = torch.ones_like(index, dtype=torch.bool)
+    if available is None:
+        # One answer for all sites that select from the same tokens.
+        available = torch.ones_like(scores if scores.dim() == 2 else scores[:, 0], dtype=torch.bool)
+    names = name if isinstance(name, str) else ",".join(name)
+    marked: tuple[Tensor, Tensor] = MARKER(index, live, scores.detach(), available, positions, names, rule)
+    return marked
+
+
+@torch.library.custom_op("mod_export::mark_selection", mutates_args=())
+def _mark_selection(
+    index: Tensor, live: Tensor, scores: Tensor, available: Tensor, positions: Tensor | None, names: str, rule: str
+) -> tuple[Tensor, Tensor]:
+    # An operation may not return what it was given, so both are copied; they are small.
+    return index.clone(), live.clone()
+
+
+@_mark_selection.register_fake
+def _(
+    index: Tensor, live: Tensor, scores: Tensor, available: Tensor, positions: Tensor | None, names: str, rule: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(index), torch.empty_like(live)
+
+
+MARKER = torch.ops.mod_export.mark_selection.default
+"""The operation, as it stands in an exported program."""

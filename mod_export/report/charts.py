@@ -1,0 +1,329 @@
+"""The charts of every page, as SVG inside of the page: axes, marks, and two kinds of chart made of them.
+
+`lanes_chart` has one row for each thing that is compared, all on one horizontal axis. `plot` has two axes. Horizontal
+places are percentages, so a chart fits a phone without shrinking its labels. Colours are classes of page.css, which
+knows a light and a dark scheme. Every chart says in words what it shows, for readers who do not see it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from mod_export.report.wording import printable
+from mod_export.types import ModelKind
+
+__all__ = [
+    "COLOURED_PARTS",
+    "CURSOR",
+    "MODELS",
+    "NAMES",
+    "Axis",
+    "Lane",
+    "axis_around",
+    "axis_from_zero",
+    "axis_of_listed",
+    "axis_of_logarithm",
+    "bar",
+    "dot",
+    "flat",
+    "glyph",
+    "html",
+    "key",
+    "lanes_chart",
+    "legend",
+    "line",
+    "part_class",
+    "part_text",
+    "plot",
+    "stack",
+    "stretched",
+    "upright",
+]
+
+MODELS: tuple[ModelKind, ...] = ("dense", "mod")
+"""In the order of every chart."""
+NAMES: Mapping[ModelKind, str] = {"dense": "dense", "mod": "MoD"}
+COLOURED_PARTS = (
+    "routing", "attention_projections", "attention", "experts", "mlp", "head", "norms", "elementwise", "embedding",
+    "other",
+)  # fmt: skip
+"""Parts of a model that have a colour of their own in page.css; all others have that of `other`."""
+CURSOR = Markup('<line class="cursor" x1="0" x2="0" y1="0" y2="100%" visibility="hidden"/>')
+"""Where the reader points; the script of the page moves it."""
+MOST_STEPS = 5
+MOST_DECADES = 7
+SMALLEST_DECADE = -18
+ZERO_WIDTH = 12.0
+"""Percent of a logarithmic axis that is kept for zero, which has no logarithm."""
+CHARACTER = 2.8
+"""Percent of a plot's width that a character of a label takes on a phone."""
+LISTED_MARGIN = 6.0
+"""Percent of an axis of listed values that is left free at either end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """From values to places between 0 and 100.
+
+    Attributes:
+        low: value at place 0.
+        high: value at place 100.
+        ticks: label and place of each.
+        scale: the place of a finite value; NaN where it has none.
+    """
+
+    low: float
+    high: float
+    ticks: tuple[tuple[str, float], ...]
+    scale: Callable[[float], float]
+
+    def place(self, value: float | None) -> float | None:
+        """Where a value stands; None where it is no finite number, or none that this axis can hold."""
+        if value is None or not math.isfinite(value):
+            return None
+        found = self.scale(value)
+        return None if math.isnan(found) else found
+
+    def clamped(self, value: float) -> float:
+        """Where a finite value stands, at the nearer end when it lies outside."""
+        return min(100.0, max(0.0, self.scale(value)))
+
+
+def axis_from_zero(values: Iterable[float | None], *, smallest: float, unit: str = "") -> Axis:
+    """For bars, which have a length: from 0 to the largest value, which is taken to be `smallest` at least."""
+    longest = max([smallest, *_finite(values)])
+    step = _step(longest)
+    return _linear(0, math.ceil(longest / step), step, "{:g}".format, unit)
+
+
+def axis_around(values: Iterable[float | None], text: Callable[[float], str]) -> Axis:
+    """For differences: the ticks around all finite values. It does not start at 0."""
+    found = _finite(values) or [1.0]
+    low, high = min(found), max(found)
+    step = _step((high - low) or abs(high) or 1.0)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return _linear(first, max(last, first + 1), step, text)
+
+
+def axis_of_logarithm(values: Iterable[float | None], text: str = "{:.0e}") -> Axis:
+    """Whole decades around every finite value that is not negative; zero has a place of its own at the left."""
+    found = [value for value in _finite(values) if value >= 0]
+    decades = [max(SMALLEST_DECADE, math.log10(value)) for value in found if value > 0]
+    low = math.floor(min(decades, default=0.0))
+    high = max(low + 1, math.ceil(max(decades, default=0.0)))
+    start = ZERO_WIDTH if 0.0 in found else 0.0
+
+    def scale(value: float) -> float:
+        if value <= 0:
+            return 0.0 if value == 0 else math.nan
+        return start + (100 - start) * (max(SMALLEST_DECADE, math.log10(value)) - low) / (high - low)
+
+    every = math.ceil((high - low) / MOST_DECADES)
+    labelled = [10.0**decade for decade in range(low, high + 1, every)]
+    ticks = [("0", 0.0)] * bool(start) + [(text.format(value), scale(value)) for value in labelled]
+    return Axis(low=10.0**low, high=10.0**high, ticks=tuple(ticks), scale=scale)
+
+
+def axis_of_listed(values: Iterable[float]) -> Axis:
+    """Values that are tried in ratios, such as capacities, on a logarithmic axis. The ticks are the values, as far as
+    their labels do not touch. 0 stands where half the smallest other value would.
+    """
+    given = sorted(set(values))
+    least = min((value for value in given if value > 0), default=1.0)
+
+    def logarithm(value: float) -> float:
+        return math.log2(value if value > 0 else least / 2)
+
+    low, high = logarithm(given[0]), logarithm(given[-1])
+
+    def scale(value: float) -> float:
+        share = (logarithm(value) - low) / (high - low) if low < high else 0.5
+        return LISTED_MARGIN + (100 - 2 * LISTED_MARGIN) * share
+
+    ticks: list[tuple[str, float]] = []
+    for value in given:
+        text, at = f"{value:g}", scale(value)
+        # Labels are centred, with the width of a character between two.
+        if not ticks or at - ticks[-1][1] >= CHARACTER * (1 + (len(text) + len(ticks[-1][0])) / 2):
+            ticks.append((text, at))
+    return Axis(low=given[0], high=given[-1], ticks=tuple(ticks), scale=scale)
+
+
+def html(template: str, *values: Any) -> Markup:
+    """Markup of ours with values from elsewhere in it: they are escaped, and control characters are made visible."""
+    return Markup(template).format(*map(_safe, values))  # noqa: S704 - the template is a literal of this package.
+
+
+def bar(kind: str, left: float | None, right: float | None, top: float, height: float) -> Markup:
+    """A bar from one place to another; nothing where one of them is missing. `kind` is a class of page.css."""
+    if left is None or right is None:
+        return Markup()
+    shape = '<rect class="{}" x="{}%" y="{}" width="{}%" height="{}"/>'
+    return html(shape, kind, _at(left), top, _at(right - left), height)
+
+
+def stack(parts: Iterable[tuple[str, float]], axis: Axis, top: float, height: float, *, faint: bool = False) -> Markup:
+    """Parts of a model side by side from 0 on, each in its colour; what is not finite has no length."""
+    found, left = [], 0.0
+    for part, size in parts:
+        right = left + (size if math.isfinite(size) else 0.0)
+        if right > left:
+            kind = part_class(part) + (" faint" if faint else "")
+            found.append(bar(kind, axis.place(left), axis.place(right), top, height))
+        left = right
+    return Markup().join(found)
+
+
+def upright(kind: str, x: float | None, top: float, bottom: float | str) -> Markup:
+    """An upright line at a place; nothing where there is none."""
+    if x is None:
+        return Markup()
+    return html('<line class="{0}" x1="{1}%" x2="{1}%" y1="{2}" y2="{3}"/>', kind, _at(x), top, bottom)
+
+
+def flat(kind: str, left: float | None, right: float | None, y: float) -> Markup:
+    """A level line between two places; nothing where one of them is missing."""
+    if left is None or right is None:
+        return Markup()
+    return html('<line class="{0}" x1="{1}%" x2="{2}%" y1="{3}" y2="{3}"/>', kind, _at(left), _at(right), y)
+
+
+def dot(kind: str, x: float | None, y: float | str, radius: float, title: str = "") -> Markup:
+    """A circle at a place; nothing where there is none. `title` is shown when it is pointed at."""
+    if x is None:
+        return Markup()
+    told = html("<title>{}</title>", title) if title else Markup()
+    return html('<circle class="{}" cx="{}%" cy="{}" r="{}">{}</circle>', kind, _at(x), y, radius, told)
+
+
+def line(kind: str, start: tuple[float, float], end: tuple[float, float], title: str = "") -> Markup:
+    """A line of a plot between two (x, y), which are percentages from the lower left corner."""
+    told = html("<title>{}</title>", title) if title else Markup()
+    numbers = (_at(start[0]), _at(100 - start[1]), _at(end[0]), _at(100 - end[1]))
+    return html('<line class="{}" x1="{}%" y1="{}%" x2="{}%" y2="{}%">{}</line>', kind, *numbers, told)
+
+
+def stretched(paths: Iterable[tuple[str, str]], box: tuple[int, int], top: float, height: float) -> Markup:
+    """(class, path) of a box (width, height) that is stretched over the whole width of a lane."""
+    drawn = Markup().join(html('<path class="{}" d="{}"/>', kind, path) for kind, path in paths)
+    shape = '<svg x="0" y="{}" width="100%" height="{}" viewBox="0 0 {} {}" preserveAspectRatio="none">{}</svg>'
+    return html(shape, top, height, *box, drawn)
+
+
+def part_text(part: str) -> str:
+    """The name of a part of a model, for people."""
+    return part.replace("_", " ")
+
+
+def part_class(part: str) -> str:
+    """The class that gives a part of a model its colour."""
+    return f"part-{part if part in COLOURED_PARTS else 'other'}"
+
+
+def key(kind: str) -> Markup:
+    """A small square in the colour of a model or a part."""
+    return html('<span class="key {}"></span>', kind)
+
+
+def glyph(*marks: Markup) -> Markup:
+    """A small drawing for a legend."""
+    return html("<svg>{}</svg>", Markup().join(marks))
+
+
+def legend(entries: Iterable[tuple[Markup, str]]) -> Markup:
+    """What the marks of a chart mean: (key or glyph, words)."""
+    drawn = Markup().join(html("<span>{}{}</span>\n", sign, words) for sign, words in entries)
+    return html('<p class="legend" aria-hidden="true">{}</p>\n', drawn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """One row of a chart.
+
+    Attributes:
+        name: beside the drawing.
+        told: what is drawn, in words.
+        height: in pixels.
+        marks: as the functions above make them.
+        data: what the script of the page needs to know of this lane: the value of its attribute `data-lane`.
+    """
+
+    name: Markup
+    told: str
+    height: int
+    marks: Sequence[Markup]
+    data: str = ""
+
+
+def lanes_chart(lanes: Iterable[Lane], axis: Axis | None, kind: str = "") -> Markup:
+    """Lanes below each other, on one axis if there is one. `kind` is a class for the whole."""
+    grid = Markup().join(upright("grid", at, 0, "100%") for _, at in axis.ticks) if axis else Markup()
+    drawn = Markup().join(
+        html(
+            '<div class="lane"{}><div class="name">{}</div>'
+            '<div class="plot"><svg height="{}" role="img" aria-label="{}">{}</svg></div></div>\n',
+            html(' data-lane="{}"', lane.data) if lane.data else "",
+            lane.name,
+            lane.height,
+            lane.told,
+            Markup().join([grid, *lane.marks]),
+        )
+        for lane in lanes
+    )
+    scale = '<div class="lane scale"><div class="name"></div><div class="plot">{}</div></div>\n'
+    foot = html(scale, _labels(axis, "axis", "left")) if axis else ""
+    return html('<div class="chart{}">\n{}{}</div>\n', f" {kind}" if kind else "", drawn, foot)
+
+
+def plot(*, caption: Markup, told: str, x: Axis, y: Axis, x_name: str, y_name: str, marks: Iterable[Markup]) -> Markup:
+    """A chart of two axes. Places of marks are percentages; those of `line` from the lower left corner."""
+    uprights = (line("grid", (at, 0), (at, 100)) for _, at in x.ticks)
+    levels = (line("grid", (0, at), (100, at)) for _, at in y.ticks)
+    return html(
+        '<figure>\n<figcaption>{}</figcaption>\n<div class="y-name" aria-hidden="true">{}</div>\n'
+        '<div class="frame">{}<svg role="img" aria-label="{}">{}</svg></div>\n{}\n'
+        '<div class="x-name" aria-hidden="true">{}</div>\n</figure>\n',
+        caption,
+        y_name,
+        _labels(y, "upright-axis", "bottom"),
+        told,
+        Markup().join([*uprights, *levels, *marks]),
+        _labels(x, "axis x-axis", "left"),
+        x_name,
+    )
+
+
+def _labels(axis: Axis, kind: str, edge: str) -> Markup:
+    spans = (html('<span style="{}:{}%">{}</span>', edge, _at(at), text) for text, at in axis.ticks)
+    return html('<div class="{}" aria-hidden="true">{}</div>', kind, Markup().join(spans))
+
+
+def _linear(first: int, last: int, step: float, text: Callable[[float], str], unit: str = "") -> Axis:
+    low, high = first * step, last * step
+    ticks = [(text(index * step), 100 * (index - first) / (last - first)) for index in range(first, last + 1)]
+    ticks[-1] = (ticks[-1][0] + unit, 100.0)
+    return Axis(low=low, high=high, ticks=tuple(ticks), scale=lambda value: 100 * (value - low) / (high - low))
+
+
+def _step(span: float) -> float:
+    """A round distance of ticks: few enough of them fit into `span`."""
+    size = 10.0 ** math.floor(math.log10(span))
+    return next(step for step in (size / 5, size / 2, size, 2 * size, 5 * size) if span / step <= MOST_STEPS)
+
+
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _at(place: float) -> str:
+    """To a hundredth of a percent of a chart's width: finer than any screen."""
+    return f"{place:.2f}".rstrip("0").rstrip(".")
+
+
+def _safe(value: Any) -> Any:
+    return value if isinstance(value, Markup | int | float) else printable(str(value), keep="\n")

@@ -1,0 +1,179 @@
+"""The charts of cost: FLOPs by part, time by part, and the roofline that time is predicted from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from mod_export.benchmark.explain import Gap, GapRow, gaps_of
+from mod_export.report.charts import (
+    MODELS,
+    NAMES,
+    Axis,
+    Lane,
+    axis_from_zero,
+    axis_of_logarithm,
+    dot,
+    html,
+    lanes_chart,
+    line,
+    part_class,
+    part_text,
+    plot,
+    stack,
+)
+from mod_export.report.wording import (
+    flops_text,
+    ms_text,
+    setting_text,
+    threads_text,
+)
+from mod_export.results.cost import CostRow, PartRow, Roofline
+from mod_export.types import ModelKind
+
+__all__ = ["TimeFigure", "flops_figures", "roofline_figures", "time_figures"]
+
+CLOCK_MS = 1e-6
+"""Resolution of the clock that parts are timed with."""
+
+
+def flops_figures(rows: Sequence[CostRow]) -> dict[str, Markup]:
+    """Bucket -> FLOPs by part, the dense model first, on an axis that starts at 0."""
+    return {bucket: _flops_figure([row for row in rows if row.bucket == bucket]) for bucket in _unique(rows, "bucket")}
+
+
+def _flops_figure(rows: Iterable[CostRow]) -> Markup:
+    ordered = sorted(rows, key=lambda row: MODELS.index(row.model))
+    most = max(1, *(row.flops for row in ordered))
+    axis = Axis(low=0, high=most, ticks=(), scale=lambda flops: 100 * flops / most)
+    return lanes_chart(
+        (
+            Lane(
+                name=html("{} <b>{}</b>", NAMES[row.model], flops_text(row.flops)),
+                told=f"{NAMES[row.model]}: {flops_text(row.flops)}; "
+                + ", ".join(f"{part_text(part)} {flops_text(n)}" for part, n in row.flops_by_part.items() if n),
+                height=30,
+                marks=[stack(row.flops_by_part.items(), axis, 4, 22)],
+            )
+            for row in ordered
+        ),
+        axis,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeFigure:
+    """Time by part in one setting. `rows` are part -> model -> entry, for a table.
+
+    `gap` says what each part adds to the difference of measured and predicted speed-up; None where the profiles do not
+    tell every part of both engines.
+    """
+
+    target: str
+    bucket: str
+    dtype: str
+    chart: Markup
+    measured_ms: Mapping[str, float]
+    rows: Mapping[str, Mapping[ModelKind, PartRow]]
+    profilers: tuple[str, ...]
+    gap: Gap | None
+
+    @property
+    def name(self) -> str:
+        """ort-cpu b1s512 float32."""
+        return f"{self.target} {self.bucket} {self.dtype}"
+
+    def gap_of(self, part: str) -> GapRow | None:
+        """What one part adds to the gap."""
+        return next((row for row in self.gap.rows if row.part == part), None) if self.gap else None
+
+
+def time_figures(rows: Sequence[PartRow]) -> tuple[TimeFigure, ...]:
+    """One for each setting that has parts: predicted above measured, dense before MoD."""
+    keys = dict.fromkeys((row.target, row.bucket, row.dtype) for row in rows)
+    return tuple(
+        _time_figure([row for row in rows if (row.target, row.bucket, row.dtype) == key], *key) for key in keys
+    )
+
+
+def _time_figure(rows: Sequence[PartRow], target: str, bucket: str, dtype: str) -> TimeFigure:
+    times: list[tuple[ModelKind, str, dict[str, float]]] = []
+    for model in MODELS:
+        own = [row for row in rows if row.model == model]
+        times.append((model, "predicted", {row.part: row.predicted_ms for row in own}))
+        times.append((model, "measured", {row.part: row.measured_ms for row in own if row.measured_ms is not None}))
+    times = [(model, how, parts) for model, how, parts in times if parts]
+    axis = axis_from_zero((sum(parts.values()) for _, _, parts in times), smallest=CLOCK_MS, unit=" ms")
+    lanes = (
+        Lane(
+            name=html("{}, {} <b>{} ms</b>", NAMES[model], how, ms_text(sum(parts.values()))),
+            told=f"{NAMES[model]} {how}: {ms_text(sum(parts.values()))} ms; "
+            + ", ".join(f"{part_text(part)} {ms_text(ms)} ms" for part, ms in parts.items()),
+            height=26,
+            marks=[stack(parts.items(), axis, 3, 20, faint=how == "predicted")],
+        )
+        for model, how, parts in times
+    )
+    return TimeFigure(
+        target=target,
+        bucket=bucket,
+        dtype=dtype,
+        chart=lanes_chart(lanes, axis),
+        measured_ms={NAMES[model]: sum(parts.values()) for model, how, parts in times if how == "measured"},
+        rows={part: {row.model: row for row in rows if row.part == part} for part in _unique(rows, "part")},
+        profilers=tuple(profiler for profiler in _unique(rows, "profiler") if profiler),
+        gap=next(iter(gaps_of(rows)), None),
+    )
+
+
+def roofline_figures(roofs: Iterable[Roofline], parts: Sequence[PartRow]) -> tuple[Markup, ...]:
+    """What each dtype can reach, and what the parts of engines reached, logarithm over logarithm.
+
+    A part without FLOPs, bytes or measured time is not drawn.
+    """
+    return tuple(_roofline_figure(roof, [part for part in parts if part.dtype == roof.dtype]) for roof in roofs)
+
+
+def _roofline_figure(roof: Roofline, parts: Sequence[PartRow]) -> Markup:
+    reached = [
+        (part, part.flops / part.bytes, part.flops / part.measured_ms / 1e6)
+        for part in parts
+        if part.flops > 0 and part.bytes > 0 and part.measured_ms is not None and 0 < part.measured_ms < math.inf
+    ]
+    ridge = roof.gemm_gflops / roof.bandwidth_gbs
+    x = axis_of_logarithm([ridge / 10, ridge * 10, *(intensity for _, intensity, _ in reached)], "{:g}")
+    lowest = x.low * roof.bandwidth_gbs
+    y = axis_of_logarithm([lowest, roof.gemm_gflops, *(gflops for _, _, gflops in reached)], "{:g}")
+    ends = [(x.low, lowest), (ridge, roof.gemm_gflops), (x.high, roof.gemm_gflops)]
+    corners = [(x.clamped(intensity), y.clamped(gflops)) for intensity, gflops in ends]
+    roof_lines = (line("roof", start, end) for start, end in itertools.pairwise(corners))
+    dots = (
+        dot(
+            part_class(part.part) + (" hollow" if part.model == "dense" else ""),
+            x.place(intensity),
+            f"{100 - y.clamped(gflops):.2f}%",
+            5,
+            f"{setting_text(part)} {NAMES[part.model]} {part_text(part.part)}: {gflops:.1f} GFLOP/s at "
+            f"{intensity:.1f} FLOP/byte",
+        )
+        for part, intensity, gflops in reached
+    )
+    limits = f"{roof.gemm_gflops:.1f} GFLOP/s, {roof.bandwidth_gbs:.1f} GB/s"
+    about = (roof.dtype, threads_text(roof.threads), limits, roof.method, roof.measured_at)
+    return plot(
+        caption=html("{}, {}: {}; {}, {}. Filled: MoD; hollow: dense.", *about),
+        told=f"Roofline of {roof.dtype}: {limits}, with {len(reached)} parts of engines",
+        x=x,
+        y=y,
+        x_name="FLOP per byte",
+        y_name="GFLOP/s",
+        marks=[*roof_lines, *dots],
+    )
+
+
+def _unique(rows: Iterable[object], field: str) -> list[str]:
+    return list(dict.fromkeys(getattr(row, field) for row in rows))

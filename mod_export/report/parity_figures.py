@@ -1,0 +1,241 @@
+"""The charts of parity and routing: errors, flips by layer, which token ran in which layer, and overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from mod_export.report.charts import (
+    CURSOR,
+    NAMES,
+    Lane,
+    axis_from_zero,
+    axis_of_logarithm,
+    bar,
+    dot,
+    glyph,
+    html,
+    key,
+    lanes_chart,
+    legend,
+    stretched,
+    upright,
+)
+from mod_export.report.wording import (
+    agreement_text,
+    error_text,
+    setting_text,
+)
+from mod_export.results.generation import GenerationReport
+from mod_export.results.parity import ParityRow
+from mod_export.results.structure import MapLayer, RoutingMap
+from mod_export.types import Site, is_expert
+
+__all__ = [
+    "MOST_TOKENS",
+    "MapToken",
+    "TokenMap",
+    "error_figure",
+    "executed_figure",
+    "layers_figure",
+    "layers_legend",
+    "token_maps",
+]
+
+HALF = 50.0
+"""Percent."""
+MOST_TOKENS = 512
+"""Tokens that are shown; the others stand in report.json."""
+SHADES = 4
+"""Shades of how many of the routed layers a token went through, beside none."""
+
+
+def error_figure(rows: Sequence[ParityRow]) -> Markup:
+    """Errors of all engines between the rounding error of the reference and the gate."""
+    numbers = [
+        n for row in rows for n in (row.error.max_abs, row.error.mean_abs, row.rounding_error, row.allowed_max_abs)
+    ]
+    axis = axis_of_logarithm(numbers)
+    lanes = []
+    for row in rows:
+        rounding = "" if row.rounding_error is None else f"rounding error {error_text(row.rounding_error)}, "
+        setting = f"{setting_text(row)} {NAMES[row.model]}"
+        lanes.append(
+            Lane(
+                name=html("{}", setting),
+                told=f"{setting}: largest error {error_text(row.error.max_abs)}, mean error "
+                f"{error_text(row.error.mean_abs)}, {rounding}gate {error_text(row.allowed_max_abs)}",
+                height=26,
+                marks=[
+                    upright("bound", axis.place(row.rounding_error), 3, 23),
+                    upright("gate", axis.place(row.allowed_max_abs), 1, 25),
+                    dot("mean", axis.place(row.error.mean_abs), 13, 3.5),
+                    dot("point" if row.passed else "point bad", axis.place(row.error.max_abs), 13, 4.5),
+                ],
+            )
+        )
+    signs = [
+        (glyph(dot("point", HALF, "50%", 4.5)), "largest error"),
+        (glyph(dot("mean", HALF, "50%", 3.5)), "mean error"),
+        (glyph(upright("bound", HALF, 0, "100%")), "rounding error of the reference"),
+        (glyph(upright("gate", HALF, 0, "100%")), "gate"),
+    ]
+    return legend(signs) + lanes_chart(lanes, axis)
+
+
+def layers_legend() -> Markup:
+    """Of all `layers_figure`s together."""
+    signs = [
+        (glyph(upright("bound", HALF, 0, "100%")), "bound of the scores"),
+        (glyph(dot("mean", HALF, "50%", 4)), "largest flip, a near-tie"),
+        (glyph(dot("point bad", HALF, "50%", 5)), "largest flip, a fault"),
+        (glyph(dot("predicted", HALF, "50%", 5)), "smallest margin, rank k to k + 1"),
+    ]
+    return legend(signs)
+
+
+def layers_figure(row: ParityRow) -> Markup:
+    """Right of the bound a flip is a fault, left of it a near-tie; a margin right of the bound cannot flip at all.
+
+    Empty where no layer has a distance to draw.
+    """
+    layers = row.routing.layers
+    axis = axis_of_logarithm([n for one in layers for n in (one.score_bound, one.worst_flip, one.min_margin)])
+    lanes, drawn = [], False
+    for layer in layers:
+        places = [axis.place(n) for n in (layer.score_bound, layer.min_margin, layer.worst_flip)]
+        drawn = drawn or any(place is not None for place in places)
+        distances = [
+            f", {name} {error_text(n)}"
+            for name, n in (
+                ("bound", layer.score_bound),
+                ("largest flip", layer.worst_flip),
+                ("smallest margin", layer.min_margin),
+            )
+            if n is not None
+        ]
+        lanes.append(
+            Lane(
+                name=html("layer {} <b>{}</b>", layer.layer, agreement_text(layer)),
+                told=f"layer {layer.layer}: routing agreement {agreement_text(layer)}, {layer.near_ties} near-ties, "
+                f"{layer.faults} faults{''.join(distances)}",
+                height=26,
+                marks=[
+                    upright("bound", places[0], 2, 24),
+                    dot("predicted", places[1], 13, 6),
+                    dot("point bad" if layer.faults else "mean", places[2], 13, 4),
+                ],
+            )
+        )
+    return lanes_chart(lanes, axis) if drawn else Markup()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapToken:
+    """A position: the layers that ran it, and the score of each routed layer, NaN where it is not known."""
+
+    position: int
+    text: str
+    layers: tuple[Site, ...]
+    scores: tuple[float, ...]
+    shade: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMap:
+    """One text: the tokens that are shown, of `total`, and `chart` with a lane of positions for each layer.
+
+    `skipped` counts the tokens, of all, that no routed layer ran.
+    """
+
+    bucket: str
+    total: int
+    skipped: int
+    tokens: tuple[MapToken, ...]
+    layers: tuple[Site, ...]
+    chart: Markup
+
+
+def token_maps(maps: Sequence[RoutingMap]) -> tuple[TokenMap, ...]:
+    """One for each text."""
+    return tuple(_token_map(one) for one in maps if one.tokens)
+
+
+def _token_map(one: RoutingMap) -> TokenMap:
+    routed = [(layer.layer, set(layer.routed)) for layer in one.layers]
+    tokens = []
+    for position, text in enumerate(one.tokens[:MOST_TOKENS]):
+        layers = tuple(layer for layer, positions in routed if position in positions)
+        scores = tuple(_score(layer, position) for layer in one.layers)
+        shade = math.ceil(SHADES * len(layers) / len(one.layers)) if layers else 0
+        tokens.append(MapToken(position=position, text=text, layers=layers, scores=scores, shade=shade))
+    ran = {position for _, positions in routed for position in positions}
+    return TokenMap(
+        bucket=one.bucket,
+        total=len(one.tokens),
+        skipped=len(one.tokens) - len(ran & set(range(len(one.tokens)))),
+        tokens=tuple(tokens),
+        layers=tuple(layer.layer for layer in one.layers),
+        chart=lanes_chart((_positions_lane(layer, len(tokens)) for layer in one.layers), None, "positions"),
+    )
+
+
+def _score(layer: MapLayer, position: int) -> float:
+    score = layer.scores[position] if position < len(layer.scores) else None
+    return math.nan if score is None else score
+
+
+def _positions_lane(layer: MapLayer, count: int) -> Lane:
+    shown = [position for position in sorted(set(layer.routed)) if position < count]
+    runs: list[list[int]] = []
+    for position in shown:
+        if runs and runs[-1][1] == position:
+            runs[-1][1] += 1
+        else:
+            runs.append([position, position + 1])
+    path = "".join(f"M{first} 0h{end - first}v1h{first - end}z" for first, end in runs)
+    return Lane(
+        name=html("layer {} <b>k = {:,}</b>", layer.layer, layer.k),
+        told=f"layer {layer.layer} ran {len(shown)} of the {count} positions shown",
+        height=18,
+        marks=[stretched([("lane-back", f"M0 0h{count}v1H0z"), ("ran", path)], (count, 1), 0, 18), CURSOR],
+        data=str(layer.layer),
+    )
+
+
+def executed_figure(found: GenerationReport) -> Markup:
+    """Shares of the tokens that each routed layer ran, and those that overflowed, beside its slots.
+
+    Empty where no text was read, or nothing but experts is routed.
+    """
+    quality, slots = found.quality, found.capacity or {}
+    sites = [site for site in (quality.selected if quality else ()) if not is_expert(site)]
+    if quality is None or not sites:
+        return Markup()
+    share_of_slots = {site: 100 * slots[site] / quality.window for site in sites if site in slots}
+    ran = {site: 100 * quality.selected[site] for site in sites}
+    wanted = {site: max(ran[site], 100 * quality.wanted[site]) for site in sites}
+    axis = axis_from_zero([*wanted.values(), *share_of_slots.values()], smallest=1.0, unit=" %")
+    lanes = []
+    for site in sites:
+        overflow = quality.overflow[site]
+        also = html(", {:,} overflowed", overflow) if overflow else ""
+        end = axis.place(ran[site])
+        lanes.append(
+            Lane(
+                name=html("layer {} <b>{:.1f} %</b>{}", site, ran[site], also),
+                told=f"layer {site}: {ran[site]:.1f} % of the tokens ran, {overflow:,} found no slot",
+                height=26,
+                marks=[
+                    bar("ran", 0, end, 5, 16),
+                    bar("lost", end, axis.place(wanted[site]), 5, 16) if overflow else Markup(),
+                    upright("bound", axis.place(share_of_slots.get(site)), 2, 24),
+                ],
+            )
+        )
+    slot = glyph(upright("bound", HALF, 0, "100%"))
+    signs = [(key("mod"), "ran"), (key("lost"), "overflow: selected, and no slot was free"), (slot, "slots")]
+    return legend(signs) + lanes_chart(lanes, axis)

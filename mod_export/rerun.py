@@ -1,0 +1,77 @@
+"""`validate` and `bench`: some of the stages again, over a finished build folder, on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from mod_export.config import BuildConfig
+from mod_export.results.base import Result
+from mod_export.results.report import Verdict
+from mod_export.stages.benchmark import benchmark
+from mod_export.stages.folder import FolderContext, notes
+from mod_export.stages.profile import profile
+from mod_export.stages.report import compare_with_baseline, verdict_of
+
+Row = TypeVar("Row", bound=Result)
+
+__all__ = ["Rerun", "bench_folder", "validate_folder"]
+
+
+class Rows(Protocol):
+    """Gives the results of one type."""
+
+    def __call__(self, row_type: type[Row], /) -> list[Row]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """What was found.
+
+    Attributes:
+        rows: type of a result -> the rows of that type.
+        verdict: over all of them.
+        notes: what was not run or not compared, and why.
+    """
+
+    rows: Rows
+    verdict: Verdict
+    notes: Sequence[str] = ()
+
+
+def validate_folder(
+    root: Path, config: BuildConfig | None, targets: Sequence[str], checkpoint: Path | None = None
+) -> Rerun:
+    """Files, weights, graphs, and everything that runs here against eager PyTorch.
+
+    The reference is rebuilt from the folder's own spec and weights, or from `checkpoint`. A file that is not the one
+    that was built is a finding, not an error: it is looked at like any other, but for compiled code, which is not run.
+
+    Raises:
+        BuildFolderError: not a whole build folder.
+        CheckpointError: `checkpoint` cannot be read, or is not the one that the folder was built from.
+        TargetError: nothing to run.
+    """
+    # The only stage that needs PyTorch and ONNX.
+    from mod_export.stages.validate import validate
+
+    context = FolderContext(root, config, targets, checkpoint, verify=False)
+    validate(context)
+    return Rerun(rows=context.rows, verdict=verdict_of(context, speedup=False), notes=notes(context))
+
+
+def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:
+    """Time of every role, model and dense baseline interleaved. Needs no PyTorch unless an `inductor` engine is run.
+
+    Raises:
+        BuildFolderError: not a whole build folder, or damaged.
+        TargetError: nothing to run.
+        EngineError: an engine failed.
+    """
+    context = FolderContext(root, config, targets, verify=True)
+    benchmark(context)
+    profile(context)
+    compare_with_baseline(context)
+    return Rerun(rows=context.rows, verdict=verdict_of(context, parity=False))

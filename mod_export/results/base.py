@@ -1,0 +1,70 @@
+"""The base of every result, and the fields that say which engine a result is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from mod_export.types import DType, ModelKind, Role, Setting
+
+__all__ = ["EngineKey", "EngineRow", "PairKey", "PairRow", "Result", "setting_fields"]
+
+PairKey = tuple[str, DType, Role, str]
+"""Target, dtype, role, name of the bucket: what a MoD engine and its dense baseline have in common."""
+EngineKey = tuple[str, DType, Role, str, ModelKind]
+
+
+class Result(BaseModel):
+    """Frozen and closed. Written to JSON as it is and read back to an equal value: `row.model_dump(mode="json")` and
+    `Row.model_validate(...)`. Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity".
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
+
+
+def setting_fields(setting: Setting) -> dict[str, Any]:
+    """The fields of an `EngineRow` that say which engine it is about."""
+    return {
+        "target": setting.target,
+        "dtype": setting.dtype,
+        "model": setting.model,
+        "role": setting.role,
+        "bucket": setting.bucket.name,
+    }
+
+
+class PairRow(Result):
+    """A result that compares the MoD engine with the dense baseline of the same target, dtype, role and bucket."""
+
+    target: str
+    """The engine family, such as `ort-cpu`."""
+    dtype: DType
+    """What the weights of the engine are stored in."""
+    role: Role = "forward"
+    """What the engine does: `forward` reads whole texts, `prefill` reads a prompt, `decode` adds one token."""
+    bucket: str
+    """The static shape: `b1s512` is one row of 512 tokens; of a decode engine, of the tokens that its cache holds."""
+
+    @property
+    def pair_key(self) -> PairKey:
+        """What both engines have in common."""
+        return self.target, self.dtype, self.role, self.bucket
+
+    @property
+    def name(self) -> str:
+        """As messages call it: ort-cpu b1s512 float32, or ort-cpu decode b1s512 float32."""
+        role = "" if self.role == "forward" else f"{self.role} "
+        return f"{self.target} {role}{self.bucket} {self.dtype}"
+
+
+class EngineRow(PairRow):
+    """A result about one engine."""
+
+    model: ModelKind
+    """`mod`, or its dense baseline `dense`."""
+
+    @property
+    def engine_key(self) -> EngineKey:
+        """Which engine it is about."""
+        return *self.pair_key, self.model

@@ -1,0 +1,180 @@
+"""Parity with eager PyTorch: which tokens were selected, and the error given the same selection. See docs/numerics.md.
+
+Distances of router scores are shares of the layer's scale, the largest root mean square of a row's scores.
+"""
+
+from __future__ import annotations
+
+from mod_export.results.base import EngineRow, Result
+from mod_export.types import Site
+
+__all__ = [
+    "ErrorNumbers",
+    "Gate",
+    "InputAgreement",
+    "LayerAgreement",
+    "Located",
+    "ParityRow",
+    "RoutingAgreement",
+    "TextQuality",
+]
+
+
+class LayerAgreement(Result):
+    """Which tokens one routing site selected, compared with the reference, over all inputs."""
+
+    layer: Site
+    """Number of the layer, or a name such as 3.mlp or 3.expert0 where a layer has several routing sites."""
+    k: int
+    """Slots for the tokens of one row."""
+    routed: int
+    """Selected tokens."""
+    agreed: int
+    """Selected tokens that the reference selected too."""
+    overflow: int
+    """Tokens that wanted a slot and found none, where tokens choose."""
+    near_ties: int
+    """Differences within `score_bound` of the edge of the selection: of the k-th score, or of 0 where tokens choose."""
+    faults: int
+    """Differences outside it. One fails the row."""
+    min_margin: float | None
+    """Smallest distance between the scores at rank k and k + 1; null where there is no rank k + 1."""
+    score_bound: float
+    """Largest distance at which a difference still counts as a near-tie."""
+    worst_flip: float | None
+    """Distance of the worst difference; null where there is none."""
+
+
+class InputAgreement(Result):
+    """Selected tokens over all routing sites on one batch of inputs."""
+
+    input: str
+    """Kind of input: text, random, padded, ..."""
+    routed: int
+    """Selected tokens."""
+    agreed: int
+    """Selected tokens that the reference selected too."""
+
+
+class RoutingAgreement(Result):
+    """Sums over the routing sites, each site, and each batch of inputs. A dense engine has no sites."""
+
+    layers: tuple[LayerAgreement, ...]
+    """One for each routing site."""
+    routed: int
+    """Selected tokens, over all sites and inputs."""
+    agreed: int
+    """Selected tokens that the reference selected too."""
+    near_ties: int
+    """Differences that rounding explains. One swap is two differences: the token selected and the token skipped."""
+    min_margin: float | None
+    """Smallest margin of all sites."""
+    by_input: tuple[InputAgreement, ...]
+    """The same for each batch of inputs."""
+
+
+class ErrorNumbers(Result):
+    """Differences of the logits of real tokens, given the same routing."""
+
+    max_abs: float
+    """Largest absolute difference of a logit."""
+    mean_abs: float
+    """Mean absolute difference, of the worst input."""
+    max_rel: float
+    """Largest difference over the root mean square of the reference's logits."""
+    rms: float
+    """Root mean square of the differences, of the worst input."""
+
+
+class Gate(Result):
+    """What the configuration demands for this dtype. The fields are named as in the configuration."""
+
+    max_abs: float
+    """Most for `error.max_abs` where the rounding error is not known."""
+    near_tie: float
+    """Bound of the distance of scores where the rounding error is not known."""
+    next_token_agreement: float
+    """Least `next_token_agreement`."""
+    noise: float
+    """Most for `error.max_abs` as a multiple of `rounding_error`, scaled to the dtype; likewise for scores."""
+    noise_rms: float
+    """Most for `error.rms` as a multiple of that of the reference's rounding error."""
+    max_kl: float
+    """Most for `kl`, in nats."""
+    max_perplexity_ratio: float
+    """Most for either perplexity over the other."""
+
+
+class TextQuality(Result):
+    """Perplexity on held-out text."""
+
+    tokens: int
+    """Predicted tokens."""
+    perplexity: float
+    """Of the engine."""
+    reference_perplexity: float
+    """Of PyTorch, given the engine's routing."""
+    own_perplexity: float
+    """Of PyTorch with its own routing."""
+    next_token_agreement: float
+    """Share of positions with the same most probable next token as PyTorch with its own routing."""
+
+
+class Located(Result):
+    """Where candidate and reference differ first, given the same routing. What an engine does not show is null."""
+
+    layer: str
+    """First module whose output differs, such as layers.3."""
+    operator: str | None
+    """Node of the graph there."""
+    input: str
+    """Kind of input that it was seen on."""
+    error: float | None
+    """Largest difference of that output."""
+    allowed: float | None
+    """What rounding can explain there."""
+
+    def __str__(self) -> str:
+        at = f", {self.operator}" if self.operator else ""
+        by = (
+            ""
+            if self.error is None
+            else f": differs by {self.error:.3g} from a fresh export, which should give the same bits"
+        )
+        return f"differs first in {self.layer}{at}{by}"
+
+
+class ParityRow(EngineRow):
+    """One engine, or one graph, against eager float32 PyTorch of the same model."""
+
+    artifact: str | None
+    """The file that was judged, relative to the build folder."""
+    reference: str
+    """What it was compared with."""
+    inputs: tuple[str, ...]
+    """Kinds of input; empty where nothing could be run."""
+    routing: RoutingAgreement
+    """Which tokens were selected."""
+    error: ErrorNumbers
+    """Error of the logits, given the same routing."""
+    rounding_error: float | None
+    """Largest difference of a logit between the reference and the same model in float64, on the same inputs and
+    routing: what rounding alone does to the reference. Null where it was not measured."""
+    allowed_max_abs: float
+    """Largest `error.max_abs` that passes."""
+    next_token_agreement: float
+    """Share of positions with the same most probable next token, of the worst input."""
+    kl: float
+    """Mean divergence of the next-token distribution from the reference's in nats, of the worst input."""
+    text: TextQuality | None
+    """Quality on held-out text, where there is text for the model's vocabulary."""
+    ties_exact: bool | None
+    """Whether exactly equal scores were given to the earlier token; null where that could not be tested."""
+    located: Located | None
+    """On failure: where candidate and reference differ first, as far as it could be found."""
+    gate: Gate
+    """What the configuration demands."""
+    passed: bool
+    """Whether every gate was met."""
+    reasons: tuple[str, ...]
+    """What missed its gate, each with number and gate; empty exactly when the row passed."""

@@ -1,0 +1,298 @@
+"""Loads a build folder and runs it. A server needs mod-export with its base dependencies and one engine library
+(`pip install "mod-export[ort]"`). It does not need the checkpoint, and PyTorch only for an AOTInductor engine.
+
+    import mod_export
+    with mod_export.load("build/demo") as deployment:
+        logits = deployment.run(ids)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from mod_export.build_folder.manifest import FileEntry, open_folder, verify_files, verify_sizes
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.engines.protocol import Runner
+from mod_export.environment import usable_cores
+from mod_export.errors import TargetError, UsageError
+from mod_export.types import PRIMARY, Bucket, Engine, ModelKind, primary_output
+
+__all__ = [
+    "Deployment",
+    "checked_gates",
+    "chosen_engines",
+    "load",
+    "runnable_engines",
+    "threads_to_use",
+]
+
+
+def runnable_engines(root: Path, engines: Sequence[Engine], targets: Sequence[str]) -> list[Engine]:
+    """The engines of a folder that run here: of all targets, or of those named.
+
+    Raises:
+        TargetError: nothing in it runs here, or a named target is not in it or cannot run.
+    """
+    names = list(dict.fromkeys(engine.target for engine in engines))
+    missing = [name for name in targets if name not in names]
+    if missing:
+        raise TargetError(f"{root}: holds no engine for {', '.join(missing)}; built for {', '.join(names)}")
+    found = {name: ENGINES[name].availability() for name in (targets or names)}
+    refusals = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
+    refused = [f"{name}: {reason}" for name, reason in refusals.items() if reason]
+    if refused and (targets or len(refused) == len(found)):
+        raise TargetError(f"{root}: cannot run here: {'; '.join(refused)}")
+    return [engine for engine in engines if engine.target in found and found[engine.target].can_run(engine)]
+
+
+def load(
+    root: str | Path,
+    target: str | None = None,
+    dtype: str | None = None,
+    model: ModelKind = "mod",
+    threads: int | None = None,
+) -> Deployment:
+    """Opens a build folder for inference.
+
+    Args:
+        root: the build folder.
+        target: an engine family; None is the first in the folder that runs on this machine.
+        dtype: of the engine; None is the first built.
+        model: `mod`, or `dense` for the dense baseline.
+        threads: of a CPU engine inside one operator; None is every physical core that this process may use
+            (`environment.usable_cores`), 0 is the library's own choice.
+
+    Raises:
+        BuildFolderError: not a complete build folder, or a needed file is missing or has another size. The content of
+            a file is compared with its hash when a bucket that needs it is first run.
+        TargetError: nothing in it runs here, or the target is not in it, or its engines missed their gates.
+    """
+    folder = Path(root)
+    manifest = open_folder(folder, verify=False)
+    engines = [engine for engine in manifest.engines if (engine.model, engine.role) == (model, "forward")]
+    chosen = chosen_engines(folder, engines, model, target, dtype)
+    checked_gates(folder, manifest.refused, chosen)
+    files = manifest.entries(path for engine in chosen for path in engine.files)
+    verify_sizes(folder, files)
+    vocab_size = manifest.models[model].vocab_size
+    return Deployment(folder, chosen, manifest.config, vocab_size, files, threads_to_use(threads))
+
+
+def threads_to_use(threads: int | None) -> int:
+    """The given number of threads; for None, every physical core that this process may use.
+
+    Raises:
+        UsageError: the number is negative.
+    """
+    if threads is not None and threads < 0:
+        raise UsageError(f"threads: expected 1 or more, or 0 for the library's own choice, got {threads}")
+    return usable_cores() if threads is None else threads
+
+
+def chosen_engines(
+    folder: Path,
+    engines: Sequence[Engine],
+    model: ModelKind,
+    target: str | None,
+    dtype: str | None,
+    *,
+    that: str = "",
+    unfit: Callable[[str], str] = lambda name: "",
+) -> list[Engine]:
+    """Engines of one target and dtype that run here.
+
+    Args:
+        folder: the build folder.
+        engines: of the model, in order of preference.
+        model: its kind, for messages.
+        target: an engine family; None is the first that runs here.
+        dtype: None is the first built.
+        that: what the engines are for, in messages.
+        unfit: target -> the reason why its engines cannot do that here; empty if they can.
+
+    Raises:
+        UsageError: there is no engine of this model.
+        TargetError: nothing runs here, or the target or the dtype is not among them.
+    """
+    if not engines:
+        raise UsageError(f"{folder}: holds no engine{that} of model {model!r}; expected 'mod' or 'dense'")
+    names = list(dict.fromkeys(engine.target for engine in engines))
+    if target is not None and target not in names:
+        raise TargetError(f"{folder}: holds no engine{that} for {target!r}; built for {', '.join(names)}")
+    found = {name: ENGINES[name].availability() for name in ([target] if target else names)}
+    refusals = {
+        name: one.refusal(engine for engine in engines if engine.target == name) or unfit(name)
+        for name, one in found.items()
+    }
+    runnable = [name for name, refusal in refusals.items() if not refusal]
+    if not runnable:
+        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+        raise TargetError(f"{folder}: no engine{that} runs on this machine ({reasons})")
+    here = [engine for engine in engines if engine.target == runnable[0] and found[runnable[0]].can_run(engine)]
+    wanted = [engine for engine in here if dtype in (None, engine.dtype)]
+    if not wanted:
+        raise TargetError(f"{folder}: holds no {dtype} engine{that} for {runnable[0]}")
+    return [engine for engine in wanted if engine.dtype == wanted[0].dtype]
+
+
+def checked_gates(folder: Path, refused: Mapping[str, Sequence[str]], engines: Sequence[Engine]) -> None:
+    """Refuses engines that missed their gates. There is no fallback to another dtype: the user has to name it.
+
+    Raises:
+        TargetError: one of them missed its gates.
+    """
+    reasons = [reason for engine in engines for reason in refused.get(engine.path, ())]
+    if reasons:
+        raise TargetError(
+            f"{folder}: the {engines[0].dtype} engines for {engines[0].target} missed their gates and are not served "
+            f"({'; '.join(dict.fromkeys(reasons))}); name another dtype, or build with another gate if this one is "
+            "wrong for your use"
+        )
+
+
+class Deployment:
+    """The buckets of one model, target and dtype. Engines are opened when first needed; several threads may run them.
+
+    Args:
+        root: the build folder.
+        engines: one for each bucket.
+        config: the resolved configuration.
+        vocab_size: of the model.
+        files: every file that the engines need -> its entry in the manifest.
+        threads: of a CPU engine inside one operator; 0 leaves the library's own choice.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        engines: Sequence[Engine],
+        config: BuildConfig,
+        vocab_size: int,
+        files: Mapping[str, FileEntry],
+        threads: int,
+    ) -> None:
+        self._root = root
+        self.threads = threads
+        self._unread = dict(files)
+        self._vocab_size = vocab_size
+        self._config = config
+        self._engines = {engine.bucket: engine for engine in engines}
+        self._buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
+        self._opening = threading.Lock()
+        self._runners: dict[Bucket, Runner] = {}
+        self.target = engines[0].target
+        self.dtype = engines[0].dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self._vocab_size
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of this deployment, smallest first."""
+        return self._buckets
+
+    def bucket_for(self, batch: int, seq: int) -> Bucket:
+        """The smallest bucket that holds a request.
+
+        Raises:
+            UsageError: none does.
+        """
+        for bucket in self.buckets:
+            if bucket.batch >= batch and bucket.seq >= seq:
+                return bucket
+        known = ", ".join(bucket.name for bucket in self.buckets)
+        raise UsageError(f"no bucket holds a batch of {batch} x {seq} tokens; built: {known}. Build a larger one")
+
+    def run(self, ids_BS: np.ndarray, lengths_B: np.ndarray | None = None) -> np.ndarray:
+        """Logits of a batch, or the output that the folder was built for (`outputs` of its configuration).
+
+        The request is padded to its bucket. Padding never gets a slot while real tokens are left, but the number of
+        slots k is that of the bucket: a larger share of the tokens of a short request is selected in a long bucket.
+
+        Args:
+            ids_BS: int64 (B, S).
+            lengths_B: int64 (B,), real tokens of each row; all of them by default.
+
+        Returns:
+            float32 logits (B, S, V), or hidden states (B, S, D), of which positions at or after a row's length are
+            meaningless; or logits (B, V) of each row's last real token.
+
+        Raises:
+            UsageError: not a batch of token ids, or larger than every bucket.
+            BuildFolderError: a file has changed since the build.
+        """
+        ids_BS = np.asarray(ids_BS)
+        if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iu" or 0 in ids_BS.shape:
+            raise UsageError(
+                f"expected token ids as whole numbers (batch, sequence), got {ids_BS.dtype} {ids_BS.shape}"
+            )
+        B, S = ids_BS.shape
+        found = ids_BS
+        # Engines treat ids outside the vocabulary differently: some index from the end of the table, some read past
+        # it, some fail. As unsigned numbers, negative ids are the largest.
+        ids_BS = np.ascontiguousarray(ids_BS, dtype=np.int64)
+        if ids_BS.view(np.uint64).max() >= self._vocab_size:
+            raise UsageError(f"expected token ids from 0 to {self._vocab_size - 1}, got {found.min()} to {found.max()}")
+        real = S if lengths_B is None else _checked(lengths_B, B, S)
+        bucket = self.bucket_for(B, S)
+        runner = self._runner(bucket)
+        primary = primary_output(runner.outputs)
+        feeds = {"input_ids": _padded(ids_BS, bucket)}
+        if "lengths" in runner.inputs:
+            feeds["lengths"] = np.ones(bucket.batch, dtype=np.int64)
+            feeds["lengths"][:B] = real
+        result = runner.run(feeds, [primary])[primary]
+        return result[:B] if primary == PRIMARY["last"] else result[:B, :S]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for runner in self._runners.values():
+            runner.__exit__(kind, error, trace)
+        self._runners.clear()
+
+    def _runner(self, bucket: Bucket) -> Runner:
+        if bucket not in self._runners:
+            with self._opening:
+                if bucket not in self._runners:
+                    engine = self._engines[bucket]
+                    unread = {path: self._unread[path] for path in engine.files if path in self._unread}
+                    verify_files(self._root, unread)
+                    for path in unread:
+                        del self._unread[path]
+                    self._runners[bucket] = ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
+        return self._runners[bucket]
+
+
+def _padded(ids_BS: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """The ids, padded with zeros on the right and below to the shape of the bucket."""
+    if ids_BS.shape == (bucket.batch, bucket.seq):
+        return ids_BS
+    padded_BS = np.zeros((bucket.batch, bucket.seq), dtype=np.int64)
+    padded_BS[: ids_BS.shape[0], : ids_BS.shape[1]] = ids_BS
+    return padded_BS
+
+
+def _checked(lengths_B: np.ndarray, rows: int, seq: int) -> np.ndarray:
+    """The lengths of the rows, as an array.
+
+    Raises:
+        UsageError: not one length for each row, or not from 1 to `seq`.
+    """
+    lengths_B = np.asarray(lengths_B)
+    whole = lengths_B.shape == (rows,) and lengths_B.dtype.kind in "iu"
+    if not whole or lengths_B.min() < 1 or lengths_B.max() > seq:
+        raise UsageError(f"expected {rows} lengths from 1 to {seq}, got {lengths_B.tolist()}")
+    return lengths_B

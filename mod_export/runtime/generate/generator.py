@@ -1,0 +1,369 @@
+"""Loads a build folder and writes text with it. A server needs mod-export with its base dependencies and one engine
+library (`pip install "mod-export[ort]"`), neither PyTorch nor the checkpoint.
+
+    import mod_export
+    with mod_export.load_generator("build/demo") as generator:
+        for piece in generator.stream(["def main("], max_new_tokens=64):
+            print(piece.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import numpy as np
+
+from mod_export.build_folder.manifest import GenerationFacts, Manifest, open_folder, verify_files
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.engines.protocol import BindableRunner, Runner
+from mod_export.errors import EngineError, UsageError
+from mod_export.memory import free_bytes
+from mod_export.runtime.deployment import checked_gates, chosen_engines, threads_to_use
+from mod_export.runtime.generate.decoder import Decoder, Kept, Prompts
+from mod_export.runtime.generate.sampling import Sampling, rng_of
+from mod_export.runtime.generate.stream import Completion, Request, Stream
+from mod_export.runtime.generate.texts import Bytes, StopText, TokenizersFile, Vocabulary
+from mod_export.types import Bucket, Engine, ModelKind
+
+__all__ = ["Generator", "Prefix", "Prompt", "load_generator", "vocabulary_of"]
+
+SCORED = "prompts can be scored, as the checkpoint's spec routes them: mod-export generate --selection topk-prefill"
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens that were read once and start several texts.
+
+    Attributes:
+        ids: the tokens.
+        kept: the cached state after them.
+        engines: which engines read them; the cached state is meaningless to others.
+    """
+
+    ids: tuple[int, ...]
+    kept: Kept
+    engines: str
+
+
+def load_generator(
+    root: str | Path,
+    target: str | None = None,
+    dtype: str | None = None,
+    model: ModelKind = "mod",
+    threads: int | None = None,
+) -> Generator:
+    """Opens a build folder for writing text.
+
+    Args:
+        root: the build folder.
+        target: an engine family; None is the first that can run here.
+        dtype: of the engines; None is the first built.
+        model: `mod`, or `dense` for the dense baseline.
+        threads: of a CPU engine inside one operator; None is every physical core that this process may use
+            (`environment.usable_cores`), 0 is the library's own choice.
+
+    Raises:
+        BuildFolderError: not a complete build folder, or a damaged file.
+        UsageError: the folder's model cannot generate, with the reason and what to do, or was not built for it.
+        TargetError: no engine for generation runs here, or its engines missed their gates.
+    """
+    folder = Path(root)
+    manifest = open_folder(folder, verify=False)
+    if isinstance(manifest.generation, str):
+        raise UsageError(f"{folder}: cannot generate: {manifest.generation}\n{SCORED}")
+    engines = [engine for engine in manifest.engines if engine.model == model and engine.role != "forward"]
+    chosen = chosen_engines(folder, engines, model, target, dtype, that=" that writes text", unfit=_unbound)
+    checked_gates(folder, manifest.refused, chosen)
+    verify_files(folder, manifest.entries(sorted({path for engine in chosen for path in engine.files})))
+    vocabulary = vocabulary_of(folder, manifest)
+    facts, vocab_size = manifest.generation, manifest.models[model].vocab_size
+    return Generator(folder, chosen, manifest.config, facts, vocab_size, vocabulary, threads_to_use(threads))
+
+
+def _unbound(target: str) -> str:
+    """The reason why a target's runners cannot keep a cache; empty if they can."""
+    return (
+        ""
+        if ENGINES[target].binds
+        else "its cache is kept on the device by the server that uses it; see docs/generation.md"
+    )
+
+
+def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:
+    """The vocabulary of a build folder's model; None if its ids do not represent text.
+
+    Raises:
+        BuildFolderError: the tokenizer's file has changed since the build.
+        UsageError: the package `tokenizers` is needed and not installed.
+    """
+    if manifest.tokenizer == "bytes":
+        return Bytes()
+    if manifest.tokenizer is None:
+        return None
+    verify_files(folder, manifest.entries([manifest.tokenizer]))
+    return TokenizersFile(folder / manifest.tokenizer)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+class Generator:
+    """The prefill and decode buckets of one model, target and dtype.
+
+    One text, or one batch of texts, is written at a time; open another generator to write two at once. Engines share
+    the memory of the weights.
+
+    Args:
+        root: the build folder.
+        engines: of prefill and decode buckets.
+        config: the resolved configuration.
+        facts: the manifest's entry about generation.
+        vocab_size: of the model.
+        vocabulary: converts between text and ids; None if ids do not represent text.
+        threads: of a CPU engine inside one operator; 0 is the library's own choice.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        engines: Sequence[Engine],
+        config: BuildConfig,
+        facts: GenerationFacts,
+        vocab_size: int,
+        vocabulary: Vocabulary | None,
+        threads: int,
+    ) -> None:
+        self.threads = threads
+        self._root, self._config, self._vocab_size = root, config, vocab_size
+        self._decode = {engine.bucket: engine for engine in engines if engine.role == "decode"}
+        self._prefill = {engine.bucket.seq: engine for engine in engines if engine.role == "prefill"}
+        self._kv_bytes = facts.kv_bytes[engines[0].model]
+        self._sites = list(facts.sites[engines[0].model])
+        self._opened = contextlib.ExitStack()
+        self._decoders: dict[Bucket, Decoder] = {}
+        self._prompts: Prompts | None = None
+        self._turn = threading.Lock()
+        self._closed = False
+        self._identity = f"{engines[0].path} of {root.resolve()}"
+        self.vocabulary = vocabulary
+        self.target, self.dtype = engines[0].target, engines[0].dtype
+        # Capacities are counted for the window of the build, and a text ends where the longest cache does.
+        self.window = max(bucket.seq for bucket in self._decode)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What can be written at once: (texts, tokens of a text), smallest first."""
+        return tuple(sorted(self._decode))
+
+    def cache_bytes(self, bucket: Bucket) -> int:
+        """Bytes of the keys and values of a decode bucket, which do not depend on the length of its texts."""
+        return bucket.batch * self._kv_bytes[bucket.seq]
+
+    def bucket_for(self, texts: int, tokens: int) -> Bucket:
+        """The bucket that a request is written in: the shortest cache that holds its texts; of those buckets, the one
+        with the fewest rows that hold all texts at once, or else the one with the most rows.
+
+        Raises:
+            UsageError: the texts are longer than every cache.
+        """
+        held = [bucket for bucket in self.buckets if bucket.seq >= tokens]
+        if not held:
+            raise UsageError(
+                f"a text of {tokens} tokens, prompt and answer together, is longer than the window of {self.window}; "
+                "ask for fewer new tokens, build a longer window (generation.window), or let the text roll "
+                "(rolling=True, --roll), which goes on from its second half"
+            )
+        shortest = min(bucket.seq for bucket in held)
+        rows = [bucket for bucket in held if bucket.seq == shortest]
+        return min((b for b in rows if b.batch >= texts), key=lambda b: b.batch, default=max(rows))
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int = 128, **options: Any
+    ) -> list[Completion]:
+        """Writes whole texts; see `stream` for the arguments."""
+        with self.stream(prompts, max_new_tokens, **options) as stream:
+            for _ in stream:
+                pass
+        return stream.completions
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str | int] = (),
+        prefix: Prefix | None = None,
+        rolling: bool = False,
+    ) -> Stream:
+        """Writes texts piece by piece.
+
+        Args:
+            prompts: one prompt, or several of any lengths; each text, or token ids.
+            max_new_tokens: of each text.
+            temperature: 0 always chooses the most probable token; see `Sampling`.
+            top_k: sample among this many most probable tokens; 0 is all.
+            top_p: sample among the most probable tokens that have this probability together.
+            seed: text i of a request has its own random numbers, from (seed, i).
+            stop: strings that end a text, and are not part of it; or token ids.
+            prefix: a result of `prefix`, which every prompt continues.
+            rolling: a text that fills the window continues as if its second half were the whole text, instead of
+                being refused.
+
+        Raises:
+            UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
+        """
+        found = self._prompt_list(prompts)
+        if not _is_whole(max_new_tokens) or max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
+        if prefix is not None and prefix.engines != self._identity:
+            raise UsageError(
+                f"prefix: was read by {prefix.engines}, and this generator is {self._identity}; read it again here"
+            )
+        before = len(prefix.ids) if prefix else 0
+        lengths = [before + len(ids) for ids in found]
+        for row, length in enumerate(lengths):
+            if length == 0:
+                raise UsageError(f"prompt {row} is empty; expected at least one token")
+        longest = max(lengths)
+        if rolling and longest > self.window:
+            raise UsageError(
+                f"a prompt of {longest} tokens does not fit the window of {self.window}, also where texts roll; give "
+                f"its last {self.window} tokens, or build a longer window (generation.window)"
+            )
+        # The last token that is written is never read.
+        needed = longest + max_new_tokens - 1
+        bucket = self.bucket_for(len(found), min(needed, self.window) if rolling else needed)
+        sampling = Sampling(temperature, top_k, top_p)
+        if isinstance(stop, str):
+            raise UsageError(f"stop: got the string {stop!r}, expected a list of strings and ids; write [{stop!r}]")
+        odd = [one for one in stop if not isinstance(one, str) and not (_is_whole(one) and 0 <= one < self._vocab_size)]
+        if odd:
+            raise UsageError(f"stop: expected strings and ids from 0 to {self._vocab_size - 1}, got {odd[0]!r}")
+        stops = [one for one in stop if isinstance(one, str)]
+        if stops and self.vocabulary is None:
+            raise UsageError("stop: this model's ids stand for no text; give ids to stop at")
+        requests = [
+            Request(
+                ids=ids,
+                prefix=(prefix.ids, prefix.kept) if prefix else None,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                rng=rng_of(seed, row),
+                stop_ids=frozenset(one for one in stop if not isinstance(one, str)),
+                reader=self.vocabulary.reader() if self.vocabulary else None,
+                stops=StopText(stops),
+            )
+            for row, ids in enumerate(found)
+        ]
+        return Stream(requests, self._reads(), lambda: self._taken(bucket), self._sites, bucket, rolling=rolling)
+
+    def prefix(self, prompt: Prompt) -> Prefix:
+        """Reads the common beginning of several texts once. The prompts after it are read token by token, so this
+        saves time if the beginning is long and what follows is short.
+
+        Raises:
+            UsageError: the prompt is empty, or fills the window.
+        """
+        (ids,) = self._prompt_list([prompt])
+        if not ids or len(ids) >= self.window:
+            raise UsageError(f"a prefix has 1 to {self.window - 1} tokens, got {len(ids)}")
+        prompts = self._reads()
+        kept = prompts.read(ids[: prompts.longest])
+        if len(ids) > prompts.longest:
+            with self._taken(self.bucket_for(1, len(ids))) as decoder:
+                kept = decoder.read_on(kept, ids[prompts.longest :])
+        return Prefix(tuple(ids), kept, self._identity)
+
+    def _prompt_list(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        if not isinstance(prompts, str | Sequence | np.ndarray):
+            raise UsageError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
+        if not isinstance(prompts, str) and len(prompts) == 0:
+            raise UsageError("expected at least one prompt")
+        # A single prompt, text or ids, need not be in a list.
+        one = isinstance(prompts, str) or all(map(_is_whole, prompts))
+        several = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        return [self._ids(row, prompt) for row, prompt in enumerate(several)]
+
+    def _ids(self, row: int, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.vocabulary is None:
+                raise UsageError("this model's ids stand for no text; give prompts as ids, or build with a tokenizer")
+            ids = self.vocabulary.ids(prompt)
+        else:
+            given: Any = prompt
+            ids = list(given) if isinstance(given, Sequence | np.ndarray) else [given]
+        wrong = [one for one in ids if not _is_whole(one) or not 0 <= one < self._vocab_size]
+        if wrong:
+            raise UsageError(
+                f"prompt {row}: expected text, or token ids from 0 to {self._vocab_size - 1}, got {wrong[0]!r}"
+            )
+        return [int(one) for one in ids]
+
+    def _reads(self) -> Prompts:
+        if self._prompts is None:
+            runners = {seq: self._opened.enter_context(self._load(engine)) for seq, engine in self._prefill.items()}
+            self._prompts = Prompts(runners)
+        return self._prompts
+
+    @contextlib.contextmanager
+    def _taken(self, bucket: Bucket) -> Iterator[Decoder]:
+        """The decoder of a bucket, for one caller at a time.
+
+        Raises:
+            UsageError: it is in use, or there is no memory for its cache.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise UsageError("this generator is writing another text; finish or close that stream, or open another one")
+        try:
+            if bucket not in self._decoders:
+                self._check_room(bucket)
+                engine = self._decode[bucket]
+                runner = self._opened.enter_context(self._load(engine))
+                assert isinstance(runner, BindableRunner)
+                self._decoders[bucket] = Decoder(runner, bucket.seq, f"{self.target} {engine.path}")
+            yield self._decoders[bucket]
+        except EngineError:
+            if bucket in self._decoders:
+                self._decoders[bucket].wipe()
+            raise
+        finally:
+            self._turn.release()
+
+    def _check_room(self, bucket: Bucket) -> None:
+        needed, free = self.cache_bytes(bucket), free_bytes()
+        if needed > free:
+            raise UsageError(
+                f"the cache of {bucket.batch} texts of {bucket.seq} tokens takes {needed / 2**20:,.0f} MiB, "
+                f"{free / 2**20:,.0f} MiB are free; ask for shorter texts, or fewer at once"
+            )
+
+    def _load(self, engine: Engine) -> Runner:
+        if self._closed:
+            raise UsageError("this generator is closed; open another one with load_generator")
+        return ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        self._decoders.clear()
+        self._prompts = None
+        self._opened.__exit__(kind, error, trace)

@@ -1,0 +1,186 @@
+"""From a checkpoint to a model: finds its architecture and reads its weights.
+
+Architectures are defined in other packages, which register them in the entry-point group `mod_export.architectures`. A
+checkpoint names an architecture, never a module or a file, so reading a checkpoint runs no code from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mod_export.build_folder.manifest import MANIFEST, read_manifest
+from mod_export.environment import extra_of_import, source_digest
+from mod_export.errors import BuildFolderError, CheckpointError, ConfigError
+from mod_export.sources.protocol import Architecture, LoadedModel
+from mod_export.types import ModelKind
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Model", "architectures", "look_at_checkpoint", "model_from_checkpoint", "model_from_weights", "sha256_of"]
+
+GROUP = "mod_export.architectures"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model to export, and its origin."""
+
+    name: str
+    architecture: str
+    loaded: LoadedModel
+    checkpoint_sha256: str
+
+    @property
+    def code_sha256(self) -> str:
+        """Of the source code of the package that provides the architecture, because graphs depend on it."""
+        module = entry_points(group=GROUP)[self.architecture].module
+        return source_digest(module.partition(".")[0])
+
+    def of_kind(self, kind: ModelKind) -> LoadedModel:
+        """The model itself for `mod`, its dense baseline for `dense`."""
+        return self.loaded if kind == "mod" else self.loaded.dense()
+
+    def with_capacity(self, capacity: float) -> Model:
+        """The same checkpoint with another capacity in every routed layer.
+
+        Raises:
+            ConfigError: the model cannot have this capacity.
+        """
+        try:
+            return replace(self, loaded=self.loaded.with_capacity(capacity))
+        except ValueError as error:
+            raise ConfigError([f"capacity {capacity:g}: {error}"]) from error
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, predictors included."""
+        return sum(tensor.numel() for tensor in self.loaded.weights.values())
+
+
+def architectures() -> dict[str, Architecture]:
+    """Every registered architecture by name.
+
+    Raises:
+        CheckpointError: no package registers any, or one that does is broken.
+        ImportError: a module of one of mod-export's extras is missing; the command line says which extra.
+    """
+    found: dict[str, Architecture] = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            found[entry.name] = entry.load()
+        except (ImportError, AttributeError) as error:
+            if isinstance(error, ImportError) and extra_of_import(error) is not None:
+                raise  # The architecture is not broken; an extra of mod-export is not installed.
+            raise CheckpointError(
+                f"architecture {entry.name!r} cannot be loaded from {entry.value} ({error}); repair or remove the "
+                "package that registers it"
+            ) from error
+    if not found:
+        raise CheckpointError(f"no architecture is registered in the entry-point group {GROUP}; reinstall mod-export")
+    return found
+
+
+def look_at_checkpoint(path: Path) -> None:
+    """Refuses a path that cannot be a checkpoint before PyTorch is loaded.
+
+    Raises:
+        CheckpointError: the path does not exist, or is neither a folder with a config.json nor an archive as torch.save
+            writes it.
+    """
+    try:
+        _look(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _look(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{path}: no config.json in this folder; expected config.json and model.safetensors, or a model.pt"
+            )
+    elif path.suffix == ".safetensors":
+        raise CheckpointError(f"{path}: weights without a spec; give the folder that holds it beside its config.json")
+    elif path.is_file():
+        with path.open("rb") as file:
+            whole = zipfile.is_zipfile(file)
+        if not whole:
+            raise CheckpointError(
+                f"{path}: not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, "
+                "which could run code and is not read"
+            )
+
+
+def model_from_checkpoint(path: Path) -> Model:
+    """Reads `model.pt`, or a folder of config.json and model.safetensors.
+
+    Raises:
+        CheckpointError: the path does not exist, or is not a usable checkpoint.
+    """
+    look_at_checkpoint(path)
+    foreign = ""
+    for name, architecture in architectures().items():
+        try:
+            loaded = architecture.read(path)
+        except LookupError as error:
+            foreign = str(error.args[0]) if error.args else str(error)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        else:
+            model_name = path.resolve().name.removesuffix(".pt")
+            return Model(name=model_name, architecture=name, loaded=loaded, checkpoint_sha256=sha256_of(path))
+    known = ", ".join(architectures())
+    raise CheckpointError(
+        f"{path}: names the architecture {foreign!r}, which nothing here provides; known: {known}. "
+        f"Install the package that registers it in the entry-point group {GROUP}"
+    )
+
+
+def model_from_weights(
+    name: str, architecture: str, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor], sha256: str
+) -> Model:
+    """Restores the model of a build folder from its spec and weights.
+
+    Raises:
+        CheckpointError: the architecture is not installed here, or cannot use the spec.
+    """
+    known = architectures()
+    if architecture not in known:
+        raise CheckpointError(f"architecture {architecture!r} is not installed here; known: {', '.join(known)}")
+    try:
+        loaded = known[architecture].restore(spec, weights)
+    except ValueError as error:
+        raise CheckpointError(f"the build folder's spec cannot be restored: {error}") from error
+    return Model(name=name, architecture=architecture, loaded=loaded, checkpoint_sha256=sha256)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, or of a folder's files in the order of their names (names included).
+
+    Build folders inside it are left out: that of `mod-export build .` is in the checkpoint's own folder by default.
+    """
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    builds = {manifest.parent for manifest in path.rglob(f"*/{MANIFEST}") if _is_build_folder(manifest.parent)}
+    for file_path in sorted(item for item in path.rglob("*") if item.is_file() and builds.isdisjoint(item.parents)):
+        digest.update(f"{file_path.relative_to(path).as_posix()}\0{sha256_of(file_path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _is_build_folder(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except BuildFolderError:
+        return False
+    return True

@@ -1,0 +1,98 @@
+"""Stage benchmark: time against the dense baseline for every role, and of narrower dtypes against float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mod_export.benchmark.decoding import PROMPT_RUNS, first_token_of_pair, steps_of_pair
+from mod_export.benchmark.latency import engine_pairs, measure_pair
+from mod_export.benchmark.roofline import cached_roofline
+from mod_export.benchmark.speedup import gate_of, measure_precision, precision_pairs
+from mod_export.build_folder.manifest import GenerationFacts
+from mod_export.results.generation import DecodeRow, FirstTokenRow
+from mod_export.results.latency import LatencyRow, PrecisionRow
+from mod_export.stages.context import Context
+from mod_export.types import Engine, ModelKind, Role, Setting
+
+__all__ = ["benchmark"]
+
+Pair = Mapping[ModelKind, Engine]
+
+
+def benchmark(context: Context) -> None:
+    """Time of model and dense baseline, interleaved, for every setting that runs here."""
+    for role, measure in BENCHMARKS.items():
+        for setting, pair in engine_pairs(context.runnable(role)).items():
+            measure(context, setting, pair)
+    for narrow, wide in precision_pairs(context.runnable("forward")):
+        _precision(context, narrow, wide)
+
+
+def _precision(context: Context, narrow: Engine, wide: Engine) -> None:
+    vocab_size = context.facts[narrow.model].vocab_size
+    context.measure(
+        PrecisionRow,
+        f"precision/{narrow.target}/{narrow.stem}",
+        _inputs(context, [narrow, wide], latency=context.config.latency.model_dump(exclude={"min_speedup"})),
+        lambda: [measure_precision(context.root, narrow, wide, vocab_size, context.config)],
+    )
+
+
+def _inputs(context: Context, engines: Sequence[Engine], **others: Any) -> dict[str, Any]:
+    return {**context.conditions(engines), "seed": context.config.seed, **others}
+
+
+def _rows(context: Context, setting: Setting, pair: Pair) -> None:
+    # Sampling goes on until the gate is settled: another gate may need more samples.
+    options = context.config.latency
+    gate = gate_of(setting.bucket.name, context.buckets, options.min_speedup)
+    latency = options.model_dump(exclude={"min_speedup", "bootstrap"})
+    vocab_size = context.facts["mod"].vocab_size
+    context.measure(
+        LatencyRow,
+        f"latency/{setting.target}/{setting.bucket.name}-{setting.dtype}",
+        _inputs(context, list(pair.values()), latency=latency, gate=gate),
+        lambda: measure_pair(context.root, setting, pair, vocab_size, context.config, gate),
+    )
+
+
+def _prompts(context: Context, setting: Setting, pair: Pair) -> None:
+    engines = context.decoding_engines()
+    context.measure(
+        FirstTokenRow,
+        f"first_token/{setting.target}/{setting.bucket.name}-{setting.dtype}",
+        _inputs(context, list(pair.values()), runs=PROMPT_RUNS),
+        lambda: [first_token_of_pair(engines, pair, context.texts(1, setting.bucket.seq)[0])],
+    )
+
+
+def _steps(context: Context, setting: Setting, pair: Pair) -> None:
+    facts, config = context.generation, context.config
+    assert isinstance(facts, GenerationFacts)
+    engines = context.decoding_engines()
+    # They read the texts at whose positions steps are timed, and the longest of them says how long the texts are.
+    readers = [one for kind in pair for one in engines.prefills(kind, setting.target, setting.dtype)]
+    prompts = [context.hash_of(one.path) for one in readers]
+
+    def make() -> list[DecodeRow]:
+        roofline = cached_roofline(context.machine, setting.dtype, config.latency.threads)
+        bandwidth = None if roofline is None else roofline.bandwidth_gbs
+        ids_BS = context.texts(setting.bucket.batch, setting.bucket.seq)
+        step_bytes = facts.step_bytes[setting.bucket.name]
+        return [steps_of_pair(engines, pair, ids_BS, facts.sites, step_bytes, bandwidth)]
+
+    context.measure(
+        DecodeRow,
+        f"decode/{setting.target}/{setting.bucket.name}-{setting.dtype}",
+        _inputs(context, list(pair.values()), positions=config.generation.measured_tokens, prompts=prompts),
+        make,
+    )
+
+
+BENCHMARKS: dict[Role, Callable[[Context, Setting, Pair], None]] = {
+    "forward": _rows,
+    "prefill": _prompts,
+    "decode": _steps,
+}
+"""What is timed of engines of each role: whole rows, the time to the first token, and steps."""

@@ -1,0 +1,183 @@
+"""Stage report: the verdict over everything that was found, and the files that a build ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mod_export.benchmark.profile import flops_by_engine, roofline_ms
+from mod_export.benchmark.speedup import Known, speedup_rows
+from mod_export.benchmark.verdict import judge
+from mod_export.build_folder.manifest import TOKENIZER, Manifest
+from mod_export.environment import EXPORTERS, versions
+from mod_export.report import render_html
+from mod_export.results.cost import CostRow, PartRow, Roofline
+from mod_export.results.generation import DecodeRow, FirstTokenRow, GenerationReport, QualityRow, TextsRow
+from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
+from mod_export.results.parity import ParityRow
+from mod_export.results.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
+from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
+from mod_export.stages.context import BuildContext, Context
+
+__all__ = ["compare_with_baseline", "verdict_of", "write_report"]
+
+
+def compare_with_baseline(context: Context) -> None:
+    """The speed-up of every setting that was timed: measured, predicted, and explained."""
+    k_by_layer = {
+        graph.bucket.name: graph.k_by_layer
+        for graph in context.graphs
+        if (graph.model, graph.role, graph.target) == ("mod", "forward", None)
+    }
+    parts = context.rows(PartRow)
+    known = Known(
+        k_by_layer=k_by_layer,
+        flops=flops_by_engine(context.engines, context.work),
+        roofline_ms=roofline_ms(parts),
+        parts=parts,
+    )
+    context.add(
+        speedup_rows(
+            context.rows(LatencyRow),
+            context.rows(CostRow),
+            context.buckets,
+            context.config.latency,
+            seed=context.config.seed,
+            known=known,
+        )
+    )
+
+
+def verdict_of(context: Context, *, parity: bool = True, speedup: bool = True) -> Verdict:
+    """The verdict over everything that runs here; what was not asked for is left out."""
+    engines = context.runnable("forward")
+    return judge(
+        [engine.setting for engine in engines if engine.model == "mod"],
+        context.buckets,
+        parity=context.rows(ParityRow) if parity else None,
+        speedup=context.rows(SpeedupRow) if speedup else None,
+        min_speedup=context.config.latency.min_speedup if speedup else 0,
+        structure=context.rows(StructureRow),
+        causality=context.rows(CausalityRow),
+    )
+
+
+def write_report(context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
+    """Judges, writes report.json and report.html, and closes the build folder."""
+    compare_with_baseline(context)
+    reused = all(stage.status == "reused" for stage in stages)
+    own = Stage(name="report", status="reused" if reused else "built", seconds=0.0, peak_rss_bytes=None)
+    report = _report(context, [*stages, own], command, capacity)
+
+    def write(paths: Sequence[Path]) -> None:
+        paths[0].write_text(report.to_json(), encoding="utf-8")
+        paths[1].write_text(render_html(report), encoding="utf-8")
+
+    # Written every time: it tells of this run, also when every stage before it was reused.
+    context.step("report", {"report": report.to_json()}, ["report.json", "report.html"], write)
+    context.workspace.close(_manifest(context, command).model_dump(mode="json", by_alias=True))
+    return report
+
+
+def _report(context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
+    model = context.plan.model
+    return BuildReport(
+        command=command,
+        capacity=capacity,
+        verdict=verdict_of(context),
+        model=ReportedModel(
+            name=model.name,
+            architecture=model.architecture,
+            parameters=model.parameters,
+            checkpoint_sha256=model.checkpoint_sha256,
+            spec=dict(model.loaded.spec),
+        ),
+        environment=context.machine,
+        config=context.config.model_dump(mode="json", by_alias=True),
+        stages=tuple(stages),
+        artifacts=tuple(_artifacts(context)),
+        targets=tuple(_targets(context)),
+        structure=tuple(context.rows(StructureRow)),
+        parity=tuple(context.rows(ParityRow)),
+        causality=tuple(context.rows(CausalityRow)),
+        routing_maps=tuple(context.rows(RoutingMap)),
+        latency=tuple(context.rows(LatencyRow)),
+        speedup=tuple(context.rows(SpeedupRow)),
+        precision=tuple(context.rows(PrecisionRow)),
+        cost=tuple(context.rows(CostRow)),
+        roofline=tuple(context.rows(Roofline)),
+        parts=tuple(context.rows(PartRow)),
+        generation=_generation(context),
+    )
+
+
+def _generation(context: BuildContext) -> GenerationReport:
+    facts = context.generation
+    if isinstance(facts, str):
+        return GenerationReport(reason=facts)
+    return GenerationReport(
+        window=facts.window,
+        slots=context.config.generation.places,
+        capacity={str(site): k for site, k in facts.capacity.items()},
+        texts=tuple(context.rows(TextsRow)),
+        decode=tuple(context.rows(DecodeRow)),
+        first_token=tuple(context.rows(FirstTokenRow)),
+        quality=next(iter(context.rows(QualityRow)), None),
+    )
+
+
+def _artifacts(context: BuildContext) -> list[Artifact]:
+    files = context.workspace.files()
+    rows: list[dict[str, Any]] = []
+    for kind, made in (("graph", context.graphs), ("engine", context.engines)):
+        for one in made:
+            about = {"target": one.target, "model": one.model, "bucket": one.bucket.name, "dtype": one.dtype}
+            rows.append({"kind": kind, "path": one.path, "role": one.role, **about})
+    for path in context.weight_digests:
+        dtype = path.rpartition("-")[2].removesuffix(".data")
+        rows.append(
+            {
+                "kind": "weights",
+                "path": path,
+                "target": None,
+                "model": None,
+                "bucket": None,
+                "dtype": dtype,
+                "role": None,
+            }
+        )
+    return [Artifact(**row, **files[row["path"]].model_dump()) for row in rows]
+
+
+def _targets(context: BuildContext) -> list[Target]:
+    ran = {row.target for row in context.rows(ParityRow)}
+    built = {engine.target for engine in context.engines}
+    rows = []
+    for name, found in context.plan.availability.items():
+        reason = found.reason if name in built or not found.builds else f"not asked for ({found.reason})"
+        rows.append(Target(target=name, available=found.builds, reason=reason, ran=name in ran))
+    return rows
+
+
+def _manifest(context: BuildContext, command: str) -> Manifest:
+    """What `validate`, `bench` and `load` need to know of the folder without the checkpoint."""
+    plan = context.plan
+    return Manifest(
+        command=command,
+        models=dict(context.facts),
+        buckets=context.buckets,
+        graphs=tuple(context.graphs),
+        engines=tuple(context.engines),
+        weight_digests=context.weight_digests,
+        exporters=versions(*EXPORTERS),
+        # What missed its gates is not served: `load` refuses it, with these reasons.
+        refused={row.artifact: row.reasons for row in context.rows(ParityRow) if row.artifact and not row.passed},
+        generation=context.generation,
+        tokenizer=TOKENIZER if isinstance(plan.tokenizer, Path) else plan.tokenizer,
+        cost=tuple(context.rows(CostRow)),
+        work=context.work,
+        config=plan.config,
+        versions={name: context.machine[name] for name in ("mod_export", "torch", "onnx", "onnxruntime")},
+        files=context.workspace.files(),
+    )

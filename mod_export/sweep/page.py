@@ -1,0 +1,190 @@
+"""sweep.html: the sweep as one self-contained page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from markupsafe import Markup
+
+from mod_export.report.charts import Axis, axis_around, axis_of_listed, dot, glyph, html, legend, line, plot
+from mod_export.report.pages import render_page
+from mod_export.report.wording import ci_text, ms_text, ratio_interval_text, ratio_text
+from mod_export.sweep.findings import Point, points_of
+from mod_export.sweep.schema import Front, Stair, SweepReport
+from mod_export.sweep.text import (
+    CELL_COLUMNS,
+    FIRST_NUMBER,
+    advice_text,
+    capacity_text,
+    cell_rows,
+    front_text,
+    length_lines,
+    perplexity_text,
+    setting_text,
+    share_of,
+    step_text,
+)
+
+__all__ = ["front_plot", "render_html", "speedup_plots", "stair_plot"]
+
+SERIES_COLOURS = 6
+"""Classes series-0, series-1 ... of page.css."""
+
+
+def render_html(report: SweepReport) -> str:
+    """The sweep as one page."""
+    found = report.findings
+    return render_page(
+        __package__,
+        "sweep.html.j2",
+        report=report,
+        found=found,
+        failed=[cell for cell in report.cells if cell.status == "failed"],
+        missed=[cell for cell in report.cells if cell.status == "measured" and not cell.passed],
+        break_even=[
+            *((setting_text(one), capacity_text(one)) for one in found.break_even_capacity),
+            *length_lines(found.break_even_length),
+        ],
+        speedups=speedup_plots(points_of(report.cells)),
+        stairs=[(stair_plot(stair), [step_text(step) for step in stair.steps]) for stair in found.stairs],
+        fronts=[
+            (front_plot(front), [front_text(point) for point in front.points if point.on_front], front)
+            for front in found.fronts
+        ],
+        columns=[("#" if index >= FIRST_NUMBER else "") + name for index, name in enumerate(CELL_COLUMNS)],
+        rows=[row for cell in report.cells for row in cell_rows(cell)],
+        capacity=share_of,
+        perplexity=perplexity_text,
+    )
+
+
+def speedup_plots(points: Sequence[Point]) -> tuple[Markup, ...]:
+    """Speed-up over capacity, one line for each length; over length where there is one capacity only."""
+    plots = []
+    ordered = sorted(points, key=lambda p: (p.target, p.dtype, p.machine, p.batch, p.seq, p.capacity or 0))
+    for (target, dtype, _, batch), found in groupby(ordered, key=lambda p: (p.target, p.dtype, p.machine, p.batch)):
+        group = list(found)
+        by_capacity = len({p.capacity for p in group}) > 1
+        plots.append(_speedup_plot(f"{target} {dtype} batch {batch}", group, by_capacity=by_capacity))
+    return tuple(plots)
+
+
+def stair_plot(stair: Stair) -> Markup:
+    """Latency over k; a line joins what costs the same, and the largest k of it is filled."""
+    x = axis_of_listed(k for step in stair.steps for k in step.k)
+    y = axis_around((ms for step in stair.steps for pair in step.ci95_ms for ms in pair), ms_text)
+    marks: list[Markup] = []
+    for step in stair.steps:
+        rows = zip(step.k, step.capacity, step.ms, step.ci95_ms, strict=True)
+        values = [
+            _Value(
+                x=k,
+                y=ms,
+                interval=interval,
+                filled=k == step.advised_k,
+                told=f"k {k} (capacity {capacity:g}): {ms_text(ms)} ms {ci_text(interval)}",
+            )
+            for k, capacity, ms, interval in rows
+        ]
+        marks += _series(0, values, values, x, y)
+    title = f"{setting_text(stair)} seq {stair.seq}"
+    return plot(
+        caption=html("<b>{}</b>", title),
+        told=f"latency of MoD over k for {title}: {advice_text(stair)}",
+        x=x,
+        y=y,
+        x_name="k, slots of a routed layer",
+        y_name="ms",
+        marks=marks,
+    )
+
+
+def front_plot(front: Front) -> Markup:
+    """Perplexity over latency: down and left is better. Filled marks are on the front."""
+    x = axis_around([*(p.ms for p in front.points), front.dense_ms], ms_text)
+    y = axis_around([p.perplexity for p in front.points], perplexity_text)
+    values = [
+        _Value(x=p.ms, y=p.perplexity, filled=p.on_front, told=f"{front_text(p)}, {ms_text(p.ms)} ms")
+        for p in front.points
+    ]
+    dense = x.clamped(front.dense_ms)
+    best = ", ".join(share_of(point.capacity) for point in front.points if point.on_front)
+    title = f"{setting_text(front)} seq {front.seq}"
+    return plot(
+        caption=html("<b>{}</b>", title),
+        told=f"perplexity over latency for {title}: on the front are the capacities {best}",
+        x=x,
+        y=y,
+        x_name="ms of MoD, less is better",
+        y_name="perplexity",
+        marks=[
+            line("one", (dense, 0), (dense, 100), "dense baseline"),
+            *_series(0, values, [value for value in values if value.filled], x, y),
+        ],
+    )
+
+
+def _speedup_plot(name: str, points: Sequence[Point], *, by_capacity: bool) -> Markup:
+    place: Callable[[Point], float] = (lambda p: p.capacity or 0) if by_capacity else (lambda p: p.seq)
+
+    def of_series(point: Point) -> str:
+        return f"seq {point.seq}" if by_capacity else f"capacity {share_of(point.capacity)}"
+
+    x = axis_of_listed(place(p) for p in points)
+    y = axis_around([1.0, *(bound for p in points for bound in (p.low, p.high))], ratio_text)
+    marks, signs = [line("one", (0, y.clamped(1.0)), (100, y.clamped(1.0)), "1x, no gain")], []
+    for index, (series, found) in enumerate(groupby(points, key=of_series)):
+        values = [
+            _Value(
+                x=place(p),
+                y=p.speedup,
+                interval=(p.low, p.high),
+                filled=p.faster,
+                told=f"seq {p.seq}, capacity {share_of(p.capacity)}: {ratio_interval_text(p.speedup, (p.low, p.high))}",
+            )
+            for p in found
+        ]
+        marks += _series(index, values, values, x, y)
+        signs.append((glyph(line(f"series-{index % SERIES_COLOURS}", (0, 50), (100, 50))), series))
+    best = max(points, key=lambda p: p.speedup)
+    x_name = "capacity" if by_capacity else "sequence length"
+    return plot(
+        caption=html("<b>{}</b>{}", name, legend(signs)),
+        told=f"speed-up over {x_name} for {name}; the largest is {ratio_text(best.speedup)} at seq {best.seq}, "
+        f"capacity {share_of(best.capacity)}",
+        x=x,
+        y=y,
+        x_name=x_name,
+        y_name="speed-up",
+        marks=marks,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Value:
+    """One measured value of a series; `told` is shown when it is pointed at."""
+
+    x: float
+    y: float
+    interval: tuple[float, float] | None = None
+    filled: bool
+    told: str
+
+
+def _series(index: int, values: Iterable[_Value], joined: Iterable[_Value], x: Axis, y: Axis) -> list[Markup]:
+    """Lines between the values that are joined, and each value with its interval, in one colour."""
+    kind = f"series-{index % SERIES_COLOURS}"
+
+    def at(value: _Value, height: float) -> tuple[float, float]:
+        return x.clamped(value.x), y.clamped(height)
+
+    marks = [line(kind, at(one, one.y), at(other, other.y)) for one, other in pairwise(joined)]
+    for value in values:
+        if value.interval:
+            low, high = value.interval
+            marks.append(line(f"{kind} range", at(value, low), at(value, high), value.told))
+        hollow = "" if value.filled else " hollow"
+        marks.append(dot(kind + hollow, x.clamped(value.x), f"{100 - y.clamped(value.y):.2f}%", 5, value.told))
+    return marks

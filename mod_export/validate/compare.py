@@ -1,0 +1,266 @@
+"""Differences between a candidate and the reference as numbers, without thresholds. NaN stays NaN, so that it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mod_export.runtime.generate.scoring import log_softmax
+from mod_export.types import Site
+
+__all__ = [
+    "EMPTY",
+    "FIRST_COME",
+    "ErrorNumbers",
+    "Judged",
+    "LayerRouting",
+    "divergence",
+    "error_between",
+    "farthest_from",
+    "next_token_shortfalls",
+    "routing_of_layer",
+    "selected",
+    "smallest",
+]
+
+FIRST_COME = "first_come"
+EMPTY = -1
+"""Stands in a slot that no token fills."""
+BLOCK = 2**16
+"""Logits that are compared at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorNumbers:
+    """max_abs, mean_abs and rms of `count` logits in their units; max_rel is max_abs over the reference's rms."""
+
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    rms: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRouting:
+    """What a candidate selected at one routing site, against the reference with the same selections before it.
+
+    Attributes:
+        layer: which.
+        k: slots of a row.
+        routed: real tokens that the reference routes, over all rows.
+        agreed: of those, how many the candidate routes too.
+        distances: for each token that only one side routes, its distance from the edge of the selection, in the units
+            of the scores: from the k-th score, or from 0 where the first k tokens above 0 are selected. There, a
+            token that finds no slot left, because others came first, is no difference.
+        min_margin: smallest (k-th score - next score) over the rows that have a next one, or smallest |score| where
+            0 is the edge; None if there is none.
+        scale: largest root mean square of the scores of a row. A row of one repeated token can have scores near zero,
+            with rounding as large as that of any other row; so nothing is measured against its own row.
+        noise: rounding error, the largest |score - score in float64| of any real token and run; None where there
+            is no float64 run.
+        malformed: why the candidate's positions are no selection at all (not ascending, out of range); empty if sound.
+        overflow: tokens above 0 that find no slot, over all rows, by the definition.
+    """
+
+    layer: Site
+    k: int
+    routed: int
+    agreed: int
+    distances: tuple[float, ...]
+    min_margin: float | None
+    scale: float = 0.0
+    noise: float | None = None
+    malformed: str = ""
+    overflow: int = 0
+
+
+def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNumbers:
+    """Elementwise error of the logits of N real tokens, in float64."""
+    largest, total, squares, scale, count = 0.0, 0.0, 0.0, 0.0, reference_NV.size
+    for rows in _blocks(reference_NV):
+        reference = reference_NV[rows].astype(np.float64)
+        with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
+            difference = np.abs(candidate_NV[rows] - reference)
+        largest = float(np.maximum(largest, difference.max()))
+        total += float(difference.sum())
+        squares += float(np.vdot(difference, difference))
+        scale += float(np.vdot(reference, reference))
+    scale = float(np.sqrt(scale / count))
+    return ErrorNumbers(
+        max_abs=largest,
+        mean_abs=total / count,
+        max_rel=largest / scale if scale else largest,
+        rms=float(np.sqrt(squares / count)),
+        count=count,
+    )
+
+
+def farthest_from(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
+    """Of several runs, element by element, the value that is farthest from the exact one; NaN where one of them is."""
+    farthest = runs[0]
+    for other in runs[1:]:
+        with np.errstate(invalid="ignore"):
+            nearer = np.abs(other - exact) <= np.abs(farthest - exact)
+        farthest = np.where(nearer | np.isnan(farthest), farthest, other)
+    return farthest
+
+
+def next_token_shortfalls(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> np.ndarray:
+    """By how much the reference prefers its own most probable next token to the candidate's: float64 (N,).
+
+    In the units of the logits; 0 where they agree, infinity where the candidate is not finite.
+    """
+    chosen_N1 = candidate_NV.argmax(-1, keepdims=True)
+    short_N = reference_NV.max(-1) - np.take_along_axis(reference_NV, chosen_N1, -1)[:, 0]
+    return np.where(np.isfinite(candidate_NV).all(-1), short_N.astype(np.float64), np.inf)
+
+
+def divergence(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> float:
+    """Mean Kullback-Leibler divergence KL(reference || candidate) of the next-token distributions, in nats."""
+    total = 0.0
+    for rows in _blocks(reference_NV):
+        candidate, reference = log_softmax(candidate_NV[rows]), log_softmax(reference_NV[rows])
+        total += float(np.sum(np.exp(reference) * (reference - candidate)))
+    return total / len(reference_NV)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """What a selection is judged by: its rule (see `mark_selection`), scores (B, S), and the tokens that could be
+    chosen, bool (B, S).
+    """
+
+    rule: str
+    score_BS: np.ndarray
+    open_BS: np.ndarray
+
+
+def selected(rule: str, score_L: np.ndarray, k: int) -> np.ndarray:
+    """The definition of both rules: which of the L tokens that could be chosen are, ascending."""
+    if rule == FIRST_COME:
+        return np.flatnonzero(score_L > 0)[:k]
+    return np.sort(np.argsort(-score_L, kind="stable")[:k])
+
+
+def routing_of_layer(
+    layer: Site,
+    candidate_BK: np.ndarray,
+    judged: Judged,
+    exact_BS: np.ndarray | None = None,
+    rounded_BS: np.ndarray | None = None,
+) -> LayerRouting:
+    """Compares a candidate's selection with the definition applied to the reference's scores.
+
+    Args:
+        layer: for the result.
+        candidate_BK: int64, what the candidate routed; surplus slots hold positions that could not be chosen.
+        judged: the reference's scores, float32, computed with the candidate's routing at all sites.
+        exact_BS: float64, the same scores of the same model in float64.
+        rounded_BS: float32, the scores whose rounding error is measured; those of `judged` by
+            default.
+    """
+    B, k = candidate_BK.shape
+    rounded_BS = judged.score_BS if rounded_BS is None else rounded_BS
+    routed = agreed = overflow = 0
+    distances: list[float] = []
+    margins: list[float] = []
+    noises: list[float] = []
+    scales: list[float] = [0.0]
+    problems: list[str] = []
+    for b in range(B):
+        open_L = np.flatnonzero(judged.open_BS[b])
+        score_L = judged.score_BS[b, open_L].astype(np.float64)
+        row_K = candidate_BK[b]
+        got_G = row_K[np.isin(row_K, open_L)]
+        # A position that no row has cannot be a near-tie of anything.
+        distances += [float("inf")] * int(np.sum((row_K < EMPTY) | (row_K >= judged.open_BS.shape[1])))
+        problems += _malformed(judged.rule, row_K, got_G, open_L, judged.open_BS.shape[1], b)
+        if not len(open_L):
+            distances += [float("inf")] * len(got_G)
+            continue
+        wanted_W = open_L[selected(judged.rule, score_L, k)]
+        scales.append(_rms(score_L))
+        routed += len(wanted_W)
+        agreed += int(np.isin(wanted_W, got_G).sum())
+        edge = _edge_of(judged.rule, score_L, k)
+        flipped = _flipped(judged.rule, score_L, open_L, wanted_W, got_G, k)
+        distances += [float(abs(score_L[i] - edge)) for i in flipped]
+        margins += _margins(judged.rule, score_L, k)
+        if judged.rule == FIRST_COME:
+            overflow += max(0, int((score_L > 0).sum()) - k)
+        if exact_BS is not None:
+            noises.append(float(np.abs(rounded_BS[b, open_L].astype(np.float64) - exact_BS[b, open_L]).max()))
+    return LayerRouting(
+        layer=layer,
+        k=k,
+        routed=routed,
+        agreed=agreed,
+        distances=tuple(distances),
+        min_margin=smallest(margins),
+        scale=float(np.max(scales)),
+        noise=None if exact_BS is None else float(np.max(noises, initial=0.0)),
+        malformed=problems[0] if problems else "",
+        overflow=overflow,
+    )
+
+
+def smallest(values: Sequence[float]) -> float | None:
+    """The smallest value, None of none. NaN as soon as one is NaN, which min() alone would let slip."""
+    return float(np.min(values)) if values else None
+
+
+def _blocks(values_NV: np.ndarray) -> Iterator[slice]:
+    """Rows that fit a processor's cache together: float64 copies of all logits at once would be slow to go through."""
+    step = max(1, BLOCK // max(1, values_NV.shape[1]))
+    return (slice(start, start + step) for start in range(0, len(values_NV), step))
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2)))
+
+
+def _edge_of(rule: str, score_L: np.ndarray, k: int) -> float:
+    """The score between selected and skipped tokens: 0, or the smallest that is selected."""
+    return 0.0 if rule == FIRST_COME else float(-np.sort(-score_L)[min(k, len(score_L)) - 1])
+
+
+def _flipped(
+    rule: str, score_L: np.ndarray, open_L: np.ndarray, wanted_W: np.ndarray, got_G: np.ndarray, k: int
+) -> list[int]:
+    """Which of the open tokens only one side selects, without those that lost their slot to an earlier one."""
+    got = np.isin(open_L, got_G)
+    if rule != FIRST_COME:
+        return np.flatnonzero(got != np.isin(open_L, wanted_W)).tolist()
+    # A token above 0 may be missing only if all slots are filled by then.
+    full = np.cumsum(got) >= k
+    return np.flatnonzero((got & ~(score_L > 0)) | (~got & ~full & (score_L > 0))).tolist()
+
+
+def _margins(rule: str, score_L: np.ndarray, k: int) -> list[float]:
+    if rule == FIRST_COME:
+        return [float(np.abs(score_L).min())]
+    if k >= len(score_L):
+        return []
+    ordered_L = -np.sort(-score_L)
+    with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
+        return [float(ordered_L[k - 1] - ordered_L[k])]
+
+
+def _malformed(
+    rule: str, row_K: np.ndarray, got_G: np.ndarray, open_L: np.ndarray, seq: int, row: int
+) -> Iterator[str]:
+    """Why a row's positions are no selection at all, the first reason first."""
+    # -1 marks a slot that stays empty, and comes after those that do not.
+    given_G = row_K[row_K != EMPTY]
+    if given_G.size and (given_G.min() < 0 or given_G.max() >= seq):
+        yield f"positions from {given_G.min()} to {given_G.max()} in a row of {seq}"
+    if rule == FIRST_COME and len(got_G) < len(given_G):
+        yield f"row {row} gives {len(given_G) - len(got_G)} slots to tokens that cannot be chosen"
+    if np.any(np.diff(given_G) <= 0) or np.any(row_K[: len(given_G)] == EMPTY):
+        yield "positions are not ascending, or not unique"
+    k = len(row_K)
+    if rule != FIRST_COME and len(got_G) < min(k, len(open_L)):
+        yield f"row {row} leaves {k - len(got_G)} of {k} slots empty while tokens are left that could be chosen"

@@ -1,0 +1,157 @@
+"""Virtual environments with mod-export installed from its wheel, and the tiny build folder that is served in them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import mod_export
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec, RoutingSpec
+
+__all__ = [
+    "ROOT",
+    "build",
+    "environment_with",
+    "logits_here",
+    "run",
+    "serve",
+    "tiny_build",
+    "tiny_checkpoint",
+    "wheel_of",
+]
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("mod_export", "models", "export_configs", "pyproject.toml", "README.md", "LICENSE")
+IDS = list(b"def main():")
+TIMEOUT_S = 900
+SPEC = ModelSpec(
+    vocab_size=256, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_head=8, d_ff=64, max_positions=64,
+    routing=RoutingSpec(selection="threshold"),
+)  # fmt: skip
+CONFIG = """
+buckets = [[1, 32]]
+targets = ["ort-cpu"]
+[latency]
+samples = 5
+max_samples = 8
+warmup = 1
+bootstrap = 100
+min_speedup = 0.0
+[generation]
+window = 32
+batches = [1]
+"""
+SERVE = """
+import sys, numpy as np, mod_export
+folder, out, ids = sys.argv[1], sys.argv[2], [int(one) for one in sys.argv[3].split(",")]
+with mod_export.load(folder) as deployment:
+    np.save(out, deployment.run(np.array([ids], dtype=np.int64)))
+with mod_export.load_generator(folder) as generator:
+    print(generator.generate([ids], max_new_tokens=4)[0].ids)
+"""
+
+
+def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a folder of its own, so that nothing is imported from the working tree."""
+    listed = [str(argument) for argument in command]
+    return subprocess.run(listed, cwd=cwd, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+
+
+def checked(*command: object, cwd: Path) -> str:
+    """As `run`; the output.
+
+    Raises:
+        RuntimeError: the command failed.
+    """
+    done = run(*command, cwd=cwd)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def wheel_of(folder: Path) -> Path:
+    """Builds mod-export's wheel from a copy of its sources, so that nothing is left in the working tree."""
+    sources = folder / "sources"
+    sources.mkdir(parents=True)
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(ROOT / name, sources)
+    checked(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, sources, cwd=folder)
+    return next(folder.glob("mod_export-*.whl"))
+
+
+def environment_with(folder: Path, wheel: Path, extras: str, pins: Sequence[str], constraints: Path | None) -> Path:
+    """Makes an environment with the wheel in it.
+
+    Args:
+        folder: of the environment.
+        wheel: mod-export's.
+        extras: of mod-export, with commas between them.
+        pins: requirements that are installed with it.
+        constraints: versions of everything else.
+
+    Returns:
+        Its Python.
+
+    Raises:
+        RuntimeError: the requirements cannot be met together.
+    """
+    checked(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    options = [] if constraints is None else ["--constraint", constraints]
+    checked(python, "-m", "pip", "install", "-q", *options, f"{wheel}[{extras}]", *pins, cwd=folder)
+    return python
+
+
+def tiny_build(folder: Path) -> Path:
+    """A finished build folder of a tiny model that also writes text, made by the tests' own environment."""
+    checkpoint, config = tiny_checkpoint(folder)
+    build(Path(sys.executable), checkpoint, config, folder / "build")
+    return folder / "build"
+
+
+def tiny_checkpoint(folder: Path) -> tuple[Path, Path]:
+    """The model with initial weights, and the configuration that it is built with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(folder / "tiny.pt", random_checkpoint(SPEC, 0))
+    (folder / "tiny.toml").write_text(CONFIG, encoding="utf-8")
+    return folder / "tiny.pt", folder / "tiny.toml"
+
+
+def build(python: Path, checkpoint: Path, config: Path, out: Path) -> None:
+    """Builds with the mod-export of an environment.
+
+    Raises:
+        RuntimeError: it failed, or a gate did.
+    """
+    checked(python, "-m", "mod_export", "build", checkpoint, "-c", config, "-o", out, "-q", cwd=checkpoint.parent)
+
+
+def logits_here(folder: Path) -> np.ndarray:
+    """(1, S, V): what the tests' own environment computes."""
+    with mod_export.load(folder) as deployment:
+        return deployment.run(np.array([IDS], dtype=np.int64))
+
+
+def serve(python: Path, folder: Path, out: Path) -> np.ndarray:
+    """(1, S, V): what an environment computes, after it has also written four tokens and shown the report.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    file = out / "logits.npy"
+    written = checked(python, "-c", SERVE, folder, file, ",".join(map(str, IDS)), cwd=out)
+    if len(written.split(",")) != 4:
+        raise RuntimeError(f"expected four token ids, got {written!r}")
+    checked(python, "-m", "mod_export", "report", folder, cwd=out)
+    checked(python, "-m", "mod_export", "targets", cwd=out)
+    logits: np.ndarray = np.load(file)
+    return logits

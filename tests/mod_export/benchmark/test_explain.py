@@ -1,0 +1,135 @@
+"""Reasons follow from numbers: each appears when its number says so, and not otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sample_rows import cost_row, part_row
+
+from mod_export.benchmark.cost import PARTS
+from mod_export.benchmark.explain import explain
+from mod_export.results.cost import CostRow, PartRow
+from mod_export.types import Bucket, ModelKind
+
+BUCKET = Bucket(1, 512)
+K = {1: 64, 3: 64}
+
+
+def part(model: ModelKind, part: str, flops: int, measured_ms: float | None, **about: str) -> PartRow:
+    return part_row(model=model, part=part, flops=flops, measured_ms=measured_ms, **about)
+
+
+def cost(model: ModelKind, weight_bytes: int = 10**6, **mflops: int) -> CostRow:
+    by_part = dict.fromkeys(PARTS, 0) | {part: count * 10**6 for part, count in mflops.items()}
+    return cost_row(
+        sum(by_part.values()), model=model, flops_by_part=by_part, weight_bytes=weight_bytes, activation_bytes=10**6
+    )
+
+
+def said(dense: CostRow, mod: CostRow, **known: Any) -> str:
+    fields: dict[str, Any] = {"bucket": BUCKET, "dense_ms": dense.flops / 50e6, "k_by_layer": K}
+    fields |= known
+    return explain(fields.pop("bucket"), dense, mod, **fields)
+
+
+def test_a_head_that_holds_most_flops() -> None:
+    reason = said(cost("dense", mlp=400, head=4600), cost("mod", mlp=200, head=4600))
+    assert reason == (
+        "FLOPs predict 1.04x; the head, which runs for every token, is 96 % of the MoD model's FLOPs; "
+        "routing removes 50 % of the blocks' FLOPs by 2 routed layers with k = 64 of 512"
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("attention", "attention scores, quadratic in the layers that are not routed, are 80 % of them"),
+        ("attention_projections", "projections of the layers that are not routed are 80 % of them"),
+    ],
+)
+def test_a_part_of_the_blocks_that_holds_most_flops(part: str, words: str) -> None:
+    reason = said(cost("dense", mlp=1050, **{part: 4000}), cost("mod", mlp=1000, **{part: 4000}))
+    assert reason.split("; ") == [
+        "FLOPs predict 1.01x", words, "routing removes 1 % of the blocks' FLOPs by 2 routed layers with k = 64 of 512",
+    ]  # fmt: skip
+
+
+def test_few_routed_layers() -> None:
+    reason = said(cost("dense", mlp=1000), cost("mod", mlp=960), k_by_layer={1: 448})
+    assert (
+        reason == "FLOPs predict 1.04x; routing removes 4 % of the blocks' FLOPs by 1 routed layer with k = 448 of 512"
+    )
+
+
+def test_what_is_not_known_of_routing_is_not_said() -> None:
+    assert said(cost("dense", mlp=1000), cost("mod", mlp=960), k_by_layer=None) == (
+        "FLOPs predict 1.04x; routing removes 4 % of the blocks' FLOPs"
+    )
+    assert said(cost("dense", other=1000), cost("mod", other=1000), k_by_layer=None) == "FLOPs predict 1.00x"
+
+
+def test_a_model_in_which_nobody_passes_by() -> None:
+    same = cost("dense", mlp=1000), cost("mod", mlp=1000)
+    words = "FLOPs predict 1.00x; no token skips a block, and skipping is what saves time"
+    assert said(*same, k_by_layer={}) == said(*same, k_by_layer={"0.expert0": 8}) == words
+
+
+DENSE, MOD = cost("dense", mlp=4000), cost("mod", mlp=2000)
+
+
+def test_nothing_is_made_up() -> None:
+    assert said(DENSE, MOD) == (
+        "FLOPs predict 2.00x; no cause that can be counted accounts for the rest; a profile of the engine may"
+    )
+
+
+@pytest.mark.parametrize(("k", "batch", "rows"), [(16, 1, "16 rows"), (1, 1, "1 row"), (4, 2, "8 rows")])
+def test_few_rows(k: int, batch: int, rows: str) -> None:
+    reason = said(DENSE, MOD, bucket=Bucket(batch, 512), k_by_layer={1: k, 3: 64, 5: 0})
+    assert f"; routed layers multiply {rows} at a time (k = {min(k, 0)} to 64 of 512), which takes hardly" in reason
+
+
+@pytest.mark.parametrize(("k", "batch"), [(17, 1), (9, 2), (0, 1)])
+def test_enough_rows(k: int, batch: int) -> None:
+    assert "rows" not in said(DENSE, MOD, bucket=Bucket(batch, 512), k_by_layer={1: k})
+
+
+def test_bound_by_memory() -> None:
+    heavy = {"weight_bytes": 999 * 10**6}
+    assert said(cost("dense", mlp=4000, **heavy), cost("mod", mlp=2000, **heavy)) == (
+        "FLOPs predict 2.00x; memory-bound: 2.0 FLOP for each byte of weights and activations, and routing does not "
+        "make the weights smaller"
+    )
+
+
+def test_fixed_costs() -> None:
+    assert said(DENSE, MOD, dense_ms=4000.0) == (
+        "FLOPs predict 2.00x; even the dense baseline reaches 1 GFLOP/s only: fixed costs of operators take the time"
+    )
+    assert "fixed" not in said(DENSE, MOD, dense_ms=2000.0)
+
+
+def test_the_part_that_takes_longer_than_its_flops_is_named_first() -> None:
+    parts = [
+        part("dense", "mlp", 4000, 8.0),
+        part("mod", "mlp", 2000, 7.0),
+        part("dense", "head", 1000, 2.0),
+        part("mod", "head", 1000, 2.0),
+        part("mod", "routing", 10, 1.5),
+        part("mod", "other", 0, None),
+    ]
+    first = "FLOPs predict 2.00x; mlp takes 7 ms, where its FLOPs would leave 4 of the dense baseline's 8 ms"
+    assert said(DENSE, MOD, parts=parts) == first
+    assert said(DENSE, MOD, parts=parts, dense_ms=4000.0).startswith(f"{first}; even the dense baseline")
+
+
+def test_a_part_that_only_routing_has() -> None:
+    parts = [part("dense", "mlp", 4000, 8.0), part("mod", "mlp", 2000, 4.0), part("mod", "routing", 10, 1.5)]
+    assert "; routing takes 1.5 ms of the profile, and the dense baseline has none" in said(DENSE, MOD, parts=parts)
+
+
+def test_parts_that_took_what_flops_say_explain_nothing() -> None:
+    parts = [part("dense", "mlp", 4000, 8.0), part("mod", "mlp", 2000, 4.0)]
+    parts += [part("dense", "other", 0, 3.0), part("mod", "other", 0, 3.0)]
+    assert said(DENSE, MOD, parts=parts) == said(DENSE, MOD)

@@ -1,0 +1,150 @@
+"""From rows of latency and cost to rows of speed-up, on samples whose answer is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from sample_rows import changed, cost_row, latency_row
+
+from mod_export.benchmark.speedup import Known, gate_of, gated_bucket, speedup_rows
+from mod_export.config import LatencyOptions
+from mod_export.errors import GraphError
+from mod_export.results.cost import CostRow
+from mod_export.results.latency import Control, LatencyRow, SpeedupRow
+from mod_export.types import Bucket, ModelKind
+
+SMALL, LARGE = Bucket(1, 128), Bucket(1, 512)
+
+
+def latency(
+    model: ModelKind, samples_ms: Sequence[float], bucket: Bucket = LARGE, target: str = "ort-cpu", **fields: Any
+) -> LatencyRow:
+    return latency_row(tuple(samples_ms), model=model, bucket=bucket.name, target=target, **fields)
+
+
+def cost(model: ModelKind, gflops: int, bucket: Bucket = LARGE) -> CostRow:
+    flops = gflops * 10**9
+    return cost_row(flops, model=model, bucket=bucket.name)
+
+
+COSTS = [cost("dense", 200), cost("mod", 100), cost("dense", 60, SMALL), cost("mod", 50, SMALL)]
+
+
+def rows_of(
+    latencies: Sequence[LatencyRow], min_speedup: float = 1.0, known: Known | None = None
+) -> tuple[SpeedupRow, ...]:
+    options = LatencyOptions(min_speedup=min_speedup, bootstrap=200)
+    return speedup_rows(latencies, COSTS, [SMALL, LARGE], options, seed=0, known=known)
+
+
+def pair(ratio: float, bucket: Bucket = LARGE) -> list[LatencyRow]:
+    return [latency("dense", [ratio] * 8, bucket), latency("mod", [1.0] * 8, bucket)]
+
+
+def noisy(ratio: float) -> list[LatencyRow]:
+    """Medians of this ratio, and samples from a fifth to five times as long."""
+    wild = [0.2, 5.0, 1.0, 1.0, 5.0, 0.2, 0.2, 5.0]
+    return [latency("dense", [ratio * ms for ms in wild]), latency("mod", wild[::-1])]
+
+
+def test_rows_hold_ratio_prediction_and_efficiency() -> None:
+    (row,) = rows_of([latency("dense", [3.0] * 8), latency("mod", [2.0] * 8)])
+    assert row == SpeedupRow(
+        target="ort-cpu", bucket="b1s512", dtype="float32", measured=1.5, ci95=(1.5, 1.5), predicted_flops=2.0,
+        efficiency=0.75, gate=1.0, passed=True, predicted_roofline=None, verdict="faster", reason=None,
+        control=Control(measured=1.0, ci99=(1.0, 1.0), covers_one=True),
+    )  # fmt: skip
+
+
+def test_the_gate_applies_to_the_largest_bucket_only() -> None:
+    both = [*pair(0.5, SMALL), *pair(2.0)]
+    assert [(row.gate, row.passed) for row in rows_of(both)] == [(None, None), (1.0, True)]
+    assert [(row.gate, row.passed) for row in rows_of(both, min_speedup=2.5)] == [(None, None), (2.5, False)]
+    assert [(row.gate, row.passed) for row in rows_of(both, min_speedup=0)] == [(None, None)] * 2
+    assert gate_of("b1s512", [SMALL, LARGE], 1.3) == 1.3
+    assert gate_of("b1s128", [SMALL, LARGE], 1.3) is gate_of("b1s512", [SMALL, LARGE], 0.0) is None
+
+
+@pytest.mark.parametrize(("measured", "passed"), [(1.0, True), (1.0 + 2**-40, True), (1.0 - 2**-40, False)])
+def test_the_gate_is_met_at_its_own_value(measured: float, passed: bool) -> None:
+    (row,) = rows_of(pair(measured))
+    assert row.passed is passed
+
+
+def test_the_whole_interval_must_reach_the_gate() -> None:
+    (row,) = rows_of(noisy(1.5))
+    assert row.measured > 1
+    assert row.ci95[0] < 1 < row.ci95[1]
+    assert (row.verdict, row.passed) == ("inconclusive", False)
+    assert rows_of(noisy(1.5), min_speedup=0)[0].passed is None
+
+
+@pytest.mark.parametrize("bucket", [SMALL, LARGE])
+def test_nan_fails_with_a_gate_and_without(bucket: Bucket) -> None:
+    (row,) = rows_of([latency("dense", [math.nan] * 8, bucket), latency("mod", [1.0] * 8, bucket)])
+    assert math.isnan(row.measured)
+    assert (row.verdict, row.passed) == ("inconclusive", False)
+
+
+def test_what_is_not_faster_is_explained_from_its_cost() -> None:
+    (small, large) = rows_of([*pair(0.98, SMALL), *pair(1.0)], known=Known(k_by_layer={"b1s128": {1: 16, 3: 16}}))
+    assert small.verdict == large.verdict == "not faster"
+    assert small.reason == (
+        "FLOPs predict 1.20x; routed layers multiply 16 rows at a time (k = 16 of 128), which takes hardly less time "
+        "than more rows would"
+    )
+    assert large.reason == (
+        "FLOPs predict 2.00x; no cause that can be counted accounts for the rest; a profile of the engine may"
+    )
+
+
+def test_an_inconclusive_row_says_what_the_noise_was() -> None:
+    rows = [changed(row, flags=("others took 60 % of the machine's CPU time",)) for row in noisy(1.0)]
+    (row,) = rows_of(rows)
+    assert row.verdict == "inconclusive"
+    assert row.reason is not None
+    assert row.reason.startswith("the interval 0.")
+    assert row.reason.endswith(" of 8 samples allows both (others took 60 % of the machine's CPU time)")
+    assert (rows_of(noisy(1.0))[0].reason or "").endswith(" of 8 samples allows both")
+
+
+def test_a_control_that_misses_one_is_the_reason() -> None:
+    # Second turns take twice as long: something is wrong with the machine, or with the method.
+    (row,) = rows_of([latency("dense", [9.0] * 8), latency("mod", [1.0, 2.0] * 4)])
+    assert (row.verdict, row.passed) == ("inconclusive", False)
+    assert row.reason == (
+        "the control does not cover 1: the MoD engine against itself is 0.500x (99 % interval 0.500 to 0.500), so this "
+        "machine shows differences that are not there"
+    )
+
+
+def test_a_roofline_predicts_where_both_models_have_one() -> None:
+    key = ("ort-cpu", "float32", "forward", "b1s512")
+    known = Known(roofline_ms={(*key, "dense"): 9.0, (*key, "mod"): 6.0})
+    assert [row.predicted_roofline for row in rows_of([*pair(2.0, SMALL), *pair(2.0)], known=known)] == [None, 1.5]
+    half = Known(roofline_ms={(*key, "dense"): 9.0})
+    assert [row.predicted_roofline for row in rows_of(pair(2.0), known=half)] == [None]
+
+
+def test_a_setting_with_one_model_has_no_row() -> None:
+    assert rows_of([latency("dense", [1.0] * 8), latency("mod", [1.0] * 8, target="inductor")]) == ()
+
+
+def test_flops_that_were_not_counted_are_named() -> None:
+    with pytest.raises(GraphError, match="dense b1s64: the FLOPs of this graph were not counted, so its latency has"):
+        rows_of(pair(1.0, Bucket(1, 64)))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "largest"),
+    [
+        ([Bucket(1, 512), Bucket(1, 128)], Bucket(1, 512)),
+        ([Bucket(8, 128), Bucket(1, 512)], Bucket(8, 128)),
+        ([Bucket(4, 128), Bucket(1, 512)], Bucket(1, 512)),
+    ],
+)
+def test_the_largest_bucket_has_most_tokens_then_the_longest_rows(buckets: list[Bucket], largest: Bucket) -> None:
+    assert gated_bucket(buckets) == largest

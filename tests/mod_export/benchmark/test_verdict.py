@@ -1,0 +1,167 @@
+"""The verdict: every failed gate is a reason, and so is every gate that nobody could evaluate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from sample_rows import causality_row, parity_row, speedup_row
+
+from mod_export.benchmark.verdict import judge
+from mod_export.results.latency import Control, SpeedupRow
+from mod_export.results.parity import ParityRow
+from mod_export.results.report import Verdict
+from mod_export.types import Bucket, ModelKind, Role, Setting
+
+SMALL, LARGE = Bucket(1, 128), Bucket(1, 512)
+SETTINGS = [
+    Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=bucket) for bucket in (SMALL, LARGE)
+]
+
+
+def parity(bucket: str, model: ModelKind, **fields: Any) -> ParityRow:
+    return parity_row(bucket=bucket, model=model, **fields)
+
+
+KINDS: tuple[ModelKind, ...] = ("mod", "dense")
+PARITY = [parity(bucket.name, model) for bucket in (SMALL, LARGE) for model in KINDS]
+
+
+def speedup(
+    measured: float = 1.6, gate: float | None = 1.0, passed: bool | None = True, half: float = 0.01, **fields: Any
+) -> SpeedupRow:
+    ci95 = (measured - half, measured + half)
+    return speedup_row(measured, ci95=ci95, gate=gate, passed=passed, **fields)
+
+
+def verdict(
+    judged: list[ParityRow] | None = PARITY,
+    rows: list[SpeedupRow] | None = None,
+    settings: list[Setting] = SETTINGS,
+    min_speedup: float = 1.0,
+) -> Verdict:
+    rows = [speedup()] if rows is None else rows
+    return judge(settings, [SMALL, LARGE], parity=judged, speedup=rows, min_speedup=min_speedup)
+
+
+@pytest.mark.parametrize(("causal", "declared"), [(True, True), (True, False), (False, False), (False, True)])
+def test_what_is_declared_causal_has_to_be(causal: bool, declared: bool) -> None:
+    found = judge(
+        SETTINGS,
+        [SMALL, LARGE],
+        parity=PARITY,
+        speedup=[speedup()],
+        min_speedup=1.0,
+        causality=[causality_row(bucket="b1s128", causal=causal, declared=declared, earliest_change=3)],
+    )
+    broken = (
+        "ort-cpu b1s128 float32 mod: causality: the spec says that nothing looks ahead, and changing the end of a text "
+        "changed logits from position 3 on before the change"
+    )
+    assert found.reasons == ((broken,) if declared and not causal else ())
+
+
+def test_every_gate_met_passes() -> None:
+    assert verdict() == Verdict(status="pass", reasons=())
+
+
+def test_a_parity_row_that_failed_gives_all_its_reasons() -> None:
+    failed = parity("b1s512", "mod", passed=False, reasons=("text: max abs error 0.1", "ties: next token"))
+    found = verdict([*PARITY[:2], failed, PARITY[3]])
+    assert found.status == "fail"
+    assert found.reasons == (
+        "ort-cpu b1s512 float32 mod: parity: text: max abs error 0.1",
+        "ort-cpu b1s512 float32 mod: parity: ties: next token",
+    )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_engines_that_write_text_are_judged_and_stand_for_no_others(role: Role) -> None:
+    failed = parity("b1s512", "mod", role=role, passed=False, reasons=("text: KL 1.5",))
+    assert verdict([*PARITY, failed]).reasons == (f"ort-cpu {role} b1s512 float32 mod: parity: text: KL 1.5",)
+    instead = [row if row.bucket != "b1s512" else row.model_copy(update={"role": role}) for row in PARITY]
+    assert verdict(instead).reasons == tuple(
+        f"ort-cpu b1s512 float32: parity of the {kind} engine was not checked" for kind in KINDS
+    )
+
+
+def test_a_failed_row_without_reasons_still_fails() -> None:
+    found = verdict([*PARITY[:3], parity("b1s512", "dense", passed=False)])
+    assert found.reasons == ("ort-cpu b1s512 float32 dense: parity: failed, and the check gave no reason",)
+
+
+def reason(row: SpeedupRow, min_speedup: float = 1.0) -> str:
+    found = verdict(rows=[row], min_speedup=min_speedup)
+    assert found.status == "fail"
+    (one,) = found.reasons
+    return one
+
+
+def test_a_speedup_below_its_gate_is_a_reason_with_its_interval() -> None:
+    assert reason(speedup(0.97, 1.0, False)) == (
+        "ort-cpu b1s512 float32: speed-up 0.970x (95 % interval 0.960 to 0.980) does not reach the gate of 1.00x: "
+        "FLOPs predict 1.69x"
+    )
+
+
+def test_what_is_known_of_its_cause_is_said() -> None:
+    row = speedup(0.97, 1.0, False, verdict="not faster", reason="FLOPs predict 1.02x; the head is 90 %")
+    assert reason(row).endswith("does not reach the gate of 1.00x: FLOPs predict 1.02x; the head is 90 %")
+
+
+def test_an_interval_around_the_gate_asks_for_more_samples() -> None:
+    assert reason(speedup(1.3, 1.3, False, half=0.1, verdict="faster"), 1.3) == (
+        "ort-cpu b1s512 float32: speed-up 1.300x (95 % interval 1.200 to 1.400) is not clear of the gate of 1.30x: "
+        "take more samples (latency.max_samples, latency.max_seconds), or a quieter machine"
+    )
+
+
+def test_a_control_that_misses_one_fails_the_gate() -> None:
+    control = Control(measured=1.04, ci99=(1.02, 1.06), covers_one=False)
+    row = speedup(1.6, 1.0, False, control=control, verdict="inconclusive", reason="the control does not cover 1")
+    assert reason(row) == (
+        "ort-cpu b1s512 float32: speed-up 1.600x (95 % interval 1.590 to 1.610) cannot be held against the gate of "
+        "1.00x: the control does not cover 1; take more samples (latency.max_samples, latency.max_seconds), or a "
+        "quieter machine"
+    )
+
+
+def test_an_inconclusive_speedup_without_a_gate_fails_nothing() -> None:
+    row = speedup(1.01, None, None, verdict="inconclusive", reason="noise")
+    assert verdict(rows=[row], min_speedup=0).status == "pass"
+
+
+@pytest.mark.parametrize("gate", [1.0, None])
+def test_a_speedup_that_is_not_a_number_fails_even_without_a_gate(gate: float | None) -> None:
+    found = reason(speedup(math.nan, gate, False), min_speedup=gate or 0)
+    assert found == "ort-cpu b1s512 float32: speed-up nanx (95 % interval nan to nan) is not a number"
+
+
+def test_nothing_that_runs_here_fails() -> None:
+    found = verdict(settings=[])
+    assert found == Verdict(
+        status="fail",
+        reasons=(
+            "nothing that was built can run on this machine, so no gate was evaluated; copy the build folder to where "
+            "it runs and use mod-export validate and bench there",
+        ),
+    )
+
+
+def test_what_was_expected_and_is_missing_is_a_reason() -> None:
+    assert verdict(PARITY[:3], []).reasons == (
+        "ort-cpu b1s512 float32: parity of the dense engine was not checked",
+        "ort-cpu b1s512 float32: the speed-up was not measured, and the gate is 1.00x",
+    )
+    assert verdict(PARITY, [], min_speedup=0).status == "pass"
+
+
+def test_a_largest_bucket_that_nothing_runs_is_a_gate_not_evaluated() -> None:
+    found = verdict(PARITY[:2], [], SETTINGS[:1])
+    assert found.reasons == ("b1s512: no target can run the largest bucket here, and the speed-up gate applies to it",)
+
+
+def test_what_was_not_asked_for_is_not_missed() -> None:
+    assert judge(SETTINGS, [SMALL, LARGE], parity=None, speedup=None, min_speedup=1.0).status == "pass"
+    assert judge(SETTINGS, [SMALL, LARGE], parity=PARITY, speedup=None, min_speedup=1.0).status == "pass"

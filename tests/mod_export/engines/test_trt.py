@@ -1,0 +1,393 @@
+"""TensorRT-RTX really builds here, without a GPU; running is tested where there is one, and in test_trt_api.py."""
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from graph_folders import Job, write_graph
+from observing import observed
+from small_graphs import make_model, make_spec, parsed
+from step_graphs import prefill_graph, step_graph
+
+from mod_export.config import BuildConfig, config_from_toml
+from mod_export.engines import trt
+from mod_export.engines.trt import TensorRT, TensorRTRTX, runner_from_engine
+from mod_export.errors import EngineError, GraphError, TargetError
+from mod_export.export.dialect import check_dialect
+from mod_export.export.passes import run_passes
+from mod_export.types import FLOAT_DTYPES, Bucket, DType, Engine, Graph, Variant
+from mod_models.spec import ModelSpec, RoutingSpec
+
+RTX = TensorRTRTX()
+CONFIG = config_from_toml(None)
+BUCKET = Bucket(2, 16)
+GPU = {
+    "version": "10.14",
+    "devices": ["sm89"],
+    "architectures": ["sm89", "sm120"],
+    "build_problem": "",
+    "run_problem": "",
+}
+
+needs_rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed")
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
+    """Lets the probe find another machine."""
+    monkeypatch.setattr(trt, "_probe", lambda library: GPU | facts)
+
+
+def engine_of(path: str, arch: str | None = None, target: str = "tensorrt-rtx") -> Engine:
+    return Engine(target=target, model="mod", bucket=BUCKET, dtype="float16", path=path, arch=arch)
+
+
+def with_architectures(*names: str) -> BuildConfig:
+    options = CONFIG.target.tensorrt_rtx.model_copy(update={"architectures": names})
+    return CONFIG.model_copy(update={"target": CONFIG.target.model_copy(update={"tensorrt_rtx": options})})
+
+
+@needs_rtx
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("kind", ["mod", "dense"])
+def test_builds_ahead_of_time(tmp_path: Path, kind: str, dtype: DType) -> None:
+    spec = make_spec() if kind == "mod" else make_spec().dense()
+    job = write_graph(tmp_path, spec, BUCKET, RTX.dialect, dtype)
+    destination = tmp_path / "plan.engine"
+    RTX.build(job, Variant(dtype=dtype, arch="sm89"), destination, CONFIG)
+    assert destination.stat().st_size > 100_000
+
+
+@needs_rtx
+def test_builds_for_every_architecture_that_it_names_and_each_differs(tmp_path: Path) -> None:
+    job = write_graph(tmp_path, make_spec(), BUCKET, RTX.dialect, "float16")
+    plans = set()
+    for arch in trt._probe("tensorrt_rtx")["architectures"]:
+        if RTX.check(with_architectures(arch), "mod", BUCKET):
+            with pytest.raises(EngineError, match=r"Turing \(SM75\): FP32 GEMM is not supported"):
+                RTX.build(job, Variant(dtype="float16", arch=arch), tmp_path / arch, CONFIG)
+        else:
+            RTX.build(job, Variant(dtype="float16", arch=arch), tmp_path / arch, CONFIG)
+            plans.add((tmp_path / arch).read_bytes())
+    assert len(plans) >= 3
+
+
+def build_graph(folder: Path, model: ir.Model, dtype: DType) -> Path:
+    """Rewrites a graph of a model that writes text for TensorRT-RTX, and builds its plan."""
+    run_passes(model, RTX.dialect, dtype)
+    check_dialect(model, RTX.dialect, dtype)
+    return build_plan(folder, model, dtype)
+
+
+def build_plan(folder: Path, model: ir.Model, dtype: DType) -> Path:
+    (folder / "graph.onnx").write_bytes(ir.to_proto(model).SerializeToString())
+    graph = Graph(path="graph.onnx", model="mod", bucket=BUCKET, dtype=dtype, target=None, k_by_layer={})
+    RTX.build(Job(folder, graph, ""), Variant(dtype=dtype, arch="sm89"), folder / "plan.engine", CONFIG)
+    return folder / "plan.engine"
+
+
+@needs_rtx
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_builds_steps_that_skip_and_write_their_own_cache(tmp_path: Path, dtype: DType) -> None:
+    model = step_graph("predictor", 4, "fair")
+    plan = build_graph(tmp_path, model, dtype)
+    assert {node.op_type for node in model.graph} >= {"If", "TensorScatter"}
+    assert plan.stat().st_size > 100_000
+
+
+@needs_rtx
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_builds_steps_without_conditions_and_prompts(tmp_path: Path, dtype: DType) -> None:
+    """Without a condition nothing but the wait for the logits keeps the writes behind the reads."""
+    for model in (step_graph("predictor", skip=False), prefill_graph("predictor")):
+        assert build_graph(tmp_path, model, dtype).stat().st_size > 100_000
+
+
+IN_PLACE = "g (bool f, float[1,2,9,4] c, float[1,2,1,4] u, int64[1] i) => (float[1,2,9,4] y)"
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("y = TensorScatter (c, u, i)", None),
+        ("d = Neg (c) y = TensorScatter (d, u, i)", "The cache tensor must be a network input"),
+        ("d = TensorScatter (c, u, i) y = Neg (d)", "The output tensor must be a network output"),
+        (
+            """y = If (f) <then_branch = a () => (float[1,2,9,4] p) { p = TensorScatter (c, u, i) },
+            else_branch = b () => (float[1,2,9,4] q) { q = Identity (c) }>""",
+            "The cache tensor must be a network input",
+        ),
+        ('y = TensorScatter <mode = "circular"> (c, u, i)', "Only linear mode is supported"),
+    ],
+    ids=["plain", "no input", "no output", "in a branch", "circular"],
+)
+def test_where_it_takes_a_write_in_place(tmp_path: Path, body: str, reason: str | None) -> None:
+    """Why `cache_in_place` writes outside of branches, from an input to an output."""
+    model = parsed(f"{IN_PLACE} {{ {body} }}", opset=24)
+    if reason is None:
+        build_plan(tmp_path, model, "float32")
+        return
+    with pytest.raises(EngineError, match=reason):
+        build_plan(tmp_path, model, "float32")
+
+
+@needs_rtx
+@pytest.mark.slow
+def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
+    """40,960 tokens of which 5,120 are routed; the same graph on a CPU routes as the model does."""
+    import onnxruntime
+
+    spec = ModelSpec(
+        vocab_size=16, d_model=16, n_layers=2, n_heads=1, n_kv_heads=1, d_head=16, d_ff=16, max_positions=40_960,
+        routing=RoutingSpec(layers=(0, 1), capacity=0.125),
+    )  # fmt: skip
+    module, bucket = make_model(spec), Bucket(1, 40_960)
+    for dtype in FLOAT_DTYPES:
+        job = write_graph(tmp_path, spec, bucket, RTX.dialect, dtype)
+        RTX.build(job, Variant(dtype=dtype, arch="sm89"), tmp_path / dtype, CONFIG)
+        # A mask of 5,120 x 5,120 stored in the plan would alone be 26 MB.
+        assert (tmp_path / dtype).stat().st_size < 20_000_000
+    job = write_graph(tmp_path, spec, bucket, RTX.dialect, "float32")
+    ids, lengths = torch.randint(0, 16, (1, 40_960)), torch.tensor([40_001])
+    session = onnxruntime.InferenceSession(tmp_path / job.graph.path, providers=["CPUExecutionProvider"])
+    logits, *routed = session.run(None, {"input_ids": ids.numpy(), "lengths": lengths.numpy()})
+    with torch.no_grad():
+        reference, selections = observed(module, ids, lengths)
+    assert [index.shape for index in routed] == [(1, 5120)] * 2
+    for index, expected in zip(routed, selections.values(), strict=True):
+        np.testing.assert_array_equal(index, expected.index_BK.numpy())
+    np.testing.assert_allclose(logits[0, :40_001], reference[0, :40_001].numpy(), atol=1e-5)
+
+
+def portable(folder: Path) -> Job:
+    """A graph without the passes of TensorRT's dialect."""
+    from mod_export.export.passes import PORTABLE
+
+    return write_graph(folder, make_spec(), BUCKET, PORTABLE, "float32")
+
+
+@needs_rtx
+def test_a_graph_that_the_builder_refuses_is_named_with_the_vendors_reason(tmp_path: Path) -> None:
+    """Why attention is decomposed in float32."""
+    message = (
+        r"^graphs/mod-b2s16\.float32\.onnx: TensorRT-RTX cannot build it: IBuilder::buildSerializedNetwork: Error"
+        r".*Attention operation was not supported by a dedicated kernel"
+    )
+    with pytest.raises(EngineError, match=message):
+        RTX.build(portable(tmp_path), Variant(dtype="float32", arch="sm89"), tmp_path / "plan.engine", CONFIG)
+    assert not (tmp_path / "plan.engine").exists()
+
+
+@needs_rtx
+def test_a_graph_that_the_parser_refuses_is_named_with_the_vendors_reason(tmp_path: Path) -> None:
+    """Why scatters are plain."""
+    job = portable(tmp_path)
+    model = ir.load(tmp_path / job.graph.path)
+    run_passes(model, RTX.dialect, "float32")
+    next(node for node in model.graph if node.op_type == "ScatterND").attributes["reduction"] = ir.AttrString(
+        "reduction", "add"
+    )
+    (tmp_path / job.graph.path).write_bytes(ir.to_proto(model).SerializeToString())
+    with pytest.raises(EngineError, match=r"cannot build it: In node \d+ with name: \S+ and operator: ScatterND"):
+        RTX.build(job, Variant(dtype="float32", arch="sm89"), tmp_path / "plan.engine", CONFIG)
+
+
+def test_weights_behind_a_link_are_refused_before_the_parser_follows_it(tmp_path: Path) -> None:
+    job = portable(tmp_path)
+    weights = tmp_path / job.weights
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GraphError, match=r"lies in weights-float32\.data, which is a link or no regular file"):
+        RTX.build(job, Variant(dtype="float32", arch="sm89"), tmp_path / "plan.engine", CONFIG)
+
+
+def crashing_library(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that takes its process down when it is loaded, as a vendor's may."""
+    (folder / "crashing.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_a_builder_that_is_killed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing_library(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", monkeypatch)
+    monkeypatch.setattr(TensorRTRTX, "library", "crashing")
+    with pytest.raises(EngineError, match=r"^crashing: the build process died \(signal SIGKILL\): "):
+        RTX.build(portable(tmp_path), Variant(dtype="float32", arch="sm89"), tmp_path / "plan.engine", CONFIG)
+
+
+def test_a_builder_that_ends_early_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing_library(tmp_path, "raise SystemExit('out of licences')", monkeypatch)
+    monkeypatch.setattr(TensorRTRTX, "library", "crashing")
+    with pytest.raises(EngineError, match=r"the build process died \(exit 1\): out of licences$"):
+        RTX.build(portable(tmp_path), Variant(dtype="float32", arch="sm89"), tmp_path / "plan.engine", CONFIG)
+
+
+def test_a_probe_that_dies_makes_the_target_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing_library(tmp_path, "import os\nos._exit(7)", monkeypatch)
+    probed = trt._probe.__wrapped__("crashing")
+    assert probed["build_problem"] == "the probe of crashing failed: crashing: the probe process died (exit 7): "
+
+
+def test_a_probe_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing_library(tmp_path, "import time\ntime.sleep(60)", monkeypatch)
+    monkeypatch.setattr(trt, "PROBE_SECONDS", 2)
+    start = time.monotonic()
+    assert "timed out after 2 seconds" in trt._probe.__wrapped__("crashing")["run_problem"]
+    assert time.monotonic() - start < 30
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    assert trt._probe.__wrapped__("no_such_library")["build_problem"] == (
+        "no_such_library cannot be loaded: No module named 'no_such_library'"
+    )
+
+
+@needs_rtx
+def test_rtx_builds_on_any_machine() -> None:
+    available = RTX.availability()
+    assert available.builds
+    assert available.reason.startswith("TensorRT-RTX 1.")
+    assert available.runs == (trt._probe("tensorrt_rtx")["run_problem"] == "")
+    assert {"sm80", "sm86", "sm89", "sm120"} <= set(trt._probe("tensorrt_rtx")["architectures"])
+
+
+@pytest.mark.parametrize(
+    ("facts", "builds", "runs", "reason"),
+    [
+        ({}, True, True, "TensorRT 10.14 on sm89"),
+        ({"devices": [], "run_problem": "no CUDA device"}, True, False, "TensorRT 10.14, no CUDA device"),
+        ({"build_problem": "no builder"}, False, False, "TensorRT 10.14, no builder"),
+        ({"version": "", "build_problem": "cannot be loaded"}, False, False, "cannot be loaded"),
+    ],
+)
+def test_availability_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, facts: dict, builds: bool, runs: bool, reason: str
+) -> None:
+    monkeypatch.setattr(trt, "package_version", lambda name: "1")
+    found(monkeypatch, **facts)
+    available = TensorRT().availability()
+    assert (available.builds, available.runs, available.reason) == (builds, runs, reason)
+
+
+def test_rtx_has_no_kernels_for_data_centre_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trt, "package_version", lambda name: "1")
+    found(monkeypatch, devices=["sm90"])
+    available = RTX.availability()
+    assert (available.builds, available.runs) == (True, False)
+    assert available.reason == "TensorRT-RTX 10.14, which has no kernels for this GPU (sm90)"
+
+
+@pytest.mark.parametrize("absent", ["tensorrt", "polygraphy"])
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
+    monkeypatch.setattr(trt, "package_version", lambda name: None if name == absent else "1")
+    available = TensorRT().availability()
+    assert (available.builds, available.runs) == (False, False)
+    assert available.reason == f"{absent} is not installed; install mod-export[tensorrt]"
+
+
+@needs_rtx
+def test_architectures_that_it_has_not_are_refused_before_anything_is_built() -> None:
+    assert RTX.check(with_architectures("sm89", "sm120"), "mod", BUCKET) == []
+    problems = RTX.check(with_architectures("sm90", "sm89", "sm75"), "mod", BUCKET)
+    start = "target.tensorrt-rtx.architectures: TensorRT-RTX has no "
+    assert [problem.removeprefix(start).partition("; it builds for sm80, ")[0] for problem in problems] == [
+        "plans for sm90",
+        "float32 matrix product on sm75, and routers are float32",
+    ]
+
+
+def test_variants_follow_the_configuration() -> None:
+    assert [(v.dtype, v.arch) for v in RTX.variants(with_architectures("sm86", "sm89"))][:3] == [
+        ("float16", "sm86"),
+        ("float16", "sm89"),
+        ("bfloat16", "sm86"),
+    ]
+    assert [(v.dtype, v.arch) for v in TensorRT().variants(CONFIG)] == [
+        ("float16", None),
+        ("bfloat16", None),
+        ("float32", None),
+    ]
+    assert TensorRT().check(CONFIG, "mod", BUCKET) == []
+
+
+def test_versions_decide_whether_to_build_again() -> None:
+    assert set(RTX.versions()) == {"tensorrt_rtx", "polygraphy"}
+    assert set(TensorRT().versions()) == {"tensorrt", "polygraphy"}
+
+
+def test_loading_needs_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found(monkeypatch, devices=[], run_problem="no CUDA device to run on")
+    message = r"^tensorrt-rtx: cannot run e\.engine here: TensorRT-RTX 10\.14, no CUDA device to run on$"
+    with pytest.raises(TargetError, match=message):
+        RTX.load(tmp_path, engine_of("e.engine"), CONFIG, 1)
+
+
+def test_loading_needs_the_device_that_it_was_built_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found(monkeypatch)
+    message = r"^e\.engine is built for sm120, this GPU is sm89; build it for sm89 too$"
+    with pytest.raises(TargetError, match=message):
+        RTX.load(tmp_path, engine_of("e.engine", "sm120"), CONFIG, 1)
+
+
+@pytest.mark.parametrize("builder", [TensorRT(), RTX], ids=lambda builder: builder.name)
+def test_a_plan_takes_no_other_weights(tmp_path: Path, builder: TensorRT | TensorRTRTX) -> None:
+    message = r"^e\.engine: a plan holds its own weights, which cannot be replaced$"
+    with pytest.raises(EngineError, match=message):
+        builder.load(tmp_path, engine_of("e.engine", None, builder.name), CONFIG, 1, {"norm.weight": np.zeros(1)})
+
+
+@needs_rtx
+def test_a_file_that_is_no_engine_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "e.engine").write_bytes(b"not a plan")
+    with pytest.raises(EngineError, match=r"^here: not a usable engine for tensorrt_rtx here: .*readHeader"):
+        runner_from_engine("tensorrt_rtx", tmp_path / "e.engine", "here", "nowhere")
+
+
+def test_nothing_of_the_vendor_is_loaded_until_it_is_needed() -> None:
+    code = (
+        "import sys, mod_export.engines.trt, mod_export.engines.trt_worker\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('tensorrt', 'tensorrt_rtx', 'polygraphy')])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("builder", [TensorRT(), RTX], ids=lambda builder: builder.name)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_runs_as_the_model_does(tmp_path: Path, builder: TensorRT | TensorRTRTX, dtype: DType) -> None:
+    available = builder.availability()
+    if not available.runs:
+        pytest.skip(f"{builder.name}: {available.reason}")
+    device = trt._probe(builder.library)["devices"][0]
+    spec = make_spec()
+    module = make_model(spec)
+    arch = device if builder.name == "tensorrt-rtx" else None
+    job = write_graph(tmp_path, spec, BUCKET, builder.dialect, dtype)
+    builder.build(job, Variant(dtype=dtype, arch=arch), tmp_path / "e.engine", CONFIG)
+    ids, lengths = torch.randint(0, 40, (2, 16)), torch.tensor([16, 5])
+    with torch.no_grad():
+        reference, routed = module(ids, lengths)
+    with builder.load(tmp_path, engine_of("e.engine", arch, builder.name), CONFIG, 1) as runner:
+        results = runner.run({"input_ids": ids.numpy(), "lengths": lengths.numpy()})
+        again = runner.run({"input_ids": ids.numpy(), "lengths": lengths.numpy()}, ["logits"])
+    assert again["logits"] is not results["logits"]
+    np.testing.assert_array_equal(again["logits"], results["logits"])
+    np.testing.assert_array_equal(results["routed_1"], routed.numpy())
+    scale = reference.abs().max().item()
+    tolerance = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.08}[dtype] * scale
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(results["logits"][row, :length], reference[row, :length].numpy(), atol=tolerance)
+
+
+def test_timings_of_kernels_are_kept_for_the_next_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = TensorRT()._options(config_from_toml(None))
+    assert Path(str(options["timing_cache"])).parent == tmp_path / "cache/mod-export"
+    assert Path(str(options["timing_cache"])).parent.is_dir()
+    # Plans for another machine's GPU are built without timing anything.
+    assert "timing_cache" not in TensorRTRTX()._options(config_from_toml(None))

@@ -1,0 +1,86 @@
+"""Small real graphs, exported or written out, and how the tests of the passes run them."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+
+from mod_export.export.capture import captured_module
+from mod_export.export.onnx_export import INPUTS, onnx_from_captured
+from mod_export.export.weights import state_of
+from mod_export.types import Bucket, Dialect
+from mod_models.spec import ModelSpec, RoutingSpec
+from mod_models.transformer import Transformer
+
+TENSORRT = Dialect(
+    name="TensorRT",
+    max_opset=23,
+    topk_limit=3840,
+    scatter_reduction=False,
+    attention_dtypes=frozenset({"float16", "bfloat16"}),
+)
+
+
+def make_spec(**routing: Any) -> ModelSpec:
+    """Two blocks, the second one routed, with heads as small as TensorRT's attention takes."""
+    return ModelSpec(
+        vocab_size=40, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, d_head=16, d_ff=48, max_positions=64,
+        routing=RoutingSpec(**{"capacity": 0.25, **routing}),
+    )  # fmt: skip
+
+
+def make_model(spec: ModelSpec) -> Transformer:
+    """Weights larger than those of training's start, so that every block changes the result."""
+    module = Transformer(spec).eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in module.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.15, generator=generator)
+    return module
+
+
+def portable_graph(spec: ModelSpec, batch: int, seq: int) -> ir.Model:
+    """The graph of `make_model(spec)` as the exporter hands it on, but with the weights in it."""
+    return ir.from_proto(_portable_proto(spec, batch, seq))
+
+
+@functools.cache
+def _portable_proto(spec: ModelSpec, batch: int, seq: int) -> onnx.ModelProto:
+    module = make_model(spec)
+    state = state_of(module)
+    model = onnx_from_captured(captured_module(module, Bucket(batch, seq), "test"), state, INPUTS, ["logits"])
+    for name, value in model.graph.initializers.items():
+        if name in state:
+            value.const_value = ir.tensor(state[name].detach().numpy(), name=name)
+    return ir.to_proto(model)
+
+
+def parsed(text: str, opset: int = 23) -> ir.Model:
+    """A graph from ONNX's text form, with all shapes inferred."""
+    model = ir.from_onnx_text(f'<ir_version: 10, opset_import: ["" : {opset}]> {text}')
+    common.ShapeInferencePass()(model)
+    return model
+
+
+def run(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """All outputs on ONNX Runtime's CPU kernels, after onnx.checker's full check."""
+    return session(model).run(None, dict(feeds))
+
+
+def session(model: ir.Model) -> Any:
+    import onnxruntime as ort
+
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def op_types(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph]

@@ -1,0 +1,42 @@
+"""Prompts and steps of the tiny models that write text, as a target's passes find them, with the weights in them."""
+
+from __future__ import annotations
+
+import functools
+
+import onnx
+import onnx_ir as ir
+from generating import GENERATING, WINDOW
+from tiny_models import lively_checkpoint
+
+from mod_export.export.capture import captured
+from mod_export.export.onnx_export import onnx_from_captured
+from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.export.weights import state_of
+from mod_models.decoding import DecodingGraphs, GraphSource
+from mod_models.spec import ModelSpec
+
+
+def step_graph(name: str, rows: int = 1, places: str = "all", *, skip: bool = True) -> ir.Model:
+    """The portable graph of one step of `generating.generating_model(name)`."""
+    return ir.from_proto(_proto(name, rows, places, skip))
+
+
+def prefill_graph(name: str) -> ir.Model:
+    """The portable graph that reads a prompt of up to `WINDOW` tokens."""
+    return ir.from_proto(_proto(name, 0, "", False))
+
+
+@functools.cache
+def _proto(name: str, rows: int, places: str, skip: bool) -> onnx.ModelProto:
+    spec: ModelSpec = GENERATING[name]
+    graphs = DecodingGraphs(spec, WINDOW)
+    source: GraphSource = graphs.step(rows, WINDOW, places, skip=skip) if rows else graphs.prefill(1, WINDOW)
+    program = captured(source.module, source.examples[0], name)
+    model = onnx_from_captured(program, state_of(source.module), source.inputs, source.outputs)
+    run_passes(model, PORTABLE, "float32")
+    state = state_of(lively_checkpoint(spec, 1).module())
+    for weight, value in model.graph.initializers.items():
+        if value.const_value is None:
+            value.const_value = ir.tensor(state[weight].detach().numpy(), name=weight)
+    return ir.to_proto(model)

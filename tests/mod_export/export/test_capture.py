@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mod_export.errors import CaptureError
+from mod_export.export.capture import (
+    CaptureProof,
+    bucket_example,
+    captured,
+    captured_module,
+    prove_static,
+)
+from mod_export.sources.checkpoint import Model
+from mod_export.types import Bucket
+from mod_models.selection import select_topk
+
+BUCKET = Bucket(2, 8)
+ADVICE = r"\. Routing must use a fixed k and gather/scatter, without boolean indexing or \.item\(\)"
+
+
+class Does(torch.nn.Module):
+    """A model that is one function of ids and lengths."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> Any:
+        return self.function(ids_BS, lengths_B)
+
+
+class Counts(torch.nn.Module):
+    """A model that is another one each time it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
+        self.calls += 1
+        return ids_BS * self.calls
+
+
+def broken(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return ids_BS * 2
+
+
+def branching(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
+    return ids_BS if lengths_B[0] > 4 else ids_BS + 1
+
+
+def oversized(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
+    return torch.empty(10**15) + ids_BS.sum()
+
+
+def mismatched(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
+    return ids_BS @ lengths_B
+
+
+def proved(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureProof:
+    """On rows that are full and rows of a single token."""
+    examples = [bucket_example(module, bucket, length) for length in (bucket.seq, 1)]
+    return prove_static(module, examples, f"{name} at {bucket.name}")
+
+
+@pytest.mark.parametrize("kind", ["mod", "dense"])
+@pytest.mark.parametrize("bucket", [Bucket(1, 64), Bucket(3, 7)])
+def test_a_model_is_one_static_graph(model: Model, kind: Any, bucket: Bucket) -> None:
+    module = model.of_kind(kind).module()
+    assert proved(module, bucket, kind) == CaptureProof(graphs=1, graph_breaks=0, recompiles=0)
+
+
+def test_the_proof_can_be_repeated(model: Model) -> None:
+    proofs = [proved(model.loaded.module(), BUCKET, "mod") for _ in range(2)]
+    assert proofs[0] == proofs[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (broken, r"Call to `torch\._dynamo\.graph_break\(\)`"),
+        (branching, "Data-dependent branching"),
+        (mismatched, "RuntimeError when making fake tensor call"),
+        (oversized, "can't allocate memory"),
+    ],
+)
+def test_what_is_not_one_graph_is_refused(function: Callable[[Tensor, Tensor], Any], reason: str) -> None:
+    message = (
+        rf"^mod at b2s8: torch\.compile\(fullgraph=True\) could not capture one static graph: .*{reason}.*\. Routing"
+    )
+    with pytest.raises(CaptureError, match=message):
+        proved(Does(function), BUCKET, "mod")
+
+
+def masked(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
+    return ids_BS[ids_BS > 0]
+
+
+def read_out(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
+    return ids_BS * lengths_B[0].item()
+
+
+def cut(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
+    return ids_BS[:, : int(lengths_B.max())]
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (masked, r"ids_BS\[ids_BS > 0\]"),
+        (read_out, r"ids_BS \* lengths_B\[0\]\.item\(\)"),
+        (cut, r"ids_BS\[:, : int\(lengths_B\.max\(\)\)\]"),
+    ],
+)
+def test_a_size_that_depends_on_the_data_is_refused(function: Callable[[Tensor, Tensor], Any], line: str) -> None:
+    message = rf"^mod at b2s8: a size or number that depends on the data comes from `return {line}`{ADVICE}"
+    with pytest.raises(CaptureError, match=message):
+        proved(Does(function), BUCKET, "mod")
+
+
+def test_a_model_that_has_to_be_compiled_again_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"could not capture one static graph: Recompiling function forward"):
+        proved(Counts(), BUCKET, "mod")
+
+
+def test_without_torch_compile_nothing_is_proven(model: Model) -> None:
+    message = r"mod at b2s8: expected 1 graph, no breaks and no recompiles, got CaptureProof\(graphs=0"
+    with torch.compiler.set_stance("force_eager"), pytest.raises(CaptureError, match=message):
+        proved(model.loaded.module(), BUCKET, "mod")
+
+
+def test_export_keeps_every_size(model: Model) -> None:
+    program = captured_module(model.loaded.module(), BUCKET, "mod").program
+    assert program.range_constraints == {}
+    inputs = [node.meta["val"].shape for node in program.graph.nodes if node.name in ("ids_bs", "lengths_b")]
+    assert inputs == [torch.Size([2, 8]), torch.Size([2])]
+
+
+def test_export_refuses_what_depends_on_the_data() -> None:
+    with pytest.raises(CaptureError, match=r"mod at b2s8: torch\.export refused the model: Could not guard on"):
+        captured_module(Does(branching), BUCKET, "mod")
+
+
+def test_the_selection_is_captured_as_it_is() -> None:
+    def select(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
+        real_BS = torch.arange(ids_BS.shape[1]) < lengths_B[:, None]
+        return select_topk(ids_BS.float(), real_BS, 3)[0]
+
+    program = captured_module(Does(select), BUCKET, "mod").program
+    ids_BS, lengths_B = torch.randint(0, 3, (2, 8)), torch.tensor([8, 2])
+    (index_BK,) = program.module()(ids_BS, lengths_B)
+    assert torch.equal(index_BK, select(ids_BS, lengths_B))
+
+
+class Takes(torch.nn.Module):
+    """One of two products, by a condition on the data: the part that is not taken is not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+
+    def forward(self, x_B2: Tensor, flag_B: Tensor) -> tuple[Tensor, Tensor]:
+        y_B3 = torch.cond(flag_B.any(), lambda x: x @ self.weight, lambda x: (x * 0) @ self.weight, (x_B2,))
+        return y_B3, flag_B.sum()[None]
+
+
+def two_examples(device: str) -> list[tuple[Tensor, Tensor]]:
+    flags = (torch.tensor([True, False]), torch.tensor([False, False]))
+    return [(torch.ones(2, 2, device=device), flag.to(device)) for flag in flags]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_conditions_are_one_graph(device: str) -> None:
+    """With values both ways are the same graph, and without them nobody can ask which way."""
+    module = Takes().to(device)
+    assert prove_static(module, two_examples(device), "a step") == CaptureProof(graphs=1, graph_breaks=0, recompiles=0)
+
+
+def test_modules_without_values_are_held_to_the_same() -> None:
+    with pytest.raises(CaptureError, match=r"a step: torch\.compile"):
+        prove_static(Does(broken), [(torch.ones(2, device="meta"), torch.ones(2, device="meta"))], "a step")
+
+
+def test_any_inputs_are_exported() -> None:
+    program = captured(Takes().to("meta"), two_examples("meta")[0], "a step").program
+    assert not program.range_constraints
+    assert any("cond" in str(node.target) for node in program.graph.nodes)
+    assert set(program.state_dict) == {"weight"}
+    with pytest.raises(CaptureError, match=r"a step: torch\.export refused the model: "):
+        captured(Does(branching), (torch.ones(2), torch.ones(2)), "a step")
+
+
+def test_one_tensor_in_two_places_is_no_example() -> None:
+    tensor = torch.ones(2)
+    with pytest.raises(AssertionError):
+        captured(Does(lambda x, y: x + y), (tensor, tensor), "a step")

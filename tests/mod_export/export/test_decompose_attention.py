@@ -1,0 +1,168 @@
+"""Attention in primitive operators gives the same numbers, and refuses what it does not know."""
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from small_graphs import TENSORRT, make_model, make_spec, op_types, parsed, portable_graph, run
+
+from mod_export.errors import GraphError
+from mod_export.export.passes.decompose_attention import DecomposeAttention
+from mod_export.types import FLOAT_DTYPES
+
+PRIMITIVES = dataclasses.replace(TENSORRT, attention_dtypes=frozenset())
+
+
+def attention(B: int, H: int, G: int, T: int, E: int, attributes: str = "is_causal = 1") -> ir.Model:
+    return parsed(
+        f"""g (float[{B},{H},{T},{E}] q, float[{B},{G},{T},{E}] k, float[{B},{G},{T},{E}] v)
+        => (float[{B},{H},{T},{E}] y) {{ y = Attention <{attributes}> (q, k, v) }}"""
+    )
+
+
+@pytest.mark.parametrize("attributes", ["is_causal = 1", "is_causal = 0", "is_causal = 1, scale = 0.3"])
+@pytest.mark.parametrize(
+    "sizes", [(2, 4, 2, 16, 8), (1, 3, 3, 7, 6), (2, 6, 1, 5, 4), (1, 1, 1, 1, 2)], ids=["gqa", "mha", "mqa", "one"]
+)
+def test_gives_the_same_numbers(sizes: tuple[int, int, int, int, int], attributes: str) -> None:
+    model = attention(*sizes, attributes)
+    rng = np.random.default_rng(0)
+    feeds = {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs}
+    before = run(model, feeds)[0]
+    assert DecomposeAttention().run(model, TENSORRT, "float32") == 1
+    assert DecomposeAttention().ensures(model, TENSORRT, "float32") == []
+    np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
+
+
+def test_first_token_sees_only_itself() -> None:
+    model = attention(1, 2, 1, 6, 4)
+    DecomposeAttention().run(model, TENSORRT, "float32")
+    rng = np.random.default_rng(0)
+    feeds = {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs}
+    y = run(model, feeds)[0]
+    for head in range(2):
+        np.testing.assert_allclose(y[0, head, 0], feeds["v"][0, 0, 0], rtol=1e-6)
+
+
+def test_blocks_of_one_length_share_one_comparison_and_store_no_square_mask() -> None:
+    module = make_model(make_spec())
+    model = portable_graph(make_spec(), 2, 24)
+    attentions = op_types(model).count("Attention")
+    assert DecomposeAttention().run(model, TENSORRT, "float32") == attentions == 2
+    assert op_types(model).count("GreaterOrEqual") == 2  # T = 24 in the dense block, 6 in the routed one
+    stored = [v.shape.numpy() for v in model.graph.initializers.values() if v.name and v.name.startswith("constant/")]
+    assert all(np.prod(shape, dtype=int) <= 24 for shape in stored)
+    ids, lengths = torch.randint(0, 40, (2, 24)), torch.tensor([24, 5])
+    logits = run(model, {"input_ids": ids.numpy(), "lengths": lengths.numpy()})[0]
+    with torch.no_grad():
+        reference = module(ids, lengths)[0].numpy()
+    np.testing.assert_allclose(logits[0], reference[0], atol=2e-5)
+    np.testing.assert_allclose(logits[1, :5], reference[1, :5], atol=2e-5)
+
+
+def test_two_dense_blocks_share_it_too() -> None:
+    model = portable_graph(make_spec().dense(), 1, 12)
+    assert DecomposeAttention().run(model, TENSORRT, "float32") == 2
+    assert op_types(model).count("GreaterOrEqual") == 1
+
+
+def test_keeps_where_the_node_came_from() -> None:
+    model = attention(1, 1, 1, 4, 4)
+    model.graph[0].metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layers.2.attention']"
+    DecomposeAttention().run(model, TENSORRT, "float32")
+    assert {node.metadata_props["pkg.torch.onnx.name_scopes"] for node in model.graph} == {"['', 'layers.2.attention']"}
+
+
+def test_applies_where_the_dialect_has_no_kernel() -> None:
+    assert [dtype for dtype in FLOAT_DTYPES if DecomposeAttention().applies(TENSORRT, dtype)] == ["float32"]
+    assert [dtype for dtype in FLOAT_DTYPES if DecomposeAttention().applies(PRIMITIVES, dtype)] == list(FLOAT_DTYPES)
+
+
+def test_says_what_is_left() -> None:
+    assert DecomposeAttention().ensures(attention(1, 1, 1, 4, 4), TENSORRT, "float32") == [
+        "Attention is still one Attention"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("signature", "call", "message"),
+    [
+        (
+            "(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v, bool[4,4] mask)",
+            "Attention (q, k, v, mask)",
+            r"^Attention: Attention with input 3 \(mask\) cannot be put into primitive operators; expected query,",
+        ),
+        (
+            "(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v)",
+            "Attention <softcap = 20.0> (q, k, v)",
+            r"Attention with softcap 20.0 cannot be put",
+        ),
+        (
+            "(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v)",
+            "Attention <softmax_precision = 10> (q, k, v)",
+            r"Attention with attribute softmax_precision cannot be put",
+        ),
+        (
+            "(float[1,4,16] q, float[1,4,16] k, float[1,4,16] v)",
+            "Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v)",
+            r"Attention with attribute .*_num_heads, attribute .*_num_heads cannot be put",
+        ),
+        (
+            "(float[1,2,4,8] q, float[1,2,6,8] k, float[1,2,6,8] v)",
+            "Attention <is_causal = 1> (q, k, v)",
+            r"query \(1, 2, 4, 8\), key \(1, 2, 6, 8\) and value \(1, 2, 6, 8\) is no self-attention over equal",
+        ),
+        (
+            "(float[1,2,4,8] q, float[1,2,T,8] k, float[1,2,4,8] v)",
+            "Attention <is_causal = 1> (q, k, v)",
+            r"Attention has k of shape \[1,2,T,8\], expected a static shape",
+        ),
+    ],
+)
+def test_refuses_what_it_does_not_know(signature: str, call: str, message: str) -> None:
+    model = parsed(f"g {signature} => (float[A,B,C,D] y) {{ y = {call} }}")
+    with pytest.raises(GraphError, match=message):
+        DecomposeAttention().run(model, TENSORRT, "float32")
+
+
+def test_refuses_a_cache_that_is_read_on() -> None:
+    model = parsed(
+        """g (float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v) => (float[1,2,4,8] y, float[1,2,4,8] present)
+        { y, present, value = Attention (q, k, v) }"""
+    )
+    with pytest.raises(GraphError, match=r"Attention with output 1 \(present\) cannot be put"):
+        DecomposeAttention().run(model, TENSORRT, "float32")
+
+
+def test_refuses_inputs_that_are_not_four_dimensional() -> None:
+    model = parsed("g (float[4,16] q, float[4,16] k, float[4,16] v) => (float[4,16] y) { y = Identity (q) }")
+    node = ir.node("Attention", list(model.graph.inputs))
+    model.graph.append(node)
+    with pytest.raises(
+        GraphError, match=r"on shapes \[\(4, 16\), \(4, 16\), \(4, 16\)\], expected \(batch, heads, tokens"
+    ):
+        DecomposeAttention().run(model, TENSORRT, "float32")
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -0.0, -1e30])
+def test_the_mask_does_not_depend_on_the_number_that_it_pretends_to_depend_on(odd: float) -> None:
+    """Tokens of the other batch row see no later one, whatever the first query holds."""
+    model = attention(2, 2, 1, 5, 4)
+    before = attention(2, 2, 1, 5, 4)
+    DecomposeAttention().run(model, TENSORRT, "float32")
+    rng = np.random.default_rng(0)
+    feeds = {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs}
+    feeds["q"][0, 0, 0, 0] = odd
+    np.testing.assert_allclose(run(model, feeds)[0][1], run(before, feeds)[0][1], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("width", "left"), [(8, 0), (9, 1), (256, 1), (257, 0)])
+def test_decomposes_16_bit_attention_of_a_width_without_a_kernel(width: int, left: int) -> None:
+    dialect = dataclasses.replace(TENSORRT, attention_widths=(9, 256))
+    model = attention(1, 2, 1, 4, width)
+    assert DecomposeAttention().applies(dialect, "float16")
+    assert DecomposeAttention().run(model, dialect, "float16") == 1 - left
+    assert op_types(model).count("Attention") == left
+    assert DecomposeAttention().ensures(model, dialect, "float16") == []

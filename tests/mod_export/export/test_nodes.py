@@ -1,0 +1,253 @@
+"""Where a node stands, and how passes put nodes into a graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from small_graphs import make_spec, parsed, portable_graph, run
+
+from mod_export.errors import GraphError
+from mod_export.export.nodes import (
+    Branches,
+    NodeWriter,
+    branches_of,
+    constant_array,
+    label_of,
+    late_zero,
+    module_of,
+    numbered_layer,
+    require_static_shape,
+    static_shape,
+)
+
+
+def test_nodes_of_a_routed_block_are_placed_in_it() -> None:
+    """The exporter notes no layer for what `route` does itself, such as the TopK and the scatter."""
+    model = portable_graph(make_spec(layers=(0, 1)), 2, 16)
+    places = [label_of(node) for node in model.graph if node.op_type in ("TopK", "ScatterND")]
+    assert [place.partition(" ")[0] for place in places] == ["layers.0"] * 3 + ["layers.1"] * 3
+    assert places[0] == "layers.0 (node_sort__1)"
+
+
+def test_a_node_outside_all_layers_has_only_its_name() -> None:
+    assert label_of(parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }").graph[0]) == "Neg"
+
+
+@pytest.mark.parametrize(
+    ("scopes", "place"),
+    [
+        ("['', 'layers.12', 'layers.12.mlp', 'linear_3']", "layers.12 (Neg)"),
+        ("['', 'model', 'model.layers.3.mlp.experts.5']", "model.layers.3 (Neg)"),
+        ("['', 'linear_7']", "Neg"),
+    ],
+)
+def test_reads_the_layer_from_the_module_path(scopes: str, place: str) -> None:
+    node = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }").graph[0]
+    node.metadata_props["pkg.torch.onnx.name_scopes"] = scopes
+    assert label_of(node) == place
+
+
+def test_reads_the_layer_from_the_weights_where_there_is_no_path() -> None:
+    model = parsed("g (float[2] x) => (float[2] y) <float[2] w = {1.0, 2.0}> { a = Add (x, w) y = Neg (a) }")
+    model.graph.initializers["w"].name = "layers.4.router.weight"
+    assert label_of(model.graph[1]) == "layers.4 (Neg)"
+
+
+def test_constants() -> None:
+    model = parsed(
+        "g (int64[1] x) => (int64[1] y) <int64[1] a = {3}> { b = Constant <value = int64[1] {4}> () c = Add (a, b) "
+        "y = Add (x, c) }"
+    )
+    constant, total, _ = model.graph
+    assert constant_array(model.graph.initializers["a"]).tolist() == [3]
+    assert constant_array(constant.outputs[0]).tolist() == [4]
+    assert constant_array(total.outputs[0]) is None
+    assert constant_array(model.graph.inputs[0]) is None
+    assert constant_array(None) is None
+
+
+def test_shapes() -> None:
+    model = parsed("g (float[2,S] x, float[2,3] z) => (float[2,S] y) { y = Neg (x) }")
+    node = model.graph[0]
+    assert [static_shape(value) for value in (*model.graph.inputs, None)] == [None, (2, 3), None]
+    assert require_static_shape(model.graph.inputs[1], node) == (2, 3)
+    with pytest.raises(
+        GraphError, match=r"^Neg: Neg has x of shape \[2,S\], expected a static shape; export with fixed"
+    ):
+        require_static_shape(node.inputs[0], node)
+    with pytest.raises(GraphError, match=r"^Neg: Neg has an absent input, expected a static shape"):
+        require_static_shape(None, node)
+
+
+def test_written_nodes_are_typed_named_and_placed_like_their_anchor() -> None:
+    model = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }")
+    anchor = model.graph[0]
+    anchor.metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layers.1']"
+    writer = NodeWriter(model.graph, anchor, "extra")
+    doubled = writer.op("Add", [model.graph.inputs[0]] * 2, ir.DataType.FLOAT, (2,))
+    anchor.replace_input_with(0, writer.op("Abs", [doubled], ir.DataType.FLOAT, None))
+    assert [node.name for node in model.graph] == ["Neg/extra_Add_0", "Neg/extra_Abs_1", ""]
+    assert (doubled.dtype, doubled.shape) == (ir.DataType.FLOAT, ir.Shape([2]))
+    assert label_of(model.graph[0]) == "layers.1 (Neg/extra_Add_0)"
+
+
+def test_constants_of_one_name_are_shared_and_must_agree() -> None:
+    model = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }")
+    writer = NodeWriter(model.graph, model.graph[0], "extra")
+    first = writer.constant("k", np.array([1, 2]))
+    assert writer.constant("k", np.array([1, 2])) is first
+    assert list(model.graph.initializers) == ["constant/k"]
+    with pytest.raises(AssertionError, match="constant/k"):
+        writer.constant("k", np.array([1, 3]))
+    with pytest.raises(AssertionError, match="constant/k"):
+        writer.constant("k", np.array([1, 2], np.int32))
+
+
+def test_a_late_zero_is_zero_whatever_it_waits_for() -> None:
+    model = parsed("g (float[2,3] x, int64[1] n) => (int64[1] y) { y = Neg (n) }")
+    negated = model.graph[0]
+    zero = late_zero(NodeWriter(model.graph, negated, "late"), model.graph.inputs[0], ir.DataType.INT64, (1,))
+    negated.replace_input_with(0, zero)
+    for x in (np.zeros((2, 3)), np.full((2, 3), np.nan), np.full((2, 3), -np.inf)):
+        assert run(model, {"x": x.astype(np.float32), "n": np.array([7])})[0].tolist() == [0]
+
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("layers.3", (3, "layers.3")),
+        ("layers.3.mlp.down_proj.weight", (3, "layers.3")),
+        ("model.decoder.layers.12.router.projection.weight", (12, "model.decoder.layers.12")),
+        ("['', 'layers.1', 'layers.1.attention', 'linear']", (1, "layers.1")),
+        ("blocks.0.experts.5.w", (0, "blocks.0")),
+        ("norm.weight", None),
+        ("layers.3b.weight", None),
+        ("layer3.weight", None),
+        ("", None),
+    ],
+)
+def test_the_layer_in_a_module_path(path: str, expected: tuple[int, str] | None) -> None:
+    assert numbered_layer(path) == expected
+
+
+@pytest.fixture(scope="module")
+def graph() -> ir.Model:
+    """Layer 0 is dense, layer 1 is routed."""
+    return portable_graph(make_spec(layers=(1,)), 2, 16)
+
+
+def test_every_node_of_an_export_has_a_place(graph: ir.Model) -> None:
+    count = Counter(module_of(node) for node in graph.graph)
+    assert {"layers.0", "layers.1", "norm", "embedding"} <= count.keys()
+    assert count["layers.0"] > 15
+    assert count["layers.1"] > 30
+    # Next to nothing is left: the mask of real tokens, the slices of the tables.
+    other = sum(count[name] for name in count.keys() - {"layers.0", "layers.1", "norm", "embedding"})
+    assert other < len(graph.graph) / 5
+
+
+def test_routing_belongs_to_its_layer(graph: ir.Model) -> None:
+    for op_type in ("TopK", "ScatterND", "GatherND", "GatherElements"):
+        places = {module_of(node) for node in graph.graph if node.op_type == op_type}
+        assert places <= {"layers.1"}
+    (routed,) = [value for value in graph.graph.outputs if value.name == "routed_1"]
+    producer = routed.producer()
+    assert producer is not None
+    assert module_of(producer) == "layers.1"
+
+
+def test_products_belong_to_the_layer_of_their_weights(graph: ir.Model) -> None:
+    for node in graph.graph:
+        for value in node.inputs:
+            if value is not None and str(value.name).startswith("layers."):
+                assert module_of(node) == ".".join(str(value.name).split(".")[:2])
+
+
+def test_residuals_belong_to_the_layer_that_adds(graph: ir.Model) -> None:
+    """The exporter says nothing of what a block does itself; what the sum draws on does."""
+    adds = [module_of(node) for node in graph.graph if node.op_type == "Add"]
+    assert {"layers.0", "layers.1"} <= set(adds)
+
+
+def chain(*scopes: str) -> ir.Model:
+    """One node after the other, each with the module path that the exporter noted."""
+    names = ["x", *(f"v{i}" for i in range(len(scopes)))]
+    body = " ".join(f"{after} = Neg ({before})" for before, after in itertools.pairwise(names))
+    model = parsed(f"g (float[2] x) => (float[2] {names[-1]}) {{ {body} }}")
+    for node, scope in zip(model.graph, scopes, strict=True):
+        node.name = f"node_{node.outputs[0].name}"
+        if scope:
+            node.metadata_props[SCOPES] = f"['', '{scope}']"
+    return model
+
+
+def places(model: ir.Model) -> list[str]:
+    return [module_of(node) for node in model.graph]
+
+
+def test_a_node_without_a_path_is_placed_by_what_it_draws_on() -> None:
+    assert places(chain("layers.0.mlp", "", "layers.1", "")) == ["layers.0", "layers.0", "layers.1", "layers.1"]
+
+
+def test_or_by_the_only_layer_that_draws_on_it() -> None:
+    assert places(chain("", "layers.2", "layers.3")) == ["layers.2", "layers.2", "layers.3"]
+
+
+def test_what_two_layers_draw_on_is_of_neither() -> None:
+    model = parsed("g (float[2] x) => (float[2] a, float[2] b) { m = Neg (x) a = Neg (m) b = Abs (m) }")
+    mask, one, other = model.graph
+    mask.name = "node_mask"
+    for node, layer in ((one, "layers.0"), (other, "layers.1")):
+        node.metadata_props[SCOPES] = f"['', '{layer}']"
+    assert module_of(mask) == "node_mask"
+
+
+def test_the_latest_of_several_layers_counts() -> None:
+    model = parsed("g (float[2] x) => (float[2] y) { a = Neg (x) b = Abs (x) y = Add (a, b) }")
+    first, second, total = model.graph
+    first.metadata_props[SCOPES], second.metadata_props[SCOPES] = "['', 'layers.4']", "['', 'layers.2']"
+    assert module_of(total) == "layers.4"
+
+
+def test_for_messages_the_name_stands_beside_the_place() -> None:
+    model = chain("layers.3.attention", "")
+    assert [label_of(node) for node in model.graph] == ["layers.3 (node_v0)", "layers.3 (node_v1)"]
+    (lonely,) = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }").graph
+    lonely.name = "lonely"
+    assert (label_of(lonely), module_of(lonely)) == ("lonely", "lonely")
+    lonely.name = None
+    assert (label_of(lonely), module_of(lonely)) == ("Neg", "Neg")
+
+
+TEXT = """g (bool flag, float[2] x) => (float[2] y) {
+    h = Neg (x)
+    given = If (flag) <
+        then_branch = a () => (float[2] p) {
+            p = If (flag) <
+                then_branch = c () => (float[2] r) { r = Abs (h) },
+                else_branch = d () => (float[2] s) { s = Exp (h) }>
+        },
+        else_branch = b () => (float[2] q) { q = Sin (h) }>
+    y = Sqrt (given)
+}"""
+
+
+def test_makers_and_readers() -> None:
+    graph = parsed(TEXT).graph
+    branches, nodes = Branches(graph), {node.op_type: node for node in graph.all_nodes()}
+    result = nodes["Sqrt"].inputs[0]
+    assert result is not None
+    assert {maker.op_type for maker in branches.makers(result) if maker} == {"Abs", "Exp", "Sin"}
+    for inner in ("Abs", "Exp", "Sin"):
+        assert [node.op_type for node in branches.readers(nodes[inner].outputs[0])] == ["Sqrt"]
+    assert {node.op_type for node in branches.readers(nodes["Neg"].outputs[0])} == {"Abs", "Exp", "Sin"}
+    assert list(branches.makers(graph.inputs[1])) == [None]
+    assert [branch.name for branch in branches_of(graph[1])] == ["a", "b"]
+    assert branches_of(graph[0]) == []

@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from small_graphs import make_model, parsed
+from torch import Tensor
+
+from mod_export.engines.ort_session import OrtRunner, session_from_onnx
+from mod_export.errors import GraphError
+from mod_export.export.capture import captured, captured_module
+from mod_export.export.onnx_export import (
+    INPUTS,
+    IR_VERSION,
+    OPSET,
+    assert_capacity,
+    check_model,
+    onnx_from_captured,
+)
+from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.export.weights import bind_weights, state_of, write_weights
+from mod_export.export.weights_file import WeightsFile
+from mod_export.types import Bucket
+from mod_export.validate.inputs import Batch
+from mod_export.validate.parity import compare_runner
+from mod_export.validate.reference import Reference
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import Checkpoint
+from mod_models.declarations import LEARNED_ROUTERS, POSITIONS, ROUTER_INPUTS
+from mod_models.routing import COMBINES, GATES
+from mod_models.spec import CAPACITY_RULES, ModelSpec, RoutingSpec
+
+BUCKET = Bucket(3, 24)
+ROUTED = RoutingSpec(layers=(0, 2), capacity=0.25)
+CAPACITIES: Mapping[str, float] = {"floor": 0.25, "floor_min1": 0.01, "ceil": 0.3, "absolute": 5}
+
+
+def variants() -> list[RoutingSpec]:
+    """Every variant of every declaration at least once, in ever other combinations."""
+    tables = {
+        "gate": GATES,
+        "combine": COMBINES,
+        "router": LEARNED_ROUTERS,
+        "capacity_rule": CAPACITY_RULES,
+        "positions": POSITIONS,
+        "router_input": ROUTER_INPUTS,
+    }
+    columns = [itertools.cycle(table) for table in tables.values()]
+    picked = itertools.islice(zip(*columns, strict=False), len(GATES))
+    rows: list[dict[str, Any]] = [dict(zip(tables, row, strict=True)) for row in picked]
+    return [
+        RoutingSpec(
+            **row,
+            layers=(0, 1),
+            router_hidden=4,
+            gate_scale=0.7,
+            gate_shift=0.2,
+            capacity=CAPACITIES[row["capacity_rule"]],
+            predictor_hidden=3,
+        )
+        for row in rows
+    ]
+
+
+def make_spec(routing: RoutingSpec | None, **sizes: Any) -> ModelSpec:
+    return ModelSpec(
+        **{
+            **{"vocab_size": 40, "d_model": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_head": 4, "d_ff": 24},
+            **{"max_positions": 32, "routing": routing},
+            **sizes,
+        }
+    )
+
+
+def save(model: ir.Model, state: Mapping[str, Tensor], folder: Path) -> Path:
+    """The graph beside a weights file, as a build folder has them."""
+    write_weights(folder / "weights.data", state, "float32")
+    bind_weights(model, [WeightsFile.open(folder / "weights.data")], folder)
+    path = folder / "graph.onnx"
+    path.write_bytes(ir.to_proto(model).SerializeToString())
+    return path
+
+
+def export(spec: ModelSpec, bucket: Bucket) -> tuple[ir.Model, torch.nn.Module]:
+    module = make_model(spec)
+    model = onnx_from_captured(captured_module(module, bucket, "mod"), state_of(module), INPUTS, ["logits"])
+    run_passes(model, PORTABLE, "float32")
+    return model, module
+
+
+def batches(spec: ModelSpec) -> list[Batch]:
+    """Full rows of random ids; rows shorter than the bucket, and than k; one token over and over."""
+    ids_BS = np.random.default_rng(3).integers(0, spec.vocab_size, (BUCKET.batch, BUCKET.seq))
+    full_B = np.full(BUCKET.batch, BUCKET.seq)
+    return [
+        Batch("random", ids_BS, full_B),
+        Batch("padded", ids_BS, np.array([BUCKET.seq, 7, 1])),
+        Batch("ties", np.full_like(ids_BS, 5), full_B),
+    ]
+
+
+def runner_of(path: Path) -> OrtRunner:
+    return OrtRunner(session_from_onnx(path, path.parent, ["CPUExecutionProvider"], 1, {}), path.name, 1)
+
+
+def test_the_variants_cover_every_declaration() -> None:
+    found = variants()
+    for name, table in (
+        ("gate", GATES),
+        ("combine", COMBINES),
+        ("router", LEARNED_ROUTERS),
+        ("capacity_rule", CAPACITY_RULES),
+    ):
+        assert {getattr(routing, name) for routing in found} == set(table)
+    assert {routing.positions for routing in found} == set(POSITIONS)
+    assert {routing.router_input for routing in found} == set(ROUTER_INPUTS)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(make_spec(routing) for routing in variants()),
+        make_spec(None),
+        make_spec(RoutingSpec(), tie_embeddings=False, n_kv_heads=4),
+        make_spec(RoutingSpec(capacity=1.0)),
+    ],
+    ids=[*(f"{r.router}-{r.gate}-{r.combine}-{r.capacity_rule}" for r in variants()), "dense", "untied", "all-tokens"],
+)
+def test_the_portable_graph_equals_the_eager_model(spec: ModelSpec, tmp_path: Path) -> None:
+    model, module = export(spec, BUCKET)
+    k_by_layer = spec.k_by_layer(BUCKET.seq)
+    assert_capacity(model, BUCKET, k_by_layer)
+    assert (model.ir_version, model.opset_imports) == (IR_VERSION, {"": OPSET})
+    assert {node.domain for node in model.graph} == {""}
+    assert not model.functions
+    used = set(state_of(module)) & set(model.graph.initializers)
+    assert {name for name in module.state_dict() if ".predictor." not in name} <= used
+    path = save(model, state_of(module), tmp_path)
+    check_model(str(path))
+    loaded = LoadedTransformer(Checkpoint(spec=spec, weights=module.state_dict()))
+    runner = runner_of(path)
+    for found in compare_runner(runner, Reference(loaded), batches(spec)):
+        assert found.error.max_abs < 2e-5, found
+        assert [layer.malformed for layer in found.layers] == [""] * len(found.layers)
+        # Rounding may decide between tokens whose scores are equal in exact arithmetic, and between no others.
+        assert all(distance < 1e-5 for layer in found.layers for distance in layer.distances), found
+    outputs = runner.run({name: batches(spec)[0].feeds[name] for name in runner.inputs})
+    assert {name: array.shape for name, array in outputs.items()} == {
+        "logits": (BUCKET.batch, BUCKET.seq, spec.vocab_size),
+        **{f"routed_{layer}": (BUCKET.batch, k) for layer, k in k_by_layer.items() if k},
+    }
+
+
+def test_equal_scores_are_taken_in_order(exported: tuple[ir.Model, torch.nn.Module], tmp_path: Path) -> None:
+    model, module = exported
+    runner = runner_of(save(model, state_of(module), tmp_path))
+    ties = batches(make_spec(None))[2]
+    for lengths_B in ([24, 24, 24], [24, 7, 1]):
+        found = runner.run({"input_ids": ties.ids_BS, "lengths": np.array(lengths_B)}, ["routed_0"])
+        # Nothing stands before layer 0 that could tell one of these tokens from another.
+        assert found["routed_0"].tolist() == [list(range(6))] * 3
+
+
+@pytest.fixture(scope="module")
+def exported_once() -> tuple[ir.Model, torch.nn.Module]:
+    return export(make_spec(ROUTED), BUCKET)
+
+
+@pytest.fixture
+def exported(exported_once: tuple[ir.Model, torch.nn.Module]) -> tuple[ir.Model, torch.nn.Module]:
+    model, module = exported_once
+    return model.clone(), module
+
+
+def test_k_is_a_constant_of_the_graph(exported: tuple[ir.Model, torch.nn.Module]) -> None:
+    model, _ = exported
+    kept = [ir.convenience.get_const_tensor(n.inputs[1]) for n in model.graph if n.op_type == "TopK" and n.inputs[1]]
+    assert [tensor.numpy().tolist() for tensor in kept if tensor is not None] == [[6]] * 4
+
+
+def test_single_operators_stay_single(exported: tuple[ir.Model, torch.nn.Module]) -> None:
+    model, _ = exported
+    operators = [node.op_type for node in model.graph]
+    assert operators.count("Attention") == 3
+    assert operators.count("RMSNormalization") == 7
+    assert operators.count("TopK") == 4  # The k largest scores, and their positions in ascending order.
+    assert not {"If", "Loop", "NonZero", "Compress"} & set(operators)
+
+
+def test_no_weight_is_stored_in_the_graph(exported: tuple[ir.Model, torch.nn.Module]) -> None:
+    model, module = exported
+    unbound = {name for name, value in model.graph.initializers.items() if value.const_value is None}
+    assert unbound == set(state_of(module))
+    inline = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+    assert sum(tensor.nbytes for tensor in inline) < 2048
+
+
+def test_no_path_of_this_machine_is_stored_in_the_graph(exported: tuple[ir.Model, torch.nn.Module]) -> None:
+    model, _ = exported
+    text = onnx.printer.to_text(ir.to_proto(model)) + str(ir.to_proto(model))
+    for path in (str(Path(torch.__file__).parent), str(Path(__file__).parents[3]), ".py"):
+        assert path not in text
+    scopes = {node.metadata_props.get("pkg.torch.onnx.name_scopes", "") for node in model.graph}
+    assert any("layers.1" in scope for scope in scopes)
+    assert {key for node in model.graph for key in node.metadata_props} == {"pkg.torch.onnx.name_scopes"}
+
+
+def test_graphs_of_two_buckets_share_their_weights(exported: tuple[ir.Model, torch.nn.Module]) -> None:
+    model, module = exported
+    other, _ = export(make_spec(ROUTED), Bucket(1, 16))
+    names = set(state_of(module))
+    assert names & set(model.graph.initializers) == names & set(other.graph.initializers) == names
+
+
+def test_the_export_is_repeatable(exported: tuple[ir.Model, torch.nn.Module]) -> None:
+    model, _ = exported
+    again, _ = export(make_spec(ROUTED), BUCKET)
+    assert ir.to_proto(again).SerializeToString() == ir.to_proto(model).SerializeToString()
+
+
+def test_the_export_says_nothing(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    export(make_spec(None), Bucket(1, 8))
+    assert capfd.readouterr() == ("", "")
+    assert [record for record in caplog.records if record.name.startswith(("torch.onnx", "onnx"))] == []
+    assert logging.getLogger("onnxscript").level == logging.NOTSET
+
+
+class Does(torch.nn.Module):
+    """A model that is one function of its ids, with one weight that it need not use."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> Any:
+        return self.function(ids_BS)
+
+
+def test_an_operator_without_a_translation_is_named() -> None:
+    with torch.library._scoped_library("mod_export_test", "DEF") as library:
+        library.define("mystery(Tensor x) -> Tensor")
+        library.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
+        library.impl("mystery", lambda x: torch.empty_like(x), "Meta")
+        program = captured_module(Does(lambda ids: torch.ops.mod_export_test.mystery(ids)), Bucket(1, 4), "mod")
+        with pytest.raises(GraphError, match=r"^torch\.onnx\.export failed: .*mod_export_test.*mystery"):
+            onnx_from_captured(program, {}, INPUTS, ["logits"])
+
+
+def test_an_operator_of_another_domain_is_refused() -> None:
+    def foreign(ids_BS: Tensor) -> Tensor:
+        return torch.onnx.ops.symbolic("com.vendor::Fast", (ids_BS,), dtype=ids_BS.dtype, shape=ids_BS.shape, version=1)
+
+    program = captured_module(Does(foreign), Bucket(1, 4), "mod")
+    with pytest.raises(GraphError, match=r"holds operators of com\.vendor; only standard ONNX is allowed"):
+        onnx_from_captured(program, {}, INPUTS, ["logits"])
+
+
+def test_the_whole_sort_keeps_its_ties_in_order(tmp_path: Path) -> None:
+    def by_value(ids_BS: Tensor) -> Tensor:
+        down = torch.sort(ids_BS, dim=1, descending=True, stable=True).indices
+        up = torch.sort(ids_BS, dim=0, descending=False, stable=True).indices
+        return torch.stack([down, up])
+
+    program = captured_module(Does(by_value), Bucket(3, 5), "mod")
+    model = onnx_from_captured(program, {}, INPUTS, ["logits"])
+    ids_BS = torch.tensor([[1, 2, 1, 2, 1], [0, 0, 0, 0, 0], [1, 2, 1, 2, 3]])
+    found = runner_of(save(model, {}, tmp_path)).run({"input_ids": ids_BS.numpy(), "lengths": np.ones(3, np.int64)})
+    np.testing.assert_array_equal(found["logits"], by_value(ids_BS).numpy())
+
+
+def routed(shape: str, *, name: str = "routed_1") -> ir.Model:
+    return parsed(f"g (int64[2, 8] input_ids) => (int64{shape} {name}, int64[2, 8] logits) {{ {name}, logits = F() }}")
+
+
+def shapeless() -> ir.Model:
+    model = routed("[2, 4]")
+    model.graph.outputs[0].shape = None
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "k_by_layer", "message"),
+    [
+        (routed("[2, 3]"), {1: 4}, r"layer 1: the graph routes .*2,3.*, the spec says \[2, 4\] at b2s8"),
+        (routed("[1, 4]"), {1: 4}, r"layer 1: the graph routes .*1,4.*, the spec says \[2, 4\] at b2s8"),
+        (routed("[2, 4]"), {1: 4, 3: 4}, "layer 3: the graph has no output routed_3 of known shape"),
+        (shapeless(), {1: 4}, "layer 1: the graph has no output routed_1 of known shape"),
+        (
+            routed("[2, 4]"),
+            {},
+            r"the graph's outputs are \['logits', 'routed_1'\], expected \['logits'\]",
+        ),
+        (routed("[2, 4]"), {1: 0}, r"the graph's outputs are \['logits', 'routed_1'\], expected \['logits'\]"),
+    ],
+)
+def test_a_graph_that_does_not_route_as_declared(model: ir.Model, k_by_layer: dict[int, int], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        assert_capacity(model, Bucket(2, 8), k_by_layer)
+
+
+def test_a_graph_that_routes_as_declared() -> None:
+    assert_capacity(routed("[2, 4]"), Bucket(2, 8), {1: 4, 3: 0})
+
+
+def test_an_unsound_graph_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.onnx"
+    model = parsed("g (float[2] x) => (float[2] y) { y = Relu(x) }")
+    model.graph.outputs[0].dtype = ir.DataType.INT64
+    path.write_bytes(ir.to_proto(model).SerializeToString())
+    with pytest.raises(GraphError, match=r"wrong\.onnx: .*"):
+        check_model(str(path))
+    path.write_bytes(b"not a graph")
+    with pytest.raises(GraphError, match=r"wrong\.onnx: .*"):
+        check_model(str(path))
+
+
+def test_a_graph_without_its_weights_is_refused(exported: tuple[ir.Model, torch.nn.Module], tmp_path: Path) -> None:
+    model, module = exported
+    path = save(ir.from_proto(ir.to_proto(_bound(model, module, tmp_path))), {}, tmp_path)
+    (tmp_path / "weights.data").unlink()
+    with pytest.raises(GraphError, match=r"weights\.data"):
+        check_model(str(path))
+
+
+def _bound(model: ir.Model, module: torch.nn.Module, folder: Path) -> ir.Model:
+    write_weights(folder / "weights.data", state_of(module), "float32")
+    bind_weights(model, [WeightsFile.open(folder / "weights.data")], folder)
+    return model
+
+
+class TwoWays(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(3, 2))
+
+    def forward(self, x_12: torch.Tensor, flag_1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight)
+
+        return torch.cond(flag_1.any(), product, lambda x: x.new_zeros(1, 3), (x_12,)), ~flag_1
+
+
+def test_any_model_keeps_the_names_that_it_is_given() -> None:
+    """Weights keep theirs, in branches too, and have no value."""
+    module = TwoWays()
+    program = captured(module, (torch.ones(1, 2), torch.tensor([True])), "two ways")
+    model = onnx_from_captured(program, state_of(module), ["values", "flag"], ["product", "not_flag"])
+    assert [value.name for value in model.graph.inputs] == ["values", "flag"]
+    assert [value.name for value in model.graph.outputs] == ["product", "not_flag"]
+    assert "weight" in model.graph.initializers
+    (branching,) = [node for node in model.graph if node.op_type == "If"]
+    used = {value.name for node in model.graph.all_nodes() for value in node.inputs if value is not None}
+    assert "weight" in used
+    assert "weight" not in branching.attributes["then_branch"].as_graph().initializers

@@ -1,0 +1,229 @@
+"""A reducing scatter becomes a plain one exactly where its targets are unique, and the result stays the same."""
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_graphs import TENSORRT, make_spec, op_types, parsed, portable_graph, run
+
+from mod_export.errors import LimitError
+from mod_export.export.passes.plain_scatter import PlainScatter, has_unique_targets
+from mod_export.types import Dialect
+
+SELECT = """
+    values, indices = TopK <axis = -1, largest = 1> (scores, k)
+    positions, order = TopK <axis = -1, largest = 0> (indices, k)
+"""
+
+
+def flat(stride: int, reduction: str = "add") -> ir.Model:
+    """Rows of the flattened stream: position + stride * batch row; 16 tokens in a row."""
+    return parsed(
+        f"""g (float[2,16] scores, float[40,8] x, float[8,8] u) => (float[40,8] y)
+        <int64[1] k = {{4}}, int64[2,1] offset = {{0, {stride}}}, int64[2] shape = {{8, 1}}> {{ {SELECT}
+            row = Add (positions, offset)
+            target = Reshape (row, shape)
+            y = ScatterND <reduction = "{reduction}"> (x, target, u)
+        }}"""
+    )
+
+
+def pairs(rows: str) -> ir.Model:
+    """(batch row, position) as x[rows, positions] has it."""
+    return parsed(
+        f"""g (float[2,16] scores, float[2,16,8] x, float[2,4,8] u) => (float[2,16,8] y)
+        <int64[1] k = {{4}}, int64[2,1,1] batch = {{{rows}}}, int64[3] shape = {{2, 4, 1}}, int64[1] last = {{-1}}> {{
+            {SELECT}
+            b = Expand (batch, shape)
+            p = Unsqueeze (positions, last)
+            target = Concat <axis = -1> (b, p)
+            y = ScatterND <reduction = "add"> (x, target, u)
+        }}"""
+    )
+
+
+def elements(axis: int, reduction: str = "add") -> ir.Model:
+    """scatter_add and scatter_reduce along an axis."""
+    return parsed(
+        f"""g (float[2,16] scores, float[2,16,8] x, float[2,4,8] u) => (float[2,16,8] y)
+        <int64[1] k = {{4}}, int64[3] shape = {{2, 4, 8}}, int64[1] last = {{-1}}> {{ {SELECT}
+            p = Unsqueeze (positions, last)
+            target = Expand (p, shape)
+            y = ScatterElements <axis = {axis}, reduction = "{reduction}"> (x, target, u)
+        }}"""
+    )
+
+
+UNIQUE = {
+    "flat": lambda: flat(16),
+    "flat with gaps": lambda: flat(20),
+    "flat, mul": lambda: flat(16, "mul"),
+    "flat, max": lambda: flat(16, "max"),
+    "flat, min": lambda: flat(16, "min"),
+    "pairs": lambda: pairs("0, 1"),
+    "elements": lambda: elements(1),
+    "elements, mul": lambda: elements(-2, "mul"),
+}
+
+
+@pytest.mark.parametrize("make", UNIQUE.values(), ids=UNIQUE.keys())
+def test_rewrites_unique_targets(make) -> None:
+    model = make()
+    rng = np.random.default_rng(0)
+    feeds = {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs}
+    before = run(model, feeds)[0]
+    assert PlainScatter().run(model, TENSORRT, "float32") == 1
+    assert PlainScatter().ensures(model, TENSORRT, "float32") == []
+    assert not any("reduction" in node.attributes for node in model.graph)
+    np.testing.assert_array_equal(run(model, feeds)[0], before)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (
+            lambda: flat(15),
+            r"^ScatterND: ScatterND with reduction 'add' cannot run on TensorRT, and its indices 'target'",
+        ),
+        (
+            lambda: pairs("1, 1"),
+            r"not provably unique, so that gather, Add and a plain scatter could give another result",
+        ),
+        (lambda: elements(0), r"^ScatterElements: .* write back with index_put\(accumulate=False\) at the positions"),
+        (lambda: elements(0, "max"), r"gather, Max and a plain scatter"),
+        (
+            lambda: parsed(
+                """g (float[9,8] x, int64[4,1] target, float[4,8] u) => (float[9,8] y)
+                { y = ScatterND <reduction = "add"> (x, target, u) }"""
+            ),
+            r"its indices 'target' are not provably unique",
+        ),
+    ],
+    ids=["overlapping rows", "same row twice", "along the wrong axis", "wrong axis, max", "an input"],
+)
+def test_refuses_the_others(make, problem: str) -> None:
+    model = make()
+    before = op_types(model)
+    with pytest.raises(LimitError, match=problem):
+        PlainScatter().run(model, TENSORRT, "float32")
+    assert op_types(model) == before
+
+
+def test_leaves_plain_scatters_alone() -> None:
+    model = portable_graph(make_spec(), 2, 24)
+    assert op_types(model).count("ScatterND") == 1
+    assert PlainScatter().run(model, TENSORRT, "float32") == 0
+
+
+def test_applies_where_scatters_cannot_reduce() -> None:
+    assert PlainScatter().applies(TENSORRT, "float16")
+    assert not PlainScatter().applies(Dialect(name="any", max_opset=23), "float16")
+
+
+def test_says_what_is_left() -> None:
+    assert PlainScatter().ensures(flat(16), TENSORRT, "float32") == ["ScatterND still scatters with reduction 'add'"]
+
+
+def scatter(model: ir.Model) -> ir.Node:
+    return next(node for node in model.graph if node.op_type.startswith("Scatter"))
+
+
+@given(
+    st.integers(1, 3), st.integers(2, 6), st.integers(1, 3), st.lists(st.integers(-3, 12), min_size=3, max_size=3),
+    st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_what_is_proven_holds(B: int, S: int, k: int, offsets: list[int], seed: int) -> None:
+    """Random row offsets: proven ones never give two equal rows, and non-overlapping ones are always proven."""
+    k = min(k, S)
+    offset = ", ".join(map(str, offsets[:B]))
+    model = parsed(
+        f"""g (float[{B},{S}] scores, float[40,1] x, float[{B * k},1] u) => (float[40,1] y, int64[{B},{k}] row)
+        <int64[1] k = {{{k}}}, int64[{B},1] offset = {{{offset}}}, int64[2] shape = {{-1, 1}}> {{
+            values, positions = TopK (scores, k)
+            row = Add (positions, offset)
+            target = Reshape (row, shape)
+            y = ScatterND <reduction = "add"> (x, target, u)
+        }}"""
+    )
+    starts = sorted(offsets[:B])
+    apart = all(b - a >= S for a, b in itertools.pairwise(starts)) and starts[0] >= 0
+    proven = has_unique_targets(scatter(model))
+    assert proven or not apart
+    if proven:
+        rng = np.random.default_rng(seed)
+        feeds = {
+            "scores": rng.normal(size=(B, S)).astype(np.float32),
+            "x": np.zeros((40, 1), np.float32),
+            "u": np.zeros((B * k, 1), np.float32),
+        }
+        row = run(model, feeds)[1]
+        assert len(np.unique(row)) == B * k
+
+
+def graph(body: str, target: str = "int64[6]") -> ir.Model:
+    return parsed(
+        f"""g (float[2,9] scores, float[40,6] x, float[6,6] u, int64[2,3] free) => (float[40,6] y)
+        <int64[1] k = {{3}}, int64[1] all = {{-1}}, int64[2] rows = {{6, 1}}, int64[2,1] offset = {{0, 9}},
+         int64[2,3] fixed = {{1, 2, 3, 4, 5, 6}}, float[2,3] real = {{1.0, 2.0, 3.0, 4.0, 5.0, 6.0}}> {{
+            values, positions = TopK (scores, k)
+            {body}
+            target = Reshape (row, rows)
+            y = ScatterND <reduction = "add"> (x, target, u)
+        }}"""
+    )
+
+
+PROVEN = {
+    "constants": "row = Identity (fixed)",
+    "cast and back": "a = Cast <to = 6> (positions) b = Cast <to = 7> (a) row = Add (b, offset)",
+    "transposed": "a = Add (positions, offset) row = Transpose (a)",
+    "a part, sorted": "a, order = TopK <largest = 0> (positions, k) row = Add (a, offset)",
+    "sorted after the offset": "a = Add (positions, offset) row, order = TopK <largest = 0> (a, k)",
+    "offset first": "row = Add (offset, positions)",
+}
+UNPROVEN = {
+    "no offset": "row = Identity (positions)",
+    "an input": "row = Identity (free)",
+    "an input added": "row = Add (positions, free)",
+    "two unknown positions added": "row = Add (positions, positions)",
+    "multiplied": "row = Mul (positions, fixed)",
+    "values of another TopK": "row = Cast <to = 7> (values)",
+    "sorted over both rows": "a = Reshape (positions, all) b, j = TopK <axis=0> (a, k) row = Concat <axis = 0> (b, b)",
+    "cast from a float constant": "row = Cast <to = 7> (real)",
+}
+
+
+@pytest.mark.parametrize("body", PROVEN.values(), ids=PROVEN.keys())
+def test_proves(body: str) -> None:
+    assert has_unique_targets(scatter(graph(body)))
+
+
+@pytest.mark.parametrize("body", UNPROVEN.values(), ids=UNPROVEN.keys())
+def test_does_not_prove(body: str) -> None:
+    assert not has_unique_targets(scatter(graph(body)))
+
+
+@pytest.mark.parametrize(("axis", "proven"), [(1, True), (-1, True), (0, False)])
+def test_elements_must_be_unique_along_their_own_axis(axis: int, proven: bool) -> None:
+    model = parsed(
+        f"""g (float[2,5] scores, float[5,5] x, float[2,3] u) => (float[5,5] y) <int64[1] k = {{3}}> {{
+            values, positions = TopK (scores, k)
+            y = ScatterElements <axis = {axis}, reduction = "add"> (x, positions, u)
+        }}"""
+    )
+    assert has_unique_targets(scatter(model)) is proven
+
+
+def test_an_axis_of_unknown_length_is_not_proven() -> None:
+    model = parsed(
+        """g (float[2,S] scores, float[40,6] x, float[6,6] u) => (float[40,6] y)
+        <int64[1] k = {3}, int64[2] rows = {6, 1}> {
+            values, positions = TopK (scores, k)
+            target = Reshape (positions, rows)
+            y = ScatterND <reduction = "add"> (x, target, u)
+        }"""
+    )
+    assert not has_unique_targets(scatter(model))

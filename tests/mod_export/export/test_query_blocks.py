@@ -1,0 +1,135 @@
+"""Attention in blocks of queries gives the same numbers, and computes fewer of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from small_graphs import make_spec, op_types, parsed, portable_graph, run
+
+from mod_export.benchmark.products import attention_sizes, needed_scores
+from mod_export.export.passes import query_blocks, run_passes
+from mod_export.export.passes.query_blocks import QueryBlocks, splittable_tokens
+from mod_export.types import Dialect
+
+PLAIN = Dialect(name="tested", max_opset=23)
+
+
+def blocks(**sizes: int) -> Dialect:
+    return replace(PLAIN, query_blocks=tuple((int(tokens[1:]), block) for tokens, block in sizes.items()))
+
+
+def attention(B: int, H: int, G: int, T: int, E: int, attributes: str = "is_causal = 1") -> ir.Model:
+    return parsed(
+        f"""g (float[{B},{H},{T},{E}] q, float[{B},{G},{T},{E}] k, float[{B},{G},{T},{E}] v)
+        => (float[{B},{H},{T},{E}] y) {{ y = Attention <{attributes}> (q, k, v) }}"""
+    )
+
+
+def feeds_of(model: ir.Model) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs if v.shape}
+
+
+def scores_of(model: ir.Model) -> int:
+    return sum(attention_sizes(node, "")[0] for node in model.graph if node.op_type == "Attention")
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["shared masks", "masks of each layer"])
+@pytest.mark.parametrize("block", [1, 3, 8, 15, 16])
+@pytest.mark.parametrize("attributes", ["is_causal = 1", "is_causal = 1, scale = 0.3", "is_causal = 1, softcap = 2.0"])
+def test_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch, attributes: str, block: int, large: bool) -> None:
+    if large:
+        monkeypatch.setattr(query_blocks, "SHARED_MASK_BYTES", 0)
+    model = attention(2, 4, 2, 17, 8, attributes)
+    feeds = feeds_of(model)
+    before = run(model, feeds)[0]
+    assert QueryBlocks().run(model, blocks(T17=block), "float32") == 1
+    assert ("Less" in op_types(model)) is large  # what hides the masks from constant folding
+    np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
+
+
+def test_only_scores_that_can_be_seen_and_the_rest_of_a_block_are_computed() -> None:
+    model = attention(1, 2, 1, 64, 4)
+    whole = scores_of(model)
+    needed = needed_scores(model.graph[0], "")
+    QueryBlocks().run(model, blocks(T64=16), "float32")
+    assert (whole, needed, scores_of(model)) == (2 * 64 * 64, 64 * 65, 2 * 64 * (64 + 16) // 2)
+
+
+def test_infinite_and_missing_numbers_of_later_tokens_do_not_reach_earlier_ones() -> None:
+    model = attention(1, 1, 1, 8, 4)
+    feeds = feeds_of(model)
+    QueryBlocks().run(model, blocks(T8=4), "float32")
+    sound = run(model, feeds)[0]
+    feeds["v"][0, 0, 4:] = np.nan
+    np.testing.assert_array_equal(run(model, feeds)[0][0, 0, :4], sound[0, 0, :4])
+
+
+def test_layers_of_one_length_share_their_masks() -> None:
+    model = portable_graph(make_spec().dense(), 1, 12)
+    assert QueryBlocks().run(model, blocks(T12=4), "float32") == 2
+    assert op_types(model).count("Where") == 1
+    stored = [value.shape.numpy() for name, value in model.graph.initializers.items() if name.startswith("constant/")]
+    assert all(np.prod(shape, dtype=int) <= 12 for shape in stored)
+
+
+def test_only_the_lengths_that_are_named() -> None:
+    model = portable_graph(make_spec(), 1, 24)
+    dialect = blocks(T24=8)
+    assert {item.name: item.rewrites for item in run_passes(model, dialect, "float32")}["query_blocks"] == 1
+    assert sorted(splittable_tokens(node) or 0 for node in model.graph if node.op_type == "Attention") == [0, 0, 0, 6]
+
+
+def test_a_block_as_long_as_the_text_changes_nothing() -> None:
+    model = attention(1, 1, 1, 8, 4)
+    assert QueryBlocks().run(model, blocks(T8=8), "float32") == 0
+    assert op_types(model) == ["Attention"]
+
+
+@pytest.mark.parametrize(
+    ("signature", "call"),
+    [
+        ("(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v)", "Attention (q, k, v)"),
+        (
+            "(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v, bool[4,4] m)",
+            "Attention <is_causal = 1> (q, k, v, m)",
+        ),
+        ("(float[1,2,4,8] q, float[1,2,6,8] k, float[1,2,6,8] v)", "Attention <is_causal = 1> (q, k, v)"),
+    ],
+    ids=["not causal", "with a mask", "more keys than queries"],
+)
+def test_leaves_alone_what_it_does_not_know(signature: str, call: str) -> None:
+    model = parsed(f"g {signature} => (float[1,2,4,8] y) {{ y = {call} }}")
+    assert QueryBlocks().run(model, blocks(T4=2), "float32") == 0
+
+
+def test_keeps_where_the_node_came_from_and_the_name_of_its_value() -> None:
+    model = attention(1, 1, 1, 4, 4)
+    model.graph[0].metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layers.2.attention']"
+    QueryBlocks().run(model, blocks(T4=2), "float32")
+    assert {node.metadata_props["pkg.torch.onnx.name_scopes"] for node in model.graph} == {"['', 'layers.2.attention']"}
+    assert model.graph.outputs[0].name == "y"
+
+
+def test_says_what_is_left() -> None:
+    model = attention(1, 1, 1, 4, 4)
+    assert QueryBlocks().ensures(model, blocks(T4=2), "float32") == [
+        "Attention still computes scores that its mask hides"
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 3, 4])
+def test_heads_may_lie_side_by_side(block: int) -> None:
+    """(B, T, heads * E): the same blocks, cut along another dimension."""
+    text = (
+        "g (float[2,8,32] q, float[2,8,16] k, float[2,8,16] v) => (float[2,8,32] y) "
+        "{ y = Attention <is_causal = 1, q_num_heads = 4, kv_num_heads = 2> (q, k, v) }"
+    )
+    model = parsed(text)
+    feeds = feeds_of(model)
+    assert QueryBlocks().run(model, blocks(T8=block), "float32") == 1
+    assert op_types(model).count("Attention") == -(-8 // block)
+    np.testing.assert_allclose(run(model, feeds)[0], run(parsed(text), feeds)[0], atol=1e-6)

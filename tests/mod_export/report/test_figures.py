@@ -1,0 +1,379 @@
+"""Which numbers of a report become which marks: charts of speed, of parity and routing, and of cost."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_pages import Page, drawn, paths, told
+from sample_rows import cost_row, latency_row, speedup_row
+
+from mod_export.benchmark.cost import PARTS
+from mod_export.report.charts import ZERO_WIDTH, axis_from_zero
+from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
+from mod_export.report.generation import steps_of
+from mod_export.report.parity_figures import (
+    MOST_TOKENS,
+    SHADES,
+    error_figure,
+    executed_figure,
+    layers_figure,
+    token_maps,
+)
+from mod_export.report.speed_figures import (
+    CLOCK_MS,
+    MOST_BINS,
+    STRIP_PLACES,
+    LatencyFigure,
+    latency_figures,
+    speedup_figure,
+    step_figure,
+)
+from mod_export.report.summary import Setting
+from mod_export.results.latency import SpeedupRow
+from mod_export.results.parity import ParityRow
+from mod_export.results.report import BuildReport
+from mod_export.results.structure import MapLayer, RoutingMap
+
+
+def in_lanes(html: str, kind: str) -> list[dict[str, float]]:
+    """Marks of the chart itself, without those of its legend."""
+    return drawn(html[html.index('<div class="chart') :], kind)
+
+
+# Speed
+
+
+def speedup(measured: float, low: float, high: float, gate: float | None = None) -> SpeedupRow:
+    return speedup_row(measured, ci95=(low, high), gate=gate, passed=None)
+
+
+def test_every_number_of_a_speedup_is_drawn_in_order(report: BuildReport) -> None:
+    chart = speedup_figure(report.speedup)
+    ones, points, flops = (in_lanes(chart, kind) for kind in ("one", "point", "predicted"))
+    assert len(ones) == len(points) == len(flops) == len(in_lanes(chart, "interval")) == len(report.speedup)
+    assert len(in_lanes(chart, "gate")) == 2
+    scale = (flops[0]["cx"] - ones[0]["x1"]) / (report.speedup[0].predicted_flops - 1)
+    for row, point, interval, control in zip(
+        report.speedup, points, in_lanes(chart, "interval"), in_lanes(chart, "control"), strict=True
+    ):
+        for place, value in (
+            (point["cx"], row.measured), (interval["x1"], row.ci95[0]), (interval["x2"], row.ci95[1]),
+            (control["x1"], row.control.ci99[0]), (control["x2"], row.control.ci99[1]),
+        ):  # fmt: skip
+            assert place == pytest.approx(ones[0]["x1"] + scale * (value - 1), abs=0.05)
+    assert "predicted by FLOPs 1.66x, by the roofline 1.59x; control 1.00x" in told(chart)[0]
+
+
+def test_a_gate_of_one_stands_where_there_is_no_gain() -> None:
+    chart = speedup_figure([speedup(1.5, 1.4, 1.6, gate=1.0)])
+    assert in_lanes(chart, "gate")[0]["x1"] == in_lanes(chart, "one")[0]["x1"]
+
+
+def test_a_speedup_that_is_not_finite_is_not_drawn() -> None:
+    chart = speedup_figure([speedup(math.nan, math.nan, math.inf)])
+    assert [len(in_lanes(chart, kind)) for kind in ("point", "interval", "gate")] == [0] * 3
+    assert len(in_lanes(chart, "predicted")) == 1
+
+
+def latency_of(*samples_ms: float, median: float | None = None, **fields: Any) -> LatencyFigure:
+    row = latency_row(samples_ms, p50_ms=samples_ms[0] if median is None else median, **fields)
+    setting = Setting(target="t", bucket="b", dtype="float32", parity=(), latency=(row,), speedup=None)
+    (figure,) = latency_figures([setting])
+    return figure
+
+
+def points(figure: LatencyFigure) -> list[tuple[float, float]]:
+    (path,) = paths(figure.in_order, "series mod")
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.e+-]+) ([\d.e+-]+)", path)]
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1e6), min_size=1, max_size=20))
+def test_every_sample_is_in_the_strip_at_its_place(samples_ms: list[float]) -> None:
+    figure = latency_of(*samples_ms)
+    axis = axis_from_zero(samples_ms, smallest=CLOCK_MS)
+    (strip,) = paths(figure.distribution, "sample mod")
+    places = [float(place) for place in re.findall(r"M([\d.e+-]+) 0v1", strip)]
+    assert len(places) <= len(samples_ms)
+    for sample in samples_ms:
+        assert min(abs(place - axis.clamped(sample)) for place in places) <= 50 / STRIP_PLACES + 1e-3
+    (median,) = drawn(figure.distribution, "bar mod")
+    assert median.get("width", 100.0) == pytest.approx(axis.clamped(samples_ms[0]), abs=0.01)
+
+
+def test_thousands_of_samples_take_no_more_space_than_the_axis_has_places() -> None:
+    figure = latency_of(*(1 + (index % 997) / 5000 for index in range(20_000)), median=1.1)
+    assert len(paths(figure.distribution, "sample mod")[0]) < 12 * STRIP_PLACES
+    assert len(figure.bins[0]) == MOST_BINS
+    assert len(points(figure)) <= 2 * MOST_BINS
+
+
+def test_thinning_out_keeps_every_extreme() -> None:
+    samples = [10.0] * 5000
+    samples[1234], samples[4321] = 13.0, 8.0
+    figure = latency_of(*samples)
+    (bins,) = figure.bins
+    assert {high for *_, high in bins} == {"10.0", "13.0"}
+    assert {low for _, _, low, _ in bins} == {"8.00", "10.0"}
+    assert (bins[0][0], bins[-1][1]) == (1, 5000)
+    assert all(after[0] == before[1] + 1 for before, after in pairwise(bins))
+    assert {round(y, 1) for _, y in points(figure)} == {0.0, 60.0, 100.0}
+    assert "outside" not in figure.in_order
+
+
+def test_samples_are_drawn_in_their_order_as_shares_of_the_median() -> None:
+    figure = latency_of(10.0, 11.0, 12.0, median=10.0)
+    assert (figure.low, figure.high) == (0.95, 1.2)
+    assert points(figure) == [
+        (pytest.approx(x, abs=0.1), pytest.approx(y, abs=0.1)) for x, y in ((100 / 6, 80), (50, 40), (500 / 6, 0))
+    ]
+
+
+def test_what_lies_far_outside_is_drawn_at_the_edge_and_counted() -> None:
+    figure = latency_of(10.0, 100.0, 10.0, 70.0)
+    assert (figure.low, figure.high) == (0.95, 1.5)
+    assert "2 outside, drawn at the edge" in figure.in_order
+    assert min(y for _, y in points(figure)) == 0
+
+
+def test_samples_that_are_not_finite_are_told_and_not_drawn() -> None:
+    figure = latency_of(10.0, math.nan, math.inf, 10.5)
+    assert len(points(figure)) == 2
+    assert "2 outside" in figure.in_order
+    assert figure.bins[0][1][3] == "nan"
+
+
+def test_without_a_median_there_is_no_order_to_draw() -> None:
+    assert latency_of(0.0, 0.0).in_order == ""
+
+
+def test_flags_ask_for_a_look() -> None:
+    assert not latency_of(1.0).flagged
+    assert latency_of(1.0, flags=("drift",)).flagged
+
+
+def test_the_dense_model_comes_first_and_unsampled_settings_are_left_out(report: BuildReport) -> None:
+    sampled = Setting(target="t", bucket="b", dtype="float32", parity=(), latency=report.latency[1::-1], speedup=None)
+    empty = Setting(target="t", bucket="c", dtype="float32", parity=report.parity, latency=(), speedup=None)
+    (figure,) = latency_figures([sampled, empty])
+    assert [row.model for row in figure.rows] == ["dense", "mod"]
+
+
+def test_steps_stand_beside_what_memory_takes(report: BuildReport) -> None:
+    assert report.generation is not None
+    for steps in steps_of(report):
+        assert steps.row is not None
+        assert steps.row.predicted_ms is not None
+        chart = step_figure(steps, steps.row)
+        dense, mod = drawn(chart, "bar dense")[0]["width"], drawn(chart, "bar mod")[0]["width"]
+        assert dense / mod == pytest.approx(steps.row.ms["dense"] / steps.row.ms["mod"], rel=1e-3)
+        bounds = [mark["x1"] for mark in drawn(chart, "bound")]
+        assert bounds[0] / dense == pytest.approx(steps.row.predicted_ms["dense"] / steps.row.ms["dense"], rel=1e-3)
+        unknown = step_figure(
+            steps, steps.row.model_copy(update={"predicted_ms": None, "ms": {"mod": math.nan, "dense": 1.0}})
+        )
+        assert drawn(unknown, "bound") == drawn(unknown, "bar mod") == []
+
+
+# Parity and routing
+
+
+def failed_row(report: BuildReport) -> ParityRow:
+    return next(row for row in report.parity if not row.passed)
+
+
+def test_errors_stand_between_rounding_error_and_gate(report: BuildReport) -> None:
+    chart = error_figure(report.parity)
+    for places in zip(*(in_lanes(chart, kind) for kind in ("mean", "bound", "point", "gate")), strict=True):
+        at = [mark.get("cx", mark.get("x1", 100.0)) for mark in places]
+        assert at == sorted(at)
+
+
+def test_an_error_beyond_its_gate_lies_right_of_it(failed_report: BuildReport) -> None:
+    chart = error_figure([failed_row(failed_report)])
+    assert in_lanes(chart, "point bad")[0]["cx"] > in_lanes(chart, "gate")[0]["x1"]
+
+
+def test_an_error_that_is_not_finite_is_not_drawn(report: BuildReport) -> None:
+    row = report.parity[0]
+    broken = row.model_copy(
+        update={"error": row.error.model_copy(update={"max_abs": math.nan}), "rounding_error": None}
+    )
+    chart = error_figure([broken])
+    assert in_lanes(chart, "point") == in_lanes(chart, "bound") == []
+    assert len(in_lanes(chart, "gate")) == 1
+
+
+def test_a_fault_lies_right_of_the_bound_and_a_margin_too(failed_report: BuildReport) -> None:
+    chart = layers_figure(failed_row(failed_report))
+    bounds, margins = in_lanes(chart, "bound"), in_lanes(chart, "predicted")
+    assert [words.partition(":")[0] for words in told(chart)] == [f"layer {layer}" for layer in (1, 3, 5, 7, 9, 11)]
+    (flip,) = in_lanes(chart, "point bad")
+    assert flip["cx"] > bounds[2]["x1"]
+    assert all(margin["cx"] > bound["x1"] for margin, bound in zip(margins, bounds, strict=True))
+
+
+def test_exact_ties_stand_at_zero(report: BuildReport) -> None:
+    row = report.parity[0]
+    layer = row.routing.layers[0].model_copy(update={"min_margin": 0.0})
+    chart = layers_figure(row.model_copy(update={"routing": row.routing.model_copy(update={"layers": (layer,)})}))
+    assert in_lanes(chart, "predicted")[0]["cx"] == 0
+    (bound,) = in_lanes(chart, "bound")
+    assert bound["x1"] == pytest.approx(100 - (100 - ZERO_WIDTH) * (-5 - math.log10(3.1e-6)), abs=0.01)
+
+
+def test_layers_without_distances_have_no_chart(report: BuildReport) -> None:
+    row = report.parity[0]
+    bare = tuple(layer.model_copy(update={"min_margin": None, "score_bound": None}) for layer in row.routing.layers)
+    assert layers_figure(row.model_copy(update={"routing": row.routing.model_copy(update={"layers": bare})})) == ""
+
+
+def test_overflow_stands_behind_what_ran(report: BuildReport) -> None:
+    assert report.generation is not None
+    chart = executed_figure(report.generation)
+    first, second = in_lanes(chart, "ran")
+    (overflow,) = in_lanes(chart, "lost")
+    assert overflow["x"] == second["width"]
+    assert overflow["width"] / second["width"] == pytest.approx((14.89 - 12.45) / 12.45, rel=1e-2)
+    assert in_lanes(chart, "bound")[1]["x1"] / second["width"] == pytest.approx(12.5 / 12.45, rel=1e-2)
+    assert first["width"] < second["width"]
+
+
+def test_nothing_ran_without_text_or_routing(report: BuildReport) -> None:
+    assert report.generation is not None
+    quality = report.generation.quality
+    assert quality is not None
+    experts = {"0.expert0": 0.5}
+    only = quality.model_copy(update={"wanted": experts, "selected": experts, "overflow": {"0.expert0": 1}})
+    for found in (None, only):
+        assert executed_figure(report.generation.model_copy(update={"quality": found})) == ""
+
+
+def map_of(tokens: int, *routed: tuple[int, ...]) -> RoutingMap:
+    layers = tuple(
+        MapLayer(layer=2 * index + 1, k=len(one), routed=one, scores=tuple(float(i) for i in range(tokens)))
+        for index, one in enumerate(routed)
+    )
+    return RoutingMap(bucket="b1s8", tokens=tuple("abcdefgh" * (tokens // 8))[:tokens], layers=layers)
+
+
+def test_each_token_knows_the_layers_that_ran_it() -> None:
+    (one,) = token_maps([map_of(8, (0, 1, 5), (1, 7))])
+    assert [token.layers for token in one.tokens] == [(1,), (1, 3), (), (), (), (1,), (), (3,)]
+    assert [token.shade for token in one.tokens] == [2, SHADES, 0, 0, 0, 2, 0, 2]
+    assert (one.skipped, one.layers) == (4, (1, 3))
+    assert one.tokens[3].scores == (3.0, 3.0)
+    assert paths(one.chart, "ran") == ["M0 0h2v1h-2zM5 0h1v1h-1z", "M1 0h1v1h-1zM7 0h1v1h-1z"]
+
+
+def test_a_long_text_is_cut_and_counted() -> None:
+    count = MOST_TOKENS + 8
+    (one,) = token_maps([map_of(count, (0, count - 1))])
+    assert (len(one.tokens), one.total, one.skipped) == (MOST_TOKENS, count, count - 2)
+    assert told(one.chart) == [f"layer 1 ran 1 of the {MOST_TOKENS} positions shown"]
+
+
+def test_missing_scores_are_not_made_up() -> None:
+    short = map_of(8, (0, 7))
+    layer = short.layers[0].model_copy(update={"scores": (0.5,)})
+    (one,) = token_maps([short.model_copy(update={"layers": (layer,)})])
+    assert one.tokens[0].scores == (0.5,)
+    assert math.isnan(one.tokens[7].scores[0])
+
+
+def test_maps_without_tokens_or_layers(report: BuildReport) -> None:
+    assert token_maps([RoutingMap(bucket="b", tokens=(), layers=())]) == ()
+    assert [one.total for one in token_maps(report.routing_maps)] == [128]
+    (plain,) = token_maps([map_of(8)])
+    assert {token.shade for token in plain.tokens} == {0}
+
+
+# Cost
+
+
+def test_flops_share_one_axis_per_bucket(report: BuildReport) -> None:
+    charts = flops_figures(report.cost)
+    assert list(charts) == ["b1s128", "b1s512"]
+    for bucket, chart in charts.items():
+        rows = {row.model: row for row in report.cost if row.bucket == bucket}
+        parts = Page(chart).all("rect")
+        widths = [float(str(one["width"]).removesuffix("%")) for one in parts]
+        assert sum(widths) == pytest.approx(100 + 100 * rows["mod"].flops / rows["dense"].flops, abs=0.1)
+        shown = [part for kind in ("dense", "mod") for part in PARTS if rows[kind].flops_by_part.get(part)]
+        assert [one["class"] for one in parts] == [f"part-{part}" for part in shown]
+
+
+def test_a_graph_without_products_has_an_empty_bar() -> None:
+    row = cost_row(0, flops_by_part=dict.fromkeys(PARTS, 0))
+    assert Page(flops_figures([row])[row.bucket]).all("rect") == []
+
+
+def test_times_are_predicted_and_measured_on_one_axis_per_setting(report: BuildReport) -> None:
+    figures = time_figures(report.parts)
+    assert [(figure.target, figure.bucket) for figure in figures] == [
+        ("ort-cpu", "b1s128"), ("ort-cpu", "b1s512"), ("inductor", "b1s128"), ("inductor", "b1s512"),
+    ]  # fmt: skip
+    for figure in figures:
+        assert [words.partition(":")[0] for words in told(figure.chart)] == [
+            "dense predicted", "dense measured", "MoD predicted", "MoD measured",
+        ]  # fmt: skip
+        own = [row for row in report.parts if (row.target, row.bucket) == (figure.target, figure.bucket)]
+        head = {row.model: row for row in own if row.part == "head"}
+        dense, mod = drawn(figure.chart, "part-head")
+        assert head["dense"].measured_ms is not None
+        assert head["mod"].measured_ms is not None
+        assert dense["width"] / mod["width"] == pytest.approx(
+            head["dense"].measured_ms / head["mod"].measured_ms, rel=0.01
+        )
+        assert list(figure.rows) == list(dict.fromkeys(row.part for row in report.parts))
+        routing = "routing" in told(figure.chart)[3]
+        assert routing is (figure.target != "inductor"), "the profile of torch cannot tell routing"
+
+
+def test_the_difference_is_told_where_every_part_was_measured(report: BuildReport) -> None:
+    for figure in time_figures(report.parts):
+        assert (figure.gap is None) is (figure.target == "inductor")
+        found = [figure.gap_of(part) for part in figure.rows]
+        if figure.gap is None:
+            assert found == [None] * len(found)
+        else:
+            total = sum(row.contribution for row in found if row)
+            assert total == pytest.approx(figure.gap.measured - figure.gap.predicted)
+
+
+def test_a_setting_that_was_only_predicted_has_no_measured_bar(report: BuildReport) -> None:
+    rows = [row.model_copy(update={"measured_ms": None}) for row in report.parts if row.target == "ort-cpu"]
+    for figure in time_figures(rows):
+        assert figure.measured_ms == {}
+        assert not any("measured" in words for words in told(figure.chart))
+
+
+def test_a_part_that_reaches_the_roof_lies_on_it(report: BuildReport) -> None:
+    roof = report.roofline[0]
+    template = next(part for part in report.parts if part.measured_ms is not None and part.flops)
+    ms = template.flops / roof.gemm_gflops / 1e6
+    fast = template.model_copy(update={"bytes": template.flops // 100, "measured_ms": ms})
+    slow = fast.model_copy(update={"measured_ms": 10 * ms})
+    (chart,) = roofline_figures([roof], [fast, slow])
+    _, flat = drawn(chart, "roof")
+    assert flat["y1"] == flat["y2"]
+    heights = [mark["cy"] for one in ("", " hollow") for mark in drawn(chart, f"part-{template.part}{one}")]
+    assert heights[0] == pytest.approx(flat["y1"], abs=0.1)
+    assert heights[1] > heights[0]
+
+
+def test_parts_without_a_place_in_the_roofline_are_left_out(report: BuildReport) -> None:
+    part = next(part for part in report.parts if part.measured_ms is not None and part.flops)
+    strange = [
+        part.model_copy(update=change)
+        for change in ({"flops": 0}, {"bytes": 0}, {"measured_ms": None}, {"measured_ms": 0.0},
+                       {"measured_ms": math.nan}, {"dtype": "float16"})
+    ]  # fmt: skip
+    (chart,) = roofline_figures(report.roofline, strange)
+    assert Page(chart).all("circle") == []
+    assert roofline_figures((), report.parts) == ()

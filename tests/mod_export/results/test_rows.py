@@ -1,0 +1,74 @@
+"""A result is stored as it is: in a manifest, in report.json, and read back to an equal value."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from pydantic import ValidationError
+from sample_rows import (
+    changed,
+    cost_row,
+    latency_row,
+    parity_row,
+    part_row,
+    precision_row,
+    speedup_row,
+)
+
+from mod_export.results.base import Result
+from mod_export.results.parity import Located
+from mod_export.results.report import BuildReport
+
+LOCATED = Located(layer="layers.1", operator=None, input="text", error=0.5, allowed=None)
+ROWS = [
+    parity_row(located=LOCATED, ties_exact=False), latency_row((1.5, 2.5), p50_ci95=(1.0, 2.0), flags=("busy",)),
+    speedup_row(), precision_row(), cost_row(), part_row(measured_ms=None), speedup_row(role="decode"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: type(row).__name__)
+def test_a_row_survives_a_manifest_and_a_report(row: Result) -> None:
+    stored = json.loads(json.dumps(row.model_dump(mode="json")))
+    assert type(row).model_validate(stored) == row
+    assert type(row).model_validate_json(row.model_dump_json()) == row
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_survive_too(number: float) -> None:
+    row = parity_row(kl=number)
+    stored = json.loads(json.dumps(row.model_dump(mode="json")))
+    found = [type(row).model_validate(stored), type(row).model_validate_json(row.model_dump_json())]
+    assert [repr(one.kl) for one in found] == [repr(number)] * 2
+    assert repr(float(json.loads(row.model_dump_json())["kl"])) == repr(number)
+
+
+def test_every_result_of_a_report_survives(report: BuildReport, failed_report: BuildReport) -> None:
+    for one in (report, failed_report):
+        assert BuildReport.model_validate(json.loads(json.dumps(one.model_dump(mode="json")))) == one
+
+
+def test_rows_are_frozen_and_closed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        cost_row().flops = 3
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        cost_row(surprise=1)
+
+
+def test_rows_name_their_engine() -> None:
+    row = parity_row(role="decode", model="dense")
+    assert row.name == "ort-cpu decode b1s512 float32"
+    assert changed(row, role="forward").name == "ort-cpu b1s512 float32"
+    assert row.engine_key == (*row.pair_key, "dense") == ("ort-cpu", "float32", "decode", "b1s512", "dense")
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (LOCATED, "differs first in layers.1: differs by 0.5 from a fresh export, which should give the same bits"),
+        (changed(LOCATED, operator="MatMul m", error=None), "differs first in layers.1, MatMul m"),
+    ],
+)
+def test_a_place_is_told_as_far_as_it_is_known(row: Located, text: str) -> None:
+    assert str(row) == text

@@ -1,0 +1,257 @@
+"""`mod-export generate`: what is written where, what is refused, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from build_folders import Silent, rewrite_manifest
+from command_line import command, invoke
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from writing import prompts_of_lengths
+
+from mod_export.build_folder.manifest import read_manifest
+from mod_export.config import config_from_toml
+from mod_export.environment import usable_cores
+from mod_export.pipeline import build
+from mod_export.runtime.deployment import load
+from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_models.checkpoint import load_checkpoint, save_checkpoint
+
+PROMPT = "def f("
+
+
+def word_file(path: Path, words: int) -> Path:
+    """A tokenizer of the words w0, w1, ..., with so many ids."""
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(path))
+    return path
+
+
+def test_text_goes_to_stdout_and_a_line_about_it_to_stderr(written: Path, generator: Generator) -> None:
+    said = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 20)
+    assert said.exit_code == 0, said.output
+    (expected,) = generator.generate(PROMPT, 20)
+    assert said.stdout == expected.text + "\n"
+    assert re.fullmatch(
+        r"20 tokens in [\d.]+ s: [\d,]+ tokens/s, [\d,]+ steps/s, first token after \d+ ms, "
+        r"routed layers ran [\d.]+ to [\d.]+ % of the tokens, (\d+ times no place was left, )?cache 0\.0 MiB, "
+        rf"ort-cpu float32, {usable_cores()} threads?\n",
+        said.stderr,
+    ), said.stderr
+    quiet = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 20, "-q", "--threads", 1)
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, said.stdout, "")
+
+
+def test_a_process_without_pytorch_writes(written: Path, generator: Generator) -> None:
+    code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'onnx', 'onnx_ir', 'onnxscript')))"
+    said = command("generate", written, "--prompt", PROMPT, "--max-new-tokens", 5, code=code, encoding="utf-8")
+    assert said.returncode == 0, said.stderr
+    assert said.stdout == generator.generate(PROMPT, 5)[0].text + "\n"
+
+
+def test_json_lines(written: Path, generator: Generator) -> None:
+    arguments = ["--ids", "1,2 3", "--prompt", PROMPT, "--max-new-tokens", 6, "--json"]
+    said = invoke("generate", written, *arguments, "--temperature", 0.9, "--top-k", 30, "--top-p", 0.9, "--seed", 5)
+    assert said.exit_code == 0, said.output
+    lines = [json.loads(line) for line in said.stdout.splitlines()]
+    expected = generator.generate([PROMPT, [1, 2, 3]], 6, temperature=0.9, top_k=30, top_p=0.9, seed=5)
+    for row, completion in enumerate(expected):
+        pieces = [line for line in lines if line["row"] == row and "done" not in line]
+        assert [piece["token"] for piece in pieces if piece["token"] is not None] == completion.ids
+        assert "".join(piece["text"] for piece in pieces) == completion.text
+    ends = [line for line in lines if "done" in line]
+    assert [end["row"] for end in ends] == [0, 1]
+    assert lines[-2:] == ends
+    done = ends[1]["done"]
+    assert done["ids"] == expected[1].ids
+    assert (done["finish"], done["stop"], done["read"]) == ("length", None, 3 + 5)
+    assert done["ran"] == {str(site): count for site, count in expected[1].ran.items()}
+    assert done["first_token_s"] > 0
+
+
+def test_several_prompts_one_after_the_other(written: Path, generator: Generator, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("x = \N{EURO SIGN}", encoding="utf-8")
+    said = invoke("generate", written, "--prompt", PROMPT, "--prompt-file", tmp_path / "p.txt", "--max-new-tokens", 4)
+    first, second = generator.generate([PROMPT, "x = \N{EURO SIGN}"], 4)
+    assert said.stdout == f"--- 0 ---\n{first.text}\n--- 1 ---\n{second.text}\n"
+
+
+def test_stop_and_roll_and_the_dense_twin(written: Path, generator: Generator) -> None:
+    (whole,) = generator.generate(PROMPT, 80, rolling=True)
+    rolled = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 80, "--roll")
+    assert rolled.stdout == whole.text + "\n"
+    stop = whole.text[9:11]
+    stopped = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 80, "--roll", "--stop", stop)
+    assert stopped.stdout == whole.text[: whole.text.index(stop)] + "\n"
+    dense = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 8, "--model", "dense")
+    with load_generator(written, model="dense") as twin:
+        assert dense.stdout == twin.generate(PROMPT, 8)[0].text + "\n"
+    assert "routed layers" not in dense.stderr
+
+
+def test_ids_where_there_is_no_text(written_copy: Path, generator: Generator) -> None:
+    rewrite_manifest(written_copy, lambda manifest: manifest.update(tokenizer=None))
+    said = invoke("generate", written_copy, "--ids", "5 6", "--max-new-tokens", 3)
+    expected = " ".join(map(str, generator.generate([5, 6], 3)[0].ids))
+    assert said.stdout == f"{expected} \n"
+    two = invoke("generate", written_copy, "--ids", "5 6", "--ids", "7", "--max-new-tokens", 3)
+    assert two.stdout.startswith(f"--- 0 ---\n{expected}\n--- 1 ---\n")
+    for more in ([], ["--selection", "topk-prefill"]):
+        refused = invoke("generate", written_copy, "--prompt", "x", *more)
+        assert refused.exit_code == 2
+        assert "this model's ids stand for no text" in refused.stderr
+        assert "give prompts as ids" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected a prompt; give one with --prompt, --prompt-file or --ids"),
+        (["--ids", "1,x"], "--ids: expected whole numbers, got '1,x'"),
+        (["--prompt-file", "absent.txt"], "absent.txt: cannot be read as a prompt ("),
+        (["--prompt", "x", "--max-new-tokens", 49], "a text of 49 tokens, prompt and answer together, is longer than"),
+        (["--prompt", "x", "--target", "tensorrt"], "holds no engine that writes text for 'tensorrt'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)) or "nothing",
+)
+def test_refusals(written: Path, arguments: list, message: str) -> None:
+    said = invoke("generate", written, *arguments)
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert said.stderr.startswith("error: ")
+    assert message in said.stderr
+
+
+def test_a_prompt_file_that_is_no_text(written: Path, tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(b"\xff\xfe\x80")
+    said = invoke("generate", written, "--prompt-file", tmp_path / "p")
+    assert said.exit_code == 2
+    assert "p: cannot be read as a prompt ('utf-8' codec" in said.stderr
+
+
+def test_a_model_that_ranks_scores_prompts(built: Path) -> None:
+    ids = list(b"import os\n")
+    said = invoke("generate", built, "--prompt", "import os\n", "--ids", "7", "--selection", "topk-prefill", "--json")
+    assert said.exit_code == 0, said.output
+    first, second = map(json.loads, said.stdout.splitlines())
+    with load(built) as deployment:
+        logits_SV = torch.from_numpy(np.array(deployment.run(np.array([ids])))[0]).double()
+    expected = torch.nn.functional.cross_entropy(logits_SV[:-1], torch.tensor(ids[1:]))
+    assert first["tokens"] == 10
+    assert first["nll"] == pytest.approx(float(expected), rel=1e-6)
+    share_V = logits_SV[-1].softmax(0)
+    assert [token for token, _ in first["following"]] == share_V.topk(5).indices.tolist()
+    np.testing.assert_allclose([share for _, share in first["following"]], share_V.topk(5).values, rtol=1e-6)
+    # A first token has nothing before it that could foretell it.
+    assert second["tokens"] == 1
+    assert second["nll"] is None
+    shown = invoke("generate", built, "--prompt", "import os\n", "--selection", "topk-prefill").stdout
+    assert shown.startswith(f"prompt 0: 10 tokens, perplexity {np.exp(first['nll']):.3f}\n  next ")
+    assert len(shown.splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "an empty prompt has no score; expected at least one token"),
+        (["--prompt", "x" * 65], "no bucket holds a batch of 1 x 65 tokens"),
+        (["--ids", "-1"], "expected token ids from 0 to 255, got -1 to -1"),
+    ],
+)
+def test_prompts_without_a_score(built: Path, arguments: list[str], message: str) -> None:
+    said = invoke("generate", built, *arguments, "--selection", "topk-prefill")
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert message in said.stderr
+
+
+def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path, tmp_path: Path) -> None:
+    """Nothing else is made again for it."""
+    copy = Path(shutil.copytree(writing_folder / "build", tmp_path / "out"))
+    file = word_file(tmp_path / "words.json", 256)
+    arguments = ["-c", writing_folder / "writing.toml", "-o", copy, "--tokenizer", file, "-q"]
+    said = invoke("build", writing_folder / "writing.pt", *arguments)
+    assert said.exit_code == 0, said.output
+    assert (copy / "tokenizer.json").read_bytes() == file.read_bytes()
+    assert read_manifest(copy)["tokenizer"] == "tokenizer.json"
+    assert "tokenizer.json" in read_manifest(copy)["files"]
+    with load_generator(copy) as generator:
+        (found,) = generator.generate("w3 w7", 5)
+        assert found.prompt_ids == (3, 7)
+        assert found.ids == generator.generate([3, 7], 5)[0].ids
+        assert found.text.split() == [f"w{token}" for token in found.ids]
+    shown = invoke("generate", copy, "--prompt", "w3 w7", "--max-new-tokens", 5)
+    assert shown.stdout == found.text + "\n"
+    scored = invoke("generate", copy, "--prompt", "w3 w7", "--selection", "topk-prefill")
+    assert re.search(r"^  next +\d+ 'w\d+'", scored.stdout, re.MULTILINE)
+    (copy / "tokenizer.json").write_bytes(b"{}")
+    refused = invoke("generate", copy, "--prompt", "w3")
+    assert refused.exit_code == 2
+    assert "tokenizer.json" in refused.stderr
+    # Without it, it goes.
+    build(
+        writing_folder / "writing.pt", config_from_toml(writing_folder / "writing.toml"), copy, None, Silent(), "again"
+    )
+    assert not (copy / "tokenizer.json").exists()
+    assert read_manifest(copy)["tokenizer"] == "bytes"
+
+
+def test_tokenizers_of_other_models_are_refused(writing_folder: Path, tmp_path: Path) -> None:
+    file = word_file(tmp_path / "words.json", 300)
+    arguments = ["-c", writing_folder / "writing.toml", "-o", tmp_path / "out"]
+    said = invoke("build", writing_folder / "writing.pt", *arguments, "--tokenizer", file)
+    assert said.exit_code == 2
+    assert f"{file}: has ids up to 299, and the model 256 ids; name its own" in said.stderr
+    assert not (tmp_path / "out").exists()
+    file.write_text("{}")
+    for name in ("words.json", "absent.json"):
+        said = invoke("build", writing_folder / "writing.pt", *arguments, "--tokenizer", tmp_path / name)
+        assert said.exit_code == 2
+        assert f"{tmp_path / name}: " in said.stderr
+        assert "a tokenizer.json of the package tokenizers" in said.stderr
+
+
+def test_a_checkpoint_folder_brings_its_own_tokenizer(writing_folder: Path, tmp_path: Path, fast: Path) -> None:
+    model = tmp_path / "model"
+    save_checkpoint(model, load_checkpoint(writing_folder / "writing.pt"))
+    word_file(model / "tokenizer.json", 300)
+    said = invoke("build", model, "-c", fast, "-o", tmp_path / "out")
+    assert said.exit_code == 2
+    assert f"{model / 'tokenizer.json'}: has ids up to 299, and the model 256 ids" in said.stderr
+
+
+@pytest.mark.slow
+def test_a_folder_that_only_scores_has_its_tokenizer(writing_folder: Path, tmp_path: Path, fast: Path) -> None:
+    model = tmp_path / "model"
+    save_checkpoint(model, load_checkpoint(writing_folder / "writing.pt"))
+    word_file(model / "tokenizer.json", 200)
+    said = invoke("build", model, "-c", fast, "-o", tmp_path / "out", "-q")
+    assert said.exit_code == 0, said.output
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    scored = invoke("generate", tmp_path / "out", "--prompt", "w1 w2 w3", "--selection", "topk-prefill")
+    assert "prompt 0: 3 tokens, perplexity " in scored.stdout
+    refused = invoke("generate", tmp_path / "out", "--prompt", "w1")
+    assert refused.exit_code == 2
+    assert "it was built with generation.build = never; build it again with auto" in refused.stderr
+
+
+def test_prompts_are_taken_in_order(written: Path, generator: Generator) -> None:
+    """Texts, then files, then ids, each as they were given."""
+    (one, two) = prompts_of_lengths([3, 2])
+    said = invoke("generate", written, "--ids", str(one)[1:-1], "--ids", str(two)[1:-1], "--max-new-tokens", 2)
+    found = generator.generate([one, two], 2)
+    assert said.stdout == "".join(f"--- {i} ---\n{done.text}\n" for i, done in enumerate(found))
+
+
+@pytest.mark.parametrize("option", [["--roll"], ["--stop", "x"], ["--model", "dense"]], ids=lambda option: option[0])
+def test_scoring_takes_nothing_of_writing(written: Path, option: list[str]) -> None:
+    result = invoke("generate", written, "--prompt", "ab", "--selection", "topk-prefill", *option)
+    assert result.exit_code == 2
+    assert "--selection topk-prefill scores prompts and writes nothing: leave out" in result.stderr

@@ -1,0 +1,266 @@
+"""Texts of a build folder are the eager model's, however they are batched, begun, cut or cancelled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from observing import observed
+from writing import WINDOW, prompts_of_lengths
+
+from mod_export.build_folder.manifest import GenerationFacts
+from mod_export.config import config_from_toml
+from mod_export.environment import usable_cores
+from mod_export.errors import UsageError
+from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_export.runtime.generate.stream import Completion
+from mod_export.runtime.generate.texts import Bytes
+from mod_export.sources.checkpoint import Model
+from mod_export.sources.protocol import GeneratingModel
+from mod_export.types import Bucket, Engine
+
+LENGTHS = [1, 2, 3, 5, 8, 13, 16]
+SAMPLED = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 7}
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 30])
+def test_greedy_text_is_the_eager_models(generator: Generator, writer: GeneratingModel, length: int) -> None:
+    """From prompts of every bucket, and longer than all of them."""
+    (prompt,) = prompts_of_lengths([length], seed=length)
+    new = WINDOW + 1 - length
+    (found,) = generator.generate([prompt], new)
+    assert found.ids == writer.write(prompt, new)
+    assert (found.finish, found.stop, found.prompt_ids) == ("length", None, tuple(prompt))
+    assert found.read == WINDOW
+    assert len(set(found.ids)) > 3
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [2, 3, 7])
+def test_rows_write_what_they_write_alone(generator: Generator, rows: int, options: dict[str, float]) -> None:
+    """More prompts than rows take turns, and short texts leave while long ones go on."""
+    prompts = prompts_of_lengths(LENGTHS[:rows])
+    found = generator.generate(prompts, 20, stop=[17, 40, 99], **options)
+    # A text draws with numbers of its row, so the text is put there: behind others that end at once.
+    alone = [
+        generator.generate([*prompts_of_lengths([1] * row), prompt], 20, stop=[17, 40, 99], **options)[row]
+        for row, prompt in enumerate(prompts)
+    ]
+    assert [one.ids for one in found] == [one.ids for one in alone]
+    assert [(one.finish, one.stop, one.ran, one.overflow, one.read) for one in found] == [
+        (one.finish, one.stop, one.ran, one.overflow, one.read) for one in alone
+    ]
+    if options:
+        assert generator.generate(prompts, 20, **{**options, "seed": 8})[0].ids != found[0].ids
+
+
+def test_one_row_writes_what_three_write(written: Path) -> None:
+    """By the other decode bucket."""
+    prompts = prompts_of_lengths([4, 9])
+    with load_generator(written) as generator:
+        together = generator.generate(prompts, 24)
+        assert [generator.generate(prompt, 24)[0].ids for prompt in prompts] == [one.ids for one in together]
+
+
+def test_what_ran_is_counted(generator: Generator, writing_model: Model, writer: GeneratingModel) -> None:
+    (prompt,) = prompts_of_lengths([6], seed=3)
+    (found,) = generator.generate([prompt], WINDOW - 5)
+    assert set(found.ran) == set(found.overflow) == set(writer.sites)
+    assert all(0 <= count <= writer.capacity[site] for site, count in found.ran.items())
+    assert any(found.overflow.values())
+    ids_1S = np.array([[*prompt, *found.ids[:-1]]])
+    module = writer.loaded.module()
+    import torch
+
+    with torch.no_grad():
+        _, decided = observed(module, torch.from_numpy(ids_1S), torch.tensor([ids_1S.shape[1]]))
+    assert found.ran == {site: int(one.live_BK.sum()) for site, one in decided.items()}
+    wanted = {site: int((one.score_BS > 0).sum()) for site, one in decided.items()}
+    assert {site: found.ran[site] + found.overflow[site] for site in found.ran} == wanted
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (8, 0), (16, 3), (20, 6)])
+def test_a_prefix_is_the_beginning_of_the_prompt(generator: Generator, before: int, after: int) -> None:
+    """A long one is read on token by token; an empty prompt goes on right after it."""
+    (whole,) = prompts_of_lengths([before + after], seed=before)
+    prefix = generator.prefix(whole[:before])
+    (found,) = generator.generate([whole[before:]], 12, prefix=prefix)
+    (expected,) = generator.generate([whole], 12)
+    assert found.ids == expected.ids
+    assert found.prompt_ids == expected.prompt_ids
+    assert (found.ran, found.overflow) == (expected.ran, expected.overflow)
+
+
+def test_a_prefix_is_read_once(generator: Generator) -> None:
+    """By rows that come one after the other, too."""
+    (begin, *ends) = prompts_of_lengths([10, 1, 2, 3, 4, 5])
+    prefix = generator.prefix(begin)
+    found = generator.generate(ends, 6, prefix=prefix)
+    # What was read is prefix, prompt and the new tokens but for the last.
+    assert [one.read for one in found] == [10 + len(end) + 5 for end in ends]
+    assert [one.ids for one in found] == [one.ids for one in generator.generate([[*begin, *end] for end in ends], 6)]
+    assert prefix.kept.nbytes < generator.cache_bytes(Bucket(1, WINDOW))
+
+
+def test_stop_ids_end_a_text_and_are_not_part_of_it(generator: Generator) -> None:
+    (prompt,) = prompts_of_lengths([5])
+    (whole,) = generator.generate([prompt], 20)
+    token = whole.ids[7]
+    (found,) = generator.generate([prompt], 20, stop=[token])
+    assert found.ids == whole.ids[: whole.ids.index(token)]
+    assert (found.finish, found.stop) == ("stop", token)
+
+
+def test_stop_strings_end_a_text_wherever_it_is_cut(generator: Generator) -> None:
+    whole, end = _printable(generator)
+    stop = whole.text[end - 2 : end + 1]
+    (found,) = generator.generate([list(whole.prompt_ids)], 40, stop=[stop, "never"])
+    assert found.text == whole.text[: whole.text.index(stop)]
+    assert (found.finish, found.stop) == ("stop", stop)
+    assert stop not in found.text
+    assert bytes(found.ids).decode(errors="replace").endswith(stop)
+
+
+def _printable(generator: Generator) -> tuple[Completion, int]:
+    """A text, and a place in it that has two characters before it."""
+    (found,) = generator.generate([prompts_of_lengths([5], seed=2)[0]], 40)
+    return found, len(found.text) // 2
+
+
+def test_pieces_joined_are_the_text(generator: Generator) -> None:
+    prompts = prompts_of_lengths([3, 5, 9, 2])
+    pieces: dict[int, list] = {row: [] for row in range(4)}
+    with generator.stream(prompts, 25, stop=["ab", "\N{REPLACEMENT CHARACTER}" * 9]) as stream:
+        for piece in stream:
+            pieces[piece.row].append(piece)
+    for row, completion in enumerate(stream.completions):
+        assert "".join(piece.text for piece in pieces[row]) == completion.text
+        assert [piece.token for piece in pieces[row] if piece.token is not None] == completion.ids
+        assert completion.text == bytes(completion.ids).decode(errors="replace")
+        assert completion.first_token_s is not None
+    assert stream.steps > 0
+    assert 0 < stream.step_seconds < stream.seconds
+
+
+def test_one_token(generator: Generator, writer: GeneratingModel) -> None:
+    prompts = prompts_of_lengths([4, 16, 20])
+    with generator.stream(prompts, 1) as stream:
+        assert [piece.row for piece in stream if piece.token is not None] == [0, 1, 2]
+    assert [one.ids for one in stream.completions] == [writer.write(prompt, 1) for prompt in prompts]
+
+
+def test_text_is_its_bytes(generator: Generator) -> None:
+    assert isinstance(generator.vocabulary, Bytes)
+    (text,) = generator.generate("d\N{LATIN SMALL LETTER E WITH ACUTE}f f(", 9)
+    (ids,) = generator.generate(list("d\N{LATIN SMALL LETTER E WITH ACUTE}f f(".encode()), 9)
+    (array,) = generator.generate(np.frombuffer("d\N{LATIN SMALL LETTER E WITH ACUTE}f f(".encode(), np.uint8), 9)
+    assert text.ids == ids.ids == array.ids
+    mixed = generator.generate(["def f(", [100, 101]], 3)
+    assert [one.prompt_ids for one in mixed] == [tuple(b"def f("), (100, 101)]
+
+
+def test_the_dense_twin(written: Path, writing_model: Model, generator: Generator) -> None:
+    twin = writing_model.of_kind("dense").generating(WINDOW)
+    prompts = prompts_of_lengths([3, 12])
+    with load_generator(written, model="dense") as dense:
+        found = dense.generate(prompts, 12)
+        assert [one.ids for one in found] == [twin.write(prompt, 12) for prompt in prompts]
+        assert [one.ids for one in found] != [one.ids for one in generator.generate(prompts, 12)]
+        assert found[0].ran == {}
+        assert dense.cache_bytes(Bucket(1, WINDOW)) == 3 * 2 * WINDOW * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_cache_bytes_are_what_is_taken(generator: Generator, batch: int) -> None:
+    bucket = Bucket(batch, WINDOW)
+    with generator._taken(bucket) as decoder:
+        taken = sum(array.nbytes for name, array in decoder.cache.items() if name != "counts")
+        assert generator.cache_bytes(bucket) == taken == sum(decoder.kv_bytes.values())
+        # Two routed layers of 18 slots, and one of all.
+        assert taken == batch * (2 * 18 + WINDOW) * 2 * 2 * 8 * 4
+
+
+def many_buckets(written: Path) -> Generator:
+    """Opens nothing."""
+    decodes = [Bucket(b, c) for b in (1, 3, 8) for c in (16, 32)]
+    engines = [
+        Engine(target="ort-cpu", model="mod", bucket=one, dtype="float32", path="p", weights="w", role="decode")
+        for one in decodes
+    ]
+    facts = GenerationFacts(
+        window=64, sites={"mod": (0, 2)}, capacity={0: 8, 2: 8}, kv_bytes={"mod": {16: 10, 32: 20}}, step_bytes={}
+    )
+    return Generator(written, engines, config_from_toml(None), facts, 256, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokens", "bucket"),
+    [(1, 1, (1, 16)), (2, 16, (3, 16)), (3, 17, (3, 32)), (4, 20, (8, 32)), (8, 16, (8, 16)), (9, 2, (8, 16))],
+)
+def test_bucket_for(written: Path, texts: int, tokens: int, bucket: tuple[int, int]) -> None:
+    """The shortest cache first, then the fewest rows; where no bucket has enough rows, the most."""
+    generator = many_buckets(written)
+    assert generator.bucket_for(texts, tokens) == Bucket(*bucket)
+    assert generator.cache_bytes(Bucket(*bucket)) == bucket[0] * (10 if bucket[1] == 16 else 20)
+
+
+def test_a_text_is_as_long_as_the_longest_cache(written: Path) -> None:
+    """Which may be shorter than the window that capacities are counted for."""
+    generator = many_buckets(written)
+    assert generator.window == 32
+    with pytest.raises(UsageError, match="a text of 33 tokens, prompt and answer together, is longer than the window"):
+        generator.bucket_for(1, 33)
+
+
+def rolled(writer: GeneratingModel, prompt: list[int], new: int) -> list[int]:
+    """What rolling means: a full window is forgotten but for its second half, which is read as if it were all."""
+    text, written = list(prompt), []
+    while len(written) < new:
+        part = writer.write(text, min(WINDOW + 1 - len(text), new - len(written)))
+        written += part
+        text = [*text, *part][-(WINDOW // 2) :]
+    return written
+
+
+@pytest.mark.parametrize("length", [1, 30, 48])
+def test_rolling_goes_on_from_the_second_half(generator: Generator, writer: GeneratingModel, length: int) -> None:
+    (prompt,) = prompts_of_lengths([length], seed=5)
+    (found,) = generator.generate([prompt], 120, rolling=True)
+    assert found.ids == rolled(writer, prompt, 120)
+    assert found.finish == "length"
+    # The halves that were read again are counted.
+    assert found.read > length + 119
+
+
+def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingModel) -> None:
+    prompts = prompts_of_lengths([2, 20, 41, 7])
+    found = generator.generate(prompts, 70, rolling=True)
+    assert [one.ids for one in found] == [rolled(writer, prompt, 70) for prompt in prompts]
+
+
+def test_a_short_text_that_may_roll_does_not(generator: Generator) -> None:
+    (prompt,) = prompts_of_lengths([4])
+    assert generator.generate([prompt], 10, rolling=True)[0].ids == generator.generate([prompt], 10)[0].ids
+
+
+@pytest.mark.parametrize("extra", [[], [[5, 6], [7]]], ids=["alone", "with others"])
+def test_a_prompt_that_fills_the_window_rolls(generator: Generator, extra: list[list[int]]) -> None:
+    full = prompts_of_lengths([generator.window])[0]
+    found = generator.generate([full, *extra], 20, rolling=True)
+    assert [len(one.ids) for one in found] == [20] * (1 + len(extra))
+    # The first token is that of the whole prompt.
+    assert found[0].ids[0] == generator.generate([full], 1)[0].ids[0]
+
+
+def test_prompts_and_numbers_of_numpy(generator: Generator) -> None:
+    expected = generator.generate([[1, 2, 3]], 3)[0].ids
+    assert generator.generate([np.array([1, 2, 3])], np.int64(3))[0].ids == expected  # type: ignore[list-item,arg-type]
+    assert generator.generate(np.array([1, 2, 3]), 3)[0].ids == expected  # type: ignore[arg-type]
+
+
+def test_every_physical_core_by_default(written: Path) -> None:
+    with load_generator(written) as generator, load_generator(written, threads=3) as three:
+        assert (generator.threads, three.threads) == (usable_cores(), 3)
+        (prompt,) = prompts_of_lengths([4])
+        assert three.generate(prompt, 8)[0].ids == generator.generate(prompt, 8)[0].ids

@@ -1,0 +1,307 @@
+"""A server's view: a moved build folder, numpy, one engine library, and nothing that built it."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from build_folders import rewrite_manifest
+
+import mod_export
+from mod_export.build_folder.manifest import open_folder
+from mod_export.engines import ENGINES
+from mod_export.engines.ort_shared import SharedRunner
+from mod_export.environment import usable_cores
+from mod_export.errors import BuildFolderError, TargetError, UsageError
+from mod_export.runtime.deployment import Deployment, runnable_engines
+from mod_export.sources.checkpoint import Model
+from mod_export.types import Bucket
+
+TOLERANCE = 1e-5
+"""Absolute, of logits of magnitude one in float32 on another library's kernels."""
+
+SERVER = """
+import sys
+for name in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "mod_models", "polygraphy"):
+    sys.modules[name] = None
+import numpy as np
+import mod_export
+requests, logits = np.load(sys.argv[2]), {}
+for model in ("mod", "dense"):
+    with mod_export.load(sys.argv[1], model=model) as deployment:
+        print(deployment.target, deployment.dtype, *(bucket.name for bucket in deployment.buckets))
+        for name in (name for name in requests if name.startswith("ids")):
+            found = deployment.run(requests[name], requests[name.replace("ids", "lengths")])
+            logits[name.replace("ids", model)] = found
+np.savez(sys.argv[3], **logits)
+"""
+REQUESTS = [
+    ((1, 64), [64], Bucket(1, 64)),
+    ((1, 20), [20], Bucket(1, 64)),
+    ((1, 33), [9], Bucket(1, 64)),
+    ((2, 32), [32, 5], Bucket(2, 32)),
+    ((2, 7), [7, 1], Bucket(2, 32)),
+]
+"""Shape, lengths, and the bucket that holds it."""
+
+
+def eager(model: Model, kind: Any, bucket: Bucket, ids_BS: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
+    """Logits of the eager model at a bucket, rows and columns of the request only."""
+    B, S = ids_BS.shape
+    padded_BS = torch.zeros(bucket.batch, bucket.seq, dtype=torch.int64)
+    padded_BS[:B, :S] = torch.from_numpy(ids_BS)
+    padded_B = torch.ones(bucket.batch, dtype=torch.int64)
+    padded_B[:B] = torch.from_numpy(lengths_B)
+    with torch.no_grad():
+        logits_BSV: torch.Tensor = model.of_kind(kind).module()(padded_BS, padded_B)[0]
+    found: np.ndarray = logits_BSV[:B, :S].numpy()
+    return found
+
+
+def real(logits_BSV: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
+    found: np.ndarray = logits_BSV[np.arange(logits_BSV.shape[1]) < lengths_B[:, None]]
+    return found
+
+
+def text(batch: int, seq: int) -> np.ndarray:
+    # From the first word of this file on: the scores of three quotes in a row would be a tie.
+    data = np.frombuffer(Path(__file__).read_bytes(), dtype=np.uint8)[3 : 3 + batch * seq]
+    return data.astype(np.int64).reshape(batch, seq)
+
+
+def test_a_server_gives_the_eager_models_logits(built_copy: Path, tmp_path: Path, model: Model) -> None:
+    requests: dict[str, np.ndarray] = {}
+    for number, (shape, lengths, _) in enumerate(REQUESTS):
+        requests |= {f"ids{number}": text(*shape), f"lengths{number}": np.array(lengths)}
+    np.savez(tmp_path / "requests.npz", **requests)
+    arguments = [str(built_copy), str(tmp_path / "requests.npz"), str(tmp_path / "logits.npz")]
+    found = subprocess.run([sys.executable, "-c", SERVER, *arguments], capture_output=True, text=True, check=False)
+    assert found.stdout == 2 * "ort-cpu float32 b1s64 b2s32\n", found.stderr
+    assert found.stderr == ""
+    logits = np.load(tmp_path / "logits.npz")
+    assert len(logits) == 2 * len(REQUESTS)
+    for number, (shape, lengths, bucket) in enumerate(REQUESTS):
+        lengths_B = np.array(lengths)
+        for kind in ("mod", "dense"):
+            logits_BSV = logits[f"{kind}{number}"]
+            assert logits_BSV.shape == (*shape, 256)
+            assert logits_BSV.dtype == np.float32
+            expected_BSV = eager(model, kind, bucket, text(*shape), lengths_B)
+            pair = real(logits_BSV, lengths_B), real(expected_BSV, lengths_B)
+            np.testing.assert_allclose(*pair, rtol=0, atol=TOLERANCE, err_msg=f"{kind} {shape} {lengths}")
+
+
+@pytest.fixture
+def deployment(built: Path) -> Deployment:
+    return mod_export.load(built)
+
+
+def test_padding_changes_nothing(deployment: Deployment) -> None:
+    lengths_B = np.array([20])
+    one, other = text(1, 40), text(1, 40)
+    other[0, 20:] = 7
+    with deployment:
+        np.testing.assert_array_equal(
+            real(deployment.run(one, lengths_B), lengths_B), real(deployment.run(other, lengths_B), lengths_B)
+        )
+        np.testing.assert_array_equal(deployment.run(one[:, :20]), deployment.run(one, lengths_B)[:, :20])
+
+
+def test_ids_of_any_whole_type(deployment: Deployment) -> None:
+    with deployment:
+        expected = deployment.run(text(1, 8))
+        for dtype in (np.uint8, np.int32, np.uint64):
+            np.testing.assert_array_equal(deployment.run(text(1, 8).astype(dtype)), expected)
+        np.testing.assert_array_equal(deployment.run(text(1, 8).tolist()), expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq", "bucket"),
+    [(1, 1, "b1s64"), (1, 64, "b1s64"), (2, 1, "b2s32"), (2, 32, "b2s32"), (1, 32, "b1s64")],
+)
+def test_the_smallest_bucket_that_holds_a_request(deployment: Deployment, batch: int, seq: int, bucket: str) -> None:
+    assert deployment.bucket_for(batch, seq).name == bucket
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(1, 65), (2, 33), (3, 1)])
+def test_no_bucket_holds_it(deployment: Deployment, batch: int, seq: int) -> None:
+    message = f"no bucket holds a batch of {batch} x {seq} tokens; built: b1s64, b2s32. Build a larger one"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        deployment.run(text(batch, seq))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.zeros(4, dtype=np.int64), "expected token ids as whole numbers (batch, sequence), got int64 (4,)"),
+        (np.zeros((1, 4)), "expected token ids as whole numbers (batch, sequence), got float64 (1, 4)"),
+        (np.zeros((1, 0), dtype=np.int64), "expected token ids as whole numbers (batch, sequence), got int64 (1, 0)"),
+        (np.zeros((0, 4), dtype=np.int64), "expected token ids as whole numbers (batch, sequence), got int64 (0, 4)"),
+        ([["a", "b"]], "expected token ids as whole numbers (batch, sequence), got <U1 (1, 2)"),
+        ([[0, 256]], "expected token ids from 0 to 255, got 0 to 256"),
+        ([[-1, 3]], "expected token ids from 0 to 255, got -1 to 3"),
+        (np.array([[2**64 - 1]], dtype=np.uint64), f"expected token ids from 0 to 255, got {2**64 - 1} to {2**64 - 1}"),
+    ],
+)
+def test_what_is_no_batch_of_ids(deployment: Deployment, ids: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        deployment.run(ids)
+
+
+@pytest.mark.parametrize("lengths", [[4], [4, 4, 4], [0, 4], [4, 5], [[4, 4]], [1.5, 4.0], ["a", "b"], 4])
+def test_what_are_no_lengths(deployment: Deployment, lengths: Any) -> None:
+    message = f"expected 2 lengths from 1 to 4, got {np.asarray(lengths).tolist()}"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        deployment.run(text(2, 4), lengths)
+
+
+def sessions() -> int:
+    """Open sessions of ONNX Runtime in this process."""
+    gc.collect()
+    return sum(type(one) is SharedRunner and one._session is not None for one in gc.get_objects())
+
+
+def test_engines_are_opened_when_needed_and_closed(built: Path) -> None:
+    before = sessions()
+    with mod_export.load(str(built)) as deployment:
+        assert sessions() == before
+        first = deployment.run(text(1, 8))
+        deployment.run(text(1, 9))
+        assert sessions() == before + 1
+        deployment.run(text(2, 8))
+        assert sessions() == before + 2
+    assert sessions() == before
+    with deployment:
+        np.testing.assert_array_equal(deployment.run(text(1, 8)), first)
+    assert sessions() == before
+
+
+def test_an_error_inside_closes_it_too(built: Path) -> None:
+    before = sessions()
+
+    def serve() -> None:
+        with mod_export.load(built) as deployment:
+            deployment.run(text(1, 8))
+            deployment.run(text(1, 65))
+
+    with pytest.raises(UsageError, match="no bucket holds"):
+        serve()
+    assert sessions() == before
+
+
+def test_by_name(built: Path) -> None:
+    deployment = mod_export.load(built, "ort-cpu", "float32", "dense")
+    assert (deployment.target, deployment.dtype) == ("ort-cpu", "float32")
+    assert {engine.model for engine in open_folder(built, verify=False).engines} == {"mod", "dense"}
+    with deployment, mod_export.load(built) as other:
+        assert np.abs(deployment.run(text(1, 64)) - other.run(text(1, 64))).max() > TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"target": "inductor"}, TargetError, "built: holds no engine for 'inductor'; built for ort-cpu"),
+        ({"dtype": "float16"}, TargetError, "built: holds no float16 engine for ort-cpu"),
+        ({"model": "moe"}, UsageError, "built: holds no engine of model 'moe'; expected 'mod' or 'dense'"),
+    ],
+)
+def test_what_the_folder_does_not_hold(
+    built: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        mod_export.load(built, **arguments)
+
+
+def test_nothing_runs_here(built_copy: Path) -> None:
+    found = ENGINES["ort-cuda"].availability()
+    if found.runs:
+        pytest.skip("CUDA runs here")
+
+    def elsewhere(manifest: dict[str, Any]) -> None:
+        for engine in manifest["engines"]:
+            engine["target"] = "ort-cuda"
+
+    rewrite_manifest(built_copy, elsewhere)
+    message = f"moved: no engine runs on this machine (ort-cuda: {found.reason})"
+    for target in (None, "ort-cuda"):
+        with pytest.raises(TargetError, match=re.escape(message)):
+            mod_export.load(built_copy, target)
+
+
+def test_an_unfinished_build(built_copy: Path) -> None:
+    rewrite_manifest(built_copy, lambda manifest: manifest.pop("files"))
+    with pytest.raises(
+        BuildFolderError, match=r"moved: the build was not finished; run the same build again, it resumes"
+    ):
+        mod_export.load(built_copy)
+
+
+def test_no_build_folder(tmp_path: Path) -> None:
+    with pytest.raises(BuildFolderError, match=r"no manifest\.json here, so this is not a build folder of mod-export"):
+        mod_export.load(tmp_path)
+
+
+def test_damaged_files(built_copy: Path) -> None:
+    with (built_copy / "graphs/weights-float32.data").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(BuildFolderError, match=r"graphs/weights-float32\.data has 1000 bytes, \d+ were written"):
+        mod_export.load(built_copy)
+    assert open_folder(built_copy, verify=False).models["mod"].vocab_size == 256
+
+
+def test_graphs_and_engines_are_read_back_from_the_manifest(built: Path) -> None:
+    graphs = {graph.path: graph for graph in open_folder(built, verify=False).graphs}
+    assert graphs.keys() == {
+        f"graphs/{kind}-{bucket}{target}.onnx"
+        for kind in ("mod", "dense")
+        for bucket in ("b1s64", "b2s32")
+        for target in ("", ".ort-cpu.float32")
+    }
+    routed = graphs["graphs/mod-b1s64.onnx"]
+    # JSON has no numbers for keys.
+    assert routed.k_by_layer == {1: 8, 3: 8}
+    assert (routed.bucket, routed.dtype, routed.target, routed.model) == (Bucket(1, 64), "float32", None, "mod")
+    assert graphs["graphs/dense-b2s32.onnx"].k_by_layer == {}
+    assert {engine.bucket for engine in open_folder(built, verify=False).engines} == {Bucket(1, 64), Bucket(2, 32)}
+
+
+def test_engines_that_run_here(built: Path) -> None:
+    engines = list(open_folder(built, verify=False).engines)
+    assert runnable_engines(built, engines, []) == runnable_engines(built, engines, ["ort-cpu"]) == engines
+
+
+def test_engines_of_a_target_that_is_not_in_the_folder(built: Path) -> None:
+    with pytest.raises(TargetError, match=r"built: holds no engine for inductor, abacus; built for ort-cpu$"):
+        runnable_engines(built, open_folder(built).engines, ["inductor", "ort-cpu", "abacus"])
+
+
+def test_engines_of_a_target_that_cannot_run_here(built: Path) -> None:
+    found = ENGINES["ort-cuda"].availability()
+    if found.runs:
+        pytest.skip("CUDA runs here")
+    here = open_folder(built).engines
+    there = tuple(replace(engine, target="ort-cuda") for engine in here)
+    reason = rf"built: cannot run here: ort-cuda: {re.escape(found.reason)}$"
+    with pytest.raises(TargetError, match=reason):
+        runnable_engines(built, here + there, ["ort-cuda"])
+    # Not asked for, it is left out.
+    assert {engine.target for engine in runnable_engines(built, here + there, [])} == {"ort-cpu"}
+    with pytest.raises(TargetError, match=reason):
+        runnable_engines(built, there, [])
+
+
+def test_every_physical_core_by_default(built: Path) -> None:
+    with mod_export.load(built) as deployment, mod_export.load(built, threads=3) as three:
+        assert (deployment.threads, three.threads) == (usable_cores(), 3)
+        ids = np.arange(64)[None]
+        np.testing.assert_allclose(deployment.run(ids), three.run(ids), atol=TOLERANCE)
+    with pytest.raises(UsageError, match=r"^threads: expected 1 or more, or 0 for the library's own choice, got -1$"):
+        mod_export.load(built, threads=-1)

@@ -1,0 +1,130 @@
+"""Stage passes: the graphs of a target's own dialect, and the proof that they mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from mod_export.build_folder.workspace import Step, Workspace
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.errors import GraphError, LimitError
+from mod_export.export.passes import PORTABLE
+from mod_export.plan import make_plan
+from mod_export.sources.checkpoint import Model
+from mod_export.stages import graphs
+from mod_export.stages import passes as stage
+from mod_export.stages.context import BuildContext
+from mod_export.stages.graphs import capture, onnx, save_graph
+from mod_export.stages.passes import passes
+from mod_export.types import Dialect
+
+TARGET = "ort-cuda"
+"""Has float16 graphs of its own, and none of its stages before the engines needs a GPU."""
+
+
+@pytest.fixture
+def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[BuildContext]:
+    """The stages up to the portable graphs, all reused, for a target whose graphs are rewritten."""
+    plan = make_plan(model, None, config.model_copy(update={"buckets": ((1, 64),)}), built_copy)
+    plan = replace(plan, targets={TARGET: ENGINES[TARGET]})
+    with Workspace(built_copy) as workspace:
+        context = BuildContext(plan, workspace, lambda name: None)
+        capture(context)
+        onnx(context)
+        assert all(step.reused for step in context.steps if "float16" not in step.name)
+        yield context
+
+
+def rewritten(context: BuildContext) -> list[Step]:
+    context.steps.clear()
+    passes(context)
+    return context.steps
+
+
+def with_gate(context: BuildContext, **changes: Any) -> None:
+    parity = context.config.parity
+    gate = parity.float16.model_copy(update=changes)
+    context.config = context.config.model_copy(update={"parity": parity.model_copy(update={"float16": gate})})
+
+
+def test_only_what_differs_is_rewritten_and_it_is_proven(context: BuildContext) -> None:
+    steps = rewritten(context)
+    assert [step.name for step in steps] == [
+        "rewrite/ort-cuda/mod-b1s64-float16",
+        "rewrite/ort-cuda/dense-b1s64-float16",
+    ]
+    for step in steps:
+        assert step.result["passes"]["cast_floats"] > 0
+        assert step.result["proof"].endswith(" on ONNX Runtime CPU")
+        (path,) = step.outputs
+        graph = ir.load(context.root / path)
+        external = {
+            value.const_value.location
+            for value in graph.graph.initializers.values()
+            if isinstance(value.const_value, ir.ExternalTensor)
+        }
+        assert "weights-float16.data" in external
+    # Engines in float32 are built from the portable graph itself.
+    assert [graph.dtype for graph in context.graphs if graph.target == TARGET] == ["float16", "float16"]
+
+
+def test_a_rewrite_that_changes_the_meaning_is_refused(context: BuildContext) -> None:
+    with_gate(context, noise=0.0)
+    message = (
+        r"graphs/mod-b1s64\.ort-cuda\.float16\.onnx: the rewrite changed the meaning of the graph: "
+        r"text: logits: max abs error .* given the same routing, allowed 0"
+    )
+    with pytest.raises(GraphError, match=message):
+        passes(context)
+    assert not list((context.root / "graphs").glob("*float16.onnx"))
+    assert not list(context.root.glob("graphs/.partial-*"))
+
+
+def test_without_onnx_runtime_the_proof_says_so(context: BuildContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is installed is the environment of this stage.
+    monkeypatch.setattr(stage, "package_version", lambda name: None)
+    assert {step.result["proof"] for step in rewritten(context)} == {"not run: onnxruntime is not installed"}
+
+
+def test_without_memory_the_proof_says_so(context: BuildContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_attention_bytes", lambda model: 2**60)
+    proofs = {step.result["proof"] for step in rewritten(context)}
+    assert proofs == {"not run: attention over 64 tokens needs about 1073741824 GiB on the CPU"}
+
+
+def test_a_limit_of_the_target_is_an_error_before_its_parser_sees_the_graph(
+    context: BuildContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = Dialect(name="an old target", max_opset=18)
+    monkeypatch.setattr(type(ENGINES[TARGET]), "dialect", low)
+    with pytest.raises(LimitError, match=r"an old target cannot take this float.* graph: it is of opset 23"):
+        passes(context)
+
+
+def test_weights_that_the_file_does_not_hold_are_named(context: BuildContext, tmp_path: Path) -> None:
+    graph = context.plan.graphs[0]
+    model = ir.load(context.root / graph.path)
+    lost = ir.Value(name="layers.9.lost", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
+    model.graph.initializers.add(lost)
+    with pytest.raises(GraphError, match=r"mod-b1s64\.onnx: no value for layers\.9\.lost; the weights"):
+        save_graph(context, model, graph, tmp_path / "graph.onnx")
+    assert not (tmp_path / "graph.onnx").exists()
+
+
+def test_every_target_starts_from_the_portable_graph() -> None:
+    for engine in ENGINES.values():
+        if engine.from_onnx:
+            assert engine.dialect.max_opset >= PORTABLE.max_opset
+
+
+def test_sites_that_the_spec_does_not_declare_are_refused(context: BuildContext) -> None:
+    graph = replace(context.plan.graphs[0], k_by_layer={1: 8})
+    message = r"mod-b1s64\.onnx: marks the routing sites \{1: 8, 3: 8\}, and the spec declares \{1: 8\}$"
+    with pytest.raises(GraphError, match=message):
+        graphs._export(context, graph, [])

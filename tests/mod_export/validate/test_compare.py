@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from mod_export.runtime.generate.scoring import negative_log_likelihood
+from mod_export.validate.compare import (
+    Judged,
+    divergence,
+    error_between,
+    farthest_from,
+    next_token_shortfalls,
+    routing_of_layer,
+    smallest,
+)
+
+LIMIT = 1e6
+
+
+def selected(score_BS: np.ndarray, lengths_B: np.ndarray, k: int) -> np.ndarray:
+    """The definition, one token at a time: largest score first, of equal ones the earlier; padding fills the rest."""
+    rows = []
+    for score_S, length in zip(score_BS.tolist(), lengths_B.tolist(), strict=True):
+        left, chosen = list(range(length)), []
+        while left and len(chosen) < k:
+            best = left[0]
+            for i in left[1:]:
+                if score_S[i] > score_S[best]:
+                    best = i
+            left.remove(best)
+            chosen.append(best)
+        rows.append(sorted(chosen) + list(range(length, length + k - len(chosen))))
+    return np.array(rows, dtype=np.int64)
+
+
+def by_rank(score_BS: np.ndarray, lengths_B: np.ndarray) -> Judged:
+    return Judged("rank", score_BS, np.arange(score_BS.shape[1]) < lengths_B[:, None])
+
+
+def first_come(*score_S: float, length: int | None = None) -> Judged:
+    """One row in which tokens choose."""
+    score_BS = np.array([score_S], dtype=np.float32)
+    return Judged("first_come", score_BS, np.arange(len(score_S))[None] < (length or len(score_S)))
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
+    """Scores (B, S) with many ties, lengths and k."""
+    B, S = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    values = st.one_of(st.sampled_from([-1.0, 0.0, 0.5]), st.floats(-LIMIT, LIMIT, width=32))
+    score_BS = draw(arrays.arrays(np.float32, (B, S), elements=values))
+    lengths_B = np.array(draw(st.lists(st.integers(1, S), min_size=B, max_size=B)), dtype=np.int64)
+    return score_BS, lengths_B, draw(st.integers(1, S))
+
+
+@given(routings())
+def test_what_follows_the_definition_agrees(case: tuple[np.ndarray, np.ndarray, int]) -> None:
+    score_BS, lengths_B, k = case
+    found = routing_of_layer(3, selected(score_BS, lengths_B, k), by_rank(score_BS, lengths_B))
+    assert (found.layer, found.k, found.malformed) == (3, k, "")
+    assert found.agreed == found.routed == sum(min(k, int(length)) for length in lengths_B)
+    assert found.distances == ()
+    assert found.min_margin is None or found.min_margin >= 0
+    assert (found.min_margin is None) == all(k >= length for length in lengths_B)
+
+
+@given(routings(), st.data())
+def test_any_other_choice_is_counted(case: tuple[np.ndarray, np.ndarray, int], data: st.DataObject) -> None:
+    score_BS, lengths_B, k = case
+    index_BK = selected(score_BS, lengths_B, k)
+    row = data.draw(st.integers(0, len(index_BK) - 1))
+    free = sorted(set(range(score_BS.shape[1])) - set(index_BK[row].tolist()))
+    if not free:
+        return
+    slot, other = data.draw(st.integers(0, k - 1)), data.draw(st.sampled_from(free))
+    length = int(lengths_B[row])
+    moved_real = index_BK[row, slot] < length
+    index_BK[row, slot] = other
+    index_BK[row].sort()
+    found = routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B))
+    assert found.agreed == found.routed - int(moved_real)
+    assert len(found.distances) == int(moved_real) + int(other < length)
+    assert all(distance >= 0 for distance in found.distances)
+    assert ("slots empty" in found.malformed) == (moved_real and other >= length)
+
+
+def test_distances_are_from_the_kth_score() -> None:
+    score_BS = np.array([[4.0, 3.0, 2.0, 1.0]], dtype=np.float32)
+    found = routing_of_layer(0, np.array([[0, 3]]), by_rank(score_BS, np.array([4])))
+    assert found.distances == (0.0, 2.0)
+    assert found.min_margin == 1.0
+    assert found.scale == pytest.approx(math.sqrt((16 + 9 + 4 + 1) / 4))
+    assert (found.routed, found.agreed) == (2, 1)
+
+
+def test_ties_go_to_the_earlier_token() -> None:
+    score_BS, lengths_B = np.zeros((1, 4), dtype=np.float32), np.array([4])
+    assert routing_of_layer(0, np.array([[0, 1]]), by_rank(score_BS, lengths_B)).distances == ()
+    later = routing_of_layer(0, np.array([[0, 2]]), by_rank(score_BS, lengths_B))
+    assert later.agreed == 1
+    assert later.distances == (0.0, 0.0)
+    assert later.min_margin == 0.0
+
+
+def test_padding_has_no_score() -> None:
+    score_BS = np.array([[1.0, 2.0, 9.0, 9.0]], dtype=np.float32)
+    found = routing_of_layer(0, np.array([[0, 1, 2]]), by_rank(score_BS, np.array([2])))
+    assert (found.routed, found.agreed, found.malformed, found.min_margin) == (2, 2, "", None)
+
+
+@pytest.mark.parametrize(
+    ("index", "malformed"),
+    [
+        ([1, 0], "positions are not ascending, or not unique"),
+        ([1, 1], "positions are not ascending, or not unique"),
+        ([-2, 0], "positions from -2 to 0 in a row of 4"),
+        ([0, -1], "row 0 leaves 1 of 2 slots empty while tokens are left that could be chosen"),
+        ([-1, 0], "positions are not ascending, or not unique"),
+        ([0, 4], "positions from 0 to 4 in a row of 4"),
+        ([0, 3], "row 0 leaves 1 of 2 slots empty while tokens are left that could be chosen"),
+    ],
+)
+def test_what_is_no_selection_is_named(index: list[int], malformed: str) -> None:
+    score_BS = np.array([[3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
+    assert routing_of_layer(0, np.array([index]), by_rank(score_BS, np.array([3]))).malformed == malformed
+
+
+def test_a_position_outside_the_row_is_infinitely_far() -> None:
+    score_BS = np.array([[3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
+    assert routing_of_layer(0, np.array([[-2, 0]]), by_rank(score_BS, np.array([4]))).distances == (math.inf, 0.0)
+
+
+def test_scores_that_are_not_numbers_stay_visible() -> None:
+    score_BS = np.array([[3.0, np.nan, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
+    found = routing_of_layer(0, np.array([[1, 2], [0, 1]]), by_rank(score_BS, np.array([4, 4])))
+    # What it would be held against is not a number, and allows nothing.
+    assert math.isnan(found.scale)
+
+
+def test_all_scores_zero() -> None:
+    found = routing_of_layer(0, np.array([[0]]), by_rank(np.zeros((1, 2), dtype=np.float32), np.array([2])))
+    assert found.min_margin == 0.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "index", "agreed", "distances", "overflow"),
+    [
+        ([1.0, -1.0, 2.0, 3.0], [0, 2], 2, (), 1),
+        ([-1.0, -1.0, 2.0, -3.0], [2, -1], 1, (), 0),
+        # Taken although it did not choose; then the first that did not fit is no difference of its own.
+        ([1.0, -0.25, 2.0, 3.0], [0, 1], 1, (0.25,), 1),
+        # Left out although it chose, for a later one.
+        ([1.0, 0.5, 2.0, 3.0], [0, 2], 1, (0.5,), 2),
+        # A place is left empty although somebody chose.
+        ([1.0, -1.0, 0.125, -3.0], [0, -1], 1, (0.125,), 0),
+        ([-1.0, -1.0, -1.0, -1.0], [-1, -1], 0, (), 0),
+        # Exactly 0 does not choose.
+        ([0.0, 1.0, -1.0, -1.0], [0, 1], 1, (0.0,), 0),
+    ],
+)
+def test_where_tokens_choose(
+    scores: list[float], index: list[int], agreed: int, distances: tuple[float, ...], overflow: int
+) -> None:
+    found = routing_of_layer("3.mlp", np.array([index]), first_come(*scores))
+    assert (found.layer, found.agreed, found.distances, found.overflow) == ("3.mlp", agreed, distances, overflow)
+    assert found.routed == min(2, sum(score > 0 for score in scores))
+    assert found.min_margin == min(map(abs, scores))
+    assert found.malformed == ""
+
+
+@pytest.mark.parametrize(
+    ("index", "malformed"),
+    [
+        ([1, 0], "positions are not ascending, or not unique"),
+        ([-1, 1], "positions are not ascending, or not unique"),
+        ([0, 3], "row 0 gives 1 slots to tokens that cannot be chosen"),
+        ([0, 4], "positions from 0 to 4 in a row of 4"),
+    ],
+)
+def test_what_is_no_selection_where_tokens_choose(index: list[int], malformed: str) -> None:
+    judged = first_come(1.0, 1.0, 1.0, 1.0, length=3)
+    assert routing_of_layer(0, np.array([index]), judged).malformed == malformed
+
+
+def test_a_row_in_which_nobody_can_be_chosen() -> None:
+    judged = Judged("first_come", np.ones((1, 2), np.float32), np.zeros((1, 2), bool))
+    assert routing_of_layer(0, np.array([[-1]]), judged).routed == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "least"), [([], None), ([2.0, 1.0], 1.0), ([1.0, math.nan], math.nan), ([math.nan, 1.0], math.nan)]
+)
+def test_smallest(values: list[float], least: float | None) -> None:
+    assert smallest(values) == (least if least is None or not math.isnan(least) else pytest.approx(least, nan_ok=True))
+
+
+def test_error_in_numbers() -> None:
+    reference_NV = np.array([[3.0, -4.0], [0.0, 0.0]], dtype=np.float32)
+    candidate_NV = np.array([[3.0, -4.5], [0.25, 0.0]], dtype=np.float32)
+    found = error_between(candidate_NV, reference_NV)
+    assert (found.max_abs, found.mean_abs, found.max_rel) == (0.5, 0.1875, 0.5 / 2.5)
+    assert found.rms == pytest.approx(math.sqrt((0.5**2 + 0.25**2) / 4))
+
+
+def test_error_against_zeros_is_absolute() -> None:
+    found = error_between(np.ones((1, 2), dtype=np.float32), np.zeros((1, 2), dtype=np.float32))
+    assert (found.max_abs, found.max_rel) == (1.0, 1.0)
+
+
+def test_error_of_low_precision_is_taken_in_float64() -> None:
+    found = error_between(np.array([[60_000.0]], dtype=np.float16), np.array([[-60_000.0]], dtype=np.float32))
+    assert found.max_abs == 120_000.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_error_is_not_a_number_where_the_logits_are_not(bad: float) -> None:
+    logits_NV = np.array([[bad, 1.0]], dtype=np.float32)
+    found = error_between(logits_NV, logits_NV)
+    assert math.isnan(found.max_abs)
+    assert math.isnan(found.mean_abs)
+    assert math.isnan(found.max_rel)
+    assert math.isnan(found.rms)
+
+
+def test_rounding_of_scores_is_that_of_real_tokens() -> None:
+    score_BS = np.array([[3.0, 4.0, 9.0], [1.0, 1.0, 1.0]], dtype=np.float32)
+    exact_BS = score_BS + np.array([[0.0, 0.5, 99.0], [0.25, 0.0, 0.0]])
+    index_BK, lengths_B = np.array([[1], [0]]), np.array([2, 3])
+    found = routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B), exact_BS)
+    assert found.noise == 0.5  # What padding scores is nobody's business.
+    assert found.scale == pytest.approx(math.sqrt(12.5))
+    assert routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B)).noise is None
+
+
+def test_rounding_of_scores_is_that_of_the_run_that_is_farthest_off() -> None:
+    score_BS = np.array([[3.0, 2.0, 1.0]], np.float32)
+    exact_BS, rounded_BS = score_BS.astype(np.float64), score_BS + np.float32(0.5)
+    lengths_B, index_BK = np.array([3]), np.array([[0, 1]])
+    assert routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B), exact_BS).noise == 0.0
+    assert routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B), exact_BS, rounded_BS).noise == 0.5
+
+
+def test_the_farthest_of_several_runs() -> None:
+    exact = np.array([0.0, 0.0, 0.0, 0.0])
+    runs = [np.array([1.0, -2.0, np.nan, 1.0]), np.array([-3.0, 1.0, 5.0, np.nan]), np.array([2.0, 1.0, 5.0, 9.0])]
+    np.testing.assert_array_equal(farthest_from(exact, runs[:1]), runs[0])
+    np.testing.assert_array_equal(farthest_from(exact, runs), [-3.0, -2.0, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_rounding_is_not_a_number_where_the_scores_are_not(row: int) -> None:
+    score_BS = np.array([[3.0, 2.0], [3.0, 2.0]], dtype=np.float32)
+    exact_BS = score_BS.astype(np.float64)
+    exact_BS[row, 1] = np.nan
+    found = routing_of_layer(0, np.array([[0], [0]]), by_rank(score_BS, np.array([2, 2])), exact_BS)
+    assert found.noise is not None
+    assert math.isnan(found.noise)
+
+
+def test_shortfalls_of_the_next_token() -> None:
+    reference_NV = np.array([[0.0, 1.0], [1.0, 0.25], [0.0, 1.0], [0.0, 1.0], [2.0, 2.0]], dtype=np.float32)
+    candidate_NV = np.array([[0.0, 9.0], [0.0, 1.0], [np.nan, 1.0], [0.0, np.inf], [0.0, 1.0]], dtype=np.float32)
+    found = next_token_shortfalls(candidate_NV, reference_NV)
+    # Right; not the reference's choice by 0.75; not numbers; one of two that the reference likes equally.
+    assert found.tolist() == [0.0, 0.75, math.inf, math.inf, 0.0]
+    assert found.dtype == np.float64
+    assert next_token_shortfalls(reference_NV, reference_NV).tolist() == [0.0] * 5
+
+
+def test_a_reference_that_is_not_a_number_has_no_next_token() -> None:
+    reference_NV = np.array([[np.nan, 1.0]], dtype=np.float32)
+    assert not next_token_shortfalls(np.zeros((1, 2), dtype=np.float32), reference_NV)[0] <= 0
+
+
+def test_divergence_in_nats() -> None:
+    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
+    expected = float(np.sum(p * np.log(p / q)))
+    # Logits are known up to a constant, and large ones must not overflow.
+    logits_NV = [np.log(one)[None].astype(np.float32) + shift for one, shift in ((q, 5000.0), (p, -3.0))]
+    assert divergence(*logits_NV) == pytest.approx(expected, rel=1e-3)
+    assert divergence(logits_NV[1], logits_NV[1]) == 0.0
+
+
+@given(arrays.arrays(np.float32, (3, 4), elements=st.floats(-30, 30, width=32)), st.integers(0, 3))
+def test_divergence_is_never_negative(logits_NV: np.ndarray, roll: int) -> None:
+    assert divergence(np.roll(logits_NV, roll, axis=0), logits_NV) >= -1e-12
+
+
+def test_divergence_of_what_is_not_a_number() -> None:
+    for bad in (np.nan, np.inf):
+        assert math.isnan(divergence(np.array([[bad, 0.0]]), np.zeros((1, 2))))
+
+
+def test_negative_log_likelihood_of_the_tokens_that_have_one_before_them() -> None:
+    p_BSV = np.array([[[0.5, 0.5], [0.25, 0.75], [0.9, 0.1]]])
+    nll, tokens = negative_log_likelihood(np.log(p_BSV), np.array([[0, 1, 0]]))
+    assert tokens == 2
+    assert nll == pytest.approx(-math.log(0.5) - math.log(0.25))  # The first token and the last logits say nothing.
+    assert math.exp(nll / tokens) == pytest.approx(math.sqrt(2 * 4))
