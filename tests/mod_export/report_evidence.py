@@ -151,6 +151,7 @@ def decode(bucket: str, texts: int, ms: dict[str, float], ci95: tuple[float, flo
     return {
         "target": "ort-cpu", "bucket": bucket, "dtype": "float32", "threads": 1, "positions": 48, "ms": ms,
         "tokens_per_second": {kind: 1e3 * texts / one for kind, one in ms.items()}, "measured": speedup, "ci95": ci95,
+        "verdict": "faster" if ci95[0] > 1 else "inconclusive",
         "executed": {"1": 0.1042, "3": 0.0833}, "selected": {"1": 0.1042, "3": 0.0833},
         "least_bytes": {"mod": 8_398_768, "dense": 14_889_728}, "predicted_bytes": 1.7728,
         "efficiency": speedup / 1.7728,
@@ -184,7 +185,7 @@ def generation() -> dict[str, Any]:
         "first_token": [
             {"target": "ort-cpu", "bucket": f"b1s{tokens}", "tokens": tokens, "dtype": "float32", "ms": ms,
              "measured": ms["dense"] / ms["mod"],
-             "ci95": ci95}
+             "ci95": ci95, "verdict": "faster" if ci95[0] > 1 else "inconclusive"}
             for tokens, ms, ci95 in ((128, {"mod": 8.22, "dense": 9.88}, (0.99, 1.31)),
                                      (512, {"mod": 27.6, "dense": 49.9}, (1.74, 1.83)))
         ],
