@@ -180,13 +180,13 @@ def _torch(threads: int) -> Any:
 
 def _rate(runs: Sequence[Run], units_N: np.ndarray) -> Rate:
     """The median rate of `runs`, of which run i does units_N[i] units of work."""
-    taken: list[list[float]] = [[] for _ in runs]
+    measured: list[list[float]] = [[] for _ in runs]
     for _ in range(WARMUP + REPEATS):
-        for run, seconds in zip(runs, taken, strict=True):
+        for run, seconds in zip(runs, measured, strict=True):
             begin = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - begin)
-    seconds_NR = np.array(taken)[:, WARMUP:]
+    seconds_NR = np.array(measured)[:, WARMUP:]
     fastest_N = seconds_NR.min(axis=1)
     slowdown = float(np.median(np.median(seconds_NR, axis=1) / fastest_N))
     return Rate(giga=float(np.median(units_N / fastest_N)) / 1e9, steady=slowdown <= STEADY)

@@ -170,7 +170,7 @@ def _disturbances(rows: Sequence[LatencyRow]) -> list[str]:
 
 
 def _generation(report: BuildReport, clean: Cleaner, fitted: Callable[..., Parts]) -> Parts:
-    """The section about writing text; nothing where nobody asked for it."""
+    """The section about writing text; nothing where it was not asked for."""
     found = report.generation
     if found is None:
         return []
