@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Protocol, TypeVar, get_args
 
 from pydantic import BeforeValidator
 
@@ -20,6 +20,7 @@ __all__ = [
     "Engine",
     "FloatDType",
     "Graph",
+    "HasSetting",
     "Kernel",
     "ModelKind",
     "Outputs",
@@ -32,6 +33,7 @@ __all__ = [
     "Variant",
     "graph_of",
     "is_expert",
+    "pairs_of",
     "primary_output",
     "routed_output",
     "site_from_text",
@@ -87,6 +89,12 @@ class Bucket:
         """As in file names: b1s512."""
         return f"b{self.batch}s{self.seq}"
 
+    @classmethod
+    def named(cls, name: str) -> Bucket:
+        """The bucket of this name."""
+        batch, seq = name.removeprefix("b").split("s")
+        return cls(int(batch), int(seq))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -110,6 +118,30 @@ class Setting:
     def of(self, model: ModelKind) -> Setting:
         """The same setting of the other model."""
         return replace(self, model=model)
+
+
+class HasSetting(Protocol):
+    """An engine, or a result about one."""
+
+    @property
+    def setting(self) -> Setting: ...
+
+
+About = TypeVar("About", bound=HasSetting)
+
+
+def pairs_of(items: Iterable[About]) -> dict[Setting, dict[ModelKind, About]]:
+    """What is about the MoD model beside what is about its dense baseline, for every setting that has both.
+
+    Returns:
+        Setting of the MoD model -> model -> item, in the order of the items of the MoD model.
+    """
+    found = {item.setting: item for item in items}
+    return {
+        setting: {"mod": item, "dense": found[setting.of("dense")]}
+        for setting, item in found.items()
+        if setting.model == "mod" and setting.of("dense") in found
+    }
 
 
 def _stem(model: ModelKind, role: Role, bucket: Bucket) -> str:

@@ -4,7 +4,7 @@ Counted are the multiplications of matrix products, two FLOPs for each multiply-
 rotations, softmax, top-k, gathers and scatters are not counted: they are bound by memory, not by arithmetic. In the
 totals, attention counts as the full square of queries and keys even where it is causal, because that is what the
 portable graph says and what `torch.utils.flop_counter` reports; `needed_flops` leaves out what the mask hides.
-`products` says which part of the model each product belongs to.
+`model_parts` says which part of the model each product belongs to.
 
 The bytes of a node are those that must pass between memory and processor: its inputs, weights included, and its
 outputs, each value once. Constants that a runtime folds while loading cost nothing. Exceptions, because kernels do less
@@ -21,30 +21,38 @@ or more than that:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from mod_export.benchmark.model_parts import VIEWS, parts_of_nodes
-from mod_export.benchmark.products import (
+import numpy as np
+
+from mod_export.benchmark.model_parts import (
     PARTS,
-    attention_sizes,
-    bytes_of,
-    check_countable,
+    VIEWS,
     constants_of,
-    input_of,
     is_product,
-    needed_scores,
     part_of_product,
-    product_flops,
+    parts_of_nodes,
 )
+from mod_export.errors import GraphError
 from mod_export.results.cost import CostRow, Work
 from mod_export.types import Bucket, ModelKind
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["PARTS", "cost_row", "flops_of", "work_of_graph"]
+__all__ = ["NO_RULE", "attention_sizes", "cost_row", "flops_of", "needed_scores", "work_of_graph"]
+
+NO_RULE = frozenset(
+    {
+        "CausalConvWithState", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "Einsum", "GRU", "If", "LSTM",
+        "LinearAttention", "Loop", "QLinearConv", "QLinearMatMul", "RNN", "Scan", "SequenceMap",
+    }
+)  # fmt: skip
+"""Standard operators that multiply matrices, or hold graphs, and have no rule here. Skipping one would be a lie."""
+GATHERS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 
 
 def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
@@ -58,31 +66,28 @@ def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
     flops_by_part = dict.fromkeys(PARTS, 0)
     kv_bytes = hidden = 0
     for node in model.graph:
-        check_countable(node, where)
+        _check_countable(node, where)
         if node.op_type == "Attention":
             scores, widths = attention_sizes(node, where)
             flops_by_part["attention"] += 2 * scores * widths
             hidden += 2 * (scores - needed_scores(node, where)) * widths
-            kv_bytes += sum(bytes_of(value, where) for value in _keys_and_values(node))
+            kv_bytes += sum(_bytes(value, where) for value in _keys_and_values(node))
         elif is_product(node):
             part = part_of_product(node, constants)
-            flops_by_part[part] += product_flops(node, where)
-            kv_bytes += bytes_of(input_of(node, 1), where) if part == "attention" else 0
+            flops_by_part[part] += _flops(node, where)
+            kv_bytes += _bytes(_input(node, 1), where) if part == "attention" else 0
+    # An optional output that is not used has an empty name.
+    computed = (value for node in model.graph for value in node.outputs if value.name)
     return CostRow(
         model=kind,
         bucket=bucket.name,
         flops=sum(flops_by_part.values()),
         flops_by_part=flops_by_part,
         needed_flops=sum(flops_by_part.values()) - hidden,
-        weight_bytes=_weight_bytes(model.graph),
-        activation_bytes=sum(bytes_of(value, where) for value in _computed(model.graph) if value not in constants),
+        weight_bytes=_stored(model.graph),
+        activation_bytes=sum(_bytes(value, where) for value in computed if value not in constants),
         kv_bytes=kv_bytes,
     )
-
-
-def _computed(graph: ir.Graph) -> Iterator[ir.Value]:
-    # An optional output that is not used has an empty name.
-    return (value for node in graph for value in node.outputs if value.name)
 
 
 def _keys_and_values(node: ir.Node) -> list[ir.Value]:
@@ -91,7 +96,7 @@ def _keys_and_values(node: ir.Node) -> list[ir.Value]:
     return [value for value in wanted if value is not None]
 
 
-def _weight_bytes(graph: ir.Graph) -> int:
+def _stored(graph: ir.Graph) -> int:
     # A build folder is benchmarked and reported on where no ONNX tools are installed, with rows counted elsewhere.
     import onnx_ir as ir
 
@@ -101,9 +106,6 @@ def _weight_bytes(graph: ir.Graph) -> int:
         if isinstance(tensor, ir.ExternalTensor)
     }
     return sum(stored.values())
-
-
-GATHERS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 
 
 def flops_of(work: Iterable[Work]) -> int:
@@ -127,7 +129,7 @@ def work_of_graph(model: ir.Model, where: str, *, whole_scores: bool) -> tuple[W
     """
     nodes: dict[tuple[str, int, int, int], list[str]] = defaultdict(list)
     for node, part in parts_of_nodes(model.graph).items():
-        check_countable(node, where)
+        _check_countable(node, where)
         for phase, (flops, size) in enumerate(_phases(node, where, whole_scores)):
             nodes[part, flops, size, phase].append(node.name or "")
     return tuple(
@@ -140,7 +142,7 @@ def _phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator[tuple[int
     if node.op_type == "Attention":
         yield from _attention_phases(node, where, whole_scores)
     else:
-        flops = product_flops(node, where) if is_product(node) else 0
+        flops = _flops(node, where) if is_product(node) else 0
         yield flops, _traffic(node, where)
 
 
@@ -151,10 +153,10 @@ def _attention_phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator
         yield 2 * needed_scores(node, where) * widths, traffic
         return
     flops = 2 * num_scores * widths
-    query = input_of(node, 0)
+    query = _input(node, 0)
     assert query.dtype is not None, f"{node.name}: the traffic of its inputs has been counted"
     scores = num_scores * query.dtype.bitwidth // 8
-    values = bytes_of(input_of(node, 2), where) + bytes_of(node.outputs[0], where)
+    values = _bytes(_input(node, 2), where) + _bytes(node.outputs[0], where)
     second = flops // 2
     yield flops - second, traffic - values + scores
     yield 0, 2 * scores
@@ -162,12 +164,109 @@ def _attention_phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator
 
 
 def _traffic(node: ir.Node, where: str) -> int:
-    written = sum(bytes_of(value, where) for value in node.outputs if value.name)
+    written = sum(_bytes(value, where) for value in node.outputs if value.name)
     if node.op_type in VIEWS:
         return 0
     if node.op_type == "Expand":
         return written
     read = [value for value in dict.fromkeys(node.inputs) if value is not None and value.name]
     if node.op_type in GATHERS:
-        return 2 * written + sum(bytes_of(value, where) for value in read[1:])
-    return written + sum(bytes_of(value, where) for value in read)
+        return 2 * written + sum(_bytes(value, where) for value in read[1:])
+    return written + sum(_bytes(value, where) for value in read)
+
+
+def _check_countable(node: ir.Node, where: str) -> None:
+    if is_product(node):
+        return
+    if node.domain not in ("", "ai.onnx") or node.op_type in NO_RULE:
+        name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+        raise GraphError(
+            f"{where}: node {node.name}: FLOPs of {name} cannot be counted; only MatMul, Gemm and Attention of "
+            "standard ONNX have a rule, and what mod-export puts in their place. Count the portable graph, or express "
+            "the product as MatMul"
+        )
+
+
+def _flops(node: ir.Node, where: str) -> int:
+    """Of one of PRODUCTS: 2 M N K for every matrix of the broadcast batch (ONNX MatMul follows numpy.matmul).
+
+    Operations on whole numbers count as those on floats do.
+    """
+    left, right = _shape(_input(node, 0), where), _shape(_input(node, 1), where)
+    if node.op_type == "MatMulNBits":  # Its weights are packed; the sizes are attributes.
+        return 2 * math.prod(left) * node.attributes["N"].as_int()
+    if node.op_type == "FusedMatMul" and node.attributes.get_int("transB", 0) == 1:
+        right = (*right[:-2], right[-1], right[-2])
+    if node.op_type == "Gemm":
+        rows, inner = reversed(left) if node.attributes.get_int("transA", 0) else left
+        columns = right[0] if node.attributes.get_int("transB", 0) else right[1]
+        return 2 * rows * columns * inner
+    rows, inner = (1, left[0]) if len(left) == 1 else left[-2:]
+    columns = 1 if len(right) == 1 else right[-1]
+    return 2 * math.prod(np.broadcast_shapes(left[:-2], right[:-2])) * rows * columns * inner
+
+
+def attention_sizes(node: ir.Node, where: str) -> tuple[int, int]:
+    """Of an Attention node: the number of its scores, B H Tq Tk, and the width of a query's head plus a value's.
+
+    Its FLOPs are 2 x scores x widths: queries times keys and scores times values, of every query head.
+    """
+    rows, num_queries, num_keys, widths = _attention(node, where)
+    return rows * num_queries * num_keys, widths
+
+
+def _attention(node: ir.Node, where: str) -> tuple[int, int, int, int]:
+    """(B H, queries, keys with those of the past, widths) of an Attention node.
+
+    The operator (ONNX opset 23) takes (B, heads, T, E), or (B, T, heads * E) with the number of heads as attributes.
+    """
+    query, key, value = (_shape(_input(node, index), where) for index in range(3))
+    if len(query) == 4:
+        batch, heads, num_queries, width = query
+        num_keys, value_width = key[2], value[3]
+    else:
+        batch, num_queries, hidden = query
+        heads, kv_heads = (node.attributes[name].as_int() for name in ("q_num_heads", "kv_num_heads"))
+        width, num_keys, value_width = hidden // heads, key[1], value[2] // kv_heads
+    past = node.inputs[4] if len(node.inputs) > 4 else None
+    num_keys += 0 if past is None else _shape(past, where)[2]
+    return batch * heads, num_queries, num_keys, width + value_width
+
+
+def needed_scores(node: ir.Node, where: str) -> int:
+    """The scores of an Attention node that its causal mask does not hide: for T queries of T keys T (T + 1) / 2 of T T.
+
+    Query i sees the keys up to its own, and those of the past (ONNX opset 23). A mask given as a tensor hides nothing
+    here, because its values are not looked at.
+    """
+    rows, num_queries, num_keys, _ = _attention(node, where)
+    if not node.attributes.get_int("is_causal", 0):
+        return rows * num_queries * num_keys
+    past = num_keys - _shape(_input(node, 1), where)[-2]
+    return rows * sum(min(num_keys, past + query + 1) for query in range(num_queries))
+
+
+def _input(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None, f"{node.name}: onnx.checker lets no graph through whose required input {index} is missing"
+    return value
+
+
+def _shape(value: ir.Value, where: str) -> tuple[int, ...]:
+    shape = value.shape if value.shape is not None else getattr(value.const_value, "shape", None)
+    if shape is None or not all(isinstance(size, int) for size in shape):
+        found = "none" if shape is None else str(shape)
+        raise GraphError(
+            f"{where}: the shape of value {value.name} must be known and static to count its cost, got {found}; "
+            "export with fixed shapes and store ONNX shape inference in the graph"
+        )
+    return cast("tuple[int, ...]", tuple(shape))
+
+
+def _bytes(value: ir.Value, where: str) -> int:
+    if value.dtype is None:
+        raise GraphError(
+            f"{where}: the dtype of value {value.name} must be known to count its bytes; "
+            "store ONNX shape inference in the graph"
+        )
+    return math.ceil(math.prod(_shape(value, where)) * value.dtype.bitwidth / 8)

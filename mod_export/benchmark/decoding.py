@@ -1,43 +1,70 @@
-"""Speed of writing text: steps and prompts of a model beside those of its dense baseline, interleaved on one machine.
+"""Speed of writing text: prompts and steps of a model beside those of its dense baseline, interleaved on one machine.
 
-A step is timed as a server runs it: token and position in, the engine, keys and values written into their slots, the
-most probable token out. Both models do it in the same code, each with its cache in place. A step's time depends on what
-is skipped in it, and that on the text, so steps are timed at positions all over a text, on the cache that the text left
-there, and their sums are compared: tokens a second are one over the mean, and a median would leave out whichever kind
-of step is rarer. Every position is visited several times, each time with all others in between, so that the weights of
-a part that is run seldom are as far away as they are when text is written. Of the visits the fastest counts, since a
-neighbour on the machine can only add to it.
+A prompt is timed as whole rows are. A step is timed as a server runs it: token and position in, the engine, keys and
+values written into their slots, the most probable token out. A step's time depends on what is skipped in it, and that
+on the text, so steps are timed at positions all over a text, on the cache that the text left there, and their sums are
+compared: tokens a second are one over the mean, and a median would leave out whichever kind of step is rarer. Every
+position is visited several times, each time with all others in between, so that the weights of a part that is run
+seldom are as far away as they are when text is written. Of the visits the fastest counts, since a neighbour on the
+machine can only add to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from mod_export.benchmark.sampling import interleaved
+from mod_export.benchmark.statistics import compare, verdict_of
+from mod_export.results.base import pair_fields
 from mod_export.results.generation import DecodeRow, FirstTokenRow, StepBytes
 from mod_export.runtime.generate.decoder import Decoder, Kept, Prompts, kept_from_prefill
 from mod_export.runtime.generate.decoding_engines import DecodingEngines
-from mod_export.types import DType, Engine, ModelKind, Site, routed_output
+from mod_export.types import Engine, ModelKind, Setting, Site, routed_output
 
-__all__ = [
-    "PROMPT_RUNS",
-    "Text",
-    "decode_row",
-    "first_token_of_pair",
-    "first_token_row",
-    "read_text",
-    "steps_of_pair",
-]
+__all__ = ["Text", "measure_prompts", "measure_steps", "read_text"]
 
-RUNS = 5
-"""Visits of each position."""
-PROMPT_RUNS = 6
-"""The range of so many ratios holds what half of them are below with a probability of 1 - 2 / 2 ** 6, 97 %."""
-KINDS: tuple[ModelKind, ...] = ("mod", "dense")
+VISITS = 5
+"""Of each position."""
+KINDS: tuple[ModelKind, ...] = ("dense", "mod")
 RESAMPLES = 2000
+
+
+def measure_prompts(found: DecodingEngines, pair: Mapping[ModelKind, Engine], ids_S: np.ndarray) -> FirstTokenRow:
+    """Times a prompt int64 (S,) that fills its bucket, `latency.samples` times.
+
+    Raises:
+        EngineError: an engine failed.
+    """
+    setting, options = pair["mod"].setting, found.config.latency
+    with _prompts(found, setting) as prompts:
+        runs = [partial(_first_token, prompts[kind], ids_S.tolist()) for kind in KINDS]
+        rounds = interleaved(runs, options, found.config.seed)
+    dense_RT, mod_RT = rounds.samples_ms(0), rounds.samples_ms(1)
+    compared = compare(dense_RT, mod_RT, options, looks=1, seed=found.config.seed)
+    return FirstTokenRow(
+        **pair_fields(setting),
+        tokens=len(ids_S),
+        ms={"dense": float(np.median(dense_RT)), "mod": float(np.median(mod_RT))},
+        measured=compared.measured,
+        ci95=compared.ci95,
+        verdict=compared.verdict,
+    )
+
+
+def _first_token(prompts: Prompts, ids: Sequence[int]) -> int:
+    return int(prompts.read(ids).logits_V.argmax())
+
+
+@contextlib.contextmanager
+def _prompts(found: DecodingEngines, setting: Setting) -> Iterator[dict[ModelKind, Prompts]]:
+    with contextlib.ExitStack() as opened:
+        yield {kind: opened.enter_context(found.prompts(kind, setting.target, setting.dtype)) for kind in KINDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +87,7 @@ def read_text(
     ids_BS: np.ndarray, prompts: Mapping[ModelKind, Prompts], sites: Mapping[ModelKind, Sequence[Site]]
 ) -> Text:
     """Reads whole texts at once. What a row remembers of a part of its text is the beginning of what it remembers of
-    all of it, since slots are taken in order.
+    all of it, since slots are filled in order.
     """
     B, S = ids_BS.shape
     kept: dict[ModelKind, list[Kept]] = {kind: [] for kind in KINDS}
@@ -75,138 +102,7 @@ def read_text(
     return Text(ids_BS, kept, ran)
 
 
-def decode_row(
-    decoders: Mapping[ModelKind, Decoder],
-    text: Text,
-    positions: int,
-    *,
-    target: str,
-    bucket: str,
-    dtype: DType,
-    threads: int,
-    seed: int,
-    least: Mapping[ModelKind, StepBytes],
-    bandwidth_gbs: float | None,
-) -> DecodeRow:
-    """Times steps at positions spread over the text.
-
-    Args:
-        decoders: of both models.
-        text: as both have read it, one row for each row of the bucket.
-        positions: how many.
-        target: name of the engine family.
-        bucket: name of the bucket.
-        dtype: of the engines.
-        threads: of one operator.
-        seed: of the order of positions, and of the bootstrap.
-        least: what a step of each model has to read.
-        bandwidth_gbs: 1e9 bytes a second between this machine's processor and memory, if it is known.
-
-    Raises:
-        EngineError: an engine failed.
-    """
-    B, S = text.ids_BS.shape
-    for kind in KINDS:
-        for row, kept in enumerate(text.kept[kind]):
-            decoders[kind].put(row, kept)
-    chosen_P = np.unique(np.linspace(1, S - 1, positions).round().astype(np.int64))
-    rng = np.random.default_rng(seed)
-    taken = np.full((len(chosen_P), len(KINDS)), np.inf)
-    ran_PBN: dict[int, np.ndarray] = {}
-    for run in range(RUNS):
-        for p in rng.permutation(len(chosen_P)).tolist():
-            ms, ran_PBN[p] = _timed(decoders, text, int(chosen_P[p]), first=run % 2)
-            taken[p] = np.minimum(taken[p], ms)
-    mod_ms, dense_ms = (float(mean) for mean in taken.mean(axis=0))
-    ran = np.stack(list(ran_PBN.values()))
-    sites = [str(site) for site in text.ran["mod"]]
-    executed = dict(zip(sites, ran.any(axis=1).mean(axis=0).tolist(), strict=True))
-    moved = {"mod": least["mod"].of(executed), "dense": least["dense"].of({})}
-    predicted = moved["dense"] / moved["mod"]
-    kv_bytes = {kind: decoders[kind].kv_bytes for kind in KINDS}
-    routed = [layer for layer, size in kv_bytes["mod"].items() if size < kv_bytes["dense"][layer]]
-    return DecodeRow(
-        target=target,
-        bucket=bucket,
-        dtype=dtype,
-        threads=threads,
-        positions=len(chosen_P),
-        ms={"mod": mod_ms, "dense": dense_ms},
-        tokens_per_second={"mod": 1e3 * B / mod_ms, "dense": 1e3 * B / dense_ms},
-        measured=dense_ms / mod_ms,
-        ci95=_interval(taken, seed),
-        executed=executed,
-        selected=dict(zip(sites, ran.mean(axis=(0, 1)).tolist(), strict=True)),
-        least_bytes=moved,
-        predicted_bytes=predicted,
-        efficiency=dense_ms / mod_ms / predicted,
-        predicted_ms=None
-        if bandwidth_gbs is None
-        else {kind: size / bandwidth_gbs / 1e6 for kind, size in moved.items()},
-        kv_bytes={kind: sum(sizes.values()) for kind, sizes in kv_bytes.items()},
-        routed_kv_bytes={kind: sum(sizes[layer] for layer in routed) for kind, sizes in kv_bytes.items()},
-    )
-
-
-def _timed(
-    decoders: Mapping[ModelKind, Decoder], text: Text, position: int, first: int
-) -> tuple[list[float], np.ndarray]:
-    """Milliseconds of a step of each model at one position, and which rows ran at which site, bool (B, N)."""
-    B = len(text.ids_BS)
-    before = {
-        kind: np.stack([ran_BS[:, :position].sum(1) for ran_BS in ran.values()], 1) if ran else None
-        for kind, ran in text.ran.items()
-    }
-    ids_B, position_B = text.ids_BS[:, position], np.full(B, position, dtype=np.int64)
-    ms = dict.fromkeys(KINDS, 0.0)
-    for kind in (KINDS[first], KINDS[1 - first]):
-        decoder = decoders[kind]
-        counts_BN = decoder.cache.get("counts")
-        if counts_BN is not None:
-            counts_BN[:] = before[kind]
-        begin = time.perf_counter()
-        decoder.step(ids_B, position_B).argmax(-1)
-        ms[kind] = 1e3 * (time.perf_counter() - begin)
-    ran_BN = decoders["mod"].ran_BN
-    return [ms[kind] for kind in KINDS], np.zeros((B, 0), dtype=bool) if ran_BN is None else ran_BN.copy()
-
-
-def _interval(taken: np.ndarray, seed: int) -> tuple[float, float]:
-    rng = np.random.default_rng(seed)
-    drawn = taken[rng.integers(0, len(taken), (RESAMPLES, len(taken)))].mean(axis=1)
-    low, high = np.percentile(drawn[:, 1] / drawn[:, 0], [2.5, 97.5])
-    return float(low), float(high)
-
-
-def first_token_row(
-    prompts: Mapping[ModelKind, Prompts], ids_S: np.ndarray, *, target: str, bucket: str, dtype: DType
-) -> FirstTokenRow:
-    """Times a prompt, models interleaved.
-
-    Raises:
-        EngineError: an engine failed.
-    """
-    taken: dict[ModelKind, list[float]] = {kind: [] for kind in KINDS}
-    for run in range(1 + PROMPT_RUNS):
-        for kind in KINDS if run % 2 else reversed(KINDS):
-            begin = time.perf_counter()
-            prompts[kind].read(ids_S.tolist()).logits_V.argmax()
-            if run:  # The first one warms up.
-                taken[kind].append(1e3 * (time.perf_counter() - begin))
-    ms: dict[ModelKind, float] = {kind: float(np.median(samples)) for kind, samples in taken.items()}
-    ratios = np.divide(taken["dense"], taken["mod"])
-    return FirstTokenRow(
-        target=target,
-        tokens=len(ids_S),
-        dtype=dtype,
-        ms=ms,
-        bucket=bucket,
-        measured=ms["dense"] / ms["mod"],
-        ci95=(float(ratios.min()), float(ratios.max())),
-    )
-
-
-def steps_of_pair(
+def measure_steps(
     found: DecodingEngines,
     pair: Mapping[ModelKind, Engine],
     ids_BS: np.ndarray,
@@ -214,44 +110,92 @@ def steps_of_pair(
     least: Mapping[ModelKind, StepBytes],
     bandwidth_gbs: float | None,
 ) -> DecodeRow:
-    """Times the steps of a bucket at positions of the texts int64 (B, S), as much of them as a prompt bucket holds.
+    """Times steps at positions spread over texts, as much of them as a prompt bucket holds.
 
-    `sites` are the routing sites of each model: a dense baseline has no sites but experts.
-
-    Raises:
-        EngineError: an engine failed.
-    """
-    mod, config = pair["mod"], found.config
-    with (
-        found.prompts("mod", mod.target, mod.dtype) as ours,
-        found.prompts("dense", mod.target, mod.dtype) as theirs,
-        found.decoder(mod) as mod_decoder,
-        found.decoder(pair["dense"]) as dense_decoder,
-    ):
-        ids_BS = ids_BS[:, : min(mod.bucket.seq, ours.longest, theirs.longest)]
-        text = read_text(ids_BS, {"mod": ours, "dense": theirs}, sites)
-        return decode_row(
-            {"mod": mod_decoder, "dense": dense_decoder},
-            text,
-            config.generation.measured_tokens,
-            target=mod.target,
-            bucket=mod.bucket.name,
-            dtype=mod.dtype,
-            threads=config.latency.threads,
-            seed=config.seed,
-            least=least,
-            bandwidth_gbs=bandwidth_gbs,
-        )
-
-
-def first_token_of_pair(found: DecodingEngines, pair: Mapping[ModelKind, Engine], ids_S: np.ndarray) -> FirstTokenRow:
-    """Times a prompt int64 (S,) that fills its bucket.
+    Args:
+        found: the engines that read and write.
+        pair: the decode engines of both models.
+        ids_BS: the texts, int64, one for each row of the bucket.
+        sites: routing sites of each model.
+        least: what a step of each model has to read.
+        bandwidth_gbs: 1e9 bytes a second between this machine's processor and memory, if it is known.
 
     Raises:
         EngineError: an engine failed.
     """
-    mod = pair["mod"]
-    with found.prompts("mod", mod.target, mod.dtype) as ours, found.prompts("dense", mod.target, mod.dtype) as theirs:
-        return first_token_row(
-            {"mod": ours, "dense": theirs}, ids_S, target=mod.target, bucket=mod.bucket.name, dtype=mod.dtype
-        )
+    setting, config = pair["mod"].setting, found.config
+    with contextlib.ExitStack() as opened:
+        prompts = opened.enter_context(_prompts(found, setting))
+        decoders = {kind: opened.enter_context(found.decoder(pair[kind])) for kind in KINDS}
+        S = min(setting.bucket.seq, *(one.longest for one in prompts.values()))
+        text = read_text(ids_BS[:, :S], prompts, sites)
+        positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
+        ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed)
+        kv_bytes = {kind: decoders[kind].kv_bytes for kind in KINDS}
+    ms = dict(zip(KINDS, ms_PK.mean(axis=0).tolist(), strict=True))
+    measured, ci95 = ms["dense"] / ms["mod"], _interval(ms_PK, config.seed)
+    names = [str(site) for site in sites["mod"]]
+    executed = dict(zip(names, ran_PBN.any(axis=1).mean(axis=0).tolist(), strict=True))
+    least_bytes = {"dense": least["dense"].of({}), "mod": least["mod"].of(executed)}
+    predicted = least_bytes["dense"] / least_bytes["mod"]
+    routed = [layer for layer, size in kv_bytes["mod"].items() if size < kv_bytes["dense"][layer]]
+    return DecodeRow(
+        **pair_fields(setting),
+        threads=config.latency.threads,
+        positions=len(positions_P),
+        ms=ms,
+        tokens_per_second={kind: 1e3 * setting.bucket.batch / one for kind, one in ms.items()},
+        measured=measured,
+        ci95=ci95,
+        verdict=verdict_of(ci95, config.latency.resolution),
+        executed=executed,
+        selected=dict(zip(names, ran_PBN.mean(axis=(0, 1)).tolist(), strict=True)),
+        least_bytes=least_bytes,
+        predicted_bytes=predicted,
+        efficiency=measured / predicted,
+        predicted_ms=None
+        if bandwidth_gbs is None
+        else {kind: size / bandwidth_gbs / 1e6 for kind, size in least_bytes.items()},
+        kv_bytes={kind: sum(sizes.values()) for kind, sizes in kv_bytes.items()},
+        routed_kv_bytes={kind: sum(sizes[layer] for layer in routed) for kind, sizes in kv_bytes.items()},
+    )
+
+
+def _steps(
+    decoders: Mapping[ModelKind, Decoder], text: Text, positions_P: np.ndarray, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Milliseconds of each model (P, 2) in the order of KINDS, and which rows of the MoD model ran at which site, bool
+    (P, B, N).
+    """
+    for kind in KINDS:
+        for row, kept in enumerate(text.kept[kind]):
+            decoders[kind].put(row, kept)
+    rng = np.random.default_rng(seed)
+    ms_PK = np.full((len(positions_P), len(KINDS)), np.inf)
+    ran_PBN: dict[int, np.ndarray] = {}
+    for visit in range(VISITS):
+        for p in rng.permutation(len(positions_P)).tolist():
+            for index in (visit % 2, 1 - visit % 2):
+                ms = _step_ms(decoders[KINDS[index]], text, KINDS[index], int(positions_P[p]))
+                ms_PK[p, index] = min(ms_PK[p, index], ms)
+            ran_BN = decoders["mod"].ran_BN
+            ran_PBN[p] = np.zeros((len(text.ids_BS), 0), dtype=bool) if ran_BN is None else ran_BN.copy()
+    return ms_PK, np.stack([ran_PBN[p] for p in range(len(positions_P))])
+
+
+def _step_ms(decoder: Decoder, text: Text, kind: ModelKind, position: int) -> float:
+    counts_BN = decoder.cache.get("counts")
+    if counts_BN is not None:
+        counts_BN[:] = np.stack([ran_BS[:, :position].sum(1) for ran_BS in text.ran[kind].values()], 1)
+    ids_B, position_B = text.ids_BS[:, position], np.full(len(text.ids_BS), position, dtype=np.int64)
+    begin = time.perf_counter()
+    decoder.step(ids_B, position_B).argmax(-1)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _interval(ms_PK: np.ndarray, seed: int) -> tuple[float, float]:
+    """95 % interval of the ratio of the means, by a bootstrap over positions."""
+    rng = np.random.default_rng(seed)
+    drawn = ms_PK[rng.integers(0, len(ms_PK), (RESAMPLES, len(ms_PK)))].mean(axis=1)
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
+    return float(low), float(high)

@@ -1,34 +1,61 @@
-"""The latency of a model and its dense baseline: interleaved samples, summed up, with the conditions they hold for."""
+"""The latency of two engines: interleaved samples, summed up, with the conditions they hold for.
+
+Of a model beside its dense baseline, and of a narrower dtype beside float32.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mod_export.benchmark.comparison import compare, settled
-from mod_export.benchmark.sampling import RUNS_PER_ROUND, Rounds, garbage_collector_off, planned_looks
-from mod_export.benchmark.statistics import Spread, quantile_interval, spread_of
+from mod_export.benchmark.sampling import Rounds, garbage_collector_off, interleaved, planned_looks
+from mod_export.benchmark.statistics import Spread, compare, quantile_interval, settled, spread_of
 from mod_export.benchmark.system_load import Watch, condition_flags
 from mod_export.config import BuildConfig, LatencyOptions
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.errors import EngineError
-from mod_export.results.latency import Conditions, LatencyRow
+from mod_export.results.base import setting_fields
+from mod_export.results.latency import LatencyRow, PrecisionRow
 from mod_export.types import Bucket, Engine, ModelKind, Setting, primary_output
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["engine_pairs", "latency_rows", "measure_pair", "samples_by_round", "timing_feeds"]
+__all__ = ["latency_rows", "measure_pair", "measure_precision", "precision_pairs", "timing_feeds"]
 
 
-def samples_by_round(row: LatencyRow) -> NDArray[np.float64]:
-    """Milliseconds by round, float64 (rounds, RUNS_PER_ROUND)."""
-    return np.array(row.samples_ms, dtype=np.float64).reshape(-1, RUNS_PER_ROUND)
+def measure_pair(
+    root: Path, pair: Mapping[ModelKind, Engine], vocab_size: int, config: BuildConfig, gate: float | None = None
+) -> tuple[LatencyRow, ...]:
+    """Loads an engine of the build folder `root` and that of its dense baseline, and samples them on the same tokens.
+
+    Args:
+        root: the build folder.
+        pair: the two engines.
+        vocab_size: the tokens are drawn below it.
+        config: how to sample.
+        gate: the speed-up that this setting must show, if any.
+    """
+    setting = pair["mod"].setting
+    load = partial(ENGINES[setting.target].load, root, config=config, threads=config.latency.threads)
+    feeds = timing_feeds(setting.bucket, vocab_size, config.seed)
+    with load(pair["mod"]) as mod, load(pair["dense"]) as dense:
+        return latency_rows({"mod": mod, "dense": dense}, feeds, setting, config.latency, seed=config.seed, gate=gate)
+
+
+def timing_feeds(bucket: Bucket, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+    """A full bucket of random ids, by the names of the graph's inputs. Graphs have static shapes, so their time does
+    not depend on which ids they are.
+    """
+    ids_BS = np.random.default_rng(seed).integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
+    return {"input_ids": ids_BS, "lengths": np.full(bucket.batch, bucket.seq, dtype=np.int64)}
 
 
 def latency_rows(
@@ -39,24 +66,19 @@ def latency_rows(
     *,
     seed: int,
     gate: float | None = None,
-    outputs: Sequence[str] | None = None,
-    after_round: Callable[[], None] | None = None,
 ) -> tuple[LatencyRow, ...]:
-    """Samples all runners on the same feeds, in this process, and sums up each.
+    """Samples both models on the same feeds, in this process, and sums up each.
 
     After `options.samples` samples the comparison of dense and MoD is looked at, and samples are doubled until it is
-    settled or `options.max_samples` or `options.max_seconds` is spent (see `decision.compare` for why that is allowed).
-    A single model gets `options.samples`.
+    settled or `options.max_samples` or `options.max_seconds` is spent (`statistics.compare` says why that is allowed).
 
     Args:
-        runners: model -> loaded engine. All of one target, dtype and thread count.
-        feeds: input name -> array; see `Rounds`.
+        runners: model -> loaded engine, all of one target, dtype and thread count.
+        feeds: input name -> array.
         setting: what the rows are about.
         options: how to sample.
         seed: of the run order and of the intervals.
         gate: the speed-up that this setting must show, if any: sampling goes on until that is settled, too.
-        outputs: names of the outputs to ask for; all by default.
-        after_round: called after each round, warm-up included, outside the timed part: for a progress bar.
 
     Returns:
         One row for each runner, in their order.
@@ -66,19 +88,52 @@ def latency_rows(
     """
     _same_conditions(runners, setting)
     deadline = time.perf_counter() + options.max_seconds
+    rounds = Rounds(_runs(runners.values(), feeds), seed)
     kinds = list(runners)
-    rounds = Rounds(list(runners.values()), feeds, seed=seed, outputs=outputs, after_round=after_round)
     with garbage_collector_off():
         stable = rounds.warm_up(options, deadline)
         watch = Watch()
         _sample(rounds, kinds, options, deadline, gate=gate, seed=seed)
         conditions = watch.conditions()
-    return tuple(
-        _row(
-            setting, model, runners[model], rounds.samples_ms(index), rounds.warmup, stable[index], conditions, options
+    rows = []
+    for index, (model, runner) in enumerate(runners.items()):
+        samples_ms = rounds.samples_ms(index).reshape(-1)
+        spread = spread_of(samples_ms)
+        unstable = () if stable[index] else (f"not stable after {rounds.warmup} rounds of warm-up",)
+        disturbed = condition_flags(conditions, runner.threads, options.disturbance)
+        rows.append(
+            LatencyRow(
+                **setting_fields(setting.of(model)),
+                **_numbers(samples_ms),
+                providers=tuple(runner.providers),
+                threads=runner.threads,
+                warmup=rounds.warmup,
+                samples_ms=tuple(samples_ms.tolist()),
+                cv=spread.cv,
+                iqr_ms=spread.iqr_ms,
+                drift=spread.drift,
+                outliers=spread.outliers,
+                flags=(*unstable, *_spread_flags(spread, len(samples_ms), options), *disturbed),
+                stable=stable[index],
+                conditions=conditions,
+            )
         )
-        for index, model in enumerate(kinds)
-    )
+    return tuple(rows)
+
+
+def _runs(runners: Iterable[Runner], feeds: Mapping[str, NDArray[np.generic]]) -> list[Callable[[], object]]:
+    """One run of each, from feeds in host memory: copies to a device and back count.
+
+    An engine is given what it has inputs for: a dense one reads no lengths, and some builders drop what nothing reads.
+    """
+    return [
+        partial(
+            runner.run,
+            {name: array for name, array in feeds.items() if name in runner.inputs},
+            [primary_output(runner.outputs)],
+        )
+        for runner in runners
+    ]
 
 
 def _sample(
@@ -101,11 +156,9 @@ def _sample(
         if wanted <= 0:
             return
         rounds.sample(wanted)
-        if not {"dense", "mod"} <= set(kinds) or rounds.done < look:
-            return
         dense_RT, mod_RT = (rounds.samples_ms(kinds.index(kind)) for kind in ("dense", "mod"))
         found = compare(dense_RT, mod_RT, options, looks=len(planned), seed=seed)
-        if settled(found, gate, options.precision):
+        if rounds.done < look or settled(found, gate, options.precision):
             return
 
 
@@ -122,48 +175,15 @@ def _same_conditions(runners: Mapping[ModelKind, Runner], setting: Setting) -> N
         )
 
 
-def _row(
-    setting: Setting,
-    model: ModelKind,
-    runner: Runner,
-    samples_RT: NDArray[np.float64],
-    warmup: int,
-    stable: bool,
-    conditions: Conditions,
-    options: LatencyOptions,
-) -> LatencyRow:
-    samples_ms = samples_RT.reshape(-1)
-    p50, p90, p99 = (float(value) for value in np.percentile(samples_ms, (50, 90, 99)))
-    spread = spread_of(samples_ms)
-    return LatencyRow(
-        target=setting.target,
-        bucket=setting.bucket.name,
-        dtype=setting.dtype,
-        model=model,
-        providers=tuple(runner.providers),
-        threads=runner.threads,
-        warmup=warmup,
-        samples_ms=tuple(samples_ms.tolist()),
-        p50_ms=p50,
-        p90_ms=p90,
-        p99_ms=p99,
-        mean_ms=float(np.mean(samples_ms)),
-        stdev_ms=float(np.std(samples_ms, ddof=1)),
-        p50_ci95=quantile_interval(samples_ms, 0.5),
-        p90_ci95=quantile_interval(samples_ms, 0.9),
-        p99_ci95=quantile_interval(samples_ms, 0.99),
-        cv=spread.cv,
-        iqr_ms=spread.iqr_ms,
-        drift=spread.drift,
-        outliers=spread.outliers,
-        flags=(
-            *(() if stable else (f"not stable after {warmup} rounds of warm-up",)),
-            *_spread_flags(spread, len(samples_ms), options),
-            *condition_flags(conditions, runner.threads, options.disturbance),
-        ),
-        stable=stable,
-        conditions=conditions,
-    )
+def _numbers(samples_ms: NDArray[np.float64]) -> dict[str, float | tuple[float, float] | None]:
+    found: dict[str, float | tuple[float, float] | None] = {
+        "mean_ms": float(np.mean(samples_ms)),
+        "stdev_ms": float(np.std(samples_ms, ddof=1)),
+    }
+    for percent in (50, 90, 99):
+        found[f"p{percent}_ms"] = float(np.percentile(samples_ms, percent))
+        found[f"p{percent}_ci95"] = quantile_interval(samples_ms, percent / 100)
+    return found
 
 
 def _spread_flags(spread: Spread, samples: int, options: LatencyOptions) -> tuple[str, ...]:
@@ -176,53 +196,44 @@ def _spread_flags(spread: Spread, samples: int, options: LatencyOptions) -> tupl
     return tuple(flags)
 
 
-def engine_pairs(engines: Sequence[Engine]) -> dict[Setting, dict[ModelKind, Engine]]:
-    """Both engines of every setting that has the model and its dense baseline; the key is the model's."""
-    found: dict[Setting, dict[ModelKind, Engine]] = {}
-    for engine in engines:
-        found.setdefault(engine.setting.of("mod"), {})[engine.model] = engine
-    return {setting: pair for setting, pair in found.items() if {"mod", "dense"} <= pair.keys()}
+def precision_pairs(engines: Sequence[Engine]) -> list[tuple[Engine, Engine]]:
+    """(engine, its float32 counterpart) for every engine of another dtype that has one."""
+    wide = {(engine.setting, engine.arch): engine for engine in engines if engine.dtype == "float32"}
+    counterparts = ((engine, wide.get((replace(engine.setting, dtype="float32"), engine.arch))) for engine in engines)
+    return [(engine, other) for engine, other in counterparts if other is not None and other is not engine]
 
 
-def measure_pair(
-    root: Path,
-    setting: Setting,
-    pair: Mapping[ModelKind, Engine],
-    vocab_size: int,
-    config: BuildConfig,
-    gate: float | None = None,
-) -> Sequence[LatencyRow]:
-    """Loads both engines of the build folder `root` and samples them interleaved on the same tokens.
+def measure_precision(root: Path, narrow: Engine, wide: Engine, vocab_size: int, config: BuildConfig) -> PrecisionRow:
+    """Loads two engines of a build folder and samples them interleaved on the same tokens, `latency.samples` each.
 
     Args:
         root: the build folder.
-        setting: what both engines have in common.
-        pair: the two engines.
+        narrow: the engine that the row is about.
+        wide: its float32 counterpart.
         vocab_size: the tokens are drawn below it.
         config: how to sample.
-        gate: the speed-up that this setting must show, if any.
+
+    Raises:
+        TargetError: this machine cannot run them.
+        EngineError: one of the files is not a usable engine.
     """
-    builder = ENGINES[setting.target]
-    feeds = timing_feeds(setting.bucket, vocab_size, config.seed)
-    threads = config.latency.threads
-    with (
-        builder.load(root, pair["mod"], config, threads) as mod,
-        builder.load(root, pair["dense"], config, threads) as dense,
-    ):
-        return latency_rows(
-            {"mod": mod, "dense": dense},
-            feeds,
-            setting,
-            config.latency,
-            seed=config.seed,
-            gate=gate,
-            outputs=[primary_output(mod.outputs)],
-        )
+    load = partial(ENGINES[narrow.target].load, root, config=config, threads=config.latency.threads)
+    feeds = timing_feeds(narrow.bucket, vocab_size, config.seed)
+    with load(wide) as float32, load(narrow) as other:
+        rounds = interleaved(_runs([float32, other], feeds), config.latency, config.seed)
+    found = compare(rounds.samples_ms(0), rounds.samples_ms(1), config.latency, looks=1, seed=config.seed)
+    p50_ms = float(np.median(rounds.samples_ms(1)))
+    return PrecisionRow(
+        **setting_fields(narrow.setting),
+        bytes=_bytes(root, narrow),
+        float32_bytes=_bytes(root, wide),
+        p50_ms=p50_ms,
+        float32_p50_ms=found.measured * p50_ms,
+        measured=found.measured,
+        ci95=found.ci95,
+        verdict=found.verdict,
+    )
 
 
-def timing_feeds(bucket: Bucket, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
-    """A full bucket of random ids, by the names of the graph's inputs. Graphs have static shapes, so their time does
-    not depend on which ids they are.
-    """
-    ids_BS = np.random.default_rng(seed).integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
-    return {"input_ids": ids_BS, "lengths": np.full(bucket.batch, bucket.seq, dtype=np.int64)}
+def _bytes(root: Path, engine: Engine) -> int:
+    return sum((root / path).stat().st_size for path in engine.files)

@@ -1,6 +1,16 @@
 """Which part of the model a node of a graph, or a kernel of an engine, belongs to.
 
-Products are placed by their weights (`products`). Other nodes, by what they do and where their inputs come from:
+A product of matrices belongs to the part of the model that its weight is named after:
+
+    layers.3.router.projection.weight    routing
+    layers.3.attention.q_proj.weight     attention_projections
+    (a product without a weight)         attention: scores, and scores times values
+    layers.3.experts.up_proj             experts: a batched product, one matrix for each expert
+    layers.3.mlp.up_proj.weight          mlp
+    head.weight, embedding.weight        head (a tied one is used as a matrix only there)
+    anything else                        other
+
+Other nodes are placed by what they do and where their inputs come from:
 
     norms        normalization operators
     embedding    rows of a table of weights that input ids pick
@@ -21,17 +31,38 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
-from mod_export.benchmark.products import PARTS, constants_of, is_product, part_of_product, part_of_weight
 from mod_export.types import Kernel, Profile
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["NODE_PARTS", "VIEWS", "ms_by_part", "part_of_kernel", "part_of_operator", "parts_of_nodes"]
+__all__ = [
+    "NODE_PARTS",
+    "PARTS",
+    "VIEWS",
+    "constants_of",
+    "is_product",
+    "ms_by_part",
+    "part_of_kernel",
+    "part_of_operator",
+    "part_of_product",
+    "parts_of_nodes",
+]
 
+PARTS: dict[str, frozenset[str]] = {
+    "routing": frozenset({"router", "predictor", "mlp_router", "mlp_predictor"}),
+    "attention_projections": frozenset({"attention", "attn", "self_attn"}),
+    "attention": frozenset(),
+    "experts": frozenset({"experts"}),
+    "mlp": frozenset({"mlp", "feed_forward", "ffn"}),
+    "head": frozenset({"head", "lm_head", "embedding", "embed_tokens"}),
+    "other": frozenset(),
+}
+"""Part -> the components of a state_dict name that say so. The first part that matches counts:
+a router of experts is routing, and experts inside a module that is called mlp are experts."""
 NODE_PARTS = (*(part for part in PARTS if part != "other"), "norms", "elementwise", "embedding", "other")
 """Every part that a node or a kernel can belong to, in the order of tables."""
 
@@ -49,6 +80,49 @@ ROUNDS = frozenset({"DynamicQuantizeLinear", "QuantizeLinear"})
 ON_SCORES = frozenset(
     {"Add", "Cast", "Div", "Exp", "Max", "Mul", "ReduceMax", "ReduceSum", "Softmax", "Sub", "Tanh", "Where"}
 )
+MICROSOFT = "com.microsoft"
+PRODUCTS = frozenset(
+    {("", "Gemm"), ("", "MatMul"), ("", "MatMulInteger"), (MICROSOFT, "FusedMatMul"), (MICROSOFT, "MatMulNBits")}
+)
+"""(domain, operator) of what multiplies two matrices, activations on the left."""
+
+
+def is_product(node: ir.Node) -> bool:
+    """Whether a node multiplies two matrices and nothing else."""
+    return (node.domain.removeprefix("ai.onnx"), node.op_type) in PRODUCTS
+
+
+def constants_of(graph: ir.Graph) -> Set[ir.Value]:
+    """Initializers and what follows from them alone, such as transposed weights: runtimes fold it while loading."""
+    constants = set(graph.initializers.values())
+    for node in graph:
+        if all(value is None or value in constants for value in node.inputs) and not node.op_type.startswith("Random"):
+            constants.update(node.outputs)
+    return constants
+
+
+def part_of_product(node: ir.Node, constants: Set[ir.Value]) -> str:
+    """The part that a product belongs to, one of PARTS."""
+    weights = [value for value in node.inputs[:2] if value in constants]
+    return _part_of_weight(_source_names(weights)) if weights else "attention"
+
+
+def _part_of_weight(names: Iterable[str]) -> str:
+    """The part that state_dict names stand for, one of PARTS."""
+    components = {component for name in names for component in name.split(".")}
+    return next((part for part, known in PARTS.items() if known & components), "other")
+
+
+def _source_names(values: Sequence[ir.Value | None]) -> Iterator[str]:
+    """Names of the initializers that constant values come from, through transposes and whatever else is folded."""
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        producer = None if value is None else value.producer()
+        if producer is not None:
+            waiting += producer.inputs
+        elif value is not None and value.name:
+            yield value.name
 
 
 def parts_of_nodes(graph: ir.Graph) -> dict[ir.Node, str]:
@@ -138,7 +212,7 @@ def part_of_kernel(kernel: Kernel, part_of_node: Mapping[str, str]) -> str:
         return part_of_node[kernel.name]
     # A generated kernel reads the weights of norms and tables, which say little about what it is.
     if kernel.weights and not kernel.name.startswith(GENERATED):
-        return part_of_weight(kernel.weights)
+        return _part_of_weight(kernel.weights)
     origin = next((name for name in _origins(kernel.name) if name in part_of_node), None)
     if origin is not None:
         return part_of_node[origin]

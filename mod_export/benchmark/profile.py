@@ -2,6 +2,17 @@
 
 Only engines that run on this machine's processor and can be profiled (`EngineProfiler`) have rows: the roofline of a
 processor says nothing about a GPU.
+
+Where measured and predicted speed-up differ, each part adds to the difference. With d and m for the milliseconds of a
+part in the dense and in the MoD engine, upper case for the sums over the parts, and ' for predicted, the speed-ups are
+S = D / M and S' = D' / M'. Because D' - S' M' = 0,
+
+    S - S' = (D - S' M) / M = ((D - D') - S' (M - M')) / M = sum over parts of ((d - d') - S' (m - m')) / M
+
+So a part that takes as long as predicted in both engines contributes nothing; time that the dense engine loses beyond
+its prediction raises the speed-up, time that the MoD engine loses lowers it, S' times as much. The contributions add up
+to the difference exactly. Times are those of the profiles, so S may differ from the ratio of latencies by what a
+profile leaves out.
 """
 
 from __future__ import annotations
@@ -12,25 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mod_export.benchmark.cost import flops_of
 from mod_export.benchmark.latency import timing_feeds
 from mod_export.benchmark.model_parts import NODE_PARTS, ms_by_part
 from mod_export.benchmark.roofline import cached_roofline
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineProfiler
-from mod_export.results.base import EngineKey
+from mod_export.results.base import setting_fields
 from mod_export.results.cost import PartRow, Roofline, Work
-from mod_export.types import DType, Engine
+from mod_export.types import DType, Engine, Setting
 
-__all__ = [
-    "Profiled",
-    "can_profile",
-    "flops_by_engine",
-    "part_rows",
-    "profile_engine",
-    "rooflines_of",
-]
+__all__ = ["Gap", "Profiled", "by_engine", "can_profile", "gap_of", "part_rows", "profile_engine", "rooflines_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +60,7 @@ def part_rows(
     total = sum(measured.values())
     return tuple(
         PartRow(
-            target=engine.target,
-            bucket=engine.bucket.name,
-            dtype=engine.dtype,
-            model=engine.model,
+            **setting_fields(engine.setting),
             part=part,
             flops=flops[part],
             bytes=size[part],
@@ -72,14 +72,6 @@ def part_rows(
         for part in NODE_PARTS
         if part in predicted or part in measured
     )
-
-
-def roofline_ms(parts: Iterable[PartRow]) -> dict[EngineKey, float]:
-    """Engine -> predicted milliseconds of one run."""
-    found: dict[EngineKey, float] = defaultdict(float)
-    for row in parts:
-        found[row.engine_key] += row.predicted_ms
-    return dict(found)
 
 
 def can_profile(engine: Engine) -> bool:
@@ -127,10 +119,44 @@ def rooflines_of(engines: Sequence[Engine], machine: Mapping[str, Any], config: 
     return {dtype: roofline for dtype, roofline in found.items() if roofline is not None}
 
 
-def flops_by_engine(engines: Sequence[Engine], work: Mapping[str, Sequence[Work]]) -> dict[EngineKey, int]:
-    """Engine -> FLOPs of the graph that it runs, of those whose work was counted."""
-    return {
-        (engine.target, engine.dtype, engine.role, engine.bucket.name, engine.model): flops_of(work[engine.path])
-        for engine in engines
-        if engine.path in work
+def by_engine(rows: Iterable[PartRow]) -> dict[Setting, dict[str, PartRow]]:
+    """Setting of an engine -> part -> row."""
+    found: dict[Setting, dict[str, PartRow]] = defaultdict(dict)
+    for row in rows:
+        found[row.setting][row.part] = row
+    return dict(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """`measured` is the speed-up of the profiled times, `predicted` that of the roofline, and `contributions` (part ->
+    units of the speed-up) add up to measured - predicted.
+    """
+
+    measured: float
+    predicted: float
+    contributions: Mapping[str, float]
+
+
+def gap_of(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> Gap | None:
+    """Of the parts of two engines; None where one of them was not profiled. A part that one lacks takes it 0 ms."""
+    D, M = _measured(dense.values()), _measured(mod.values())
+    predicted_D, predicted_M = (sum(row.predicted_ms for row in engine.values()) for engine in (dense, mod))
+    if not D or not M or not predicted_M:
+        return None
+    predicted = predicted_D / predicted_M
+
+    def beyond(row: PartRow | None) -> float:
+        return (row.measured_ms or 0.0) - row.predicted_ms if row else 0.0
+
+    contributions = {
+        part: (beyond(dense.get(part)) - predicted * beyond(mod.get(part))) / M for part in {**mod, **dense}
     }
+    return Gap(measured=D / M, predicted=predicted, contributions=contributions)
+
+
+def _measured(rows: Iterable[PartRow]) -> float | None:
+    """Milliseconds of a profiled engine; None for one that was not profiled."""
+    times = [row.measured_ms for row in rows]
+    known = [ms for ms in times if ms is not None]
+    return sum(known) if known and len(known) == len(times) else None

@@ -2,7 +2,7 @@
 
 Two loops one after the other measure the machine's drift (clocks, temperature, neighbours) as well as the models. Here
 every engine runs in every round, so what disturbs a round disturbs all of them, and a ratio taken over the rounds
-stays meaningful. What is timed is one `Runner.run` with its feeds in host memory: copies to a device and back count.
+stays meaningful.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ import contextlib
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mod_export.config import LatencyOptions
-from mod_export.engines.protocol import Runner
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RUNS_PER_ROUND", "Rounds", "balanced_rounds", "garbage_collector_off", "planned_looks", "run_orders"]
+__all__ = [
+    "RUNS_PER_ROUND",
+    "Rounds",
+    "balanced_rounds",
+    "garbage_collector_off",
+    "interleaved",
+    "planned_looks",
+    "run_orders",
+]
 
 NS_PER_MS = 1e6
 RUNS_PER_ROUND = 2
@@ -33,91 +40,81 @@ class Rounds:
     """Runs rounds and keeps every sample.
 
     Args:
-        runners: loaded engines.
-        feeds: input name -> array. A runner is given those that it has inputs for: a dense engine reads no lengths, and
-            some builders drop what nothing reads.
+        runs: one for each engine: what is timed.
         seed: of the run order.
-        outputs: names of the outputs to ask for; all by default.
-        after_round: called after each round, warm-up included, outside the timed part: for a progress bar.
     """
 
-    def __init__(
-        self,
-        runners: Sequence[Runner],
-        feeds: Mapping[str, NDArray[np.generic]],
-        *,
-        seed: int,
-        outputs: Sequence[str] | None = None,
-        after_round: Callable[[], None] | None = None,
-    ) -> None:
-        self._runners = runners
-        self._feeds = [{name: array for name, array in feeds.items() if name in runner.inputs} for runner in runners]
-        self._seed = seed
-        self._outputs = outputs
-        self._after_round = after_round
-        self._taken: list[list[float]] = []
-        self._orders = run_orders(RUNS_PER_ROUND * len(runners), seed)
+    def __init__(self, runs: Sequence[Callable[[], object]], seed: int) -> None:
+        self._runs, self._seed = runs, seed
+        self._samples_ms: list[list[float]] = []
+        self._orders = run_orders(RUNS_PER_ROUND * len(runs), seed)
         self.warmup = 0
 
     @property
     def block(self) -> int:
         """Rounds over which the run order is balanced."""
-        return balanced_rounds(RUNS_PER_ROUND * len(self._runners))
+        return balanced_rounds(RUNS_PER_ROUND * len(self._runs))
 
     @property
     def done(self) -> int:
         """Rounds sampled."""
-        return len(self._taken)
+        return len(self._samples_ms)
 
-    def samples_ms(self, runner: int) -> NDArray[np.float64]:
+    def samples_ms(self, engine: int) -> NDArray[np.float64]:
         """Milliseconds, float64 (rounds, RUNS_PER_ROUND). Which of the runs in a round came first is random."""
-        taken = np.array(self._taken, dtype=np.float64).reshape(self.done, RUNS_PER_ROUND, len(self._runners))
-        return taken[:, :, runner]
+        found = np.array(self._samples_ms, dtype=np.float64).reshape(self.done, RUNS_PER_ROUND, len(self._runs))
+        return found[:, :, engine]
 
     def warm_up(self, options: LatencyOptions, deadline: float) -> tuple[bool, ...]:
-        """Runs every runner once a round until each is stable: until the medians of the last two windows of
+        """Runs every engine once a round until each is stable: until the medians of the last two windows of
         `options.warmup` rounds agree. Gives up after `options.max_warmup` rounds or at the deadline
         (of `time.perf_counter`), but never before the first two windows.
 
         Returns:
-            For each runner, whether it became stable.
+            For each engine, whether it became stable.
         """
         window = options.warmup
-        taken: list[list[float]] = []
-        stable = (False,) * len(self._runners)
-        orders = run_orders(len(self._runners), self._seed)
-        while len(taken) < 2 * window or (
-            not all(stable) and len(taken) < options.max_warmup and time.perf_counter() < deadline
+        found: list[list[float]] = []
+        stable = (False,) * len(self._runs)
+        orders = run_orders(len(self._runs), self._seed)
+        while len(found) < 2 * window or (
+            not all(stable) and len(found) < options.max_warmup and time.perf_counter() < deadline
         ):
-            taken.append(self._round(next(orders)))
-            if len(taken) >= 2 * window:
-                earlier, later = np.median(taken[-2 * window : -window], axis=0), np.median(taken[-window:], axis=0)
+            found.append(self._round(next(orders)))
+            if len(found) >= 2 * window:
+                earlier, later = np.median(found[-2 * window : -window], axis=0), np.median(found[-window:], axis=0)
                 stable = tuple(bool(off) for off in np.abs(later - earlier) <= options.warmup_tolerance * earlier)
-        self.warmup += len(taken)
+        self.warmup += len(found)
         return stable
 
     def sample(self, rounds: int) -> None:
         """Samples more rounds, in which every engine runs RUNS_PER_ROUND times."""
         for _ in range(rounds):
-            self._taken.append(self._round(next(self._orders)))
+            self._samples_ms.append(self._round(next(self._orders)))
 
     def _round(self, order: Sequence[int]) -> list[float]:
-        taken = [0.0] * len(order)
-        for run in order:
-            runner = run % len(self._runners)
+        found = [0.0] * len(order)
+        for index in order:
+            run = self._runs[index % len(self._runs)]
             begin = time.perf_counter_ns()
-            self._runners[runner].run(self._feeds[runner], self._outputs)
-            end = time.perf_counter_ns()
-            taken[run] = (end - begin) / NS_PER_MS
-        if self._after_round is not None:
-            self._after_round()
-        return taken
+            run()
+            found[index] = (time.perf_counter_ns() - begin) / NS_PER_MS
+        return found
+
+
+def interleaved(runs: Sequence[Callable[[], object]], options: LatencyOptions, seed: int) -> Rounds:
+    """Warms up, and takes `options.samples` samples of each."""
+    rounds = Rounds(runs, seed)
+    with garbage_collector_off():
+        rounds.warm_up(options, time.perf_counter() + options.max_seconds)
+        rounds.sample(planned_looks(options, rounds.block)[0])
+    return rounds
 
 
 def planned_looks(options: LatencyOptions, block: int) -> tuple[int, ...]:
     """Numbers of rounds after which samples are looked at: those for `samples`, then doubled up to `max_samples`.
 
-    Few and planned, because every look is a chance to stop by accident (`comparison.compare`).
+    Few and planned, because every look is a chance to stop by accident (`statistics.compare`).
     """
     most = _whole(max(options.samples, options.max_samples), block)
     found = [_whole(options.samples, block)]
@@ -127,7 +124,7 @@ def planned_looks(options: LatencyOptions, block: int) -> tuple[int, ...]:
 
 
 def _whole(samples: int, block: int) -> int:
-    """Rounds for this many samples of each runner, in whole blocks."""
+    """Rounds for this many samples of each engine, in whole blocks."""
     return -(-samples // (RUNS_PER_ROUND * block)) * block
 
 
@@ -135,7 +132,6 @@ def _whole(samples: int, block: int) -> int:
 def garbage_collector_off() -> Iterator[None]:
     """A collection in the middle of a sample would be counted as time of the engine that it hits."""
     was_on = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

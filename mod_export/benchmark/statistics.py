@@ -1,4 +1,4 @@
-"""Confidence intervals and spread of latency samples.
+"""What latency samples say: confidence intervals, spread, and whether one engine is faster than another.
 
 Samples that follow each other are alike: a neighbour on the same cores, or a clock that was lowered, stays for a while.
 An interval that takes them as independent is too narrow. The interval of a ratio is a bootstrap of *blocks* of
@@ -16,17 +16,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mod_export.config import LatencyOptions
+from mod_export.results.latency import Control, SpeedVerdict
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "Comparison",
     "Spread",
     "block_length",
+    "compare",
     "effective_size",
+    "gate_reached",
     "quantile_interval",
     "ratio_interval",
     "ratio_of_medians",
+    "settled",
     "spread_of",
+    "verdict_of",
 ]
 
 Z95 = 1.96
@@ -173,15 +181,10 @@ FENCE = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """What a median does not say.
+    """What a median does not say: fields of `LatencyRow`, and whether the drift is real.
 
-    Attributes:
-        cv: coefficient of variation: standard deviation over mean.
-        iqr_ms: interquartile range.
-        drift: median of the last third of the samples over that of the first third, minus 1.
-        drifts: whether the 95 % intervals of these two medians lie apart, which chance alone would do in less than one
-            of a hundred runs.
-        outliers: samples beyond the fences.
+    `drifts` where the 95 % intervals of the two medians lie apart, which chance alone would do in less than one of a
+    hundred runs.
     """
 
     cv: float
@@ -207,3 +210,59 @@ def spread_of(samples_ms: NDArray[np.float64]) -> Spread:
         and (bounds[0][1] < bounds[1][0] or bounds[1][1] < bounds[0][0]),
         outliers=int(np.sum((samples_ms < low - fence) | (samples_ms > high + fence))),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Dense over MoD, the control, and the verdict that both allow."""
+
+    measured: float
+    ci95: tuple[float, float]
+    control: Control
+    verdict: SpeedVerdict
+
+
+def compare(
+    dense_RT: NDArray[np.float64], mod_RT: NDArray[np.float64], options: LatencyOptions, *, looks: int, seed: int
+) -> Comparison:
+    """Compares latencies, float64 (rounds, runs in a round), milliseconds.
+
+    Samples are looked at `looks` times at most, and sampling stops when they look settled. So that chance is not
+    taken for a result, the 5 % of error that a 95 % interval may make are shared among all planned looks (Bonferroni):
+    with five of them each interval is one of 99 %, and with 95 % probability all of them hold at once, whichever is the
+    last. The control's interval is not corrected: sampling goes on while it misses 1, which can only help it to cover.
+    """
+    resampling = {"resamples": options.bootstrap, "seed": seed}
+    ci95 = ratio_interval(dense_RT, mod_RT, confidence=1 - 0.05 / looks, **resampling)
+    first_R1, second_R1 = mod_RT[:, :1], mod_RT[:, 1:]
+    ci99 = ratio_interval(first_R1, second_R1, confidence=0.99, **resampling)
+    control = Control(measured=ratio_of_medians(first_R1, second_R1), ci99=ci99, covers_one=ci99[0] <= 1 <= ci99[1])
+    return Comparison(
+        measured=ratio_of_medians(dense_RT, mod_RT),
+        ci95=ci95,
+        control=control,
+        verdict=verdict_of(ci95, options.resolution) if control.covers_one else "inconclusive",
+    )
+
+
+def verdict_of(ci95: tuple[float, float], resolution: float) -> SpeedVerdict:
+    """What follows from an interval of dense / MoD; nothing from one that is not a number."""
+    low, high = ci95
+    if low > 1:
+        return "faster"
+    return "not faster" if high < 1 + resolution else "inconclusive"
+
+
+def gate_reached(comparison: Comparison, gate: float) -> bool | None:
+    """Whether the whole interval reaches the gate, or none of it; None where the interval covers it."""
+    low, high = comparison.ci95
+    if not (math.isfinite(comparison.measured) and comparison.control.covers_one):
+        return None
+    return True if low >= gate else False if high < gate else None
+
+
+def settled(comparison: Comparison, gate: float | None, precision: float) -> bool:
+    """Whether verdict and gate are clear, and the ratio is known to within this share of it."""
+    low, high = comparison.ci95
+    clear = comparison.verdict != "inconclusive" and (gate is None or gate_reached(comparison, gate) is not None)
+    return clear and high - low <= precision * comparison.measured

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
 from mod_export.benchmark.speedup import gated_bucket
-from mod_export.results.base import PairRow
 from mod_export.results.latency import SpeedupRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.report import Verdict
@@ -32,7 +31,7 @@ def judge(
     """The verdict over everything that this machine can run.
 
     Args:
-        expected: every (target, bucket, dtype) that was built and can run here.
+        expected: the setting of every MoD engine that reads whole rows and can run here.
         buckets: all buckets of the build.
         parity: the rows of both models of all of them, because a ratio to a dense baseline that computes something else
             would mean nothing; None when parity was not asked for.
@@ -50,13 +49,20 @@ def judge(
         return Verdict(status="fail", reasons=(*reasons, nothing))
     if parity is not None:
         for kind in get_args(ModelKind):
-            of_kind = [row for row in parity if row.model == kind]
-            reasons += _missing(expected, of_kind, f"parity of the {kind} engine was not checked")
+            judged = {row.setting for row in parity}
+            reasons += [
+                f"{setting}: parity of the {kind} engine was not checked"
+                for setting in expected
+                if setting.of(kind) not in judged
+            ]
         reasons += [
-            f"{row.name} {row.model}: parity: {reason}" for row in parity if not row.passed for reason in _why(row)
+            f"{row.setting} {row.model}: parity: {reason}"
+            for row in parity
+            if not row.passed
+            for reason in row.reasons or ["failed, and the check gave no reason"]
         ]
     reasons += [
-        f"{row.name} {row.model}: causality: the spec says that nothing looks ahead, and changing the end of a text "
+        f"{row.setting} {row.model}: causality: the spec says that nothing looks ahead, and changing the end of a text "
         f"changed logits from position {row.earliest_change} on before the change"
         for row in causality
         if row.declared and not row.causal
@@ -67,28 +73,20 @@ def judge(
     return Verdict(status="fail" if reasons else "pass", reasons=tuple(reasons))
 
 
-def _missing(expected: Iterable[Setting], rows: Iterable[PairRow], what: str) -> list[str]:
-    present = {row.pair_key for row in rows}
-    keys = {(one.target, one.dtype, one.role, one.bucket.name): one for one in expected}
-    return [f"{setting}: {what}" for key, setting in keys.items() if key not in present]
-
-
 def _ungated(
     expected: Sequence[Setting], speedup: Sequence[SpeedupRow], gated: Bucket, min_speedup: float
 ) -> list[str]:
     required = [setting for setting in expected if setting.bucket == gated]
     if not required:
         return [f"{gated.name}: no target can run the largest bucket here, and the speed-up gate applies to it"]
-    return _missing(required, speedup, f"the speed-up was not measured, and the gate is {min_speedup:.2f}x")
-
-
-def _why(row: ParityRow) -> Sequence[str]:
-    return row.reasons or ("failed, and the check gave no reason",)
+    measured = {row.setting for row in speedup}
+    missing = f"the speed-up was not measured, and the gate is {min_speedup:.2f}x"
+    return [f"{setting}: {missing}" for setting in required if setting not in measured]
 
 
 def _too_slow(row: SpeedupRow) -> str:
     low, high = row.ci95
-    found = f"{row.name}: speed-up {row.measured:.3f}x (95 % interval {low:.3f} to {high:.3f})"
+    found = f"{row.setting}: speed-up {row.measured:.3f}x (95 % interval {low:.3f} to {high:.3f})"
     if row.gate is None or not math.isfinite(row.measured):
         return f"{found} is not a number"
     gate = f"the gate of {row.gate:.2f}x"

@@ -26,7 +26,7 @@ def validate(
     folder: Path, targets: Sequence[str], config_file: Path | None, checkpoint: Path | None, verbosity: int
 ) -> int:
     """Check a build folder again: files, weights, parity and causality, without the checkpoint."""
-    from mod_export.report.validate_and_bench import render_validation, text_lines
+    from mod_export.report.text import render_validation
     from mod_export.rerun import validate_folder
     from mod_export.results.generation import QualityRow, TextsRow
     from mod_export.results.parity import ParityRow
@@ -36,8 +36,15 @@ def validate(
     with _live_line("validate", verbosity):
         found = validate_folder(folder, config, targets, checkpoint)
     rows = found.rows
-    notes = [*found.notes, *text_lines(rows(TextsRow), rows(QualityRow))]
-    text = render_validation(rows(StructureRow), rows(ParityRow), rows(CausalityRow), found.verdict, notes)
+    text = render_validation(
+        rows(StructureRow),
+        rows(ParityRow),
+        rows(CausalityRow),
+        rows(TextsRow),
+        rows(QualityRow),
+        found.verdict,
+        found.notes,
+    )
     click.echo(text, nl=False)
     return 0 if found.verdict.status == "pass" else GATE_FAILED
 
@@ -49,19 +56,14 @@ def validate(
 @command
 def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbosity: int) -> int:
     """Measure the latency of a build folder against its dense baseline again."""
-    from mod_export.report.validate_and_bench import render_precision, render_prompts, render_speedup, render_steps
+    from mod_export.report.text import render_bench
     from mod_export.rerun import bench_folder
-    from mod_export.results.generation import DecodeRow, FirstTokenRow
-    from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
+    from mod_export.results.base import PairRow
 
     config = config_of(config_file) if config_file else None
     with _live_line("bench", verbosity):
         found = bench_folder(folder, config, targets)
-    rows = found.rows
-    click.echo(render_speedup(rows(LatencyRow), rows(SpeedupRow), found.verdict), nl=False)
-    click.echo(render_precision(rows(PrecisionRow)), nl=False)
-    click.echo(render_steps(rows(DecodeRow)), nl=False)
-    click.echo(render_prompts(rows(FirstTokenRow)), nl=False)
+    click.echo(render_bench(found.rows(PairRow), found.verdict), nl=False)
     return 0 if found.verdict.status == "pass" else GATE_FAILED
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mod_export.benchmark.products import PARTS
+from mod_export.benchmark.model_parts import PARTS
 from mod_export.report.charts import part_text
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import bytes_text, count_text, flops_text, percent_text, ratio_text

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from mod_export.benchmark.explain import Gap, GapRow, gaps_of
+from mod_export.benchmark.profile import Gap, by_engine, gap_of
 from mod_export.report.charts import (
     MODELS,
     NAMES,
@@ -26,14 +26,9 @@ from mod_export.report.charts import (
     plot,
     stack,
 )
-from mod_export.report.wording import (
-    flops_text,
-    ms_text,
-    setting_text,
-    threads_text,
-)
+from mod_export.report.wording import flops_text, ms_text, threads_text
 from mod_export.results.cost import CostRow, PartRow, Roofline
-from mod_export.types import ModelKind
+from mod_export.types import ModelKind, Setting
 
 __all__ = ["TimeFigure", "flops_figures", "roofline_figures", "time_figures"]
 
@@ -43,7 +38,8 @@ CLOCK_MS = 1e-6
 
 def flops_figures(rows: Sequence[CostRow]) -> dict[str, Markup]:
     """Bucket -> FLOPs by part, the dense model first, on an axis that starts at 0."""
-    return {bucket: _flops_figure([row for row in rows if row.bucket == bucket]) for bucket in _unique(rows, "bucket")}
+    buckets = dict.fromkeys(row.bucket for row in rows)
+    return {bucket: _flops_figure([row for row in rows if row.bucket == bucket]) for bucket in buckets}
 
 
 def _flops_figure(rows: Iterable[CostRow]) -> Markup:
@@ -73,39 +69,29 @@ class TimeFigure:
     tell every part of both engines.
     """
 
-    target: str
-    bucket: str
-    dtype: str
+    setting: Setting
     chart: Markup
     measured_ms: Mapping[str, float]
     rows: Mapping[str, Mapping[ModelKind, PartRow]]
     profilers: tuple[str, ...]
     gap: Gap | None
 
-    @property
-    def name(self) -> str:
-        """ort-cpu b1s512 float32."""
-        return f"{self.target} {self.bucket} {self.dtype}"
-
-    def gap_of(self, part: str) -> GapRow | None:
-        """What one part adds to the gap."""
-        return next((row for row in self.gap.rows if row.part == part), None) if self.gap else None
-
 
 def time_figures(rows: Sequence[PartRow]) -> tuple[TimeFigure, ...]:
     """One for each setting that has parts: predicted above measured, dense before MoD."""
-    keys = dict.fromkeys((row.target, row.bucket, row.dtype) for row in rows)
+    engines = by_engine(rows)
     return tuple(
-        _time_figure([row for row in rows if (row.target, row.bucket, row.dtype) == key], *key) for key in keys
+        _time_figure(setting, {model: engines.get(setting.of(model), {}) for model in MODELS})
+        for setting in dict.fromkeys(engine.of("mod") for engine in engines)
     )
 
 
-def _time_figure(rows: Sequence[PartRow], target: str, bucket: str, dtype: str) -> TimeFigure:
+def _time_figure(setting: Setting, engines: Mapping[ModelKind, Mapping[str, PartRow]]) -> TimeFigure:
     times: list[tuple[ModelKind, str, dict[str, float]]] = []
-    for model in MODELS:
-        own = [row for row in rows if row.model == model]
-        times.append((model, "predicted", {row.part: row.predicted_ms for row in own}))
-        times.append((model, "measured", {row.part: row.measured_ms for row in own if row.measured_ms is not None}))
+    for model, own in engines.items():
+        predicted = {part: row.predicted_ms for part, row in own.items()}
+        measured = {part: row.measured_ms for part, row in own.items() if row.measured_ms is not None}
+        times += [(model, "predicted", predicted), (model, "measured", measured)]
     times = [(model, how, parts) for model, how, parts in times if parts]
     axis = axis_from_zero((sum(parts.values()) for _, _, parts in times), smallest=CLOCK_MS, unit=" ms")
     lanes = (
@@ -118,15 +104,14 @@ def _time_figure(rows: Sequence[PartRow], target: str, bucket: str, dtype: str) 
         )
         for model, how, parts in times
     )
+    rows = [row for own in engines.values() for row in own.values()]
     return TimeFigure(
-        target=target,
-        bucket=bucket,
-        dtype=dtype,
+        setting=setting,
         chart=lanes_chart(lanes, axis),
         measured_ms={NAMES[model]: sum(parts.values()) for model, how, parts in times if how == "measured"},
-        rows={part: {row.model: row for row in rows if row.part == part} for part in _unique(rows, "part")},
-        profilers=tuple(profiler for profiler in _unique(rows, "profiler") if profiler),
-        gap=next(iter(gaps_of(rows)), None),
+        rows={row.part: {model: own[row.part] for model, own in engines.items() if row.part in own} for row in rows},
+        profilers=tuple(dict.fromkeys(row.profiler for row in rows if row.profiler)),
+        gap=gap_of(engines["dense"], engines["mod"]),
     )
 
 
@@ -157,7 +142,7 @@ def _roofline_figure(roof: Roofline, parts: Sequence[PartRow]) -> Markup:
             x.place(intensity),
             f"{100 - y.clamped(gflops):.2f}%",
             5,
-            f"{setting_text(part)} {NAMES[part.model]} {part_text(part.part)}: {gflops:.1f} GFLOP/s at "
+            f"{part.setting} {NAMES[part.model]} {part_text(part.part)}: {gflops:.1f} GFLOP/s at "
             f"{intensity:.1f} FLOP/byte",
         )
         for part, intensity, gflops in reached
@@ -173,7 +158,3 @@ def _roofline_figure(roof: Roofline, parts: Sequence[PartRow]) -> Markup:
         y_name="GFLOP/s",
         marks=[*roof_lines, *dots],
     )
-
-
-def _unique(rows: Iterable[object], field: str) -> list[str]:
-    return list(dict.fromkeys(getattr(row, field) for row in rows))

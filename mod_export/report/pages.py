@@ -1,5 +1,6 @@
-"""The frame of every page of mod-export: self-contained, no network, the reader's own fonts, one small script.
+"""report.html, and the frame that it shares with the pages of sweep and inspect.
 
+A page is self-contained: no network, the reader's own fonts, one small script.
 The template engine escapes text. The content security policy allows the page's own styles and the one script whose hash
 it names. Everything can be read without the script, which lets a reader point at a sample or a token.
 """
@@ -8,42 +9,114 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import tomli_w
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
+from pydantic import JsonValue
 
-from mod_export.benchmark.cost import PARTS
+from mod_export.benchmark.model_parts import PARTS
+from mod_export.report import result_tables
 from mod_export.report.charts import NAMES, part_class, part_text
-from mod_export.report.summary import agreement_by_input
+from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
+from mod_export.report.parity_figures import error_figure, executed_figure, layers_figure, layers_legend, token_maps
+from mod_export.report.speed_figures import latency_figures, speedup_figure, step_figure, step_legend
+from mod_export.report.summary import (
+    agreement_by_input,
+    broken_controls,
+    deployments,
+    gains,
+    parity_of,
+    precisions,
+    samplings,
+    settings_of,
+    untried_targets,
+)
+from mod_export.report.tables import table_of
+from mod_export.report.text import generation_lines
 from mod_export.report.wording import (
     agreement_text,
     bytes_text,
     ci_text,
     count_text,
+    difference_text,
     error_text,
     flops_text,
     interval_text,
     ms_text,
     percent_text,
     printable,
-    ratio_interval_text,
     ratio_text,
-    setting_text,
     share_text,
+    slots_text,
     threads_text,
     token_text,
     value_text,
     verdicts_text,
 )
+from mod_export.results.report import BuildReport
+from mod_export.types import Setting
 
-__all__ = ["light_colours", "render_page"]
+__all__ = ["light_colours", "render_html", "render_page"]
 
 DARK = "@media screen and (prefers-color-scheme: dark)"
+
+
+def render_html(report: BuildReport) -> str:
+    """The report as one page."""
+    settings, steps, prompts = (settings_of(report, role) for role in ("forward", "decode", "prefill"))
+    whole, written = parity_of(report, forward=True), parity_of(report, forward=False)
+    found, generation = gains(report), report.generation
+    return render_page(
+        __package__,
+        "templates/report.html.j2",
+        report=report,
+        parity=whole,
+        parity_table=table_of((result_tables.NAMED, *result_tables.PARITY), whole),
+        written_parity=written,
+        written_parity_table=table_of((result_tables.NAMED, *result_tables.PARITY), written),
+        config_toml=tomli_w.dumps(_without_null(report.config)),
+        spec_json=json.dumps(report.model.spec, indent=2),
+        settings=settings,
+        gains=found,
+        difference=difference_text(found.routed - found.agreed, found.faults),
+        samplings=samplings(report),
+        broken_controls=broken_controls(report),
+        deployments=deployments(report),
+        untried=untried_targets(report),
+        speedup=speedup_figure(report.speedup),
+        speedup_table=table_of((result_tables.NAMED, *result_tables.COMPARED), [one for one in settings if one.speed]),
+        precision_table=table_of(result_tables.PRECISION, precisions(report)),
+        slots=slots_text(generation.capacity or {}) if generation else "",
+        steps_table=table_of((result_tables.NAMED, *result_tables.STEPS), steps),
+        step_charts=[(one, step_figure(one)) for one in steps if one.speed],
+        step_legend=step_legend(),
+        prompts_table=table_of((result_tables.NAMED, result_tables.OUTCOME, *result_tables.PROMPTS_TIMED), prompts),
+        generation_lines=generation_lines(generation, steps) if generation else (),
+        executed=executed_figure(generation) if generation else "",
+        latency=latency_figures(settings),
+        errors=error_figure(whole),
+        layers=[(row, layers_figure(row)) for row in whole if row.routing.layers],
+        layers_legend=layers_legend(),
+        maps=token_maps(report.routing_maps),
+        flops=flops_figures(report.cost),
+        times=time_figures(report.parts),
+        rooflines=roofline_figures(report.roofline, report.parts),
+        total_bytes=sum(artifact.bytes for artifact in report.artifacts),
+    )
+
+
+def _without_null(value: Mapping[str, JsonValue]) -> dict[str, Any]:
+    """TOML has no null: a key that is absent says the same."""
+    return {
+        key: _without_null(item) if isinstance(item, dict) else item for key, item in value.items() if item is not None
+    }
 
 
 def render_page(package: str, template: str, **values: Any) -> str:
@@ -99,8 +172,6 @@ def _environment() -> Environment:
         "part_class": part_class,
         "percent": percent_text,
         "ratio": ratio_text,
-        "ratio_interval": ratio_interval_text,
-        "setting": setting_text,
         "share": share_text,
         "thousands": "{:,}".format,
         "threads": threads_text,
@@ -113,4 +184,5 @@ def _environment() -> Environment:
 
 def _cleaned(value: Any) -> Any:
     """Takes control characters and the like out of what came from outside; markup of our own passes."""
-    return printable(value, keep="\n") if isinstance(value, str) and not isinstance(value, Markup) else value
+    outside = isinstance(value, str | Setting) and not isinstance(value, Markup)
+    return printable(str(value), keep="\n") if outside else value

@@ -24,11 +24,7 @@ from mod_export.report.charts import (
     stretched,
     upright,
 )
-from mod_export.report.wording import (
-    agreement_text,
-    error_text,
-    setting_text,
-)
+from mod_export.report.wording import agreement_text, error_text
 from mod_export.results.generation import GenerationReport
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import MapLayer, RoutingMap
@@ -62,7 +58,7 @@ def error_figure(rows: Sequence[ParityRow]) -> Markup:
     lanes = []
     for row in rows:
         rounding = "" if row.rounding_error is None else f"rounding error {error_text(row.rounding_error)}, "
-        setting = f"{setting_text(row)} {NAMES[row.model]}"
+        setting = f"{row.setting} {NAMES[row.model]}"
         lanes.append(
             Lane(
                 name=html("{}", setting),

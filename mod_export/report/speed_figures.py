@@ -28,17 +28,15 @@ from mod_export.report.charts import (
     stretched,
     upright,
 )
-from mod_export.report.generation import Steps
-from mod_export.report.summary import Setting
+from mod_export.report.summary import Found
 from mod_export.report.wording import (
     interval_text,
     ms_text,
     ratio_text,
-    setting_text,
 )
 from mod_export.results.generation import DecodeRow
 from mod_export.results.latency import LatencyRow, SpeedupRow
-from mod_export.types import ModelKind
+from mod_export.types import ModelKind, Setting
 
 __all__ = ["CLOCK_MS", "LatencyFigure", "latency_figures", "speedup_figure", "step_figure", "step_legend"]
 
@@ -59,14 +57,14 @@ def speedup_figure(rows: Sequence[SpeedupRow]) -> Markup:
     axis = axis_around([1.0, *(number for row in rows for number in _speedup_numbers(row))], "{:g}x".format)
     lanes = (
         Lane(
-            name=html("{}<br><b>{}</b>", setting_text(row), interval_text(row)),
+            name=html("{}<br><b>{}</b>", row.setting, interval_text(row)),
             told=_speedup_told(row),
             height=48,
             marks=[
                 upright("one", axis.place(1.0), 0, "100%"),
                 upright("gate", axis.place(row.gate), 4, 44),
-                flat("control", *_placed(axis, row.control.ci99 if row.control else None), 40),
-                flat("interval", *_placed(axis, row.ci95), 20),
+                flat("control", axis.place(row.control.ci99[0]), axis.place(row.control.ci99[1]), 40),
+                flat("interval", axis.place(row.ci95[0]), axis.place(row.ci95[1]), 20),
                 dot("point", axis.place(row.measured), 20, 5),
                 dot("predicted", axis.place(row.predicted_flops), 20, 8),
                 dot("predicted roofline", axis.place(row.predicted_roofline), 20, 8),
@@ -85,21 +83,15 @@ def speedup_figure(rows: Sequence[SpeedupRow]) -> Markup:
     return legend(signs) + lanes_chart(lanes, axis)
 
 
-def _placed(axis: Axis, interval: tuple[float, float] | None) -> tuple[float | None, float | None]:
-    return (axis.place(interval[0]), axis.place(interval[1])) if interval else (None, None)
-
-
 def _speedup_numbers(row: SpeedupRow) -> Iterable[float | None]:
-    control = row.control.ci99 if row.control else ()
-    return (row.measured, *row.ci95, row.predicted_flops, row.predicted_roofline, row.gate, *control)
+    return (row.measured, *row.ci95, row.predicted_flops, row.predicted_roofline, row.gate, *row.control.ci99)
 
 
 def _speedup_told(row: SpeedupRow) -> str:
     roofline = "" if row.predicted_roofline is None else f", by the roofline {ratio_text(row.predicted_roofline)}"
-    control = f"; control {ratio_text(row.control.measured)}" if row.control else ""
     return (
-        f"{setting_text(row)}: speed-up {interval_text(row)}, {row.verdict or 'not judged'}; predicted by FLOPs "
-        f"{ratio_text(row.predicted_flops)}{roofline}{control}"
+        f"{row.setting}: speed-up {interval_text(row)}, {row.verdict}; predicted by FLOPs "
+        f"{ratio_text(row.predicted_flops)}{roofline}; control {ratio_text(row.control.measured)}"
     )
 
 
@@ -125,13 +117,13 @@ class LatencyFigure:
         return any(row.flags for row in self.rows)
 
 
-def latency_figures(settings: Iterable[Setting]) -> tuple[LatencyFigure, ...]:
+def latency_figures(settings: Iterable[Found]) -> tuple[LatencyFigure, ...]:
     """One for each setting that was sampled, the dense model first."""
-    return tuple(_latency_figure(setting) for setting in settings if setting.latency)
+    return tuple(_latency_figure(one.setting, rows) for one in settings if (rows := one.of(LatencyRow)))
 
 
-def _latency_figure(setting: Setting) -> LatencyFigure:
-    rows = tuple(sorted(setting.latency, key=lambda row: MODELS.index(row.model)))
+def _latency_figure(setting: Setting, found: Iterable[LatencyRow]) -> LatencyFigure:
+    rows = tuple(sorted(found, key=lambda row: MODELS.index(row.model)))
     axis = axis_from_zero((sample for row in rows for sample in row.samples_ms), smallest=CLOCK_MS, unit=" ms")
     drawn = [row for row in rows if row.samples_ms and row.p50_ms > 0]
     shares = [sample / row.p50_ms for row in drawn for sample in row.samples_ms if math.isfinite(sample)]
@@ -184,10 +176,9 @@ def _lane_in_order(row: LatencyRow, low: float, high: float) -> Lane:
     beyond = sum(not low <= sample / row.p50_ms <= high for sample in row.samples_ms)
     outside = html("<br><small>{} outside, drawn at the edge</small>", beyond) if beyond else ""
     path = "M" + "L".join(f"{x:.4g} {y:.4g}" for x, y in points) if points else ""
-    drift = "" if row.drift is None else f", drift {100 * row.drift:+.1f} %"
     return Lane(
         name=html("{}{} in order{}", key(row.model), NAMES[row.model], outside),
-        told=f"{NAMES[row.model]}: {count:,} samples in order{drift}",
+        told=f"{NAMES[row.model]}: {count:,} samples in order, drift {100 * row.drift:+.1f} %",
         height=56,
         marks=[
             stretched([("grid", f"M0 {height(row.p50_ms):.4g}H100"), (f"series {row.model}", path)], (100, 100), 0, 56),
@@ -217,11 +208,14 @@ def _edges(count: int) -> Iterable[tuple[int, int]]:
     return itertools.pairwise(count * index // bins for index in range(bins + 1))
 
 
-def step_figure(steps: Steps, row: DecodeRow) -> Markup:
-    """Milliseconds of a step of one decode bucket, beside those that memory takes for the bytes."""
+def step_figure(steps: Found) -> Markup:
+    """Milliseconds of a step of one decode bucket, beside those that memory takes for the bytes; empty if untimed."""
+    row, bucket = steps.speed, steps.setting.bucket
+    if not isinstance(row, DecodeRow):
+        return Markup()
     bound_ms: Mapping[ModelKind, float] = row.predicted_ms or {}
     axis = axis_from_zero([*row.ms.values(), *bound_ms.values()], smallest=CLOCK_MS, unit=" ms")
-    texts = f"{steps.batch} text{'' if steps.batch == 1 else 's'} of {steps.tokens} tokens"
+    texts = f"{bucket.batch} text{'' if bucket.batch == 1 else 's'} of {bucket.seq} tokens"
     lanes = []
     for model in MODELS:
         ms, bound = ms_text(row.ms[model]), bound_ms.get(model)

@@ -1,12 +1,15 @@
-"""Tables as text: one look on every terminal, in files and in logs, for the report, the sweep and inspect.
+"""Tables: what a column shows is said once, for terminals, for logs and for pages.
 
-`table_lines` never wraps. `fitted_table` stacks columns where the terminal is too narrow for them side by side.
+`table_of` fills a table from columns. A log gets lines that never wrap (`lines_of`), a terminal gets columns that are
+stacked where it is too narrow for them side by side (`fitted_table`), and a page the same cells (`macros.html.j2`).
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -14,14 +17,77 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["BAD", "GOOD", "HEAD", "QUIET", "UNBOUNDED", "fitted_table", "judged_text", "table_lines"]
+__all__ = [
+    "BAD",
+    "GOOD",
+    "QUIET",
+    "UNBOUNDED",
+    "Cell",
+    "Column",
+    "ResultTable",
+    "fitted_table",
+    "judged",
+    "lines_of",
+    "table_lines",
+    "table_of",
+]
 
 UNBOUNDED = 10_000
 """Columns of a console that never wraps."""
 HEAD = box.Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
 """A rule below the head, and another above the total where there is one."""
 GOOD, BAD, QUIET = "green", "bold red", "dim"
-Cell = str | Text
+State = Literal["", "pass", "fail", "warn", "none"]
+"""Of a cell that judges something; classes of page.css."""
+STYLES: dict[State, str] = {"pass": GOOD, "fail": BAD}
+Row = TypeVar("Row", contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`note` is small print beside the text, on pages only; `state` gives it a colour."""
+
+    text: str
+    note: str = ""
+    state: State = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[Row]):
+    """What a column is called, and what it shows of a row. Numbers are aligned to the right."""
+
+    name: str
+    cell: Callable[[Row], Cell | str]
+    number: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ResultTable:
+    """Heads, which of the columns hold numbers, and the cells."""
+
+    heads: tuple[str, ...]
+    numbers: tuple[bool, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def table_of(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> ResultTable:
+    """One line for each row."""
+    cells = (tuple(column.cell(row) for column in columns) for row in rows)
+    return ResultTable(
+        tuple(column.name for column in columns),
+        tuple(column.number for column in columns),
+        tuple(tuple(Cell(one) if isinstance(one, str) else one for one in line) for line in cells),
+    )
+
+
+def judged(passed: bool | None) -> Cell:
+    """The outcome of gates; a dash where nothing was judged."""
+    return Cell("-") if passed is None else Cell("pass", state="pass") if passed else Cell("FAIL", state="fail")
+
+
+def lines_of(table: ResultTable) -> list[str]:
+    """A table as lines of plain text, as wide as it needs to be."""
+    return _lines(_table(table.heads, [[Text(cell.text) for cell in row] for row in table.rows], table.numbers))
 
 
 def table_lines(
@@ -31,7 +97,7 @@ def table_lines(
     numbers_from: int | None = None,
     total: Sequence[str] | None = None,
 ) -> list[str]:
-    """A table as lines of plain text, as wide as it needs to be.
+    """Lines of plain text from heads and cells.
 
     Args:
         columns: heads.
@@ -39,35 +105,29 @@ def table_lines(
         numbers_from: the first column that is aligned to the right, as are all after it.
         total: a last row below a rule.
     """
-    table = _table(columns, rows, numbers_from, total)
-    file = io.StringIO()
-    Console(file=file, width=UNBOUNDED, color_system=None).print(table, highlight=False, markup=False, emoji=False)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
+    first = len(columns) if numbers_from is None else numbers_from
+    return _lines(_table(columns, rows, [index >= first for index in range(len(columns))], total))
 
 
 def fitted_table(
-    rows: Sequence[Sequence[Text]], numbers_from: int, stacks: Sequence[Sequence[int]], console: Console
+    table: ResultTable, stacks: Sequence[Sequence[int]], console: Console, clean: Callable[[str], str]
 ) -> Table:
     """A table for a terminal.
 
     Args:
-        rows: the first one is the head; all have the same number of cells.
-        numbers_from: the first column that is aligned to the right, as are all after it.
+        table: the cells.
         stacks: which columns stand on top of each other where the console is too narrow for all of them.
         console: that it will be printed on.
+        clean: makes text from elsewhere safe for this console.
     """
-    table = _table(rows[0], rows[1:], numbers_from)
-    if Measurement.get(console, console.options.update(width=UNBOUNDED), table).maximum <= console.width:
-        return table
-    head, *body, last = [_stacked(row, stacks) for row in rows]
+    rows = [[Text(clean(cell.text), style=STYLES.get(cell.state, "")) for cell in row] for row in table.rows]
+    wide = _table(table.heads, rows, table.numbers)
+    if Measurement.get(console, console.options.update(width=UNBOUNDED), wide).maximum <= console.width:
+        return wide
+    head, *body, last = [_stacked(row, stacks) for row in [[Text(name) for name in table.heads], *rows]]
     for row in body:
         row[0].append("\n")
-    return _table(head, [*body, last], numbers_from=len(stacks))
-
-
-def judged_text(text: str, passed: bool | None) -> Text:
-    """In the colour of an outcome; None has none."""
-    return Text(text, style={None: "", True: GOOD, False: BAD}[passed])
+    return _table(head, [*body, last], [False] * len(stacks))
 
 
 def _stacked(row: Sequence[Text], stacks: Sequence[Sequence[int]]) -> list[Text]:
@@ -78,10 +138,10 @@ def _stacked(row: Sequence[Text], stacks: Sequence[Sequence[int]]) -> list[Text]
 
 
 def _table(
-    columns: Sequence[Cell],
-    rows: Sequence[Sequence[Cell]],
-    numbers_from: int | None,
-    total: Sequence[Cell] | None = None,
+    columns: Sequence[str | Text],
+    rows: Sequence[Sequence[str | Text]],
+    numbers: Sequence[bool],
+    total: Sequence[str] | None = None,
 ) -> Table:
     table = Table(
         box=HEAD,
@@ -91,15 +151,20 @@ def _table(
         header_style="bold",
         show_footer=total is not None,
     )
-    first = len(columns) if numbers_from is None else numbers_from
-    for index, (head, foot) in enumerate(zip(columns, total or [""] * len(columns), strict=True)):
-        justify = "right" if index >= first else "left"
+    for head, foot, number in zip(columns, total or [""] * len(columns), numbers, strict=True):
+        justify = "right" if number else "left"
         table.add_column(_text(head), _text(foot), no_wrap=True, justify=justify)  # type: ignore[arg-type]  # A str to mypy.
     for row in rows:
         table.add_row(*map(_text, row))
     return table
 
 
-def _text(cell: Cell) -> Text:
+def _text(cell: str | Text) -> Text:
     # What is no Text yet may come from outside, and rich would read [brackets] in it as its own markup.
     return Text(cell) if isinstance(cell, str) else cell
+
+
+def _lines(table: Table) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=UNBOUNDED, color_system=None).print(table, highlight=False, markup=False, emoji=False)
+    return [line.rstrip() for line in file.getvalue().splitlines()]

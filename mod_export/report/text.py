@@ -1,4 +1,4 @@
-"""The report on a console: for a person at a terminal, and for a log.
+"""Results as text: the report on a console, and what `mod-export validate` and `bench` print.
 
 Colour and width follow the terminal, NO_COLOR is honoured, and what is not a terminal gets lines that never wrap.
 The text is ASCII but for names that came in from outside.
@@ -8,50 +8,42 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import IO
+from typing import IO, TypeVar
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mod_export.report.generation import generation_parts
-from mod_export.report.summary import (
-    Setting,
-    Untried,
-    forward_parity,
-    gains,
-    precision_lines,
-    settings_of,
-    untried_targets,
-)
-from mod_export.report.tables import BAD, GOOD, QUIET, UNBOUNDED, fitted_table, judged_text
+from mod_export.report import result_tables as shown
+from mod_export.report.charts import MODELS
+from mod_export.report.summary import Found, Untried, gains, parity_of, precisions, settings_of, untried_targets
+from mod_export.report.tables import BAD, GOOD, QUIET, UNBOUNDED, Column, fitted_table, lines_of, table_of
 from mod_export.report.wording import (
     agreement_text,
+    bytes_text,
     count_text,
     difference_text,
-    error_text,
-    interval_text,
-    ms_text,
     printable,
-    ratio_text,
-    setting_text,
+    quality_text,
+    slots_text,
     threads_text,
 )
-from mod_export.results.latency import LatencyRow, SpeedupRow
-from mod_export.results.report import BuildReport
+from mod_export.results.base import PairRow
+from mod_export.results.generation import DecodeRow, GenerationReport, QualityRow, TextsRow
+from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
+from mod_export.results.parity import ParityRow
+from mod_export.results.report import BuildReport, Verdict
+from mod_export.results.structure import CausalityRow, StructureRow
 
-__all__ = ["control_text", "disturbance_lines", "print_report", "reason_lines", "render_text"]
+__all__ = ["generation_lines", "print_report", "render_bench", "render_text", "render_validation"]
 
-COLUMNS = (
-    "target", "bucket", "dtype", "parity", "routing agreement", "max error", "dense ms", "MoD ms",
-    "speed-up [95 %]", "verdict", "predicted (FLOPs)", "efficiency",
-)  # fmt: skip
-FIRST_NUMBER = 4
-STACKS = ((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11))
-"""Which columns stand on top of each other where the terminal is too narrow for all of them."""
 Cleaner = Callable[[str], str]
+Parts = list[Table | Text]
+Row = TypeVar("Row")
+TIMED = 8
+"""Columns of PRECISION that `bench` fills; the others judge."""
 
 
 def print_report(report: BuildReport, folder: str, file: IO[str] | None = None) -> None:
@@ -82,14 +74,26 @@ def render_text(
 
 def _print(report: BuildReport, folder: str, console: Console, encoding: str) -> None:
     clean = partial(printable, encoding=encoding)
-    parts: list[Table | Text] = [_headline(report, clean), Text()]
-    settings = settings_of(report)
+    parts: Parts = [_headline(report, clean), Text()]
+    settings = settings_of(report, "forward")
+
+    def fitted(columns: Sequence[Column[Row]], rows: Iterable[Row], stacks: Sequence[Sequence[int]]) -> Parts:
+        return [fitted_table(table_of(columns, rows), stacks, console, clean), Text()]
+
     if settings:
-        parts += [_table(settings, clean, console), Text(), *_conditions(report, clean), Text()]
-    parts += generation_parts(report, clean, console)
+        parts += fitted(shown.WHOLE_TEXTS, settings, shown.STACKS)
+        parts += [*_quiet(_conditions(report), clean), Text()]
+    if report.precision:
+        parts += [Text("Lower precision", "bold"), Text()]
+        parts += fitted(shown.PRECISION, precisions(report), shown.PRECISION_STACKS)
+    parts += _generation(report, clean, fitted)
     parts += _not_run(untried_targets(report), clean)
     parts += _verdict(report, folder, clean)
     console.print(Group(*parts), highlight=False, markup=False, emoji=False)
+
+
+def _quiet(lines: Sequence[str], clean: Cleaner) -> list[Text]:
+    return [Text(clean(line), style=QUIET) for line in lines]
 
 
 def _headline(report: BuildReport, clean: Cleaner) -> Text:
@@ -100,33 +104,10 @@ def _headline(report: BuildReport, clean: Cleaner) -> Text:
     )
 
 
-def _table(settings: Sequence[Setting], clean: Cleaner, console: Console) -> Table:
-    rows = [[Text(head) for head in COLUMNS], *(_cells(setting, clean) for setting in settings)]
-    return fitted_table(rows, FIRST_NUMBER, STACKS, console)
-
-
-def _cells(setting: Setting, clean: Cleaner) -> list[Text]:
-    dense, mod, speedup = setting.of_model("dense"), setting.of_model("mod"), setting.speedup
-    return [
-        Text(clean(setting.target)),
-        Text(clean(setting.bucket)),
-        Text(setting.dtype),
-        judged_text({None: "-", True: "pass", False: "FAIL"}[setting.parity_passed], setting.parity_passed),
-        Text(agreement_text(setting.routing) if setting.routing else "-"),
-        Text(error_text(setting.error.max_abs) if setting.error else "-"),
-        Text(ms_text(dense.p50_ms) if dense else "-"),
-        Text(ms_text(mod.p50_ms) if mod else "-"),
-        judged_text(interval_text(speedup), speedup.passed) if speedup else Text("-"),
-        Text(speedup.verdict if speedup else "-"),
-        Text(ratio_text(speedup.predicted_flops) if speedup else "-"),
-        Text(f"{speedup.efficiency:.2f}" if speedup else "-"),
-    ]
-
-
-def _conditions(report: BuildReport, clean: Cleaner) -> list[Text]:
+def _conditions(report: BuildReport) -> list[str]:
     """The conditions that the numbers hold for."""
     lines = []
-    parity = forward_parity(report)
+    parity = parity_of(report, forward=True)
     if parity:
         kinds = ", ".join(dict.fromkeys(kind for row in parity for kind in row.inputs))
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
@@ -144,10 +125,8 @@ def _conditions(report: BuildReport, clean: Cleaner) -> list[Text]:
     if report.speedup:
         gate = f"; gate {gated[0].gate:.2f}x at {gated[0].bucket}" if gated else "; no gate on speed-up"
         lines.append(f"speed-up: median dense / median MoD, with a 95 % bootstrap interval{gate}")
-        lines.append(f"control: {control_text(report.speedup)}")
-    lines += precision_lines(report)
-    lines += [*reason_lines(report.speedup), *disturbance_lines(report.latency)]
-    return [Text(clean(line), style=QUIET) for line in lines]
+        lines.append(f"control: {_control(report.speedup)}")
+    return [*lines, *_reasons(report.speedup), *_disturbances(report.latency)]
 
 
 def _sampled(rows: Sequence[LatencyRow]) -> list[str]:
@@ -157,13 +136,100 @@ def _sampled(rows: Sequence[LatencyRow]) -> list[str]:
         counts.setdefault((row.target, row.providers, row.threads), []).append(len(row.samples_ms))
     return [
         f"latency: {target} on {', '.join(providers)}, {threads_text(threads)}, "
-        f"{_range(min(found), max(found))} interleaved samples"
+        f"{min(found):,}{f' to {max(found):,}' if max(found) > min(found) else ''} interleaved samples"
         for (target, providers, threads), found in counts.items()
     ]
 
 
-def _range(low: int, high: int) -> str:
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+def _control(rows: Sequence[SpeedupRow]) -> str:
+    """In how many settings the control covers 1, and how far from 1 the worst one is, of one or more rows."""
+    controls = [row.control for row in rows]
+    covering = sum(control.covers_one for control in controls)
+    worst = max(controls, key=lambda control: abs(control.measured - 1))
+    settings = "setting" if len(controls) == 1 else "settings"
+    return (
+        f"the interval of the MoD engine against itself covers 1 in {covering} of {len(controls)} {settings}; "
+        f"farthest from it {worst.measured:.3f}x [{worst.ci99[0]:.3f}, {worst.ci99[1]:.3f}]"
+    )
+
+
+def _reasons(rows: Sequence[SpeedupRow]) -> list[str]:
+    return [f"{row.setting}: {row.verdict}: {row.reason}" for row in rows if row.reason is not None]
+
+
+def _disturbances(rows: Sequence[LatencyRow]) -> list[str]:
+    """One line for each flag; what holds for both models of a setting is said once."""
+    models: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for flag in row.flags:
+            models.setdefault((str(row.setting), flag), []).append(row.model)
+    return [
+        f"{setting}: {flag}" if len(named) > 1 else f"{setting} {named[0]}: {flag}"
+        for (setting, flag), named in models.items()
+    ]
+
+
+def _generation(report: BuildReport, clean: Cleaner, fitted: Callable[..., Parts]) -> Parts:
+    """The section about writing text; nothing where it was not asked for."""
+    found = report.generation
+    if found is None:
+        return []
+    title = ("Token by token", "bold")
+    if found.window is None:
+        return [Text.assemble(title, f"  not built: {clean(found.reason)}"), Text()]
+    slots = slots_text(found.capacity or {})
+    about = f"texts of up to {found.window:,} tokens, prompt and answer"
+    parts: Parts = [
+        Text.assemble(title, f"  {about}; {f'slots of a text: {slots}' if slots else 'no routed layers'}"),
+        Text(),
+    ]
+    steps, prompts = settings_of(report, "decode"), settings_of(report, "prefill")
+    if steps:
+        parts += fitted((*shown.SETTING, *shown.STEPS), steps, shown.STACKS)
+    if prompts:
+        parts += fitted(shown.PROMPTS, prompts, shown.PROMPTS_STACKS)
+    failed = [row for row in parity_of(report, forward=False) if not row.passed]
+    parts += [Text(clean(f"  - {row.setting} {row.model}: {reason}")) for row in failed for reason in row.reasons]
+    parts += [Text()] if failed else []
+    return [*parts, *_quiet(generation_lines(found, steps), clean), Text()]
+
+
+def generation_lines(found: GenerationReport, steps: Sequence[Found]) -> list[str]:
+    """What the tables of steps and prompts hold for, and what was found about the texts."""
+    lines = []
+    timed = [one.speed for one in steps if isinstance(one.speed, DecodeRow)]
+    if timed:
+        positions = " or ".join(f"{count:,}" for count in sorted({row.positions for row in timed}))
+        threads = " or ".join(threads_text(count) for count in sorted({row.threads for row in timed}))
+        bucket = steps[-1].setting.bucket
+        texts = f"{bucket.batch:,} text{'s' if bucket.batch > 1 else ''}"
+        lines += [
+            f"{bucket.name}: {texts} at once, of up to {bucket.seq:,} tokens; tok/s: of all of them, mean over "
+            f"{positions} positions, interleaved with the dense baseline, {threads}",
+            "predicted (bytes): weights and cache that a step has to read, dense / MoD; "
+            "efficiency: speed-up / predicted",
+            *map(_memory, timed),
+        ]
+    if found.first_token:
+        lines.append("prompt: median time from a prompt of so many tokens to the token after it")
+    if found.texts:
+        each = " or ".join(f"{count:,}" for count in sorted({row.tokens // max(1, row.texts) for row in found.texts}))
+        lines.append(f"identical texts: greedy, {each} new tokens each, MoD and dense, compared with eager PyTorch")
+    lines += [
+        f"{row.setting} {row.model}: {row.texts - row.identical:,} of {row.texts:,} texts "
+        f"differ from PyTorch's, the first from new token {row.first_difference} on"
+        for row in found.texts
+        if row.identical < row.texts
+    ]
+    return [*lines, quality_text(found.quality)]
+
+
+def _memory(row: DecodeRow) -> str:
+    kept, routed = row.kv_bytes, row.routed_kv_bytes
+    line = f"keys and values {row.target} {row.bucket}: {bytes_text(kept['mod'])}, dense {bytes_text(kept['dense'])}"
+    if not routed["dense"]:
+        return line
+    return f"{line}; of routed layers {bytes_text(routed['mod'])}, dense {bytes_text(routed['dense'])}"
 
 
 def _not_run(untried: Sequence[Untried], clean: Cleaner) -> list[Text]:
@@ -188,30 +254,85 @@ def _verdict(report: BuildReport, folder: str, clean: Cleaner) -> list[Text]:
     return [*reasons, Text.assemble(("FAIL", BAD), f"  {count}, listed above: {clean(folder)}")]
 
 
-def control_text(rows: Sequence[SpeedupRow]) -> str:
-    """In how many settings the control covers 1, and how far from 1 the worst one is, of one or more rows."""
-    controls = [row.control for row in rows]
-    covering = sum(control.covers_one for control in controls)
-    worst = max(controls, key=lambda control: abs(control.measured - 1))
-    settings = "setting" if len(controls) == 1 else "settings"
-    return (
-        f"the interval of the MoD engine against itself covers 1 in {covering} of {len(controls)} {settings}; "
-        f"farthest from it {worst.measured:.3f}x [{worst.ci99[0]:.3f}, {worst.ci99[1]:.3f}]"
+def render_validation(
+    structure: Sequence[StructureRow],
+    parity: Sequence[ParityRow],
+    causality: Sequence[CausalityRow],
+    texts: Sequence[TextsRow],
+    quality: Sequence[QualityRow],
+    verdict: Verdict,
+    notes: Sequence[str] = (),
+) -> str:
+    """One line for each candidate that ran, what was found in the files, and the verdict with every reason."""
+    causal = {row.setting: row.causal for row in causality if row.suffixes}
+    columns: tuple[Column[ParityRow], ...] = (
+        shown.SETTING[0],
+        shown.ROLE,
+        *shown.SETTING[1:],
+        *shown.PARITY,
+        Column("ties", lambda row: _word(row.ties_exact), number=False),
+        Column("causal", lambda row: _word(causal.get(row.setting)), number=False),
     )
+    identical, compared = sum(row.identical for row in texts), sum(row.texts for row in texts)
+    written = [f"texts: {identical:,} of {compared:,} are those of eager PyTorch, token for token"] if compared else []
+    beside = [*_files(structure), *notes, *written, *map(quality_text, quality), *_statements(causality)]
+    return _text([*lines_of(table_of(columns, parity)), "", *beside, "", *_outcome(verdict)])
 
 
-def reason_lines(rows: Sequence[SpeedupRow]) -> list[str]:
-    """One line for each setting that is not faster, or inconclusive."""
-    return [f"{setting_text(row)}: {row.verdict}: {row.reason}" for row in rows if row.reason is not None]
-
-
-def disturbance_lines(rows: Sequence[LatencyRow]) -> list[str]:
-    """One line for each flag; what holds for both models of a setting is said once."""
-    models: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for flag in row.flags:
-            models.setdefault((setting_text(row), flag), []).append(row.model)
-    return [
-        f"{setting}: {flag}" if len(named) > 1 else f"{setting} {named[0]}: {flag}"
-        for (setting, flag), named in models.items()
+def render_bench(rows: Sequence[PairRow], verdict: Verdict) -> str:
+    """One line for each comparison of whole texts, reasons and disturbances, the verdict, and what else was timed."""
+    whole, prompts, steps = (
+        [one for one in settings_of(rows, role) if one.speed] for role in ("forward", "prefill", "decode")
+    )
+    remarks = [
+        *_reasons([row for row in rows if isinstance(row, SpeedupRow)]),
+        *_disturbances([row for row in rows if isinstance(row, LatencyRow)]),
     ]
+    narrow = [(row, None) for row in rows if isinstance(row, PrecisionRow)]
+    lines = [
+        *lines_of(table_of((*shown.SETTING, *shown.TIMES, *shown.COMPARED), whole)),
+        "",
+        *remarks,
+        *([""] if remarks else []),
+    ]
+    lines += _outcome(verdict)
+    for title, table in (
+        ("lower precision", table_of(shown.PRECISION[:TIMED], narrow)),
+        ("token by token", table_of((*shown.SETTING, *shown.STEPS_TIMED), steps)),
+        ("first token", table_of((*shown.PROMPTS[:3], *shown.PROMPTS_TIMED), prompts)),
+    ):
+        lines += ["", title, *lines_of(table)] if table.rows else []
+    return _text(lines)
+
+
+def _files(structure: Sequence[StructureRow]) -> list[str]:
+    paths = {row.path for row in structure}
+    failed = {row.path for row in structure if not row.passed}
+    if failed:
+        return [f"files: {len(failed)} of {len(paths)} are not what they must be, see below"]
+    if not paths:
+        return []
+    return [f"files: all {len(paths)} are as they were built; weights are the checkpoint's, bit for bit"]
+
+
+def _statements(causality: Sequence[CausalityRow]) -> list[str]:
+    """One statement for each model: that of an engine that looks ahead, if one does."""
+    rows = sorted(causality, key=lambda row: row.causal)
+    by_model = {kind: [row for row in rows if row.model == kind] for kind in reversed(MODELS)}
+    return [
+        f"{kind}: {found[0].statement} ({found[0].target} {found[0].bucket})"
+        for kind, found in by_model.items()
+        if found
+    ]
+
+
+def _outcome(verdict: Verdict) -> list[str]:
+    return [*(f"  - {reason}" for reason in verdict.reasons), verdict.status.upper()]
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def _word(found: bool | None) -> str:
+    return {None: "-", True: "yes", False: "NO"}[found]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from pydantic import JsonValue
 
-from mod_export.results.base import PairRow
-from mod_export.results.latency import PrecisionRow, SpeedupRow
+from mod_export.results.generation import QualityRow
+from mod_export.results.latency import SpeedVerdict
 from mod_export.results.parity import InputAgreement, LayerAgreement, RoutingAgreement
+from mod_export.types import is_expert
 
 __all__ = [
     "agreement_text",
@@ -24,22 +26,18 @@ __all__ = [
     "interval_text",
     "ms_text",
     "percent_text",
-    "place_text",
     "printable",
+    "quality_text",
+    "range_text",
     "ratio_interval_text",
     "ratio_text",
-    "setting_text",
     "share_text",
+    "slots_text",
     "threads_text",
     "token_text",
     "value_text",
     "verdicts_text",
 ]
-
-
-def setting_text(row: PairRow) -> str:
-    """What a row is about: ort-cpu b1s512 float32."""
-    return row.name
 
 
 def ms_text(ms: float) -> str:
@@ -52,14 +50,21 @@ def ratio_text(ratio: float) -> str:
     return f"{ratio:.2f}x"
 
 
-def interval_text(row: SpeedupRow | PrecisionRow) -> str:
+class _Ratio(Protocol):
+    @property
+    def measured(self) -> float: ...
+    @property
+    def ci95(self) -> tuple[float, float]: ...
+
+
+def interval_text(row: _Ratio) -> str:
     """A speed-up with its interval: 1.68x [1.66, 1.69]."""
     return ratio_interval_text(row.measured, row.ci95)
 
 
-def ratio_interval_text(ratio: float, ci95: tuple[float, float] | None) -> str:
-    """A factor with its interval, if there is one."""
-    return ratio_text(ratio) if ci95 is None else f"{ratio_text(ratio)} [{ci95[0]:.2f}, {ci95[1]:.2f}]"
+def ratio_interval_text(ratio: float, ci95: tuple[float, float]) -> str:
+    """A factor with its interval."""
+    return f"{ratio_text(ratio)} [{ci95[0]:.2f}, {ci95[1]:.2f}]"
 
 
 def ci_text(interval: tuple[float, float] | None) -> str:
@@ -67,10 +72,10 @@ def ci_text(interval: tuple[float, float] | None) -> str:
     return "" if interval is None else f"[{ms_text(interval[0])}, {ms_text(interval[1])}]"
 
 
-def verdicts_text(rows: Sequence[SpeedupRow]) -> str:
+def verdicts_text(verdicts: Iterable[SpeedVerdict]) -> str:
     """How many settings have which verdict, in full: faster in 3 of 4 settings, inconclusive in 1."""
-    count = Counter(row.verdict for row in rows)
-    settings = f"{len(rows)} setting{'' if len(rows) == 1 else 's'}"
+    count = Counter(verdicts)
+    settings = f"{count.total()} setting{'' if count.total() == 1 else 's'}"
     named = [f"{verdict} in {count[verdict]}" for verdict in ("faster", "not faster", "inconclusive") if count[verdict]]
     return ", ".join([f"{named[0]} of {settings}", *named[1:]])
 
@@ -118,11 +123,6 @@ def percent_text(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def place_text(place: float) -> str:
-    """A coordinate, to a hundredth of a percent of a figure's width: finer than any screen."""
-    return f"{place:.2f}".rstrip("0").rstrip(".")
-
-
 def token_text(text: str) -> str:
     """A token that can be seen: a line feed gets a sign before it, and what is empty gets one of its own."""
     return text.replace("\n", "\N{RETURN SYMBOL}\n") or "\N{EMPTY SET}"
@@ -148,6 +148,37 @@ def bytes_text(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+def range_text(share: Mapping[str, float]) -> str:
+    """Shares of tokens that were selected in routed layers, without experts: 8.3 to 12.5 %; a dash without routing."""
+    found = [100 * part for site, part in share.items() if not is_expert(site)]
+    if not found:
+        return "-"
+    low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def slots_text(capacity: Mapping[str, int]) -> str:
+    """How many tokens of a text each routed layer selects: 64 in layers 1, 3, 5, 7; empty where nothing routes."""
+    layers: dict[int, list[str]] = {}
+    for site, k in capacity.items():
+        if not is_expert(site):
+            layers.setdefault(k, []).append(site)
+    return "; ".join(f"{k:,} in layer{'s' if len(of) > 1 else ''} {', '.join(of)}" for k, of in layers.items())
+
+
+def quality_text(quality: QualityRow | None) -> str:
+    """What selecting one token at a time costs in perplexity, and how often a layer had no free slot left."""
+    if quality is None:
+        return "quality: not measured, there is no text here for this model's vocabulary"
+    overflow = {site: count for site, count in quality.overflow.items() if count}
+    layers = ", ".join(f"{count:,} in {'' if is_expert(site) else 'layer '}{site}" for site, count in overflow.items())
+    return (
+        f"quality: perplexity {quality.perplexity:.4f} selecting one token at a time, {quality.own_perplexity:.4f} by "
+        f"the checkpoint's own selection, on {quality.tokens:,} held-out tokens; "
+        + (f"tokens that found no free slot: {layers}" if layers else "every token that wanted a slot found one")
+    )
 
 
 def threads_text(threads: int) -> str:

@@ -6,13 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from mod_export.types import DType, ModelKind, Role, Setting
+from mod_export.types import Bucket, DType, ModelKind, Role, Setting
 
-__all__ = ["EngineKey", "EngineRow", "PairKey", "PairRow", "Result", "setting_fields"]
-
-PairKey = tuple[str, DType, Role, str]
-"""Target, dtype, role, name of the bucket: what a MoD engine and its dense baseline have in common."""
-EngineKey = tuple[str, DType, Role, str, ModelKind]
+__all__ = ["EngineRow", "PairRow", "Result", "pair_fields", "setting_fields"]
 
 
 class Result(BaseModel):
@@ -25,13 +21,12 @@ class Result(BaseModel):
 
 def setting_fields(setting: Setting) -> dict[str, Any]:
     """The fields of an `EngineRow` that say which engine it is about."""
-    return {
-        "target": setting.target,
-        "dtype": setting.dtype,
-        "model": setting.model,
-        "role": setting.role,
-        "bucket": setting.bucket.name,
-    }
+    return {**pair_fields(setting), "model": setting.model}
+
+
+def pair_fields(setting: Setting) -> dict[str, Any]:
+    """The fields of a `PairRow` that say which two engines it compares."""
+    return {"target": setting.target, "dtype": setting.dtype, "role": setting.role, "bucket": setting.bucket.name}
 
 
 class PairRow(Result):
@@ -47,15 +42,10 @@ class PairRow(Result):
     """The static shape: `b1s512` is one row of 512 tokens; of a decode engine, of the tokens that its cache holds."""
 
     @property
-    def pair_key(self) -> PairKey:
-        """What both engines have in common."""
-        return self.target, self.dtype, self.role, self.bucket
-
-    @property
-    def name(self) -> str:
-        """As messages call it: ort-cpu b1s512 float32, or ort-cpu decode b1s512 float32."""
-        role = "" if self.role == "forward" else f"{self.role} "
-        return f"{self.target} {role}{self.bucket} {self.dtype}"
+    def setting(self) -> Setting:
+        """That of the MoD engine."""
+        bucket = Bucket.named(self.bucket)
+        return Setting(target=self.target, dtype=self.dtype, model="mod", role=self.role, bucket=bucket)
 
 
 class EngineRow(PairRow):
@@ -65,6 +55,6 @@ class EngineRow(PairRow):
     """`mod`, or its dense baseline `dense`."""
 
     @property
-    def engine_key(self) -> EngineKey:
-        """Which engine it is about."""
-        return *self.pair_key, self.model
+    def setting(self) -> Setting:
+        """That of the engine."""
+        return super().setting.of(self.model)

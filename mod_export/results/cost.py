@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pydantic import PositiveFloat
+
 from mod_export.results.base import EngineRow, Result
 from mod_export.types import DType, ModelKind
 
-__all__ = ["CostRow", "PartRow", "Roofline"]
+__all__ = ["CostRow", "PartRow", "Roofline", "Work"]
 
 MS_PER_GIGA = 1e-6
 """Milliseconds that one unit takes at a rate of one giga-unit a second."""
@@ -40,9 +42,9 @@ class Roofline(Result):
     """Of the numbers."""
     threads: int
     """CPU threads of one operator; 0 is the library's choice."""
-    gemm_gflops: float
+    gemm_gflops: PositiveFloat
     """1e9 FLOPs a second of matrix products with a constant right side, two FLOPs for each multiply-add."""
-    bandwidth_gbs: float
+    bandwidth_gbs: PositiveFloat
     """1e9 bytes a second, read and written, over arrays that no cache holds."""
     method: str
     """What was timed, by which library."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mod_export.results.base import EngineRow, PairRow, Result
+from mod_export.results.latency import SpeedVerdict
 from mod_export.types import ModelKind, Role
 
 __all__ = ["DecodeRow", "FirstTokenRow", "GenerationReport", "QualityRow", "StepBytes", "TextsRow"]
@@ -45,6 +46,8 @@ class DecodeRow(PairRow):
     """`ms` of the dense baseline over that of MoD."""
     ci95: tuple[float, float]
     """95 % interval of `measured` by a bootstrap over positions."""
+    verdict: SpeedVerdict
+    """What follows from the interval, as for a speed-up."""
     executed: dict[str, float]
     """Routing site -> share of the steps in which it ran for some row."""
     selected: dict[str, float]
@@ -75,7 +78,9 @@ class FirstTokenRow(PairRow):
     measured: float
     """`ms` of the dense baseline over that of MoD."""
     ci95: tuple[float, float]
-    """The smallest and the largest ratio of single interleaved runs, which cover that of the medians."""
+    """95 % interval of `measured`, as that of a speed-up."""
+    verdict: SpeedVerdict
+    """As that of a speed-up."""
 
 
 class QualityRow(Result):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mod_export.benchmark.decoding import PROMPT_RUNS, first_token_of_pair, steps_of_pair
-from mod_export.benchmark.latency import engine_pairs, measure_pair
+from mod_export.benchmark.decoding import measure_prompts, measure_steps
+from mod_export.benchmark.latency import measure_pair, measure_precision, precision_pairs
 from mod_export.benchmark.roofline import cached_roofline
-from mod_export.benchmark.speedup import gate_of, measure_precision, precision_pairs
+from mod_export.benchmark.speedup import gate_of
 from mod_export.build_folder.manifest import GenerationFacts
 from mod_export.results.generation import DecodeRow, FirstTokenRow
 from mod_export.results.latency import LatencyRow, PrecisionRow
 from mod_export.stages.context import Context
-from mod_export.types import Engine, ModelKind, Role, Setting
+from mod_export.types import Engine, ModelKind, Role, Setting, pairs_of
 
 __all__ = ["benchmark"]
 
@@ -23,7 +23,7 @@ Pair = Mapping[ModelKind, Engine]
 def benchmark(context: Context) -> None:
     """Time of model and dense baseline, interleaved, for every setting that runs here."""
     for role, measure in BENCHMARKS.items():
-        for setting, pair in engine_pairs(context.runnable(role)).items():
+        for setting, pair in pairs_of(context.runnable(role)).items():
             measure(context, setting, pair)
     for narrow, wide in precision_pairs(context.runnable("forward")):
         _precision(context, narrow, wide)
@@ -46,14 +46,14 @@ def _inputs(context: Context, engines: Sequence[Engine], **others: Any) -> dict[
 def _rows(context: Context, setting: Setting, pair: Pair) -> None:
     # Sampling goes on until the gate is settled: another gate may need more samples.
     options = context.config.latency
-    gate = gate_of(setting.bucket.name, context.buckets, options.min_speedup)
+    gate = gate_of(setting.bucket, context.buckets, options.min_speedup)
     latency = options.model_dump(exclude={"min_speedup", "bootstrap"})
     vocab_size = context.facts["mod"].vocab_size
     context.measure(
         LatencyRow,
         f"latency/{setting.target}/{setting.bucket.name}-{setting.dtype}",
         _inputs(context, list(pair.values()), latency=latency, gate=gate),
-        lambda: measure_pair(context.root, setting, pair, vocab_size, context.config, gate),
+        lambda: measure_pair(context.root, pair, vocab_size, context.config, gate),
     )
 
 
@@ -62,8 +62,8 @@ def _prompts(context: Context, setting: Setting, pair: Pair) -> None:
     context.measure(
         FirstTokenRow,
         f"first_token/{setting.target}/{setting.bucket.name}-{setting.dtype}",
-        _inputs(context, list(pair.values()), runs=PROMPT_RUNS),
-        lambda: [first_token_of_pair(engines, pair, context.texts(1, setting.bucket.seq)[0])],
+        _inputs(context, list(pair.values()), latency=context.config.latency.model_dump(exclude={"min_speedup"})),
+        lambda: [measure_prompts(engines, pair, context.texts(1, setting.bucket.seq)[0])],
     )
 
 
@@ -80,7 +80,7 @@ def _steps(context: Context, setting: Setting, pair: Pair) -> None:
         bandwidth = None if roofline is None else roofline.bandwidth_gbs
         ids_BS = context.texts(setting.bucket.batch, setting.bucket.seq)
         step_bytes = facts.step_bytes[setting.bucket.name]
-        return [steps_of_pair(engines, pair, ids_BS, facts.sites, step_bytes, bandwidth)]
+        return [measure_steps(engines, pair, ids_BS, facts.sites, step_bytes, bandwidth)]
 
     context.measure(
         DecodeRow,

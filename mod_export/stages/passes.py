@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mod_export.benchmark.products import attention_sizes
+from mod_export.benchmark.cost import attention_sizes
 from mod_export.engines.ort_attention import AttentionShape, default_block, fastest_block, is_measured, time_blocks
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import EngineBuilder

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mod_export.benchmark.profile import flops_by_engine, roofline_ms
-from mod_export.benchmark.speedup import Known, speedup_rows
+from mod_export.benchmark.cost import flops_of
+from mod_export.benchmark.speedup import speedup_rows
 from mod_export.benchmark.verdict import judge
 from mod_export.build_folder.manifest import TOKENIZER, Manifest
 from mod_export.environment import EXPORTERS, versions
@@ -26,17 +26,13 @@ __all__ = ["compare_with_baseline", "verdict_of", "write_report"]
 def compare_with_baseline(context: Context) -> None:
     """The speed-up of every setting that was timed: measured, predicted, and explained."""
     k_by_layer = {
-        graph.bucket.name: graph.k_by_layer
+        graph.bucket: graph.k_by_layer
         for graph in context.graphs
         if (graph.model, graph.role, graph.target) == ("mod", "forward", None)
     }
-    parts = context.rows(PartRow)
-    known = Known(
-        k_by_layer=k_by_layer,
-        flops=flops_by_engine(context.engines, context.work),
-        roofline_ms=roofline_ms(parts),
-        parts=parts,
-    )
+    flops = {
+        engine.setting: flops_of(context.work[engine.path]) for engine in context.engines if engine.path in context.work
+    }
     context.add(
         speedup_rows(
             context.rows(LatencyRow),
@@ -44,7 +40,9 @@ def compare_with_baseline(context: Context) -> None:
             context.buckets,
             context.config.latency,
             seed=context.config.seed,
-            known=known,
+            k_by_layer=k_by_layer,
+            flops=flops,
+            parts=context.rows(PartRow),
         )
     )
 

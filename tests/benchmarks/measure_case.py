@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from routes import OURS, OURS_INT8, ROUTES, Case, Run, cost_of
 
-from mod_export.benchmark.microbenchmarks import product
+from mod_export.benchmark.roofline import product
 from mod_export.environment import describe_machine, package_version
 from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint

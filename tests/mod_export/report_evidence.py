@@ -5,6 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from sample_rows import causality_row, parity_row, part_row, speedup_row
+
+from mod_export.results.cost import PartRow
+from mod_export.results.latency import Control
+from mod_export.results.parity import TextQuality
+from mod_export.results.structure import CausalityRow
 from mod_export.types import ModelKind
 
 TEXT = '''    def popitem(self):
@@ -33,13 +39,12 @@ PARTS = ("routing", "attention_projections", "attention", "mlp", "head", "other"
 def speedup(target: str, bucket: str) -> dict[str, Any]:
     """A MoD model that is faster, a gate at the largest bucket, and a control that holds 1."""
     row = SPEEDUPS[target, bucket]
-    gate = 1.0 if bucket == "b1s512" else None
-    return {
-        "target": target, "bucket": bucket, "dtype": "float32", **row,
-        "efficiency": row["measured"] / row["predicted_flops"], "gate": gate, "passed": None if gate is None else True,
-        "predicted_roofline": row["predicted_flops"] - 0.07, "verdict": "faster", "reason": None,
-        "control": {"measured": 1.002, "ci99": [0.996, 1.009], "covers_one": True},
-    }  # fmt: skip
+    gated = bucket == "b1s512"
+    return speedup_row(
+        **row, target=target, bucket=bucket, efficiency=row["measured"] / row["predicted_flops"],
+        gate=1.0 if gated else None, passed=True if gated else None, predicted_roofline=row["predicted_flops"] - 0.07,
+        control=Control(measured=1.002, ci99=(0.996, 1.009), covers_one=True),
+    ).model_dump()  # fmt: skip
 
 
 def spread(samples_ms: tuple[float, ...], p50: float, p90: float, p99: float) -> dict[str, Any]:
@@ -55,36 +60,17 @@ def spread(samples_ms: tuple[float, ...], p50: float, p90: float, p99: float) ->
     }  # fmt: skip
 
 
-def judged(kind: ModelKind, artifact: str) -> dict[str, Any]:
-    """The fields of a row of parity beside routing and error."""
-    return {
-        "artifact": artifact,
-        "rounding_error": 2.1e-06 if kind == "mod" else 1.9e-06,
-        "allowed_max_abs": 3.36e-05 if kind == "mod" else 3.04e-05,
-        "kl": 3.2e-12,
-        "text": {
-            "tokens": 2032,
-            "perplexity": 18.2914,
-            "reference_perplexity": 18.2914,
-            "own_perplexity": 18.2914,
-            "next_token_agreement": 1.0,
-        },
-        "ties_exact": True if kind == "mod" else None,
-        "located": None,
-    }
-
-
-def causality(target: str, bucket: str, kind: ModelKind) -> dict[str, Any]:
+def causality(target: str, bucket: str, kind: ModelKind) -> CausalityRow:
     """MoD looks ahead, its dense baseline does not."""
-    return {
-        "target": target, "bucket": bucket, "dtype": "float32", "model": kind, "suffixes": 12,
-        "causal": kind == "dense", "earliest_change": 37 if kind == "mod" else None,
-        "largest_change": 4.7 if kind == "mod" else 9.5e-07, "statement": STATEMENTS[kind],
-    }  # fmt: skip
+    return causality_row(
+        target=target, bucket=bucket, model=kind, suffixes=12, causal=kind == "dense",
+        earliest_change=37 if kind == "mod" else None, largest_change=4.7 if kind == "mod" else 9.5e-07,
+        statement=STATEMENTS[kind],
+    )  # fmt: skip
 
 
 def routing_map(bucket: str, layers: tuple[int, ...]) -> dict[str, Any]:
-    """A text of as many characters as the bucket has places, at which every layer takes the best eighth."""
+    """A text of as many characters as the bucket has positions, of which every layer selects the best eighth."""
     count = int(bucket.removeprefix("b1s"))
     tokens = [*(TEXT * (count // len(TEXT) + 1))[:count]]
     rng = random.Random(bucket)
@@ -105,44 +91,50 @@ def roofline() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parts(target: str, bucket: str, kind: ModelKind, flops_by_part: dict[str, int], total_ms: float) -> list[Any]:
+def parts(target: str, bucket: str, kind: ModelKind, flops_by_part: dict[str, int], total_ms: float) -> list[PartRow]:
     """What each part needs, and what the profile says; that of torch cannot tell routing."""
     weights = {part: flops_by_part[part] / 72e6 for part in PARTS} | {"other": 0.03 * total_ms}
     scale = total_ms / sum(weights.values())
-    untold = {"routing"} if target == "inductor" else set()
+    told = {part: scale * weights[part] for part in PARTS if (target, part) != ("inductor", "routing")}
     return [
-        {
-            "target": target, "bucket": bucket, "dtype": "float32", "model": kind, "part": part,
-            "flops": flops_by_part[part], "bytes": 4_000_000 + flops_by_part[part] // 60,
-            "predicted_ms": flops_by_part[part] / 78.4e6,
-            "measured_ms": None if part in untold else scale * weights[part],
-            "share": None if part in untold else scale * weights[part] / total_ms,
-            "profiler": "ONNX Runtime" if target == "ort-cpu" else "torch.profiler",
-        }
+        part_row(
+            target=target, bucket=bucket, model=kind, part=part, flops=flops_by_part[part],
+            bytes=4_000_000 + flops_by_part[part] // 60, predicted_ms=flops_by_part[part] / 78.4e6,
+            measured_ms=told.get(part), share=told[part] / total_ms if part in told else None,
+            profiler="ONNX Runtime" if target == "ort-cpu" else "torch.profiler",
+        )
         for part in PARTS
     ]  # fmt: skip
 
 
+def judged(target: str, role: str, bucket: str, kind: ModelKind, layers: list[dict[str, Any]], **fields: Any) -> Any:
+    """A row of parity that passed, whose layers selected what the reference did."""
+    routed = sum(layer["agreed"] for layer in layers)
+    about = {"target": target, "role": role, "bucket": bucket, "model": kind}
+    routing = {"layers": layers, "routed": routed, "agreed": routed, "near_ties": 0, "min_margin": None, "by_input": []}
+    text = TextQuality(
+        tokens=2032, perplexity=18.2914, reference_perplexity=18.2914, own_perplexity=18.2914, next_token_agreement=1.0
+    )
+    made = parity_row(**about, text=text, kl=3.2e-12, ties_exact=True if kind == "mod" else None).model_dump()
+    return {**made, **fields, "routing": routing | fields.get("routing", {})}
+
+
+def layer(number: int, k: int, routed: int, **fields: Any) -> dict[str, Any]:
+    """What one layer selected, all of it as the reference did."""
+    return {"layer": number, "k": k, "routed": routed, "agreed": routed, "overflow": 0, "near_ties": 0, "faults": 0,
+            "min_margin": 0.0013, "score_bound": 4e-05, "worst_flip": None, **fields}  # fmt: skip
+
+
 def decoding(target: str, role: str, bucket: str, kind: ModelKind) -> dict[str, Any]:
     """A row of parity of an engine that writes text."""
-    layers = [
-        {"layer": layer, "k": 64, "routed": 60 + layer, "agreed": 60 + layer, "overflow": 3 * layer, "near_ties": 0,
-         "faults": 0, "min_margin": 0.0013, "score_bound": 4e-05, "worst_flip": None}
-        for layer in ((1, 3) if kind == "mod" else ())
-    ]  # fmt: skip
-    routed = sum(layer["routed"] for layer in layers)
-    return {
-        "target": target, "role": role, "bucket": bucket, "dtype": "float32", "model": kind,
-        "reference": "eager float32", "inputs": ["text", "random"],
-        "routing": {"layers": layers, "routed": routed, "agreed": routed, "near_ties": 0, "min_margin": None,
-                    "by_input": []},
-        "error": {"max_abs": 2.7e-05, "mean_abs": 2.8e-06, "max_rel": 2.6e-06, "rms": 3.9e-06},
-        "next_token_agreement": 1.0,
-        "gate": {"max_abs": 1e-4, "near_tie": 1e-3, "next_token_agreement": 0.999, "noise": 16.0, "noise_rms": 8.0,
-                 "max_kl": 1e-6, "max_perplexity_ratio": 1.0001},
-        "passed": True, "reasons": [], **judged(kind, f"engines/{target}/{kind}-{role}-{bucket}-float32.onnx"),
-        "rounding_error": 2.5e-05, "allowed_max_abs": 4.0e-04,
-    }  # fmt: skip
+    layers = [layer(number, 64, 60 + number, overflow=3 * number) for number in ((1, 3) if kind == "mod" else ())]
+    return judged(
+        target, role, bucket, kind, layers, reference="eager float32", inputs=["text", "random"],
+        artifact=f"engines/{target}/{kind}-{role}-{bucket}-float32.onnx", rounding_error=2.5e-05,
+        error={"max_abs": 2.7e-05, "mean_abs": 2.8e-06, "max_rel": 2.6e-06, "rms": 3.9e-06}, allowed_max_abs=4.0e-04,
+        gate={"max_abs": 1e-4, "near_tie": 1e-3, "next_token_agreement": 0.999, "noise": 16.0, "noise_rms": 8.0,
+              "max_kl": 1e-6, "max_perplexity_ratio": 1.0001},
+    )  # fmt: skip
 
 
 def decode(bucket: str, texts: int, ms: dict[str, float], ci95: tuple[float, float]) -> dict[str, Any]:
@@ -151,6 +143,7 @@ def decode(bucket: str, texts: int, ms: dict[str, float], ci95: tuple[float, flo
     return {
         "target": "ort-cpu", "bucket": bucket, "dtype": "float32", "threads": 1, "positions": 48, "ms": ms,
         "tokens_per_second": {kind: 1e3 * texts / one for kind, one in ms.items()}, "measured": speedup, "ci95": ci95,
+        "verdict": "faster" if ci95[0] > 1 else "inconclusive",
         "executed": {"1": 0.1042, "3": 0.0833}, "selected": {"1": 0.1042, "3": 0.0833},
         "least_bytes": {"mod": 8_398_768, "dense": 14_889_728}, "predicted_bytes": 1.7728,
         "efficiency": speedup / 1.7728,
@@ -168,7 +161,7 @@ def token_parity() -> list[dict[str, Any]]:
 
 
 def generation() -> dict[str, Any]:
-    """A model that writes: two decode buckets, one of them no faster than noise allows to say, and two of prompts."""
+    """A model that writes: two decode buckets, one of them not certainly faster, and two of prompts."""
     kinds: tuple[ModelKind, ...] = ("mod", "dense")
     return {
         "window": 512, "capacity": {"1": 64, "3": 64},
@@ -184,7 +177,7 @@ def generation() -> dict[str, Any]:
         "first_token": [
             {"target": "ort-cpu", "bucket": f"b1s{tokens}", "tokens": tokens, "dtype": "float32", "ms": ms,
              "measured": ms["dense"] / ms["mod"],
-             "ci95": ci95}
+             "ci95": ci95, "verdict": "faster" if ci95[0] > 1 else "inconclusive"}
             for tokens, ms, ci95 in ((128, {"mod": 8.22, "dense": 9.88}, (0.99, 1.31)),
                                      (512, {"mod": 27.6, "dense": 49.9}, (1.74, 1.83)))
         ],

@@ -28,24 +28,17 @@ def shown(verbosity: int, *, terminal: bool = False) -> str:
     return file.getvalue()
 
 
-def test_a_line_for_each_stage() -> None:
-    assert shown(0) == ("* onnx     built      21.0 s    448 MiB  2 steps\n* passes   reused      0.0 s\n")
+LINES = ["* onnx     built      21.0 s    448 MiB  2 steps", "* passes   reused      0.0 s"]
+STEPS = ["    graph/mod-b1s64", "    graph/[dense]"]
 
 
-def test_every_step_when_asked_for() -> None:
-    assert shown(1).splitlines()[:3] == [
-        "    graph/mod-b1s64",
-        "    graph/[dense]",
-        "* onnx     built      21.0 s    448 MiB  2 steps",
-    ]
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_quiet_is_quiet(terminal: bool) -> None:
-    assert shown(-1, terminal=terminal) == ""
+@pytest.mark.parametrize(("verbosity", "lines"), [(-1, []), (0, LINES), (1, [*STEPS, *LINES])])
+def test_a_line_for_each_stage_and_every_step_when_asked_for(verbosity: int, lines: list[str]) -> None:
+    assert shown(verbosity).splitlines() == lines
 
 
 def test_a_terminal_has_a_live_line_that_goes_away() -> None:
+    assert shown(-1, terminal=True) == ""
     text = shown(0, terminal=True)
     assert "onnx" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # The cursor is hidden, and comes back.

@@ -1,4 +1,4 @@
-"""The cost model against a formula written from the spec, against PyTorch's own counter, and rule by rule."""
+"""FLOPs and bytes: of real graphs against the formula of their spec, and rule by rule."""
 
 from __future__ import annotations
 
@@ -10,148 +10,79 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-import torch
-from tiny_models import make_spec
-from torch.utils.flop_counter import FlopCounterMode
+import small_graphs
+import tiny_models
+from small_graphs import portable_graph
 from variants import VARIANTS
 
-from mod_export.benchmark.cost import PARTS, cost_row
-from mod_export.benchmark.products import NO_RULE, needed_scores
+from mod_export.benchmark.cost import NO_RULE, Work, cost_row, flops_of, needed_scores, work_of_graph
+from mod_export.benchmark.model_parts import PARTS, parts_of_nodes
 from mod_export.errors import GraphError
-from mod_export.export.capture import captured_module
-from mod_export.export.onnx_export import INPUTS, onnx_from_captured
-from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.weights import bind_weights, state_of, write_weights
-from mod_export.export.weights_file import WeightsFile
 from mod_export.results.cost import CostRow
 from mod_export.types import Bucket
 from mod_models.flops import layer_costs
-from mod_models.spec import EveryNth, ModelSpec, RoutingSpec
+from mod_models.spec import ExpertsSpec, ModelSpec
 from mod_models.transformer import Transformer
 
-BUCKET = Bucket(2, 24)
-BUCKET_OF_TINY = Bucket(2, 13)
-KINDS = (
-    "early exit with experts", "routed apart by predictors", "random", "attention routed", "experts, two of a token",
-    "staged MoDE, expert choice", "integrated MoDE",
-)  # fmt: skip
-"""Those whose products differ, the first two in `make test`; the others are held against PyTorch's counter in
-tests/models/test_flops.py.
-"""
-SPEC = ModelSpec(
-    vocab_size=48, d_model=32, n_layers=3, n_heads=4, n_kv_heads=4, d_head=8, d_ff=56, max_positions=32,
-    routing=RoutingSpec(capacity=0.25),
-)  # fmt: skip
+BUCKET = Bucket(2, 32)
+ROUTED = small_graphs.make_spec(gate="sigmoid")
 SPECS = {
-    "dense": SPEC.dense(),
-    "paper": SPEC,
-    "grouped queries": dataclasses.replace(SPEC, n_kv_heads=2),
-    "mlp router, schedule": dataclasses.replace(
-        SPEC,
-        routing=RoutingSpec(layers=EveryNth(every=2, offset=0), router="mlp", router_hidden=12, capacity=(0.5, 0.1)),
-    ),
-    "absolute": dataclasses.replace(
-        SPEC, routing=RoutingSpec(capacity_rule="absolute", capacity=5.0, router="linear_bias")
+    "routed, grouped queries": ROUTED,
+    "dense": ROUTED.dense(),
+    "experts": dataclasses.replace(
+        small_graphs.make_spec(), routing=None, experts=ExpertsSpec(n_experts=2, choice="token", layers=(0,))
     ),
 }
-
-
-def formula(spec: ModelSpec, bucket: Bucket) -> dict[str, int]:
-    """FLOPs from the spec alone: two for each multiply-add, attention as the full square."""
-    B, S, D = bucket.batch, bucket.seq, spec.d_model
-    H, G, E, F = spec.n_heads, spec.n_kv_heads, spec.d_head, spec.d_ff
-    parts = dict.fromkeys(PARTS, 0)
-    k_by_layer = spec.k_by_layer(S)
-    for layer in range(spec.n_layers):
-        T = k_by_layer.get(layer, S)
-        parts["attention_projections"] += 2 * B * T * D * (2 * H * E + 2 * G * E)
-        parts["attention"] += 4 * B * H * T * T * E
-        parts["mlp"] += 6 * B * T * D * F
-        if layer in k_by_layer:
-            assert spec.routing is not None
-            hidden = spec.routing.router_hidden
-            parts["routing"] += 2 * B * S * (D * hidden + hidden if spec.routing.router == "mlp" else D)
-    parts["head"] = 2 * B * S * D * spec.vocab_size
-    return parts
-
-
-def transformer(spec: ModelSpec) -> Transformer:
-    model = Transformer(spec)
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model.eval().requires_grad_(False)
-
-
-def portable_graph(spec: ModelSpec, bucket: Bucket, folder: Path) -> ir.Model:
-    module = transformer(spec)
-    state = state_of(module)
-    model = onnx_from_captured(captured_module(module, bucket, "test"), state, INPUTS, ["logits"])
-    run_passes(model, PORTABLE, "float32")
-    path = folder / "weights-float32.data"
-    write_weights(path, state, "float32")
-    bind_weights(model, [WeightsFile.open(path)], folder)
-    return model
-
-
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_a_real_graph_costs_what_formula_and_torch_say(spec: ModelSpec, tmp_path: Path) -> None:
-    row = cost_row(portable_graph(spec, BUCKET, tmp_path), "mod" if spec.routing else "dense", BUCKET)
-    expected = formula(spec, BUCKET)
-    assert row.flops_by_part == expected
-    assert row.flops == sum(expected.values()) == flops_by_torch(spec)
-    tokens = [spec.k_by_layer(BUCKET.seq).get(layer, BUCKET.seq) for layer in range(spec.n_layers)]
-    hidden = sum(4 * BUCKET.batch * spec.n_heads * spec.d_head * T * (T - 1) // 2 for T in tokens)
-    assert row.needed_flops == row.flops - hidden
-    assert row.kv_bytes == sum(2 * 4 * BUCKET.batch * spec.n_kv_heads * T * spec.d_head for T in tokens)
-    assert row.weight_bytes == sum(tensor.numel() * 4 for tensor in state_of(transformer(spec)).values())
+MORE = {
+    "MLP router, absolute capacity, untied": dataclasses.replace(
+        small_graphs.make_spec(router="mlp", router_hidden=12, capacity_rule="absolute", capacity=5.0),
+        tie_embeddings=False,
+    ),
+    **{
+        kind: VARIANTS[kind]
+        for kind in (
+            "early exit with experts", "routed apart by predictors", "random", "attention routed",
+            "experts, two of a token", "staged MoDE, expert choice", "integrated MoDE",
+        )
+    },
+}  # fmt: skip
+"""Those whose products differ."""
 
 
 @pytest.mark.parametrize(
     "spec",
-    [pytest.param(VARIANTS[kind], marks=pytest.mark.slow if kind in KINDS[2:] else [], id=kind) for kind in KINDS],
+    [
+        pytest.param(spec, marks=pytest.mark.slow if kind in MORE else [], id=kind)
+        for kind, spec in {**SPECS, **MORE}.items()
+    ],
 )
-def test_graphs_of_every_kind_cost_what_the_models_formula_says(spec: ModelSpec, tmp_path: Path) -> None:
-    bucket = BUCKET_OF_TINY
-    row = cost_row(portable_graph(spec, bucket, tmp_path), "mod", bucket)
+def test_a_real_graph_costs_what_the_formula_of_its_spec_says(spec: ModelSpec) -> None:
+    """tests/models/test_flops.py holds the formula against PyTorch's own counter."""
+    bucket = BUCKET if spec.max_positions >= BUCKET.seq else Bucket(2, 13)
+    row = cost_row(portable_graph(spec, bucket.batch, bucket.seq), "mod", bucket)
     costs = layer_costs(spec, bucket.batch, bucket.seq)
     by_part = Counter[str]()
-    for cost in costs:
-        by_part.update(cost.flops)
+    for one in costs:
+        by_part.update(one.flops)
     assert row.flops_by_part == dict.fromkeys(PARTS, 0) | by_part
-    assert row.needed_flops == sum(cost.needed_flops for cost in costs)
-    assert row.kv_bytes == sum(cost.kv_bytes for cost in costs)
-    buffers = sum(buffer.nbytes for buffer in transformer(spec).buffers())
-    assert row.weight_bytes == sum(cost.weight_bytes for cost in costs) + buffers
+    assert row.flops == by_part.total()
+    assert row.needed_flops == sum(one.needed_flops for one in costs)
+    assert row.kv_bytes == sum(one.kv_bytes for one in costs)
 
 
-def test_a_router_whose_score_nobody_reads_is_in_no_graph(tmp_path: Path) -> None:
-    spec = make_spec(selection="predictor", predictor_hidden=3, gate="ones", layers=(1,))
-    row = cost_row(portable_graph(spec, BUCKET_OF_TINY, tmp_path), "mod", BUCKET_OF_TINY)
-    (layer,) = (cost for cost in layer_costs(spec, 2, 13) if cost.routed)
-    D, S, B, h = spec.d_model, 13, 2, 3
-    assert layer.flops["routing"] == 2 * B * S * (D + D * h + h)
-    assert row.flops_by_part["routing"] == layer.flops["routing"] - 2 * B * S * D
+def test_weights_are_counted_as_they_are_stored(built: Path, tiny_spec: ModelSpec) -> None:
+    model = ir.load(built / "graphs" / "mod-b1s64.onnx")
+    weights = sum(one.weight_bytes for one in layer_costs(tiny_spec, 1, 64))
+    buffers = sum(buffer.nbytes for buffer in Transformer(tiny_spec).buffers())
+    assert cost_row(model, "mod", Bucket(1, 64)).weight_bytes == weights + buffers
 
 
-def flops_by_torch(spec: ModelSpec) -> int:
-    """PyTorch's counter on the eager model: attention through the math kernel, whose products have counting rules; the
-    fused CPU kernel has none and would count as nothing. The math kernel repeats K and V for grouped queries, which
-    costs no product."""
-    ids_BS = torch.zeros((BUCKET.batch, BUCKET.seq), dtype=torch.int64)
-    with (
-        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        FlopCounterMode(display=False) as counter,
-    ):
-        transformer(spec)(ids_BS, torch.full((BUCKET.batch,), BUCKET.seq))
-    total: int = counter.get_total_flops()
-    return total
-
-
-def test_the_tied_and_the_untied_head_cost_the_same(tmp_path: Path) -> None:
-    tied = cost_row(portable_graph(SPEC, BUCKET, tmp_path), "mod", BUCKET)
-    untied_spec = dataclasses.replace(SPEC, tie_embeddings=False)
-    untied = cost_row(portable_graph(untied_spec, BUCKET, tmp_path), "mod", BUCKET)
-    assert tied.flops_by_part == untied.flops_by_part
-    assert untied.weight_bytes - tied.weight_bytes == 4 * SPEC.vocab_size * SPEC.d_model
+@pytest.mark.slow
+def test_a_router_whose_score_nobody_reads_is_in_no_graph() -> None:
+    spec = tiny_models.make_spec(selection="predictor", predictor_hidden=3, gate="ones", layers=(1,))
+    row = cost_row(portable_graph(spec, 2, 13), "mod", Bucket(2, 13))
+    (layer,) = (one for one in layer_costs(spec, 2, 13) if one.routed)
+    assert row.flops_by_part["routing"] == layer.flops["routing"] - 2 * 2 * 13 * spec.d_model
 
 
 def parsed(text: str, **initializers: tuple[int, ...]) -> ir.Model:
@@ -283,8 +214,12 @@ def test_a_tensor_stored_once_is_counted_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_product_without_a_rule_is_refused(body: str, name: str) -> None:
-    with pytest.raises(GraphError, match=rf"mod b1s4: node .*: FLOPs of {name} cannot be counted; only MatMul"):
-        cost(f"g (float[5,7] x) => (float[5,3] y) {{ {body} }}", w=(7, 3))
+    model = parsed(f"g (float[5,7] x) => (float[5,3] y) {{ {body} }}", w=(7, 3))
+    message = rf"mod b1s4: node .*: FLOPs of {name} cannot be counted; only MatMul"
+    with pytest.raises(GraphError, match=message):
+        cost_row(model, "mod", Bucket(1, 4))
+    with pytest.raises(GraphError, match=message):
+        work_of_graph(model, "mod b1s4", whole_scores=False)
 
 
 def test_what_is_refused_exists() -> None:
@@ -332,3 +267,80 @@ def test_scores_that_a_mask_hides_are_not_needed(inputs: str, attributes: str, s
     )
     (node,) = [node for node in model.graph if node.op_type == "Attention"]
     assert needed_scores(node, "g") == scores
+
+
+def work(text: str, *, whole_scores: bool = False) -> list[tuple[int, int]]:
+    return [(one.flops, one.bytes) for one in work_of_graph(parsed(text), "test", whole_scores=whole_scores)]
+
+
+@pytest.mark.parametrize("whole_scores", [False, True])
+@pytest.mark.parametrize("spec", [ROUTED, ROUTED.dense()], ids=["mod", "dense"])
+def test_all_work_is_counted_once(spec: ModelSpec, whole_scores: bool) -> None:
+    model = portable_graph(spec, 2, 32)
+    found = work_of_graph(model, "test", whole_scores=whole_scores)
+    cost = cost_row(model, "mod", BUCKET)
+    by_part = Counter[str]()
+    for one in found:
+        by_part[one.part] += one.flops * len(one.nodes)
+    hidden = 0 if whole_scores else cost.flops - cost.needed_flops
+    expected = {**cost.flops_by_part, "attention": cost.flops_by_part["attention"] - hidden}
+    assert {part: by_part[part] for part in expected} == expected
+    assert by_part.total() == flops_of(found) == cost.flops - hidden
+    part_of_node = {name: one.part for one in found for name in one.nodes}
+    assert part_of_node == {node.name: part for node, part in parts_of_nodes(model.graph).items()}
+
+
+def test_equal_work_stands_together() -> None:
+    model = parsed("g (float[2,3] x) => (float[2,3] y) { h = Exp(x) y = Exp(h) }")
+    for name, node in zip(("first", "second"), model.graph, strict=True):
+        node.name = name
+    assert work_of_graph(model, "test", whole_scores=False) == (
+        Work(part="elementwise", flops=0, bytes=2 * 24, nodes=("first", "second")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("g (float[2,3] x, float[3] b) => (float[2,3] y) { y = Add(x, b) }", 24 + 12 + 24),
+        ("g (float[2,3] x) => (float[2,3] y) { y = Mul(x, x) }", 24 + 24),
+        ("g (float[2,3] x) => (float16[2,3] y) { y = Cast<to=10>(x) }", 24 + 12),
+        ("g (float[2,3] x) => (float[3,2] y) <int64[2] a = {3, 2}> { y = Reshape(x, a) }", 0),
+        ("g (float[100,3] x, int64[2] i) => (float[2,3] y) { y = Gather(x, i) }", 2 * 24 + 16),
+        ("g (float[100,3] x) => (float[2,3] y) <int64[1] b = {0}, int64[1] e = {2}> { y = Slice(x, b, e) }",
+         2 * 24 + 8 + 8),
+        ("g (float[1,3] x) => (float[2,3] y) <int64[2] a = {2, 3}> { y = Expand(x, a) }", 24),
+        ("g (float[9,3] x, int64[2,1] i, float[2,3] u) => (float[9,3] y) { y = ScatterND(x, i, u) }",
+         108 + 16 + 24 + 108),
+        ("g (float[2,4] x) => (float[2,2] y, float[2,2] z) { y, z = Split<axis=1, num_outputs=2>(x) }", 32 + 32),
+        ("g (float[2,4] x) => (int64[2,2] i) <int64[1] k = {2}> { v, i = TopK(x, k) }", 32 + 8 + 16 + 32),
+        ("g (float[2,4] x) => (int64[2,2] i) <int64[1] k = {2}> { , i = TopK(x, k) }", 32 + 8 + 32),
+    ],
+)  # fmt: skip
+def test_bytes(text: str, size: int) -> None:
+    assert work(text) == [(0, size)]
+
+
+def test_a_product_reads_both_sides_and_writes_the_result() -> None:
+    text = "g (float[2,5,7] x, float[7,3] w) => (float[2,5,3] y) { y = MatMul(x, w) }"
+    assert work(text) == [(2 * 2 * 5 * 7 * 3, 4 * (2 * 5 * 7 + 7 * 3 + 2 * 5 * 3))]
+
+
+ATTENTION = """g (float[2,6,5,8] q, float[2,3,7,8] k, float[2,3,7,4] v) => (float[2,6,5,4] y)
+{ y = Attention(q, k, v) }"""
+SCORES = 2 * 6 * 5 * 7
+FLOPS = 2 * SCORES * (8 + 4)
+QUERY, KEY, VALUE, RESULT = 4 * 2 * 6 * 5 * 8, 4 * 2 * 3 * 7 * 8, 4 * 2 * 3 * 7 * 4, 4 * 2 * 6 * 5 * 4
+
+
+def test_attention_that_holds_no_scores_is_one_product() -> None:
+    assert work(ATTENTION) == [(FLOPS, QUERY + KEY + VALUE + RESULT)]
+
+
+def test_attention_that_holds_its_scores_passes_them_through_memory() -> None:
+    scores = 4 * SCORES
+    assert work(ATTENTION, whole_scores=True) == [
+        (FLOPS // 2, QUERY + KEY + scores),
+        (0, 2 * scores),
+        (FLOPS // 2, scores + VALUE + RESULT),
+    ]

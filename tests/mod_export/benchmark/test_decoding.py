@@ -1,11 +1,9 @@
-"""Steps of both models in turns: what a row of the report says is what the text did."""
+"""Steps and prompts of both models, interleaved: what a row of the report says is what the text did."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,40 +11,40 @@ import torch
 from observing import observed
 from writing import WINDOW
 
-from mod_export.benchmark.decoding import Text, decode_row, first_token_row, read_text
+from mod_export.benchmark.decoding import measure_prompts, measure_steps, read_text
 from mod_export.config import BuildConfig
-from mod_export.engines import ENGINES
 from mod_export.plan import KINDS
 from mod_export.results.generation import DecodeRow, StepBytes
-from mod_export.runtime.generate.decoder import Decoder, Prompts
+from mod_export.runtime.generate.decoding_engines import DecodingEngines
 from mod_export.sources.checkpoint import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.stages.context import step_bytes
-from mod_export.types import Bucket, Engine, ModelKind
+from mod_export.stages.folder import FolderContext
+from mod_export.types import Bucket, Engine, ModelKind, Role, pairs_of
 
 SEQ = 16
 """Of the texts: what a prompt holds."""
 
 
-@contextlib.contextmanager
-def opened(
-    folder: Path, config: BuildConfig, bucket: Bucket
-) -> Iterator[tuple[dict[ModelKind, Prompts], dict[ModelKind, Decoder]]]:
-    with contextlib.ExitStack() as stack:
+@pytest.fixture(scope="module")
+def context(written: Path, writing_config: BuildConfig) -> FolderContext:
+    generation = writing_config.generation.model_copy(update={"measured_tokens": 100})
+    return FolderContext(written, writing_config.model_copy(update={"generation": generation}), (), verify=False)
 
-        def load(kind: ModelKind, role: str, one: Bucket) -> Any:
-            path = f"engines/ort-cpu/{kind}-{role}-{one.name}-float32.onnx"
-            weights = "graphs/weights-float32.data"
-            engine = Engine(target="ort-cpu", model=kind, bucket=one, dtype="float32", path=path, weights=weights)
-            return stack.enter_context(ENGINES["ort-cpu"].load(folder, engine, config, 1))
 
-        prompts = {kind: Prompts({SEQ: load(kind, "prefill", Bucket(1, SEQ))}) for kind in KINDS}
-        yield prompts, {kind: Decoder(load(kind, "decode", bucket), bucket.seq, kind) for kind in KINDS}
+@pytest.fixture(scope="module")
+def found(context: FolderContext) -> DecodingEngines:
+    return context.decoding_engines()
 
 
 @pytest.fixture(scope="module")
 def models(writing_model: Model) -> dict[ModelKind, GeneratingModel]:
     return {kind: writing_model.of_kind(kind).generating(WINDOW) for kind in KINDS}
+
+
+def pair_of(context: FolderContext, role: Role, bucket: Bucket) -> dict[ModelKind, Engine]:
+    pairs = pairs_of(context.runnable(role))
+    return next(pair for setting, pair in pairs.items() if setting.bucket == bucket)
 
 
 def texts(rows: int) -> np.ndarray:
@@ -65,80 +63,71 @@ def decided(model: GeneratingModel, ids_BS: np.ndarray) -> dict[int | str, np.nd
     return ran
 
 
-@pytest.fixture(scope="module", params=[1, 3])
 def measured(
-    request: pytest.FixtureRequest, written: Path, writing_config: BuildConfig, models: dict[ModelKind, GeneratingModel]
-) -> tuple[Text, DecodeRow]:
-    bucket = Bucket(request.param, WINDOW)
-    with opened(written, writing_config, bucket) as (prompts, decoders):
-        text = read_text(texts(bucket.batch), prompts, {kind: models[kind].sites for kind in KINDS})
-        row = decode_row(
-            decoders, text, 100, target="ort-cpu", bucket=bucket.name, dtype="float32", threads=1, seed=0,
-            least={kind: step_bytes(models[kind], bucket) for kind in KINDS}, bandwidth_gbs=10.0,
-        )  # fmt: skip
-    return text, row
+    context: FolderContext, models: dict[ModelKind, GeneratingModel], rows: int, bandwidth_gbs: float | None
+) -> DecodeRow:
+    bucket = Bucket(rows, WINDOW)
+    return measure_steps(
+        context.decoding_engines(),
+        pair_of(context, "decode", bucket),
+        texts(rows),
+        {kind: models[kind].sites for kind in KINDS},
+        {kind: step_bytes(models[kind], bucket) for kind in KINDS},
+        bandwidth_gbs,
+    )
 
 
-def test_a_text_is_what_both_models_read(
-    measured: tuple[Text, DecodeRow], models: dict[ModelKind, GeneratingModel]
-) -> None:
-    text, _ = measured
-    expected = decided(models["mod"], text.ids_BS)
+def test_a_text_is_what_both_models_read(found: DecodingEngines, models: dict[ModelKind, GeneratingModel]) -> None:
+    expected = decided(models["mod"], texts(2))
+    with contextlib.ExitStack() as opened:
+        prompts = {kind: opened.enter_context(found.prompts(kind, "ort-cpu", "float32")) for kind in KINDS}
+        text = read_text(texts(2), prompts, {kind: models[kind].sites for kind in KINDS})
     assert list(text.ran["mod"]) == list(expected)
     for site, ran_BS in expected.items():
         np.testing.assert_array_equal(text.ran["mod"][site], ran_BS)
     assert text.ran["dense"] == {}
     for kind in KINDS:
-        assert [kept.length for kept in text.kept[kind]] == [SEQ] * len(text.ids_BS)
+        assert [kept.length for kept in text.kept[kind]] == [SEQ] * 2
     assert all(kept.count_N is None for kept in text.kept["dense"])
 
 
-def test_executed_and_share_are_those_of_the_text(measured: tuple[Text, DecodeRow]) -> None:
-    """All positions but the first were timed: so they can be counted."""
-    text, row = measured
+@pytest.mark.parametrize("rows", [1, 3])
+def test_steps_are_those_of_the_text(
+    context: FolderContext, models: dict[ModelKind, GeneratingModel], rows: int
+) -> None:
+    row = measured(context, models, rows, 10.0)
+    assert (row.setting.role, row.setting.bucket) == ("decode", Bucket(rows, WINDOW))
+    # All positions but the first were timed: so they can be counted.
     assert row.positions == SEQ - 1
-    for site, ran_BS in text.ran["mod"].items():
+    for site, ran_BS in decided(models["mod"], texts(rows)).items():
         assert row.executed[str(site)] == pytest.approx(ran_BS[:, 1:].any(0).mean())
         assert row.selected[str(site)] == pytest.approx(ran_BS[:, 1:].mean())
     assert max(row.selected.values()) > 0
     assert min(row.selected.values()) < 1
-
-
-def test_times_and_their_bound(measured: tuple[Text, DecodeRow]) -> None:
-    text, row = measured
-    B = len(text.ids_BS)
     assert all(0 < ms < 1000 for ms in row.ms.values())
-    assert row.tokens_per_second == pytest.approx({kind: 1e3 * B / ms for kind, ms in row.ms.items()})
+    assert row.tokens_per_second == pytest.approx({kind: 1e3 * rows / ms for kind, ms in row.ms.items()})
     assert row.measured == pytest.approx(row.ms["dense"] / row.ms["mod"])
     assert row.ci95[0] <= row.measured <= row.ci95[1]
     assert row.predicted_bytes == row.least_bytes["dense"] / row.least_bytes["mod"] > 1
     assert row.efficiency == pytest.approx(row.measured / row.predicted_bytes)
     assert row.predicted_ms == {kind: size / 10.0 / 1e6 for kind, size in row.least_bytes.items()}
-
-
-def test_a_routed_layer_has_a_cache_of_its_capacity(measured: tuple[Text, DecodeRow]) -> None:
-    text, row = measured
-    B, slot = len(text.ids_BS), 2 * 2 * 8 * 4
-    assert row.kv_bytes == {"mod": B * (18 + WINDOW + 18) * slot, "dense": B * 3 * WINDOW * slot}
-    assert row.routed_kv_bytes == {"mod": B * 36 * slot, "dense": B * 2 * WINDOW * slot}
-    assert row.routed_kv_bytes["mod"] <= (18 / WINDOW + 0.02) * row.routed_kv_bytes["dense"]
+    # A routed layer has a cache of its capacity.
+    slot = 2 * 2 * 8 * 4
+    assert row.kv_bytes == {"mod": rows * (18 + WINDOW + 18) * slot, "dense": rows * 3 * WINDOW * slot}
+    assert row.routed_kv_bytes == {"mod": rows * 36 * slot, "dense": rows * 2 * WINDOW * slot}
 
 
 def test_without_a_roofline_there_is_no_bound_in_time(
-    written: Path, writing_config: BuildConfig, models: dict[ModelKind, GeneratingModel]
+    context: FolderContext, models: dict[ModelKind, GeneratingModel]
 ) -> None:
-    bucket = Bucket(1, WINDOW)
-    with opened(written, writing_config, bucket) as (prompts, decoders):
-        text = read_text(texts(1), prompts, {kind: models[kind].sites for kind in KINDS})
-        row = decode_row(
-            decoders, text, 5, target="ort-cpu", bucket=bucket.name, dtype="float32", threads=1, seed=0,
-            least={kind: step_bytes(models[kind], bucket) for kind in KINDS}, bandwidth_gbs=None,
-        )  # fmt: skip
-        first = first_token_row(prompts, text.ids_BS[0], target="ort-cpu", bucket="b1s16", dtype="float32")
-    assert row.predicted_ms is None
-    assert row.positions == 5
-    assert (first.tokens, first.dtype) == (SEQ, "float32")
-    assert first.measured == first.ms["dense"] / first.ms["mod"] > 0
+    assert measured(context, models, 1, None).predicted_ms is None
+
+
+def test_a_prompt_is_timed_as_whole_rows_are(context: FolderContext, found: DecodingEngines) -> None:
+    row = measure_prompts(found, pair_of(context, "prefill", Bucket(1, SEQ)), texts(1)[0])
+    assert (row.setting.role, row.setting.bucket, row.tokens) == ("prefill", Bucket(1, SEQ), SEQ)
+    assert row.measured == pytest.approx(row.ms["dense"] / row.ms["mod"])
+    assert 0 < row.ci95[0] <= row.measured <= row.ci95[1]
 
 
 def test_bytes_of_a_step_by_what_was_executed(models: dict[ModelKind, GeneratingModel]) -> None:

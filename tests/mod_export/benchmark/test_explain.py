@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sample_rows import cost_row, part_row
 
-from mod_export.benchmark.cost import PARTS
 from mod_export.benchmark.explain import explain
+from mod_export.benchmark.model_parts import PARTS
 from mod_export.results.cost import CostRow, PartRow
 from mod_export.types import Bucket, ModelKind
 
@@ -16,8 +16,9 @@ BUCKET = Bucket(1, 512)
 K = {1: 64, 3: 64}
 
 
-def part(model: ModelKind, part: str, flops: int, measured_ms: float | None, **about: str) -> PartRow:
-    return part_row(model=model, part=part, flops=flops, measured_ms=measured_ms, **about)
+def timed(**found: tuple[int, float | None]) -> dict[str, PartRow]:
+    """Part -> (FLOPs, milliseconds)."""
+    return {part: part_row(part=part, flops=flops, measured_ms=ms) for part, (flops, ms) in found.items()}
 
 
 def cost(model: ModelKind, weight_bytes: int = 10**6, **mflops: int) -> CostRow:
@@ -69,7 +70,7 @@ def test_what_is_not_known_of_routing_is_not_said() -> None:
     assert said(cost("dense", other=1000), cost("mod", other=1000), k_by_layer=None) == "FLOPs predict 1.00x"
 
 
-def test_a_model_in_which_nobody_passes_by() -> None:
+def test_a_model_in_which_no_token_is_skipped() -> None:
     same = cost("dense", mlp=1000), cost("mod", mlp=1000)
     words = "FLOPs predict 1.00x; no token skips a block, and skipping is what saves time"
     assert said(*same, k_by_layer={}) == said(*same, k_by_layer={"0.expert0": 8}) == words
@@ -111,25 +112,20 @@ def test_fixed_costs() -> None:
 
 
 def test_the_part_that_takes_longer_than_its_flops_is_named_first() -> None:
-    parts = [
-        part("dense", "mlp", 4000, 8.0),
-        part("mod", "mlp", 2000, 7.0),
-        part("dense", "head", 1000, 2.0),
-        part("mod", "head", 1000, 2.0),
-        part("mod", "routing", 10, 1.5),
-        part("mod", "other", 0, None),
-    ]
+    dense = timed(mlp=(4000, 8.0), head=(1000, 2.0))
+    mod = timed(mlp=(2000, 7.0), head=(1000, 2.0), routing=(10, 1.5), other=(0, None))
     first = "FLOPs predict 2.00x; mlp takes 7 ms, where its FLOPs would leave 4 of the dense baseline's 8 ms"
-    assert said(DENSE, MOD, parts=parts) == first
-    assert said(DENSE, MOD, parts=parts, dense_ms=4000.0).startswith(f"{first}; even the dense baseline")
+    assert said(DENSE, MOD, dense_parts=dense, mod_parts=mod) == first
+    slow = said(DENSE, MOD, dense_parts=dense, mod_parts=mod, dense_ms=4000.0)
+    assert slow.startswith(f"{first}; even the dense baseline")
 
 
 def test_a_part_that_only_routing_has() -> None:
-    parts = [part("dense", "mlp", 4000, 8.0), part("mod", "mlp", 2000, 4.0), part("mod", "routing", 10, 1.5)]
-    assert "; routing takes 1.5 ms of the profile, and the dense baseline has none" in said(DENSE, MOD, parts=parts)
+    dense, mod = timed(mlp=(4000, 8.0)), timed(mlp=(2000, 4.0), routing=(10, 1.5))
+    found = said(DENSE, MOD, dense_parts=dense, mod_parts=mod)
+    assert "; routing takes 1.5 ms of the profile, and the dense baseline has none" in found
 
 
 def test_parts_that_took_what_flops_say_explain_nothing() -> None:
-    parts = [part("dense", "mlp", 4000, 8.0), part("mod", "mlp", 2000, 4.0)]
-    parts += [part("dense", "other", 0, 3.0), part("mod", "other", 0, 3.0)]
-    assert said(DENSE, MOD, parts=parts) == said(DENSE, MOD)
+    dense, mod = timed(mlp=(4000, 8.0), other=(0, 3.0)), timed(mlp=(2000, 4.0), other=(0, 3.0))
+    assert said(DENSE, MOD, dense_parts=dense, mod_parts=mod) == said(DENSE, MOD)

@@ -1,57 +1,81 @@
-"""Latency rows of real sessions: what is summed up, when sampling ends, and what is flagged."""
+"""Latency rows of real sessions and engines: what is summed up, when sampling ends, and what is flagged."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
+import onnx
+import onnxruntime as ort  # noqa: TID253 - a test may load what it tests on.
 import pytest
-from small_sessions import FEEDS, Session
 
-from mod_export.benchmark.latency import latency_rows, samples_by_round
+from mod_export.benchmark.latency import latency_rows, measure_pair, measure_precision, precision_pairs
 from mod_export.benchmark.statistics import quantile_interval
-from mod_export.config import LatencyOptions
+from mod_export.build_folder.manifest import open_folder
+from mod_export.config import BuildConfig, LatencyOptions
 from mod_export.engines.protocol import Runner
 from mod_export.errors import EngineError
 from mod_export.results.latency import LatencyRow
-from mod_export.types import Bucket, ModelKind, Setting
+from mod_export.types import Bucket, Engine, ModelKind, Setting, pairs_of
 
+FEEDS = {"x": np.ones((2, 4), np.float32), "lengths": np.array([4], np.int64)}
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(1, 4))
+QUICK = {"samples": 8, "max_samples": 8, "warmup": 1, "max_warmup": 4, "bootstrap": 100, "precision": 1.0}
 
 
-def options(**fields: Any) -> LatencyOptions:
-    quick = {
-        "samples": 8,
-        "max_samples": 8,
-        "warmup": 1,
-        "max_warmup": 4,
-        "bootstrap": 100,
-        "min_speedup": 1.0,
-        "precision": 1.0,
-    }
-    return LatencyOptions(**quick | fields)
+def rows_of(runners: dict[ModelKind, Runner], gate: float | None = None, **fields: Any) -> tuple[LatencyRow, ...]:
+    options = LatencyOptions(min_speedup=1.0, **QUICK | fields)
+    return latency_rows(runners, FEEDS, SETTING, options, seed=0, gate=gate)
 
 
-def rows_of(runners: dict[ModelKind, Runner], **fields: Any) -> tuple[LatencyRow, ...]:
-    gate = fields.pop("gate", None)
-    return latency_rows(runners, FEEDS, SETTING, options(**fields), seed=0, gate=gate)
+class Session:
+    """A session on a tiny graph that knows what it was given and asked for; `before_run` may take time."""
+
+    providers = ("CPUExecutionProvider",)
+    outputs = ("z", "logits")
+
+    def __init__(
+        self, threads: int = 1, inputs: str = "float[2,4] x", before_run: Callable[[int], object] = lambda number: None
+    ) -> None:
+        graph = f"g ({inputs}) => (float[2,4] z, float[2,4] logits) {{ z = Mul(x, x) logits = Add(x, x) }}"
+        model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 23]> {graph}')
+        self._session = ort.InferenceSession(model.SerializeToString(), providers=list(self.providers))
+        self.inputs = tuple(item.name for item in self._session.get_inputs())
+        self.threads, self._before_run = threads, before_run
+        self.asked: list[tuple[tuple[str, ...], Sequence[str] | None]] = []
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        self._before_run(len(self.asked))
+        self.asked.append((tuple(feeds), outputs))
+        wanted = list(outputs or self.outputs)
+        return dict(zip(wanted, self._session.run(wanted, dict(feeds)), strict=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
 
 
 def sleeping(*ms: float, runs: int = 4) -> Session:
     """A session whose runs take about this long; of several durations each lasts for so many runs, in turn."""
-    return Session([], "sleeping", before_run=lambda number: time.sleep(ms[number // runs % len(ms)] / 1000))
+    return Session(before_run=lambda number: time.sleep(ms[number // runs % len(ms)] / 1000))
 
 
 def test_rows_hold_every_sample_and_what_follows_from_them() -> None:
-    log: list[str] = []
-    rows = rows_of({"dense": Session(log, "dense"), "mod": Session(log, "mod")})
+    dense, mod = Session(), Session(inputs="float[2,4] x, int64[1] lengths")
+    rows = rows_of({"dense": dense, "mod": mod})
     assert [row.model for row in rows] == ["dense", "mod"]
     assert 2 <= rows[0].warmup <= 4
-    assert len(log) == 2 * rows[0].warmup + 2 * 8
+    # Each is fed what it has inputs for, and asked for the model's own output only.
+    assert dense.asked == [(("x",), ["logits"])] * (rows[0].warmup + 8)
+    assert mod.asked == [(("x", "lengths"), ["logits"])] * (rows[0].warmup + 8)
     for row in rows:
-        assert (row.target, row.bucket, row.dtype) == ("ort-cpu", "b1s4", "float32")
+        assert row.setting == SETTING.of(row.model)
         assert (row.providers, row.threads) == (("CPUExecutionProvider",), 1)
         assert len(row.samples_ms) == 8
         assert min(row.samples_ms) > 0
@@ -62,84 +86,121 @@ def test_rows_hold_every_sample_and_what_follows_from_them() -> None:
         assert row.cv == row.stdev_ms / row.mean_ms
         assert row.p50_ci95 == quantile_interval(np.array(row.samples_ms), 0.5)
         assert row.p90_ci95 is row.p99_ci95 is None
-        assert row.conditions is not None
-        assert samples_by_round(row).shape == (4, 2)
-        assert samples_by_round(row).reshape(-1).tolist() == list(row.samples_ms)
     assert rows[0].conditions == rows[1].conditions
 
 
-def counts(rows: Sequence[LatencyRow]) -> set[int]:
-    return {len(row.samples_ms) for row in rows}
+def pair(kind: str) -> dict[ModelKind, Runner]:
+    """`clear`: one is six times as fast. `open`: both are fast and slow, eight to one, for different stretches: which
+    rounds are drawn decides who is faster. `wide`: one is faster for certain, by 7 to 40."""
+    if kind == "clear":
+        return {"dense": sleeping(6), "mod": sleeping(1)}
+    if kind == "open":
+        return {"dense": sleeping(0.5, 4), "mod": sleeping(0.5, 4, runs=6)}
+    return {"dense": sleeping(2, 8), "mod": sleeping(0.2)}
 
 
-def test_sampling_ends_when_the_comparison_is_settled() -> None:
-    clear: dict[ModelKind, Runner] = {"dense": sleeping(6), "mod": sleeping(1)}
-    (count,) = counts(rows_of(clear, max_samples=128))
-    assert count < 128
+@pytest.mark.parametrize(
+    ("kind", "fields", "samples"),
+    [
+        ("clear", {"max_samples": 128}, {8, 16, 32, 64}),
+        ("open", {"max_samples": 32}, {32}),
+        ("wide", {"max_samples": 32, "gate": 15.0}, {32}),
+        ("wide", {"max_samples": 32, "precision": 0.01}, {32}),
+        ("open", {"max_samples": 100_000, "max_seconds": 0.0}, {8}),
+    ],
+    ids=["settled", "noise", "gate not settled", "ratio not known well enough", "time budget"],
+)
+def test_sampling_ends_when_the_comparison_is_settled(kind: str, fields: dict[str, Any], samples: set[int]) -> None:
+    (count,) = {len(row.samples_ms) for row in rows_of(pair(kind), **fields)}
+    assert count in samples
 
 
-def open_question() -> dict[ModelKind, Runner]:
-    """Both are fast and slow, eight to one, for different stretches: which rounds are drawn decides who is faster."""
-    return {"dense": sleeping(0.5, 4), "mod": sleeping(0.5, 4, runs=6)}
-
-
-def test_more_samples_are_taken_while_noise_leaves_it_open() -> None:
-    assert counts(rows_of(open_question(), max_samples=32)) == {32}
-
-
-def test_a_gate_that_is_not_settled_needs_more_samples_too() -> None:
-    # Faster for certain, by 7 to 40, and the gate lies between.
-    pair: dict[ModelKind, Runner] = {"dense": sleeping(2, 8), "mod": sleeping(0.2)}
-    assert counts(rows_of(pair, max_samples=32, gate=15.0)) == {32}
-
-
-def test_a_ratio_that_is_not_known_well_enough_needs_more_samples_too() -> None:
-    pair: dict[ModelKind, Runner] = {"dense": sleeping(2, 8), "mod": sleeping(0.2)}
-    assert counts(rows_of(pair, max_samples=32, precision=0.01)) == {32}
-
-
-def test_the_time_budget_ends_it_but_not_before_the_least_number() -> None:
-    assert counts(rows_of(open_question(), max_samples=100_000, max_seconds=0.0)) == {8}
-
-
-def test_a_single_model_is_sampled_as_often_as_asked() -> None:
-    (row,) = rows_of({"mod": Session([], "mod")}, samples=9, max_samples=500)
-    assert len(row.samples_ms) == 12
-    assert row.model == "mod"
-
-
-def test_a_warm_up_that_does_not_settle_is_said() -> None:
-    # The clock counts nanoseconds: no two runs take exactly as long.
-    rows = rows_of({"dense": sleeping(0.1), "mod": sleeping(0.1)}, warmup_tolerance=0.0, max_warmup=5)
-    assert [(row.stable, row.warmup) for row in rows] == [(False, 5)] * 2
-    assert all("not stable after 5 rounds of warm-up" in row.flags for row in rows)
-
-
-def test_drift_and_outliers_are_said() -> None:
+def test_a_warm_up_that_does_not_settle_drift_and_outliers_are_said() -> None:
     def late(number: int) -> None:
-        time.sleep(0.001 if number < 30 else 0.004)
+        time.sleep(0.0005 if number < 30 else 0.002)
 
     def sometimes(number: int) -> None:
-        time.sleep(0.05 if number % 8 == 7 else 0.002)
+        time.sleep(0.02 if number % 8 == 7 else 0.001)
 
-    dense, mod = rows_of(
-        {"dense": Session([], "dense", before_run=late), "mod": Session([], "mod", before_run=sometimes)},
-        samples=48,
-        max_samples=48,
-    )
-    assert any(flag.startswith("drift: the last third of the samples is ") for flag in dense.flags), dense
-    assert any(flag.endswith(" % slower than the first") for flag in dense.flags)
-    assert dense.drift is not None
+    # The clock counts nanoseconds: no two runs take exactly as long.
+    unsettled = {"warmup_tolerance": 0.0, "max_warmup": 5, "samples": 48, "max_samples": 48}
+    dense, mod = rows_of({"dense": Session(before_run=late), "mod": Session(before_run=sometimes)}, **unsettled)
+    assert [(row.stable, row.warmup) for row in (dense, mod)] == [(False, 5)] * 2
+    assert all("not stable after 5 rounds of warm-up" in row.flags for row in (dense, mod))
+    (drift,) = [flag for flag in dense.flags if flag.startswith("drift: the last third of the samples is ")]
+    assert drift.endswith(" % slower than the first")
     assert dense.drift > 1
     assert mod.outliers >= 5
     assert any(flag.endswith(" of 48 samples are outliers") for flag in mod.flags), mod
 
 
 def test_different_conditions_are_not_compared() -> None:
-    runners: dict[ModelKind, Runner] = {"dense": Session([], "dense", threads=4), "mod": Session([], "mod", threads=1)}
+    runners: dict[ModelKind, Runner] = {"dense": Session(threads=4), "mod": Session(threads=1)}
     message = (
         r"ort-cpu b1s4 float32: latency can only be compared under the same conditions, but the engines run "
         r"dense on CPUExecutionProvider with 4 threads; mod on CPUExecutionProvider with 1 threads\. Load all"
     )
     with pytest.raises(EngineError, match=message):
         rows_of(runners)
+
+
+def engine(**fields: Any) -> Engine:
+    usual: dict[str, Any] = {
+        "target": "ort-cpu", "model": "mod", "bucket": Bucket(1, 64), "dtype": "float32", "path": "p",
+    }  # fmt: skip
+    return Engine(**usual | fields)
+
+
+def test_a_pair_is_alike_in_all_but_the_model() -> None:
+    mod, dense = engine(), engine(model="dense")
+    half = engine(dtype="float16"), engine(dtype="float16", model="dense")
+    assert pairs_of([mod, half[1], dense, half[0]]) == {
+        mod.setting: {"mod": mod, "dense": dense},
+        half[0].setting: {"mod": half[0], "dense": half[1]},
+    }
+    others = {"target": "inductor"}, {"bucket": Bucket(2, 64)}, {"dtype": "float16"}, {"model": "mod"}
+    assert [pairs_of([mod, engine(**{"model": "dense"} | other)]) for other in others] == [{}] * 4
+
+
+def test_every_other_dtype_has_its_float32_counterpart() -> None:
+    wide = [engine(), engine(model="dense")]
+    narrow = [replace(one, dtype="int8") for one in wide]
+    assert precision_pairs([*wide, *narrow]) == list(zip(narrow, wide, strict=True))
+    assert precision_pairs(wide) == precision_pairs(narrow) == []
+    # Another GPU's float32 engine is no counterpart.
+    assert precision_pairs([replace(wide[0], arch="sm89"), narrow[0]]) == []
+
+
+@pytest.fixture
+def engines(built: Path) -> dict[ModelKind, Engine]:
+    return next(iter(pairs_of(open_folder(built, verify=False).engines).values()))
+
+
+def test_both_engines_of_a_folder_are_measured(
+    built: Path, engines: dict[ModelKind, Engine], config: BuildConfig
+) -> None:
+    rows = measure_pair(built, engines, 256, config)
+    assert [row.setting for row in rows] == [engines["mod"].setting, engines["dense"].setting]
+    for row in rows:
+        # Whole blocks of four rounds with two samples each.
+        assert (row.threads, len(row.samples_ms), row.providers) == (1, 8, ("CPUExecutionProvider",))
+        assert row.warmup >= 2
+        assert min(row.samples_ms) > 0
+
+
+def test_an_engine_that_does_not_load(built_copy: Path, engines: dict[ModelKind, Engine], config: BuildConfig) -> None:
+    (built_copy / engines["dense"].path).write_bytes(b"nonsense")
+    with pytest.raises(EngineError, match=r"dense-b1s64-float32\.onnx: ONNX Runtime refuses this graph"):
+        measure_pair(built_copy, engines, 256, config)
+
+
+def test_an_engine_beside_itself_is_as_large_and_as_fast(
+    built: Path, engines: dict[ModelKind, Engine], config: BuildConfig
+) -> None:
+    wide = engines["mod"]
+    row = measure_precision(built, replace(wide, dtype="int8"), wide, 256, config)
+    assert row.setting == replace(wide.setting, dtype="int8")
+    assert row.bytes == row.float32_bytes == sum((built / path).stat().st_size for path in wide.files)
+    assert row.ci95[0] <= row.measured <= row.ci95[1]
+    assert 0.2 < row.measured < 5
+    assert row.float32_p50_ms / row.p50_ms == row.measured

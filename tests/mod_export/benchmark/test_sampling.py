@@ -1,17 +1,24 @@
-"""Rounds on real sessions of ONNX Runtime; nothing here depends on how fast the machine is."""
+"""Rounds: balanced orders, and samples of sessions; nothing here depends on how fast the machine is."""
 
 from __future__ import annotations
 
 import gc
 import math
 import time
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain, islice, pairwise
 
 import numpy as np
 import pytest
-from small_sessions import FEEDS, Session
 
-from mod_export.benchmark.sampling import Rounds, garbage_collector_off, planned_looks
+from mod_export.benchmark.sampling import (
+    Rounds,
+    balanced_rounds,
+    interleaved,
+    planned_looks,
+    run_orders,
+)
 from mod_export.config import LatencyOptions
 from mod_export.errors import EngineError
 
@@ -19,105 +26,89 @@ OPTIONS = LatencyOptions(min_speedup=1.0)
 NEVER, AT_ONCE = math.inf, -math.inf
 
 
-def in_rounds(log: list[str], turns: int) -> list[list[str]]:
-    return [log[begin : begin + turns] for begin in range(0, len(log), turns)]
+@pytest.mark.parametrize(("count", "block"), [(1, 2), (2, 2), (3, 6), (4, 4), (5, 10), (6, 6)])
+def test_a_block_balances_positions_and_neighbours(count: int, block: int) -> None:
+    assert balanced_rounds(count) == block
+    orders = list(islice(run_orders(count, 0), block))
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    positions = Counter(chain.from_iterable(enumerate(order) for order in orders))
+    neighbours = Counter(pair for order in orders for pair in pairwise(order))
+    assert (len(positions), len(set(positions.values()))) == (count * count, 1)
+    assert len(neighbours) == count * (count - 1)
+    assert len(set(neighbours.values())) <= 1
 
 
-def test_every_round_gives_every_runner_two_turns() -> None:
+def test_every_block_is_drawn_anew_and_follows_the_seed() -> None:
+    orders = list(islice(run_orders(4, 0), 40))
+    assert len({tuple(orders[begin : begin + 4]) for begin in range(0, 40, 4)}) > 5
+    assert list(islice(run_orders(4, 0), 40)) == orders
+    assert list(islice(run_orders(4, 1), 40)) != orders
+
+
+def logging(*names: str) -> tuple[list[str], list[Callable[[], object]]]:
+    """What ran, and runs that say so."""
     log: list[str] = []
-    rounds = Rounds([Session(log, "dense"), Session(log, "mod")], FEEDS, seed=0)
+    return log, [lambda name=name: log.append(name) for name in names]
+
+
+def test_every_round_runs_every_engine_twice() -> None:
+    log, runs = logging("dense", "mod")
+    rounds = Rounds(runs, 0)
     assert rounds.block == 4
     rounds.sample(8)
-    assert all(sorted(one) == ["dense", "dense", "mod", "mod"] for one in in_rounds(log, 4))
-    assert len({tuple(one) for one in in_rounds(log, 4)}) > 2
-    rounds.sample(4)
-    assert rounds.done == 12
-    for runner in (0, 1):
-        assert rounds.samples_ms(runner).shape == (12, 2)
-        assert rounds.samples_ms(runner).min() > 0
+    assert rounds.done == 8
+    each = [tuple(log[begin : begin + 4]) for begin in range(0, len(log), 4)]
+    assert all(sorted(one) == ["dense", "dense", "mod", "mod"] for one in each)
+    assert len(set(each)) > 2
+    # Over a block every position is shared alike.
+    for position in range(4):
+        assert sorted(one[position] for one in each[:4]) == ["dense", "dense", "mod", "mod"]
+    for engine in (0, 1):
+        assert rounds.samples_ms(engine).shape == (8, 2)
+        assert rounds.samples_ms(engine).min() > 0
 
 
-def test_over_a_block_every_place_is_shared_alike() -> None:
-    log: list[str] = []
-    rounds = Rounds([Session(log, "dense"), Session(log, "mod")], FEEDS, seed=0)
-    rounds.sample(rounds.block)
-    for place in range(4):
-        assert sorted(one[place] for one in in_rounds(log, 4)) == ["dense", "dense", "mod", "mod"]
-
-
-def test_a_sample_is_of_the_runner_and_turn_that_it_is_filed_under() -> None:
+def test_a_sample_is_of_the_engine_and_run_that_it_is_filed_under() -> None:
     pauses: list[float] = []
 
-    def pause(number: int) -> None:
-        # Every run of the slow session is slower than the one before.
-        pauses.append(0.002 * (number + 1))
+    def pause() -> None:
+        # Every run of the slow engine is slower than the one before.
+        pauses.append(0.002 * (len(pauses) + 1))
         time.sleep(pauses[-1])
 
-    rounds = Rounds([Session([], "fast"), Session([], "slow", before_run=pause)], FEEDS, seed=0)
+    rounds = Rounds([lambda: None, pause], 0)
     rounds.sample(4)
     slow_RT = rounds.samples_ms(1)
     assert sorted(slow_RT.reshape(-1)) == sorted(chain.from_iterable(np.sort(slow_RT, axis=1)))
     assert np.all(np.sort(slow_RT.reshape(-1)) >= 1000 * np.array(pauses))
-    # Which turn of a round is the first is drawn at random, and is not always the earlier one.
+    # Which run of a round is the first is drawn at random, and is not always the earlier one.
     assert 0 < np.sum(slow_RT[:, 0] < slow_RT[:, 1]) < 4
 
 
-def test_the_order_follows_the_seed() -> None:
-    def order(seed: int) -> list[str]:
-        log: list[str] = []
-        Rounds([Session(log, "a"), Session(log, "b")], FEEDS, seed=seed).sample(8)
-        return log
-
-    assert order(0) == order(0)
-    assert len({tuple(order(seed)) for seed in range(4)}) > 1
-
-
-def test_warm_up_ends_when_two_windows_agree() -> None:
-    log: list[str] = []
-    rounds = Rounds([Session(log, "a"), Session(log, "b")], FEEDS, seed=0)
-    options = OPTIONS.model_copy(update={"warmup": 3, "warmup_tolerance": 1.0, "max_warmup": 100})
-    # Later windows of a tiny session are never twice as slow for a hundred rounds.
-    assert rounds.warm_up(options, NEVER) == (True, True)
-    assert 6 <= rounds.warmup < 100
+@pytest.mark.parametrize(
+    ("window", "tolerance", "most", "deadline", "warmup"),
+    [
+        # Later windows of what takes no time are never a thousand times as slow for a hundred rounds.
+        (3, 1000.0, 100, NEVER, range(6, 100)),
+        (1, -1.0, 5, NEVER, range(5, 6)),
+        (4, -1.0, 50, AT_ONCE, range(8, 9)),
+    ],
+    ids=["two windows agree", "never settles", "obeys the deadline but has two windows"],
+)
+def test_warm_up(window: int, tolerance: float, most: int, deadline: float, warmup: range) -> None:
+    log, runs = logging("a", "b")
+    rounds = Rounds(runs, 0)
+    options = OPTIONS.model_copy(update={"warmup": window, "warmup_tolerance": tolerance, "max_warmup": most})
+    assert rounds.warm_up(options, deadline) == (tolerance > 0,) * 2
+    assert rounds.warmup in warmup
     assert len(log) == 2 * rounds.warmup
     assert rounds.done == 0
 
 
-def test_warm_up_of_what_never_settles_ends_at_its_limit() -> None:
-    rounds = Rounds([Session([], "a", before_run=lambda number: time.sleep(0.0001))], FEEDS, seed=0)
-    options = OPTIONS.model_copy(update={"warmup": 1, "warmup_tolerance": 0.0, "max_warmup": 5})
-    assert rounds.warm_up(options, NEVER) == (False,)
-    assert rounds.warmup == 5
-
-
-def test_warm_up_obeys_the_deadline_but_always_has_two_windows() -> None:
-    rounds = Rounds([Session([], "a")], FEEDS, seed=0)
-    rounds.warm_up(OPTIONS.model_copy(update={"warmup": 4, "warmup_tolerance": 0.0}), AT_ONCE)
-    assert rounds.warmup == 8
-
-
-def test_a_runner_is_fed_what_it_has_inputs_for() -> None:
-    dense, mod = Session([], "dense"), Session([], "mod", lengths=True)
-    Rounds([dense, mod], FEEDS, seed=0).sample(1)
-    assert dense.fed == {("x",)}
-    assert mod.fed == {("x", "lengths")}
-
-
-def test_only_the_outputs_asked_for_are_fetched() -> None:
-    some, every = Session([], "a"), Session([], "a")
-    Rounds([some], FEEDS, seed=0, outputs=["z"]).sample(1)
-    Rounds([every], FEEDS, seed=0).sample(1)
-    assert (some.asked, every.asked) == ([["z"]] * 2, [None] * 2)
-
-
-def test_progress_is_told_after_every_round() -> None:
-    told: list[int] = []
-    log: list[str] = []
-    runners = [Session(log, "a"), Session(log, "b")]
-    rounds = Rounds(runners, FEEDS, seed=0, after_round=lambda: told.append(len(log)))
-    rounds.warm_up(OPTIONS.model_copy(update={"warmup": 1}), AT_ONCE)
-    rounds.sample(3)
-    assert told == [2, 4, 8, 12, 16]
+def test_interleaved_runs_have_as_many_samples_as_asked() -> None:
+    log, runs = logging("a", "b")
+    rounds = interleaved(runs, OPTIONS.model_copy(update={"samples": 9, "warmup": 1, "max_warmup": 2}), 0)
+    assert (rounds.warmup, rounds.done, len(log)) == (2, 8, 2 * 2 + 4 * 8)
 
 
 @pytest.mark.parametrize(
@@ -135,22 +126,18 @@ def test_looks_are_few_and_at_whole_blocks(samples: int, most: int, planned: tup
     assert planned_looks(options, 4) == planned
 
 
+def failing() -> None:
+    assert not gc.isenabled()
+    raise EngineError("the device is gone")
+
+
 @pytest.mark.parametrize("was_on", [True, False])
 def test_the_garbage_collector_rests_and_then_is_as_before(was_on: bool) -> None:
     before = gc.isenabled()
     (gc.enable if was_on else gc.disable)()
     try:
-        with garbage_collector_off():
-            assert not gc.isenabled()
+        with pytest.raises(EngineError, match="the device is gone"):
+            interleaved([failing], OPTIONS, 0)
         assert gc.isenabled() is was_on
     finally:
         (gc.enable if before else gc.disable)()
-
-
-def test_the_garbage_collector_comes_back_after_a_failing_run() -> None:
-    def gone(number: int) -> None:
-        raise EngineError("the device is gone")
-
-    with pytest.raises(EngineError, match="the device is gone"), garbage_collector_off():
-        Rounds([Session([], "a", before_run=gone)], FEEDS, seed=0).sample(1)
-    assert gc.isenabled()

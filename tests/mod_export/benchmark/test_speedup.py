@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from sample_rows import changed, cost_row, latency_row
+from sample_rows import changed, cost_row, latency_row, part_row
 
-from mod_export.benchmark.speedup import Known, gate_of, gated_bucket, speedup_rows
+from mod_export.benchmark.speedup import gate_of, gated_bucket, speedup_rows
 from mod_export.config import LatencyOptions
 from mod_export.errors import GraphError
 from mod_export.results.cost import CostRow
@@ -33,11 +33,9 @@ def cost(model: ModelKind, gflops: int, bucket: Bucket = LARGE) -> CostRow:
 COSTS = [cost("dense", 200), cost("mod", 100), cost("dense", 60, SMALL), cost("mod", 50, SMALL)]
 
 
-def rows_of(
-    latencies: Sequence[LatencyRow], min_speedup: float = 1.0, known: Known | None = None
-) -> tuple[SpeedupRow, ...]:
+def rows_of(latencies: Sequence[LatencyRow], min_speedup: float = 1.0, **known: Any) -> tuple[SpeedupRow, ...]:
     options = LatencyOptions(min_speedup=min_speedup, bootstrap=200)
-    return speedup_rows(latencies, COSTS, [SMALL, LARGE], options, seed=0, known=known)
+    return speedup_rows(latencies, COSTS, [SMALL, LARGE], options, seed=0, **known)
 
 
 def pair(ratio: float, bucket: Bucket = LARGE) -> list[LatencyRow]:
@@ -64,8 +62,8 @@ def test_the_gate_applies_to_the_largest_bucket_only() -> None:
     assert [(row.gate, row.passed) for row in rows_of(both)] == [(None, None), (1.0, True)]
     assert [(row.gate, row.passed) for row in rows_of(both, min_speedup=2.5)] == [(None, None), (2.5, False)]
     assert [(row.gate, row.passed) for row in rows_of(both, min_speedup=0)] == [(None, None)] * 2
-    assert gate_of("b1s512", [SMALL, LARGE], 1.3) == 1.3
-    assert gate_of("b1s128", [SMALL, LARGE], 1.3) is gate_of("b1s512", [SMALL, LARGE], 0.0) is None
+    assert gate_of(LARGE, [SMALL, LARGE], 1.3) == 1.3
+    assert gate_of(SMALL, [SMALL, LARGE], 1.3) is gate_of(LARGE, [SMALL, LARGE], 0.0) is None
 
 
 @pytest.mark.parametrize(("measured", "passed"), [(1.0, True), (1.0 + 2**-40, True), (1.0 - 2**-40, False)])
@@ -90,7 +88,7 @@ def test_nan_fails_with_a_gate_and_without(bucket: Bucket) -> None:
 
 
 def test_what_is_not_faster_is_explained_from_its_cost() -> None:
-    (small, large) = rows_of([*pair(0.98, SMALL), *pair(1.0)], known=Known(k_by_layer={"b1s128": {1: 16, 3: 16}}))
+    (small, large) = rows_of([*pair(0.98, SMALL), *pair(1.0)], k_by_layer={SMALL: {1: 16, 3: 16}})
     assert small.verdict == large.verdict == "not faster"
     assert small.reason == (
         "FLOPs predict 1.20x; routed layers multiply 16 rows at a time (k = 16 of 128), which takes hardly less time "
@@ -122,11 +120,20 @@ def test_a_control_that_misses_one_is_the_reason() -> None:
 
 
 def test_a_roofline_predicts_where_both_models_have_one() -> None:
-    key = ("ort-cpu", "float32", "forward", "b1s512")
-    known = Known(roofline_ms={(*key, "dense"): 9.0, (*key, "mod"): 6.0})
-    assert [row.predicted_roofline for row in rows_of([*pair(2.0, SMALL), *pair(2.0)], known=known)] == [None, 1.5]
-    half = Known(roofline_ms={(*key, "dense"): 9.0})
-    assert [row.predicted_roofline for row in rows_of(pair(2.0), known=half)] == [None]
+    parts = [
+        part_row(model="dense", predicted_ms=9.0),
+        part_row(predicted_ms=2.0),
+        part_row(part="head", predicted_ms=4.0),
+    ]
+    found = rows_of([*pair(2.0, SMALL), *pair(2.0)], parts=parts)
+    assert [row.predicted_roofline for row in found] == [None, 1.5]
+    assert rows_of(pair(2.0), parts=parts[:1])[0].predicted_roofline is None
+
+
+def test_flops_of_the_graphs_that_run_come_before_those_of_the_portable_ones() -> None:
+    dense, mod = (row.setting for row in pair(2.0))
+    assert rows_of(pair(2.0), flops={dense: 300, mod: 100})[0].predicted_flops == 3.0
+    assert rows_of(pair(2.0), flops={dense: 300})[0].predicted_flops == 2.0
 
 
 def test_a_setting_with_one_model_has_no_row() -> None:
@@ -134,7 +141,7 @@ def test_a_setting_with_one_model_has_no_row() -> None:
 
 
 def test_flops_that_were_not_counted_are_named() -> None:
-    with pytest.raises(GraphError, match="dense b1s64: the FLOPs of this graph were not counted, so its latency has"):
+    with pytest.raises(GraphError, match="mod b1s64: the FLOPs of this graph were not counted, so its latency has"):
         rows_of(pair(1.0, Bucket(1, 64)))
 
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from small_graphs import make_spec, op_types, parsed, portable_graph, run
 
-from mod_export.benchmark.products import attention_sizes, needed_scores
+from mod_export.benchmark.cost import attention_sizes, needed_scores
 from mod_export.export.passes import query_blocks, run_passes
 from mod_export.export.passes.query_blocks import QueryBlocks, splittable_tokens
 from mod_export.types import Dialect

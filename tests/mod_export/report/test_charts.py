@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from report_pages import Page, drawn, told
 
 from mod_export.report.charts import (
     CHARACTER,
+    COLOURED_PARTS,
     MOST_DECADES,
     MOST_STEPS,
     ZERO_WIDTH,
@@ -32,6 +34,7 @@ from mod_export.report.charts import (
     stack,
     upright,
 )
+from mod_export.report.pages import light_colours
 
 numbers = st.floats(min_value=1e-3, max_value=1e4)
 
@@ -147,3 +150,12 @@ def test_a_plot_counts_from_its_lower_left_corner() -> None:
 
 
 AXIS = Axis(low=0, high=4, ticks=(("0", 0.0), ("4", 100.0)), scale=lambda value: 25 * value)
+
+
+def test_every_part_has_a_colour_on_light_paper() -> None:
+    colours = light_colours()
+    assert {part: bool(re.fullmatch("#[0-9a-f]{6}", colours[part])) for part in COLOURED_PARTS} == dict.fromkeys(
+        COLOURED_PARTS, True
+    )
+    assert len({colours[part] for part in COLOURED_PARTS}) == len(COLOURED_PARTS)
+    assert colours["card"] == "#fff"

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_pages import Page, drawn, paths, told
-from sample_rows import cost_row, latency_row, speedup_row
+from sample_rows import changed, cost_row, latency_row
 
-from mod_export.benchmark.cost import PARTS
-from mod_export.report.charts import ZERO_WIDTH, axis_from_zero
+from mod_export.benchmark.model_parts import PARTS
+from mod_export.report.charts import axis_from_zero
 from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
-from mod_export.report.generation import steps_of
 from mod_export.report.parity_figures import (
     MOST_TOKENS,
     SHADES,
@@ -34,8 +33,8 @@ from mod_export.report.speed_figures import (
     speedup_figure,
     step_figure,
 )
-from mod_export.report.summary import Setting
-from mod_export.results.latency import SpeedupRow
+from mod_export.report.summary import Found, settings_of
+from mod_export.results.generation import DecodeRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.report import BuildReport
 from mod_export.results.structure import MapLayer, RoutingMap
@@ -47,10 +46,6 @@ def in_lanes(html: str, kind: str) -> list[dict[str, float]]:
 
 
 # Speed
-
-
-def speedup(measured: float, low: float, high: float, gate: float | None = None) -> SpeedupRow:
-    return speedup_row(measured, ci95=(low, high), gate=gate, passed=None)
 
 
 def test_every_number_of_a_speedup_is_drawn_in_order(report: BuildReport) -> None:
@@ -70,21 +65,9 @@ def test_every_number_of_a_speedup_is_drawn_in_order(report: BuildReport) -> Non
     assert "predicted by FLOPs 1.66x, by the roofline 1.59x; control 1.00x" in told(chart)[0]
 
 
-def test_a_gate_of_one_stands_where_there_is_no_gain() -> None:
-    chart = speedup_figure([speedup(1.5, 1.4, 1.6, gate=1.0)])
-    assert in_lanes(chart, "gate")[0]["x1"] == in_lanes(chart, "one")[0]["x1"]
-
-
-def test_a_speedup_that_is_not_finite_is_not_drawn() -> None:
-    chart = speedup_figure([speedup(math.nan, math.nan, math.inf)])
-    assert [len(in_lanes(chart, kind)) for kind in ("point", "interval", "gate")] == [0] * 3
-    assert len(in_lanes(chart, "predicted")) == 1
-
-
 def latency_of(*samples_ms: float, median: float | None = None, **fields: Any) -> LatencyFigure:
     row = latency_row(samples_ms, p50_ms=samples_ms[0] if median is None else median, **fields)
-    setting = Setting(target="t", bucket="b", dtype="float32", parity=(), latency=(row,), speedup=None)
-    (figure,) = latency_figures([setting])
+    (figure,) = latency_figures([Found(setting=row.setting, rows=(row,))])
     return figure
 
 
@@ -152,32 +135,27 @@ def test_without_a_median_there_is_no_order_to_draw() -> None:
     assert latency_of(0.0, 0.0).in_order == ""
 
 
-def test_flags_ask_for_a_look() -> None:
-    assert not latency_of(1.0).flagged
-    assert latency_of(1.0, flags=("drift",)).flagged
-
-
 def test_the_dense_model_comes_first_and_unsampled_settings_are_left_out(report: BuildReport) -> None:
-    sampled = Setting(target="t", bucket="b", dtype="float32", parity=(), latency=report.latency[1::-1], speedup=None)
-    empty = Setting(target="t", bucket="c", dtype="float32", parity=report.parity, latency=(), speedup=None)
+    setting = report.latency[1].setting
+    sampled, empty = (Found(setting=setting, rows=rows) for rows in (report.latency[1::-1], report.parity))
     (figure,) = latency_figures([sampled, empty])
     assert [row.model for row in figure.rows] == ["dense", "mod"]
 
 
 def test_steps_stand_beside_what_memory_takes(report: BuildReport) -> None:
-    assert report.generation is not None
-    for steps in steps_of(report):
-        assert steps.row is not None
-        assert steps.row.predicted_ms is not None
-        chart = step_figure(steps, steps.row)
+    for steps in settings_of(report, "decode"):
+        row = steps.speed
+        assert isinstance(row, DecodeRow)
+        assert row.predicted_ms is not None
+        chart = step_figure(steps)
         dense, mod = drawn(chart, "bar dense")[0]["width"], drawn(chart, "bar mod")[0]["width"]
-        assert dense / mod == pytest.approx(steps.row.ms["dense"] / steps.row.ms["mod"], rel=1e-3)
+        assert dense / mod == pytest.approx(row.ms["dense"] / row.ms["mod"], rel=1e-3)
         bounds = [mark["x1"] for mark in drawn(chart, "bound")]
-        assert bounds[0] / dense == pytest.approx(steps.row.predicted_ms["dense"] / steps.row.ms["dense"], rel=1e-3)
-        unknown = step_figure(
-            steps, steps.row.model_copy(update={"predicted_ms": None, "ms": {"mod": math.nan, "dense": 1.0}})
-        )
-        assert drawn(unknown, "bound") == drawn(unknown, "bar mod") == []
+        assert bounds[0] / dense == pytest.approx(row.predicted_ms["dense"] / row.ms["dense"], rel=1e-3)
+        unknown = changed(row, predicted_ms=None, ms={"mod": math.nan, "dense": 1.0})
+        nothing = step_figure(Found(setting=steps.setting, rows=(unknown,)))
+        assert drawn(nothing, "bound") == drawn(nothing, "bar mod") == []
+        assert step_figure(Found(setting=steps.setting, rows=())) == ""
 
 
 # Parity and routing
@@ -199,16 +177,6 @@ def test_an_error_beyond_its_gate_lies_right_of_it(failed_report: BuildReport) -
     assert in_lanes(chart, "point bad")[0]["cx"] > in_lanes(chart, "gate")[0]["x1"]
 
 
-def test_an_error_that_is_not_finite_is_not_drawn(report: BuildReport) -> None:
-    row = report.parity[0]
-    broken = row.model_copy(
-        update={"error": row.error.model_copy(update={"max_abs": math.nan}), "rounding_error": None}
-    )
-    chart = error_figure([broken])
-    assert in_lanes(chart, "point") == in_lanes(chart, "bound") == []
-    assert len(in_lanes(chart, "gate")) == 1
-
-
 def test_a_fault_lies_right_of_the_bound_and_a_margin_too(failed_report: BuildReport) -> None:
     chart = layers_figure(failed_row(failed_report))
     bounds, margins = in_lanes(chart, "bound"), in_lanes(chart, "predicted")
@@ -218,18 +186,9 @@ def test_a_fault_lies_right_of_the_bound_and_a_margin_too(failed_report: BuildRe
     assert all(margin["cx"] > bound["x1"] for margin, bound in zip(margins, bounds, strict=True))
 
 
-def test_exact_ties_stand_at_zero(report: BuildReport) -> None:
-    row = report.parity[0]
-    layer = row.routing.layers[0].model_copy(update={"min_margin": 0.0})
-    chart = layers_figure(row.model_copy(update={"routing": row.routing.model_copy(update={"layers": (layer,)})}))
-    assert in_lanes(chart, "predicted")[0]["cx"] == 0
-    (bound,) = in_lanes(chart, "bound")
-    assert bound["x1"] == pytest.approx(100 - (100 - ZERO_WIDTH) * (-5 - math.log10(3.1e-6)), abs=0.01)
-
-
 def test_layers_without_distances_have_no_chart(report: BuildReport) -> None:
     row = report.parity[0]
-    bare = tuple(layer.model_copy(update={"min_margin": None, "score_bound": None}) for layer in row.routing.layers)
+    bare = tuple(changed(layer, min_margin=None, score_bound=math.nan) for layer in row.routing.layers)
     assert layers_figure(row.model_copy(update={"routing": row.routing.model_copy(update={"layers": bare})})) == ""
 
 
@@ -315,14 +274,14 @@ def test_a_graph_without_products_has_an_empty_bar() -> None:
 
 def test_times_are_predicted_and_measured_on_one_axis_per_setting(report: BuildReport) -> None:
     figures = time_figures(report.parts)
-    assert [(figure.target, figure.bucket) for figure in figures] == [
-        ("ort-cpu", "b1s128"), ("ort-cpu", "b1s512"), ("inductor", "b1s128"), ("inductor", "b1s512"),
+    assert [str(figure.setting) for figure in figures] == [
+        "ort-cpu b1s128 float32", "ort-cpu b1s512 float32", "inductor b1s128 float32", "inductor b1s512 float32",
     ]  # fmt: skip
     for figure in figures:
         assert [words.partition(":")[0] for words in told(figure.chart)] == [
             "dense predicted", "dense measured", "MoD predicted", "MoD measured",
         ]  # fmt: skip
-        own = [row for row in report.parts if (row.target, row.bucket) == (figure.target, figure.bucket)]
+        own = [row for row in report.parts if row.setting.of("mod") == figure.setting]
         head = {row.model: row for row in own if row.part == "head"}
         dense, mod = drawn(figure.chart, "part-head")
         assert head["dense"].measured_ms is not None
@@ -332,18 +291,14 @@ def test_times_are_predicted_and_measured_on_one_axis_per_setting(report: BuildR
         )
         assert list(figure.rows) == list(dict.fromkeys(row.part for row in report.parts))
         routing = "routing" in told(figure.chart)[3]
-        assert routing is (figure.target != "inductor"), "the profile of torch cannot tell routing"
+        assert routing is (figure.setting.target != "inductor"), "the profile of torch cannot tell routing"
 
 
 def test_the_difference_is_told_where_every_part_was_measured(report: BuildReport) -> None:
     for figure in time_figures(report.parts):
-        assert (figure.gap is None) is (figure.target == "inductor")
-        found = [figure.gap_of(part) for part in figure.rows]
-        if figure.gap is None:
-            assert found == [None] * len(found)
-        else:
-            total = sum(row.contribution for row in found if row)
-            assert total == pytest.approx(figure.gap.measured - figure.gap.predicted)
+        assert (figure.gap is None) is (figure.setting.target == "inductor")
+        if figure.gap is not None:
+            assert figure.gap.contributions.keys() == figure.rows.keys()
 
 
 def test_a_setting_that_was_only_predicted_has_no_measured_bar(report: BuildReport) -> None:

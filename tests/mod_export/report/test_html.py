@@ -5,16 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable
 from html import unescape
+from typing import Any
 
-import pytest
 from report_pages import DRAWN, Page
+from sample_rows import changed, precision_row
 
 from mod_export.report import render_html
 from mod_export.report.wording import interval_text
+from mod_export.results.generation import GenerationReport
 from mod_export.results.parity import InputAgreement
 from mod_export.results.report import BuildReport
 
@@ -26,12 +29,21 @@ def policy_of(page: Page) -> str:
     return str(found[0])
 
 
-def without(report: BuildReport, *fields: str) -> BuildReport:
-    return report.model_copy(update=dict.fromkeys(fields, ()))
+def words(html: str) -> str:
+    return re.sub(r"\s+", " ", Page(html).text)
+
+
+def section(report: BuildReport, **fields: Any) -> str:
+    """The section on generation, of which these fields were changed."""
+    if fields:
+        assert report.generation is not None
+        report = changed(report, generation=changed(report.generation, **fields))
+    (found,) = re.findall(r'<section aria-labelledby="generation">.*?</section>', render_html(report), flags=re.DOTALL)
+    return str(found)
 
 
 def test_the_page_tells_everything(report: BuildReport) -> None:
-    text = re.sub(r"\s+", " ", Page(render_html(report)).text)
+    text = words(render_html(report))
     for artifact in report.artifacts:
         assert artifact.path in text
         assert f"{artifact.bytes:,}" in text
@@ -52,8 +64,8 @@ def test_the_verdict_comes_first_and_reasons_are_complete(report: BuildReport, f
     assert "Fail, for 2 reasons" in failed
     for reason in failed_report.verdict.reasons:
         assert failed.index(reason) < failed.index("What to deploy")
-    one = failed_report.verdict.model_copy(update={"reasons": failed_report.verdict.reasons[:1]})
-    assert "Fail, for 1 reason<" in render_html(failed_report.model_copy(update={"verdict": one}))
+    one = changed(failed_report.verdict, reasons=failed_report.verdict.reasons[:1])
+    assert "Fail, for 1 reason<" in render_html(changed(failed_report, verdict=one))
 
 
 def test_the_page_needs_nothing_from_outside(report: BuildReport) -> None:
@@ -65,6 +77,7 @@ def test_the_page_needs_nothing_from_outside(report: BuildReport) -> None:
     assert all(str(anchor["href"]).startswith("#") for anchor in page.all("a"))
     assert re.findall(r"(?:https?:)?//[\w.]+|url\(|@import|@font-face", html) == []
     assert "prefers-color-scheme: dark" in html
+    assert not re.search(r"@keyframes|animation|transition|scroll-behavior", html)
 
 
 def test_the_policy_allows_the_one_script_and_nothing_else(report: BuildReport) -> None:
@@ -76,10 +89,6 @@ def test_the_policy_allows_the_one_script_and_nothing_else(report: BuildReport) 
         "form-action 'none'"
     )
     assert not re.search(r"\beval\b|Function\(|innerHTML|fetch|XMLHttpRequest|WebSocket|import\b", script)
-
-
-def test_nothing_moves(report: BuildReport) -> None:
-    assert not re.search(r"@keyframes|animation|transition|scroll-behavior", render_html(report))
 
 
 def test_every_link_of_the_page_has_a_target(report: BuildReport) -> None:
@@ -120,22 +129,24 @@ def test_every_row_has_as_many_cells_as_its_head(report: BuildReport, failed_rep
             assert {len(re.findall("<t[hd]", row)) for row in rows} == {width}
 
 
-def test_coordinates_stay_inside_the_chart(report: BuildReport, failed_report: BuildReport) -> None:
-    for one in (report, failed_report):
-        for tag, attributes, _ in Page(render_html(one)).elements:
-            if tag in DRAWN:
-                places = [str(attributes[name]) for name in ("x1", "x2", "cx", "x", "width") if name in attributes]
-                shares = [float(place.removesuffix("%")) for place in places if place.endswith("%")]
-                assert all(0 <= share <= 100 for share in shares), attributes
+def assert_inside(page: Page) -> None:
+    for tag, attributes, _ in page.elements:
+        if tag in DRAWN:
+            found = [str(attributes[name]) for name in ("x1", "x2", "cx", "x", "width") if name in attributes]
+            shares = [float(one.removesuffix("%")) for one in found if one.endswith("%")]
+            assert all(0 <= share <= 100 for share in shares), attributes
 
 
-@pytest.mark.parametrize(
-    "name", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}", "a & b", "</style><b>"]
-)
-def test_names_are_text(report: BuildReport, renamed: Renamed, name: str) -> None:
-    html = render_html(renamed(report, name))
-    assert Page(html).text.count(name) == 2
-    assert {tag for tag, _, _ in Page(html).elements} == {tag for tag, _, _ in Page(render_html(report)).elements}
+def test_coordinates_stay_inside_the_chart(failed_report: BuildReport) -> None:
+    assert_inside(Page(render_html(failed_report)))
+
+
+def test_names_are_text(report: BuildReport, renamed: Renamed) -> None:
+    plain = {tag for tag, _, _ in Page(render_html(report)).elements}
+    name = '</style><script>alert(1)</script>"><img src=x onerror=alert(1)>{{ 7 * 7 }} a & b'
+    page = Page(render_html(renamed(report, name)))
+    assert page.text.count(name) == 2
+    assert {tag for tag, _, _ in page.elements} == plain
 
 
 def test_every_string_of_a_report_is_escaped(failed_report: BuildReport) -> None:
@@ -162,29 +173,33 @@ def test_control_characters_do_not_reach_the_page(report: BuildReport, renamed: 
 
 
 def test_the_way_to_repeat_it_is_exact(report: BuildReport) -> None:
-    html = render_html(report)
+    html = render_html(changed(report, config={**report.config, "nothing": None}))
     blocks = [unescape(block) for block in re.findall(r"<pre[^>]*>(.*?)</pre>", html, flags=re.DOTALL)]
     assert blocks[0] == report.command
     assert tomllib.loads(blocks[-2]) == report.config
     assert json.loads(blocks[-1]) == report.model.spec
-    asked = render_html(report, command="mod-export build other.pt")
-    assert "mod-export build other.pt" in asked
-    assert str(report.command) not in asked
-    assert "This build was made with" not in render_html(report.model_copy(update={"command": None}))
+    assert "This build was made with" not in render_html(changed(report, command=None))
 
 
-def test_absent_configuration_values_are_left_out(report: BuildReport) -> None:
-    config = {**report.config, "nothing": None, "latency": {"samples": 5, "device": None}}
-    html = render_html(report.model_copy(update={"config": config}))
-    blocks = [unescape(block) for block in re.findall(r"<pre[^>]*>(.*?)</pre>", html, flags=re.DOTALL)]
-    assert tomllib.loads(blocks[-2])["latency"] == {"samples": 5}
+def test_what_failed_says_where_and_is_opened(failed_report: BuildReport) -> None:
+    row = changed(failed_report.structure[0], passed=False, reasons=("weight blocks.3.w differs",))
+    html = render_html(changed(failed_report, structure=(row, *failed_report.structure[1:])))
+    text = words(html)
+    assert "3 of 4 files hold" in text
+    assert "weight blocks.3.w differs" in text
+    assert re.search(r"<details open>\s*<summary>What was checked in each file", html)
+    assert (
+        "It first differs from PyTorch at layers.5.router, operator node_linear_31, on input text: its output is off "
+        "by 3.1e-02, where rounding explains 4.4e-06."
+    ) in text
 
 
 def test_what_was_not_measured_is_said(report: BuildReport) -> None:
-    empty = without(
-        report, "parity", "latency", "speedup", "cost", "artifacts", "targets", "stages", "structure", "causality",
+    fields = (
+        "parity", "latency", "speedup", "cost", "artifacts", "targets", "stages", "structure", "causality",
         "routing_maps", "roofline", "parts",
     )  # fmt: skip
+    empty = changed(report, **dict.fromkeys(fields, ()), generation=None)
     text = Page(render_html(empty)).text
     for sentence in (
         "There is nothing to deploy.",
@@ -199,6 +214,8 @@ def test_what_was_not_measured_is_said(report: BuildReport) -> None:
         "Every known target ran on this machine.",
     ):
         assert sentence in text
+    assert "#generation" not in render_html(empty)
+    assert "Lower precision" not in text
 
 
 def test_a_single_setting_reads_well(report: BuildReport) -> None:
@@ -211,48 +228,28 @@ def test_a_single_setting_reads_well(report: BuildReport) -> None:
 
 
 def test_every_verdict_stands_with_its_reason_and_control(failed_report: BuildReport) -> None:
-    text = re.sub(r"\s+", " ", Page(render_html(failed_report)).text)
+    text = words(render_html(failed_report))
     assert "faster in 2 of 4 settings, not faster in 1, inconclusive in 1" in text
     assert "In 1 setting the MoD engine did not measure as fast as itself" in text
-    assert "1.040 [1.020, 1.060] not 1" in text
+    assert "1.040x [1.020, 1.060] not 1" in text
     for row in failed_report.speedup:
         assert row.reason is None or f"{row.target} {row.bucket} {row.dtype}: {row.reason}" in text
 
 
 def test_sampling_is_answered_beside_the_verdict(report: BuildReport) -> None:
-    text = re.sub(r"\s+", " ", Page(render_html(report)).text)
+    text = words(render_html(report))
     head = text[: text.index("What to deploy Files of")]
     assert "MoD: may not be used. Logits moved when only later tokens were changed." in head
     assert report.causality[0].statement in head
     assert "Dense baseline: may be used. Not refuted by 48 changed suffixes on 4 engines, which is no proof." in head
 
 
-def test_a_failing_row_says_where_it_parts(failed_report: BuildReport) -> None:
-    text = re.sub(r"\s+", " ", Page(render_html(failed_report)).text)
-    assert (
-        "It first differs from PyTorch at layers.5.router, operator node_linear_31, on input text: its output is off "
-        "by 3.1e-02, where rounding explains 4.4e-06."
-    ) in text
-
-
-def test_the_gate_that_was_applied_is_the_one_that_is_shown(report: BuildReport) -> None:
-    assert "(3.4e-05)" in Page(render_html(report)).text
-
-
 def test_time_by_part_explains_the_speedup_where_it_is_known(report: BuildReport) -> None:
     html = render_html(report)
-    text = re.sub(r"\s+", " ", Page(html).text)
+    text = words(html)
     assert text.count("where the roofline predicts") == 2
     assert "The profiled times give a speed-up of 1.51x, where the roofline predicts 1.66x." in text
     assert "The parts add up to the difference of -0.15; most is lost to" in text
-
-
-def test_a_file_that_is_not_what_was_built_is_opened(report: BuildReport) -> None:
-    row = report.structure[0].model_copy(update={"passed": False, "reasons": ("weight blocks.3.w differs",)})
-    html = render_html(report.model_copy(update={"structure": (row, *report.structure[1:])}))
-    assert "3 of 4 files hold" in html
-    assert "weight blocks.3.w differs" in html
-    assert re.search(r"<details open>\s*<summary>What was checked in each file", html)
 
 
 def test_every_score_and_every_choice_can_be_read_without_the_script(report: BuildReport) -> None:
@@ -271,10 +268,10 @@ def test_every_score_and_every_choice_can_be_read_without_the_script(report: Bui
 
 def test_tens_of_thousands_of_samples_do_not_blow_up_the_page(report: BuildReport) -> None:
     latency = tuple(
-        row.model_copy(update={"samples_ms": tuple(row.samples_ms[i % 30] * (1 + i / 1e6) for i in range(20_000))})
+        changed(row, samples_ms=tuple(row.samples_ms[i % 30] * (1 + i / 1e6) for i in range(20_000)))
         for row in report.latency
     )
-    assert len(render_html(report.model_copy(update={"latency": latency}))) < len(render_html(report)) + 200_000
+    assert len(render_html(changed(report, latency=latency))) < len(render_html(report)) + 200_000
 
 
 def test_a_failing_layer_is_open_and_others_are_closed(failed_report: BuildReport) -> None:
@@ -293,7 +290,71 @@ def test_agreement_by_input_is_shown(report: BuildReport) -> None:
     row = report.parity[0]
     batches = (("text", 64, 63), ("ties", 96, 96), ("text", 32, 32))
     by_input = tuple(InputAgreement(input=kind, routed=routed, agreed=agreed) for kind, routed, agreed in batches)
-    routing = row.routing.model_copy(update={"by_input": by_input})
-    html = render_html(report.model_copy(update={"parity": (row.model_copy(update={"routing": routing}),)}))
+    routing = changed(row.routing, by_input=by_input)
+    html = render_html(report.model_copy(update={"parity": (changed(row, routing=routing),)}))
     assert "Routing agreement by input: text 95 of 96, ties all 96." in html
     assert "Routing agreement by input, over all settings: text 95 of 96, ties all 96; " in html
+
+
+def test_generation_is_told(report: BuildReport) -> None:
+    page = render_html(report)
+    text = words(page)
+    for told in (
+        "Those that generate route one token at a time.",
+        "Speed-up of a decode step1.03x to 1.62xfaster in 1 of 2 settings, inconclusive in 1",
+        "Slots of a text: 64 in layers 1, 3.",
+        "ort-cpu, 1 text at once, 512 tokens: 1.62x [1.52, 1.73]",
+        "ort-cpu, 8 texts at once, 512 tokens: 1.03x [0.96, 1.09]",
+        "quality: perplexity 3.1377 selecting one token at a time, 3.0938 by the checkpoint's own selection",
+        "keys and values ort-cpu b8s512: 9.0 MiB, dense 16.0 MiB; of routed layers 1.0 MiB, dense 8.0 MiB",
+        "layer 3 12.4 %, 50 overflowed",
+    ):
+        assert told in text, told
+    assert section(report).count("inconclusive</span>") == 2
+
+
+def test_without_generation_there_is_the_reason(report: BuildReport) -> None:
+    one = changed(report, generation=GenerationReport(reason="<b>topk</b> looks ahead"))
+    text = words(render_html(one))
+    assert "This build does not generate text: <b>topk</b> looks ahead" in text
+    assert "Those that generate" not in text
+    assert "Speed-up of a decode step" not in text
+
+
+def test_an_engine_that_writes_and_failed_is_a_warning(report: BuildReport) -> None:
+    first = next(row for row in report.parity if row.role == "prefill")
+    bad = changed(first, passed=False, reasons=("cannot be run: <i>no</i>",))
+    html = section(changed(report, parity=(bad, *(row for row in report.parity if row != first))))
+    assert '<div class="warning"><b>ort-cpu prefill b1s128 float32 MoD</b>' in html
+    assert "cannot be run: &lt;i&gt;no&lt;/i&gt;" in html
+    assert html.count('<span class="mark fail">FAIL</span>') == 2
+
+
+def test_what_of_generation_was_not_timed_or_not_judged_has_dashes(report: BuildReport) -> None:
+    untimed = {"decode": (), "first_token": (), "texts": ()}
+    for html in (section(report, **untimed), section(changed(report, parity=()))):
+        for table in re.findall(r"<table.*?</table>", html, flags=re.DOTALL):
+            head, *rows = re.findall(r"<tr.*?</tr>", table, flags=re.DOTALL)
+            assert {len(re.findall("<t[hd]", row)) for row in rows} == {len(re.findall("<th", head))}
+    nothing = section(changed(report, parity=()), **untimed, quality=None, capacity={})
+    assert "<table" not in nothing
+    assert "Slots of a text" not in nothing
+
+
+def test_numbers_of_steps_that_are_not_finite_are_not_drawn(report: BuildReport) -> None:
+    assert report.generation is not None
+    both = {"mod": math.nan, "dense": math.inf}
+    row = changed(
+        report.generation.decode[0], ms=both, tokens_per_second=both, measured=math.nan, ci95=(math.nan, math.nan),
+        verdict="inconclusive", efficiency=math.nan, predicted_bytes=math.nan, predicted_ms=None,
+        selected={"1": math.nan},
+    )  # fmt: skip
+    page = Page(section(changed(report, parity=()), decode=(row,), texts=()))
+    assert "inconclusive" in page.text
+    assert_inside(page)
+
+
+def test_narrower_dtypes_stand_beside_float32(report: BuildReport) -> None:
+    text = words(render_html(changed(report, precision=(precision_row(dtype="float32"), precision_row()))))
+    assert "Lower precision" in text
+    assert text.count("2.00x [1.90, 2.10]") == 2

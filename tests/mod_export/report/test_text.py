@@ -1,18 +1,39 @@
-"""The console report, character by character, and on consoles that are none."""
+"""Results as text: the console report, character by character and on consoles that are none; `validate`; `bench`."""
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sample_rows import causality_row, changed, parity_row, precision_row
 
 from mod_export.report import print_report, render_text
-from mod_export.results.report import BuildReport
+from mod_export.report.text import render_bench, render_validation
+from mod_export.results.base import PairRow
+from mod_export.results.generation import GenerationReport
+from mod_export.results.latency import Control
+from mod_export.results.parity import ErrorNumbers, ParityRow, RoutingAgreement, TextQuality
+from mod_export.results.report import BuildReport, Verdict
+from mod_export.results.structure import StructureRow
 
 GOLDENS = Path(__file__).parent / "goldens"
 Renamed = Callable[[BuildReport, str], BuildReport]
+
+
+PASSED = Verdict(status="pass", reasons=())
+FAILED = Verdict(status="fail", reasons=("one", "two \x1b[31m"))
+TEXT = TextQuality(
+    tokens=8, perplexity=7.3891, reference_perplexity=7.0, own_perplexity=7.0, next_token_agreement=1.0
+)  # fmt: skip
+ROUTING = RoutingAgreement(layers=(), routed=8, agreed=7, near_ties=1, min_margin=None, by_input=())
+BAD = parity_row(
+    passed=False, reasons=("kl",), error=ErrorNumbers(max_abs=math.nan, mean_abs=0, max_rel=0, rms=0), kl=math.nan,
+    ties_exact=False, routing=ROUTING, rounding_error=None,
+)  # fmt: skip
 
 
 class Terminal(io.StringIO):
@@ -22,8 +43,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def golden(name: str) -> str:
-    return (GOLDENS / name).read_text(encoding="utf-8")
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def structure(path: str, *reasons: str) -> StructureRow:
+    return StructureRow(path=path, checked=("bytes",), passed=not reasons, reasons=reasons)
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +59,42 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_a_passing_report(report: BuildReport) -> None:
-    assert render_text(report, "build/medium") == golden("passed.txt")
+def section(report: BuildReport, width: int = 10_000, **fields: Any) -> str:
+    """The section of a report of which these fields of `generation` were changed."""
+    if fields:
+        assert report.generation is not None
+        report = changed(report, generation=changed(report.generation, **fields))
+    text = render_text(report, "b", width=width)
+    return text[text.index("Token by token") : text.index("built, but not run here")]
+
+
+def line(text: str, start: str) -> str:
+    return next(one for one in text.splitlines() if one.startswith(start))
+
+
+def row_of(report: BuildReport, **fields: Any) -> str:
+    """The line of the first decode bucket, of whose timing these fields were changed."""
+    assert report.generation is not None
+    return line(section(report, decode=(changed(report.generation.decode[0], **fields),)), "ort-cpu  b1s512")
+
+
+def golden(name: str) -> str:
+    return (GOLDENS / name).read_text(encoding="utf-8")
+
+
+def test_a_passing_report_goes_to_stdout_or_a_pipe_without_colour_and_wrapping(
+    report: BuildReport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = io.StringIO()
+    print_report(report, "build/medium", file)
+    print_report(report, "build/medium")
+    assert file.getvalue() == capsys.readouterr().out == golden("passed.txt")
 
 
 def test_a_failing_report_on_a_narrow_terminal(failed_report: BuildReport) -> None:
     text = render_text(failed_report, "build/medium", width=80)
     assert text == golden("failed-80-columns.txt")
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_the_last_line_is_the_verdict_and_the_folder(report: BuildReport, failed_report: BuildReport) -> None:
-    assert render_text(report, "build/x").splitlines()[-1] == "PASS  every gate met: build/x"
-    assert render_text(failed_report, "build/x").splitlines()[-1] == "FAIL  2 reasons, listed above: build/x"
 
 
 def test_what_did_not_run_is_listed_with_its_reason(report: BuildReport) -> None:
@@ -70,41 +118,66 @@ def test_a_report_without_results_is_still_a_report(report: BuildReport) -> None
     assert len(lines) == 4
 
 
-def test_a_setting_that_was_only_validated_has_dashes(report: BuildReport) -> None:
-    only = report.model_copy(update={"latency": (), "speedup": ()})
-    row = next(line for line in render_text(only, "b").splitlines() if line.startswith("ort-cpu"))
-    assert row.split()[-5:] == ["-"] * 5
-    assert "speed-up: median" not in render_text(only, "b")
+def test_what_was_only_validated_or_only_timed_has_dashes(report: BuildReport) -> None:
+    validated = render_text(changed(report, latency=(), speedup=()), "b")
+    timed = render_text(changed(report, parity=()), "b")
+    assert line(validated, "ort-cpu").split()[-5:] == ["-"] * 5
+    assert "speed-up: median" not in validated
+    assert line(timed, "ort-cpu").split()[3:6] == ["-"] * 3
+    assert line(timed, "ort-cpu  b8s512").split()[3] == "-"
+    unwritten = section(report, decode=(), first_token=(), texts=())
+    assert line(unwritten, "ort-cpu  b1s512").split()[4:] == ["-"] * 8
+    assert line(unwritten, "ort-cpu  128 tokens").split()[5:] == ["-"] * 4
+    assert "keys and values" not in unwritten
 
 
-def test_a_setting_that_was_only_timed_has_dashes(report: BuildReport) -> None:
-    only = report.model_copy(update={"parity": ()})
-    row = next(line for line in render_text(only, "b").splitlines() if line.startswith("ort-cpu"))
-    assert row.split()[3:6] == ["-"] * 3
+def test_conditions_are_said(report: BuildReport) -> None:
+    first, second, *rest = report.latency
+    busy, outliers = "others took 40 % of the machine's CPU time", "6 of 40 samples are outliers"
+    slow = changed(report.speedup[0], gate=None, passed=None, verdict="not faster", reason="FLOPs predict 1.02x")
+    more = changed(first, samples_ms=first.samples_ms * 40, flags=(busy,))
+    latency = (more, changed(second, flags=(outliers, busy)), *rest)
+    lines = render_text(changed(report, latency=latency, speedup=(slow,)), "b").splitlines()
+    for told in (
+        "latency: ort-cpu on CPUExecutionProvider, 1 thread, 30 to 1,200 interleaved samples",
+        "speed-up: median dense / median MoD, with a 95 % bootstrap interval; no gate on speed-up",
+        "ort-cpu b1s128 float32: not faster: FLOPs predict 1.02x",
+        # What holds for both models is said once.
+        f"ort-cpu b1s128 float32: {busy}",
+        f"ort-cpu b1s128 float32 mod: {outliers}",
+    ):
+        assert lines.count(told) == 1, told
 
 
-def test_how_many_samples_were_taken_is_said_as_a_range(report: BuildReport) -> None:
-    first, *rest = report.latency
-    more = first.model_copy(update={"samples_ms": first.samples_ms * 40})
-    assert "latency: ort-cpu on CPUExecutionProvider, 1 thread, 30 to 1,200 interleaved samples\n" in render_text(
-        report.model_copy(update={"latency": (more, *rest)}), "b"
-    )
+@pytest.mark.parametrize(
+    ("controls", "told"),
+    [
+        ([1.04, 1.0], "covers 1 in 1 of 2 settings; farthest from it 1.040x [1.030, 1.050]"),
+        ([0.9], "covers 1 in 0 of 1 setting; farthest from it 0.900x [0.890, 0.910]"),
+    ],
+)
+def test_the_control_farthest_from_one_is_named(report: BuildReport, controls: list[float], told: str) -> None:
+    rows = [
+        changed(report.speedup[0], control=Control(measured=one, ci99=(one - 0.01, one + 0.01), covers_one=one == 1.0))
+        for one in controls
+    ]
+    text = render_text(changed(report, speedup=tuple(rows)), "b")
+    assert f"control: the interval of the MoD engine against itself {told}\n" in text
 
 
-def test_no_gate_is_said(report: BuildReport) -> None:
-    rows = tuple(row.model_copy(update={"gate": None, "passed": None}) for row in report.speedup)
-    assert "; no gate on speed-up\n" in render_text(report.model_copy(update={"speedup": rows}), "b")
-
-
-def test_a_pipe_gets_no_colour_and_no_wrapping(report: BuildReport) -> None:
-    file = io.StringIO()
-    print_report(report, "build/medium", file)
-    assert file.getvalue() == golden("passed.txt")
-
-
-def test_stdout_is_the_default(report: BuildReport, capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(report, "build/medium")
-    assert capsys.readouterr().out == golden("passed.txt")
+def test_narrower_dtypes_stand_in_a_table_of_their_own(report: BuildReport, failed_report: BuildReport) -> None:
+    assert "Lower precision" not in render_text(report, "b")
+    known = [
+        precision_row(**{name: getattr(row, name) for name in ("target", "bucket", "dtype", "model")})
+        for row in (report.parity[0], next(row for row in failed_report.parity if not row.passed))
+    ]
+    text = render_text(changed(failed_report, precision=(*known, precision_row())), "b")
+    table = text.partition("Lower precision")[2].partition("Token by token")[0]
+    good, bad, unknown = [cells(one) for one in table.splitlines() if one.startswith(("ort", "ind"))]
+    size = ["MoD", "976.6 KiB", "3.8 MiB", "2.00x [1.90, 2.10]", "faster"]
+    assert good[3:] == [*size, "100 %", "18.2914", "18.2914", "pass"]
+    assert bad[-1] == "FAIL"
+    assert unknown[3:] == [*size, "-", "-", "-", "-"]
 
 
 def test_a_terminal_gets_colour_unless_it_wants_none(report: BuildReport, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +190,7 @@ def test_a_terminal_gets_colour_unless_it_wants_none(report: BuildReport, monkey
     print_report(report, "b", terminal)
     assert "\x1b[3" not in terminal.getvalue()
     assert "PASS" in terminal.getvalue()
-
-
-def test_colour_can_be_asked_for(report: BuildReport) -> None:
     assert "\x1b[32mPASS" in render_text(report, "b", color=True)
-    assert "\x1b" not in render_text(report, "b")
 
 
 def test_a_name_cannot_steer_the_terminal(report: BuildReport, renamed: Renamed) -> None:
@@ -137,3 +206,163 @@ def test_an_ascii_stream_takes_any_name(report: BuildReport, renamed: Renamed) -
     print_report(renamed(report, "modèle"), "b", file)
     file.flush()
     assert raw.getvalue().startswith(b"mod\\xe8le  mod_transformer")
+
+
+def test_nothing_is_claimed_where_the_interval_covers_one(report: BuildReport) -> None:
+    text = section(report)
+    assert line(text, "ort-cpu  b1s512").split()[-6:] == ["1.62x", "[1.52,", "1.73]", "faster", "1.77x", "0.91"]
+    assert line(text, "ort-cpu  b8s512").split()[-6:] == ["1.03x", "[0.96,", "1.09]", "inconclusive", "1.77x", "0.58"]
+    assert line(text, "ort-cpu  128 tokens").split()[-1] == "inconclusive"
+    assert line(text, "ort-cpu  512 tokens").split()[-1] == "faster"
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_no_speed(report: BuildReport, number: float) -> None:
+    both = {"mod": number, "dense": number}
+    found = row_of(
+        report, verdict="inconclusive", measured=number, ci95=(number, math.nan), efficiency=number, ms=both,
+        predicted_bytes=number, tokens_per_second=both, selected={"1": number},
+    )  # fmt: skip
+    assert "inconclusive" in found
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, "ort-cpu b8s512: 9.0 MiB, dense 16.0 MiB; of routed layers 1.0 MiB, dense 8.0 MiB\n"),
+        ({}, "quality: perplexity 3.1377 selecting one token at a time, 3.0938 by the checkpoint's own selection, on "
+             "2,044 held-out tokens; tokens that found no free slot: 50 in layer 3\n"),
+        ({}, "slots of a text: 64 in layers 1, 3\n"),
+        ({"quality": None}, "quality: not measured, there is no text here for this model's vocabulary\n"),
+        ({"capacity": {"2.expert0": 80}}, "prompt and answer; no routed layers\n"),
+    ],
+)  # fmt: skip
+def test_what_stands_below_the_tables(report: BuildReport, fields: dict[str, Any], told: str) -> None:
+    assert told in section(report, **fields)
+
+
+def test_a_model_that_cannot_write_says_why(report: BuildReport) -> None:
+    reason = "routing.selection=topk: whether a token is among the k best depends on tokens after it"
+    one = changed(report, generation=GenerationReport(reason=reason))
+    assert section(one) == f"Token by token  not built: {reason}\n\n"
+    assert "Token by token" not in render_text(changed(report, generation=None), "b")
+
+
+def test_a_row_that_failed_stands_with_its_reasons(report: BuildReport) -> None:
+    *rest, last = report.parity
+    bad = changed(last, passed=False, reasons=("text: error \x1b[2J 0.3", "kl 2 above 1e-06"))
+    text = section(changed(report, parity=(*rest, bad)))
+    assert line(text, "ort-cpu  b8s512").split()[3] == "FAIL"
+    assert line(text, "ort-cpu  b1s512").split()[3] == "pass"
+    assert "  - ort-cpu decode b8s512 float32 dense: text: error \\x1b[2J 0.3\n" in text
+    assert "  - ort-cpu decode b8s512 float32 dense: kl 2 above 1e-06\n" in text
+
+
+def test_texts_that_are_not_pytorchs_and_overflow_are_said(report: BuildReport) -> None:
+    assert report.generation is not None
+    assert report.generation.quality is not None
+    first, *rest = report.generation.texts
+    quality = changed(report.generation.quality, overflow={"1": 0, "3": 0})
+    text = section(report, texts=(changed(first, identical=3, first_difference=17), *rest), quality=quality)
+    assert "7 of 8" in line(text, "ort-cpu  b1s512")
+    assert "mod: 1 of 4 texts differ from PyTorch's, the first from new token 17 on\n" in text
+    assert "every token that wanted a slot found one\n" in text
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_stacks_columns(report: BuildReport, width: int) -> None:
+    text = section(report, width)
+    assert max(map(len, text.splitlines())) <= width
+    for cell in ("b1s512", "8.3 to 10.4 %", "all 8", "1,950", "1.62x [1.52, 1.73]", "128 tokens", "9.88"):
+        assert cell in text
+
+
+@pytest.mark.parametrize(
+    ("row", "causal", "expected"),
+    [
+        (parity_row(text=TEXT, ties_exact=True), False,
+         "ort-cpu forward b1s512 float32 MoD pass - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 7.3891 yes NO"),
+        (parity_row(role="decode", model="dense"), True,
+         "ort-cpu decode b1s512 float32 dense pass - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 - - yes"),
+        (BAD, None, "ort-cpu forward b1s512 float32 MoD FAIL 7_of_8 1 nan - 0 100_% nan - NO -"),
+    ],
+)  # fmt: skip
+def test_validate_has_one_line_for_each_candidate(row: ParityRow, causal: bool | None, expected: str) -> None:
+    probed = [] if causal is None else [causality_row(role=row.role, model=row.model, causal=causal)]
+    head, rule, found, *_ = render_validation([], [row], probed, [], [], PASSED).splitlines()
+    assert len(cells(head)) == len(cells(found))
+    assert set(rule) == {"-"}
+    assert cells(found) == [cell.replace("_", " ") for cell in expected.split()]
+
+
+def test_files_statements_and_the_verdict_follow() -> None:
+    good = [structure("a.onnx"), structure("a.onnx"), structure("b.onnx")]
+    probed = [
+        causality_row(statement="nothing speaks against it"),
+        causality_row(statement="must not be used", causal=False, target="inductor"),
+        causality_row(statement="causal", model="dense"),
+    ]
+    lines = render_validation(good, [], probed, [], [], FAILED, ["not run: 2 graphs"]).splitlines()
+    assert lines[-8:] == [
+        "files: all 2 are as they were built; weights are the checkpoint's, bit for bit", "not run: 2 graphs",
+        "mod: must not be used (inductor b1s512)", "dense: causal (ort-cpu b1s512)", "", "  - one", "  - two \\x1b[31m",
+        "FAIL",
+    ]  # fmt: skip
+    bad = [*good, structure("a.onnx", "no output logits"), structure("a.onnx", "changed")]
+    assert "files: 1 of 2 are not what they must be, see below" in render_validation(bad, [], [], [], [], PASSED)
+    assert "files:" not in render_validation([], [], [], [], [], PASSED)
+
+
+def bench_rows(report: BuildReport) -> list[PairRow]:
+    assert report.generation is not None
+    return [*report.latency, *report.speedup, *report.generation.decode, *report.generation.first_token, *report.parts]
+
+
+def test_bench_has_one_line_for_each_comparison(report: BuildReport) -> None:
+    head, rule, *lines = render_bench(bench_rows(report), PASSED).splitlines()
+    assert set(rule) == {"-"}
+    for found, row in zip(map(cells, lines[:4]), report.speedup, strict=True):
+        assert len(found) == len(cells(head))
+        assert found[:3] == [row.target, row.bucket, row.dtype]
+        assert float(found[3]) > float(found[4])
+        assert found[5].startswith(f"{row.measured:.2f}x [")
+        # The gate is for the largest bucket.
+        assert found[6:] == [
+            "faster", "1.002x [0.996, 1.009]", f"{row.predicted_flops:.2f}x", f"{row.predicted_roofline:.2f}x",
+            f"{row.efficiency:.2f}", "1.00x pass" if row.bucket == "b1s512" else "-",
+        ]  # fmt: skip
+    assert lines[4:6] == ["", "PASS"]
+
+
+def test_bench_tells_of_steps_prompts_and_narrower_dtypes(report: BuildReport) -> None:
+    text = render_bench([*bench_rows(report), precision_row()], PASSED)
+    tables = {part.splitlines()[0]: [cells(one) for one in part.splitlines()[3:]] for part in text.split("\n\n")[2:]}
+    assert list(tables) == ["lower precision", "token by token", "first token"]
+    assert tables["token by token"][0] == [
+        "ort-cpu", "b1s512", "float32", "8.3 to 10.4 %", "1,203", "1,950", "1.62x [1.52, 1.73]", "faster", "1.77x",
+        "0.91",
+    ]  # fmt: skip
+    assert [found[:3] for found in tables["first token"]] == [
+        ["ort-cpu", "128 tokens", "float32"], ["ort-cpu", "512 tokens", "float32"],
+    ]  # fmt: skip
+    assert tables["lower precision"][0][-2:] == ["2.00x [1.90, 2.10]", "faster"]
+    assert render_bench([], PASSED).splitlines()[-1] == "PASS"
+
+
+def test_bench_says_what_failed_and_why(failed_report: BuildReport) -> None:
+    table, remarks, verdict, *_ = render_bench(bench_rows(failed_report), FAILED).split("\n\n")
+    assert [one.endswith("1.80x FAIL") for one in table.splitlines()].count(True) == 1
+    assert verdict == "  - one\n  - two \\x1b[31m\nFAIL"
+    assert [one.partition(": ")[0] for one in remarks.splitlines()] == [
+        "ort-cpu b1s128 float32", "inductor b1s128 float32", *["inductor b1s512 float32 mod"] * 2,
+    ]  # fmt: skip
+
+
+def test_lines_are_never_wrapped_and_end_without_blanks(report: BuildReport) -> None:
+    """A log has no width."""
+    row = parity_row(target="tensorrt-rtx graph with a name that is rather long, " * 5 + "end")
+    assert report.generation is not None
+    texts = render_validation([], [row], [], report.generation.texts, [], PASSED).splitlines()
+    assert "long, end" in texts[2]
+    assert all(one == one.rstrip() for one in texts)
+    assert "texts: 16 of 16 are those of eager PyTorch, token for token" in texts

@@ -17,9 +17,9 @@ from sample_rows import (
     speedup_row,
 )
 
-from mod_export.results.base import Result
+from mod_export.results.base import Result, setting_fields
 from mod_export.results.parity import Located
-from mod_export.results.report import BuildReport
+from mod_export.types import Bucket, Setting
 
 LOCATED = Located(layer="layers.1", operator=None, input="text", error=0.5, allowed=None)
 ROWS = [
@@ -44,11 +44,6 @@ def test_numbers_that_are_not_finite_survive_too(number: float) -> None:
     assert repr(float(json.loads(row.model_dump_json())["kl"])) == repr(number)
 
 
-def test_every_result_of_a_report_survives(report: BuildReport, failed_report: BuildReport) -> None:
-    for one in (report, failed_report):
-        assert BuildReport.model_validate(json.loads(json.dumps(one.model_dump(mode="json")))) == one
-
-
 def test_rows_are_frozen_and_closed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         cost_row().flops = 3
@@ -56,11 +51,13 @@ def test_rows_are_frozen_and_closed() -> None:
         cost_row(surprise=1)
 
 
-def test_rows_name_their_engine() -> None:
+def test_rows_name_their_setting() -> None:
     row = parity_row(role="decode", model="dense")
-    assert row.name == "ort-cpu decode b1s512 float32"
-    assert changed(row, role="forward").name == "ort-cpu b1s512 float32"
-    assert row.engine_key == (*row.pair_key, "dense") == ("ort-cpu", "float32", "decode", "b1s512", "dense")
+    assert row.setting == Setting(
+        target="ort-cpu", dtype="float32", model="dense", role="decode", bucket=Bucket(1, 512)
+    )
+    assert speedup_row(role="decode").setting == row.setting.of("mod")
+    assert {**setting_fields(row.setting)} == {name: getattr(row, name) for name in setting_fields(row.setting)}
 
 
 @pytest.mark.parametrize(
@@ -70,5 +67,5 @@ def test_rows_name_their_engine() -> None:
         (changed(LOCATED, operator="MatMul m", error=None), "differs first in layers.1, MatMul m"),
     ],
 )
-def test_a_place_is_told_as_far_as_it_is_known(row: Located, text: str) -> None:
+def test_where_a_row_differs_is_said_as_far_as_it_is_known(row: Located, text: str) -> None:
     assert str(row) == text

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mod_export.benchmark.explain import gaps_of
 from mod_export.benchmark.model_parts import NODE_PARTS
+from mod_export.benchmark.profile import by_engine, gap_of
 from mod_export.build_folder.workspace import read_manifest
 from mod_export.results.report import BuildReport, report_from_json
 
@@ -31,10 +31,12 @@ def test_the_roofline_predicts_the_speedup(report: BuildReport) -> None:
     assert (roofline.dtype, roofline.threads) == ("float32", 1)
     assert roofline.gemm_gflops > 0
     assert roofline.bandwidth_gbs > 0
-    gaps = {(gap.target, gap.bucket, gap.dtype): gap for gap in gaps_of(report.parts)}
-    assert len(gaps) == len(report.speedup) == 2
+    engines = by_engine(report.parts)
+    assert len(engines) == 2 * len(report.speedup) == 4
     for row in report.speedup:
-        assert row.predicted_roofline == pytest.approx(gaps[row.target, row.bucket, row.dtype].predicted)
+        gap = gap_of(engines[row.setting.of("dense")], engines[row.setting])
+        assert gap is not None
+        assert row.predicted_roofline == pytest.approx(gap.predicted)
         # FLOPs and bytes of four layers, two of them with an eighth of the tokens.
         assert 1.1 < row.predicted_roofline < 2
 

@@ -1,0 +1,187 @@
+"""The columns of every table of results: of the console, of `validate` and `bench`, and of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from mod_export.report.charts import NAMES
+from mod_export.report.summary import Found
+from mod_export.report.tables import Cell, Column, State, judged
+from mod_export.report.wording import (
+    agreement_text,
+    bytes_text,
+    error_text,
+    interval_text,
+    ms_text,
+    range_text,
+    ratio_text,
+    share_text,
+)
+from mod_export.results.generation import DecodeRow
+from mod_export.results.latency import PrecisionRow, SpeedupRow, SpeedVerdict
+from mod_export.results.parity import ParityRow
+from mod_export.types import HasSetting, ModelKind
+
+__all__ = [
+    "COMPARED", "NAMED", "OUTCOME", "PARITY", "PRECISION", "PRECISION_STACKS", "PROMPTS", "PROMPTS_STACKS",
+    "PROMPTS_TIMED", "ROLE", "SETTING", "STACKS", "STEPS", "STEPS_TIMED", "TIMES", "WHOLE_TEXTS",
+]  # fmt: skip
+
+Row = TypeVar("Row")
+Judged = tuple[PrecisionRow, ParityRow | None]
+VERDICTS: dict[SpeedVerdict, State] = {"faster": "pass", "not faster": "fail", "inconclusive": "warn"}
+
+
+def _if_known(value: Callable[[Row], float | None], text: Callable[[float], str]) -> Callable[[Row], str]:
+    """The text of a number; a dash where there is none."""
+
+    def cell(row: Row) -> str:
+        found = value(row)
+        return "-" if found is None else text(found)
+
+    return cell
+
+
+def _verdict(row: Found) -> Cell | str:
+    return "-" if row.speed is None else Cell(row.speed.verdict, state=VERDICTS[row.speed.verdict])
+
+
+def _speedup(row: Found) -> str:
+    return "-" if row.speed is None else interval_text(row.speed)
+
+
+def _judged_speedup(row: Found) -> Cell:
+    passed = row.speed.passed if isinstance(row.speed, SpeedupRow) else None
+    return Cell(_speedup(row), state="" if passed is None else "pass" if passed else "fail")
+
+
+def _of_whole_texts(text: Callable[[SpeedupRow], Cell | str]) -> Callable[[Found], Cell | str]:
+    return lambda row: text(row.speed) if isinstance(row.speed, SpeedupRow) else "-"
+
+
+def _of_steps(text: Callable[[DecodeRow], Cell | str]) -> Callable[[Found], Cell | str]:
+    return lambda row: text(row.speed) if isinstance(row.speed, DecodeRow) else "-"
+
+
+def _ms(kind: ModelKind) -> Column[Found]:
+    return Column(f"{NAMES[kind]} ms", _if_known(lambda row: row.ms(kind), ms_text))
+
+
+def _rate(kind: ModelKind) -> Column[Found]:
+    return Column(f"{NAMES[kind]} tok/s", _of_steps(lambda row: f"{row.tokens_per_second[kind]:,.0f}"))
+
+
+def _identical(row: Found) -> str:
+    identical, compared = row.texts
+    if not compared:
+        return "-"
+    return f"all {identical:,}" if identical == compared else f"{identical:,} of {compared:,}"
+
+
+def _gate(row: SpeedupRow) -> Cell | str:
+    if row.gate is None:
+        return "-"
+    return Cell(f"{ratio_text(row.gate)} {'pass' if row.passed else 'FAIL'}", state="pass" if row.passed else "fail")
+
+
+def _control(row: SpeedupRow) -> Cell:
+    low, high = row.control.ci99
+    text = f"{row.control.measured:.3f}x [{low:.3f}, {high:.3f}]"
+    return Cell(text) if row.control.covers_one else Cell(f"{text} not 1", state="fail")
+
+
+TARGET: Column[HasSetting] = Column("target", lambda row: row.setting.target, number=False)
+BUCKET: Column[HasSetting] = Column("bucket", lambda row: row.setting.bucket.name, number=False)
+DTYPE: Column[HasSetting] = Column("dtype", lambda row: row.setting.dtype, number=False)
+ROLE: Column[HasSetting] = Column("role", lambda row: row.setting.role, number=False)
+PROMPT: Column[Found] = Column("prompt", lambda row: f"{row.setting.bucket.seq:,} tokens", number=False)
+SETTING = (TARGET, BUCKET, DTYPE)
+NAMED: Column[HasSetting] = Column("setting", lambda row: str(row.setting), number=False)
+"""In place of SETTING and ROLE, on pages."""
+TIMES = (_ms("dense"), _ms("mod"))
+OUTCOME: Column[Found] = Column("parity", lambda row: judged(row.parity_passed), number=False)
+SPEEDUP: Column[Found] = Column("speed-up [95 %]", _speedup)
+VERDICT: Column[Found] = Column("verdict", _verdict, number=False)
+PREDICTED: Column[Found] = Column("predicted (FLOPs)", _of_whole_texts(lambda row: ratio_text(row.predicted_flops)))
+EFFICIENCY: Column[Found] = Column("efficiency", _of_whole_texts(lambda row: f"{row.efficiency:.2f}"))
+
+WHOLE_TEXTS: tuple[Column[Found], ...] = (
+    *SETTING,
+    OUTCOME,
+    Column("routing agreement", lambda row: agreement_text(row.routing) if row.routing else "-"),
+    Column("max error", lambda row: error_text(row.error.max_abs) if row.error else "-"),
+    *TIMES,
+    Column("speed-up [95 %]", _judged_speedup),
+    VERDICT,
+    PREDICTED,
+    EFFICIENCY,
+)
+COMPARED: tuple[Column[Found], ...] = (
+    SPEEDUP,
+    VERDICT,
+    Column("control [99 %]", _of_whole_texts(_control)),
+    PREDICTED,
+    Column(
+        "predicted (roofline)",
+        _of_whole_texts(_if_known(lambda row: row.predicted_roofline, ratio_text)),
+    ),
+    EFFICIENCY,
+    Column("gate", _of_whole_texts(_gate), number=False),
+)
+STEPS_TIMED: tuple[Column[Found], ...] = (
+    Column("selected tokens", _of_steps(lambda row: range_text(row.selected))),
+    _rate("dense"),
+    _rate("mod"),
+    SPEEDUP,
+    VERDICT,
+    Column("predicted (bytes)", _of_steps(lambda row: ratio_text(row.predicted_bytes))),
+    Column("efficiency", _of_steps(lambda row: f"{row.efficiency:.2f}")),
+)
+STEPS: tuple[Column[Found], ...] = (OUTCOME, Column("identical texts", _identical), *STEPS_TIMED)
+PROMPTS_TIMED: tuple[Column[Found], ...] = (*TIMES, SPEEDUP, VERDICT)
+PROMPTS: tuple[Column[Found], ...] = (TARGET, PROMPT, DTYPE, OUTCOME, *PROMPTS_TIMED)
+STACKS = ((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11))
+"""Which columns of WHOLE_TEXTS, and of SETTING and STEPS, stand on top of each other on a narrow terminal."""
+PROMPTS_STACKS = ((0, 1, 2), (3,), (4, 5), (6, 7))
+
+
+def _quality(text: Callable[[ParityRow], Cell | str]) -> Callable[[Judged], Cell | str]:
+    return lambda row: text(row[1]) if row[1] is not None and row[1].text is not None else "-"
+
+
+PARITY: tuple[Column[ParityRow], ...] = (
+    Column("model", lambda row: NAMES[row.model], number=False),
+    Column("parity", lambda row: judged(row.passed), number=False),
+    Column("routing agreement", lambda row: agreement_text(row.routing)),
+    Column("near-ties", lambda row: f"{row.routing.near_ties:,}"),
+    Column("max error", lambda row: Cell(error_text(row.error.max_abs), f"gate {error_text(row.allowed_max_abs)}")),
+    Column("rounding error", _if_known(lambda row: row.rounding_error, error_text)),
+    Column("mean error", lambda row: error_text(row.error.mean_abs)),
+    Column(
+        "next token",
+        lambda row: Cell(share_text(row.next_token_agreement), f"gate {share_text(row.gate.next_token_agreement)}"),
+    ),
+    Column("KL", lambda row: Cell(error_text(row.kl), f"gate {error_text(row.gate.max_kl)}")),
+    Column(
+        "perplexity",
+        lambda row: (
+            Cell(f"{row.text.perplexity:.4f}", f"PyTorch {row.text.reference_perplexity:.4f}") if row.text else "-"
+        ),
+    ),
+)
+PRECISION: tuple[Column[Judged], ...] = (
+    Column("target", lambda row: row[0].target, number=False),
+    Column("bucket", lambda row: row[0].bucket, number=False),
+    Column("dtype", lambda row: row[0].dtype, number=False),
+    Column("model", lambda row: NAMES[row[0].model], number=False),
+    Column("size", lambda row: bytes_text(row[0].bytes)),
+    Column("float32 size", lambda row: bytes_text(row[0].float32_bytes)),
+    Column("speed against float32 [95 %]", lambda row: interval_text(row[0])),
+    Column("verdict", lambda row: Cell(row[0].verdict, state=VERDICTS[row[0].verdict]), number=False),
+    Column("same next token", _quality(lambda row: share_text(row.text.next_token_agreement) if row.text else "-")),
+    Column("perplexity", _quality(lambda row: f"{row.text.perplexity:.4f}" if row.text else "-")),
+    Column("eager perplexity", _quality(lambda row: f"{row.text.own_perplexity:.4f}" if row.text else "-")),
+    Column("parity", lambda row: judged(row[1].passed if row[1] else None), number=False),
+)
+PRECISION_STACKS = ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9, 10), (11,))
