@@ -110,7 +110,7 @@ class GeneratingModel(Protocol):
         int64 (B, N), slots in use, and `wanted` int64 (B, N), tokens that wanted a slot.
         """
 
-    def step(self, rows: int, length: int, places: str = "all", *, skip: bool = True) -> GraphSource:
+    def step(self, rows: int, length: int, slots: str = "all", *, skip: bool = True) -> GraphSource:
         """Reads a token of each row: (input_ids int64 (B,), positions int64 (B,), negative for a row without a token,
         keys_0, values_0, ..., counts) -> `logits` (B, V); `keys_row_<layer>` and `values_row_<layer>` (B, G, E);
         `slots` int64 (B, layers), the slots that these belong to, -1 for none; and in a model that routes `new_counts`
@@ -119,7 +119,7 @@ class GeneratingModel(Protocol):
         Args:
             rows: texts at once.
             length: tokens that a text can have in this cache.
-            places: how many rows can run at each routing site in one step: `all`, or a `fair` share of them.
+            slots: how many rows can run at each routing site in one step: `all`, or a `fair` share of them.
             skip: whether routed parts are inside conditions, so that a part in which no row runs is not executed.
         """
 

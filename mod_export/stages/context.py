@@ -127,7 +127,7 @@ class Models:
             if graph.role == "prefill":
                 return self.generating(graph.model).prefill(B, S)
             if graph.role == "decode":
-                return self.generating(graph.model).step(B, S, self._config.generation.places)
+                return self.generating(graph.model).step(B, S, self._config.generation.slots)
             return _ForwardSource(self.loaded(graph.model), graph)
 
         source: GraphSource = self._once(("source", graph.model, graph.role, graph.bucket), make)

@@ -134,7 +134,7 @@ def _as_built(config: BuildConfig | None, built: BuildConfig) -> BuildConfig:
     """A configuration with what the graphs were made for, whatever it says itself."""
     if config is None:
         return built
-    made_for = {name: getattr(built.generation, name) for name in ("window", "slack", "places")}
+    made_for = {name: getattr(built.generation, name) for name in ("window", "slack", "slots")}
     generation = config.generation.model_copy(update=made_for)
     return config.model_copy(update={"generation": generation, "outputs": built.outputs})
 

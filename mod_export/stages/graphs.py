@@ -45,7 +45,7 @@ def _source_inputs(context: BuildContext, graph: Graph) -> dict[str, Any]:
     }
     if graph.role != "forward":
         generation = context.plan.generating(graph.model)
-        inputs["generation"] = [generation.loaded.spec, generation.window, context.config.generation.places]
+        inputs["generation"] = [generation.loaded.spec, generation.window, context.config.generation.slots]
     return inputs
 
 

@@ -177,7 +177,7 @@ def _beside(context: Context, candidate: Candidate, candidates: Sequence[Candida
     """What results about an engine that writes text depend on beside it: the options that the eager model selects by,
     and for a decode engine the engines that read its prompts.
     """
-    generation = context.config.generation.model_dump(include={"window", "slack", "places"})
+    generation = context.config.generation.model_dump(include={"window", "slack", "slots"})
     if candidate.setting.role == "prefill":
         return {"generation": generation}
     prefills = _decoding(context, candidates).prefills(
@@ -199,7 +199,7 @@ def _decoding(context: Context, candidates: Sequence[Candidate]) -> DecodingEngi
 def _causality(context: Context, candidate: Candidate, tolerance: float) -> None:
     setting, config, parity = candidate.setting, context.config, context.config.parity
     # What the tolerance follows from, rather than its value, which is a measured number.
-    options = parity.gate(setting.dtype).model_dump(include={"noise", "max_abs"})
+    options = parity.gate(setting.dtype).model_dump(include={"rounding_error", "max_abs"})
     options |= {"batches": parity.batches_per_kind, "texts": parity.text_batches, "suffixes": parity.suffixes}
     inputs = _inputs(context, candidate, **options)
     context.measure(

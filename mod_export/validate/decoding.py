@@ -63,7 +63,7 @@ def decoding_parts(
     Texts of every kind from their first token on, as long as the configuration says; and for every prefill bucket a
     prompt that fills it and some tokens on the cache that it leaves, after the longest one up to the last slot.
     """
-    loaded, in_turns = model.loaded, config.generation.places == "fair"
+    loaded, in_turns = model.loaded, config.generation.slots == "fair"
     affordable = max(LEAST_TOKENS, affordable_tokens(loaded) // (KINDS_OF_INPUT * decoder.batch))
     first = min(decoder.length, config.generation.judged_tokens, affordable)
     tail = min(TAIL, decoder.length - 1)
@@ -91,8 +91,8 @@ def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingM
     tokens = min(options.compared_tokens, engine.bucket.seq - start + 1)
     prompt_NS = prompts_of(model.loaded, options.compared_texts, start, found.config.seed)
     with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
-        # Texts that share places are not those that each of them would be alone.
-        rows = 1 if options.places == "fair" else decoder.batch
+        # Texts that share slots are not those that each of them would be alone.
+        rows = 1 if options.slots == "fair" else decoder.batch
         return texts_of(
             model,
             prompts,

@@ -209,8 +209,8 @@ def _parity(target: str, bucket: str, kind: ModelKind) -> dict[str, Any]:
         "error": {"max_abs": 6.1e-06 if kind == "mod" else 4.8e-06, "mean_abs": 4.0e-07, "max_rel": 2.2e-05,
                   "rms": 5.0e-07},
         "next_token_agreement": 1.0,
-        "gate": {"max_abs": 1e-4, "near_tie": 1e-4, "next_token_agreement": 0.999, "noise": 16.0,
-                 "noise_rms": 4.0, "max_kl": 1e-8,
+        "gate": {"max_abs": 1e-4, "near_tie": 1e-4, "next_token_agreement": 0.999, "rounding_error": 16.0,
+                 "rounding_error_rms": 4.0, "max_kl": 1e-8,
                  "max_perplexity_ratio": 1.0001},
         "passed": True, "reasons": [], **judged(kind, f"engines/{target}/{kind}-{bucket}-float32.{SUFFIX[target]}"),
     }  # fmt: skip

@@ -127,7 +127,7 @@ def test_nobody_reads_the_result(built: Path) -> None:
 
 
 def test_bench_and_validate_take_a_config(built: Path, config_file: Path, tmp_path: Path) -> None:
-    text = config_file.read_text() + "\n[parity.float32]\nnoise_rms = 0.0\n"
+    text = config_file.read_text() + "\n[parity.float32]\nrounding_error_rms = 0.0\n"
     (tmp_path / "strict.toml").write_text(text)
     found = invoke("validate", built, "-c", tmp_path / "strict.toml", "--target", "ort-cpu")
     assert found.exit_code == 4

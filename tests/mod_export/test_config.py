@@ -20,7 +20,15 @@ from mod_export.types import DTYPES, FLOAT_DTYPES, Bucket, DType
 
 CONFIGS = sorted(path.name for path in files("mod_export_configs").iterdir() if path.name.endswith(".toml"))
 PACKAGE = Path(__file__).parents[2] / "mod_export"
-GATES = ("noise", "noise_rms", "max_abs", "near_tie", "next_token_agreement", "max_kl", "max_perplexity_ratio")
+GATES = (
+    "rounding_error",
+    "rounding_error_rms",
+    "max_abs",
+    "near_tie",
+    "next_token_agreement",
+    "max_kl",
+    "max_perplexity_ratio",
+)
 
 
 def problems_of(tmp_path: Path, text: str) -> list[str]:
@@ -124,8 +132,8 @@ def test_every_problem_is_reported_at_once_with_the_nearest_name(tmp_path: Path)
         ),
         (f"latency = '{'x' * 99}'", f'latency: expected a table, got "{"x" * 59}...'),
         (
-            "[parity.float32]\nnoise = -1.0",
-            "parity.float32.noise: input should be greater than or equal to 0, got -1.0",
+            "[parity.float32]\nrounding_error = -1.0",
+            "parity.float32.rounding_error: input should be greater than or equal to 0, got -1.0",
         ),
         (
             "[parity.bfloat16]\nmax_perplexity_ratio = 0.99",
@@ -134,6 +142,9 @@ def test_every_problem_is_reported_at_once_with_the_nearest_name(tmp_path: Path)
         ("[parity]\nsuffixes = 0", "parity.suffixes: input should be greater than or equal to 1, got 0"),
         ("[parity]\nsuffixes = 1001", "parity.suffixes: input should be less than or equal to 1000, got 1001"),
         ("[parity]\ntext_batches = 0", "parity.text_batches: input should be greater than or equal to 1, got 0"),
+        ("[parity.int4]\nnoise = 1.0", "parity.int4.noise: is called 'rounding_error' now; rename it"),
+        ("[parity.int4]\nnoise_rms = 1.0", "parity.int4.noise_rms: is called 'rounding_error_rms' now; rename it"),
+        ("[generation]\nplaces = 'all'", "generation.places: is called 'slots' now; rename it"),
         ("[parity.float16]\nmax_kll = 1.0", "parity.float16.max_kll: unknown key, did you mean 'max_kl'?"),
     ],
 )
@@ -152,13 +163,13 @@ def test_a_gate_is_a_finite_number(tmp_path: Path, value: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_of_shorter_floats_are_no_tighter(dtype: DType) -> None:
-    """The multiples of rounding, `noise` and `noise_rms`, are of each dtype's own unit."""
+    """The multiples of rounding, `rounding_error` and `rounding_error_rms`, are of each dtype's own unit."""
     parity = config_from_toml(None).parity
     gate, exact = parity.gate(dtype), parity.gate("float32")
     for name in ("max_abs", "near_tie", "max_kl", "max_perplexity_ratio"):
         assert getattr(gate, name) >= getattr(exact, name)
     assert gate.next_token_agreement <= exact.next_token_agreement
-    assert gate.noise_rms <= gate.noise
+    assert gate.rounding_error_rms <= gate.rounding_error
 
 
 def test_no_such_file(tmp_path: Path) -> None:
@@ -194,7 +205,7 @@ numbers = st.floats(0, 1e6, allow_nan=False)
 shares = st.floats(0, 1, allow_nan=False)
 gates = st.fixed_dictionaries(
     {
-        **dict.fromkeys(("noise", "noise_rms", "max_abs", "near_tie", "max_kl"), numbers),
+        **dict.fromkeys(("rounding_error", "rounding_error_rms", "max_abs", "near_tie", "max_kl"), numbers),
         "next_token_agreement": shares,
         "max_perplexity_ratio": st.floats(1, 1e6, allow_nan=False),
     }

@@ -124,7 +124,7 @@ def _summary(generator: Generator, stream: Stream) -> str:
         parts.insert(2, f"routed layers ran {100 * min(ran):.1f} to {100 * max(ran):.1f} % of the tokens")
     overflow = sum(sum(one.overflow.values()) for one in done)
     if overflow:
-        parts.insert(3, f"{overflow} times no place was left")
+        parts.insert(3, f"{overflow} tokens found no slot")
     return ", ".join(parts)
 
 

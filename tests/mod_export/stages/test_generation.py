@@ -212,13 +212,13 @@ def check_what_is_skipped(report: BuildReport) -> None:
 
 
 @pytest.mark.slow
-def test_fair_places_are_judged_in_turns_and_counted(
+def test_fair_slots_are_judged_in_turns_and_counted(
     writing_folder: Path, writing_config: BuildConfig, tmp_path: Path
 ) -> None:
-    config = with_options(writing_config, places="fair", batches=(4,), prompts=(16,))
+    config = with_options(writing_config, slots="fair", batches=(4,), prompts=(16,))
     report = build(writing_folder / "writing.pt", config, tmp_path / "fair", None, Silent(), "test").generation
     assert report is not None
-    assert report.places == "fair"
+    assert report.slots == "fair"
     assert [row.reasons for row in report.parity if not row.passed] == []
     assert {(row.texts, row.equal) for row in report.texts} == {(2, 2)}
     prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 4, 9, 0).tolist()

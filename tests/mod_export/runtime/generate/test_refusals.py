@@ -126,7 +126,9 @@ def test_a_target_that_keeps_no_cache_here(written_copy: Path) -> None:
             engine["target"] = "inductor"
 
     rewrite_manifest(written_copy, change)
-    message = r"no engine that writes text runs on this machine \(inductor: its cache is kept on the device by the server"
+    message = (
+        r"no engine that writes text runs on this machine \(inductor: its cache is kept on the device by the server"
+    )
     with pytest.raises(TargetError, match=message):
         load_generator(written_copy)
 
