@@ -17,16 +17,15 @@ from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, Ta
 from mod_export.runtime.generate.texts import TokenizersFile
 from mod_export.sources.checkpoint import Model
 from mod_export.sources.protocol import GeneratingModel, LoadedModel
-from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Site, Variant
+from mod_export.types import KINDS, Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Site, Variant
 
-__all__ = ["KINDS", "GenerationPlan", "Plan", "check_names", "make_plan"]
+__all__ = ["GenerationPlan", "Plan", "check_names", "make_plan"]
 
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
 FLOAT32_BYTES = 4
 LOGITS_AT_ONCE = 6
 """Arrays of logits: of the reference in float32 and float64, of the candidate, and of their comparison."""
-KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mod_export.results.generation import DecodeRow, FirstTokenRow, StepBytes
-from mod_export.runtime.generate.decoder import Decoder, Kept, Prompts, kept_from_prefill
-from mod_export.runtime.generate.decoding_engines import DecodingEngines
-from mod_export.types import DType, Engine, ModelKind, Site, routed_output
+from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Kept, Prompts, kept_from_prefill
+from mod_export.types import KINDS, DType, Engine, ModelKind, Site, routed_output
 
 __all__ = [
     "PROMPT_RUNS",
@@ -36,7 +35,6 @@ RUNS = 5
 """Visits of each position."""
 PROMPT_RUNS = 6
 """The range of so many ratios holds what half of them are below with a probability of 1 - 2 / 2 ** 6, 97 %."""
-KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 RESAMPLES = 2000
 
 

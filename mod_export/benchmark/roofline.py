@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from mod_export.benchmark.system_load import Watch
+from mod_export.build_folder.files import replace_file
 from mod_export.environment import cache_folder, package_version
 from mod_export.results.cost import Roofline
 from mod_export.types import DType
@@ -107,8 +107,4 @@ def _write(entries: dict[str, Any]) -> None:
     text = json.dumps({"version": FORMAT_VERSION, "entries": entries}, indent=1)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".roofline-") as folder:
-            # Renamed into place: a reader sees the old file or the new one.
-            beside = Path(folder) / path.name
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
+        replace_file(path, text)

@@ -24,12 +24,9 @@ from mod_export.errors import GraphError
 from mod_export.results.base import EngineKey
 from mod_export.results.cost import CostRow, PartRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.types import Bucket, Engine, ModelKind, Site, primary_output
+from mod_export.types import KINDS, Bucket, Engine, ModelKind, Site, primary_output
 
 __all__ = ["Known", "gate_of", "gated_bucket", "measure_precision", "precision_pairs", "speedup_rows"]
-
-
-KINDS: tuple[ModelKind, ModelKind] = ("dense", "mod")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +125,12 @@ def _passed(found: Comparison, gate: float | None) -> bool | None:
 
 
 def _predicted(flops: Mapping[EngineKey, int], row: LatencyRow, cost: tuple[CostRow, CostRow]) -> float:
-    dense, mod = (flops.get((*row.pair_key, kind)) for kind in KINDS)
+    mod, dense = (flops.get((*row.pair_key, kind)) for kind in KINDS)
     return dense / mod if dense and mod else cost[0].flops / cost[1].flops
 
 
 def _roofline(roofline_ms: Mapping[EngineKey, float], row: LatencyRow) -> float | None:
-    dense, mod = (roofline_ms.get((*row.pair_key, kind)) for kind in KINDS)
+    mod, dense = (roofline_ms.get((*row.pair_key, kind)) for kind in KINDS)
     return dense / mod if dense is not None and mod else None
 
 

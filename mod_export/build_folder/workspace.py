@@ -23,28 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from mod_export.build_folder.manifest import (
-    EMPTY,
-    MANIFEST,
-    FileEntry,
-    changed_file,
-    checksum,
-    read_manifest,
-    sha256_of_file,
-    with_checksum,
-)
+from mod_export.build_folder.files import PARTIAL, FileEntry, changed_file, entry_of, replace_file
+from mod_export.build_folder.manifest import EMPTY, MANIFEST, checksum, read_manifest, with_checksum
 from mod_export.errors import BuildFolderError
 
-__all__ = [
-    "Step",
-    "Workspace",
-    "check_root",
-    "peak_rss_bytes",
-    "reset_peak_rss",
-]
+__all__ = ["Step", "Workspace", "check_root"]
 
 LOCK = ".lock"
-PARTIAL = ".partial-"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
@@ -120,7 +105,7 @@ class Workspace:
                     _place(path, self.root / output)
                 record = {
                     "fingerprint": fingerprint,
-                    "outputs": {output: _describe(self.root / output) for output in outputs},
+                    "outputs": {output: entry_of(self.root / output).model_dump() for output in outputs},
                     "result": json.loads(json.dumps(result)),
                     "seconds": round(time.perf_counter() - begin, 3),
                 }
@@ -201,13 +186,7 @@ class Workspace:
                 (self.root / folder).rmdir()
 
     def _write_manifest(self) -> None:
-        handle, temporary = tempfile.mkstemp(dir=self.root, prefix=PARTIAL)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(with_checksum(self._manifest), file, indent=1)
-            _place(Path(temporary), self.root / MANIFEST)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        replace_file(self.root / MANIFEST, json.dumps(with_checksum(self._manifest), indent=1))
 
 
 def _locked(root: Path) -> int:
@@ -228,47 +207,25 @@ def check_root(root: Path) -> None:
         BuildFolderError: a file, a folder of somebody else's, a damaged build folder, or no right to write.
     """
     with _explained(root):
-        _check_root(root)
-
-
-def _check_root(root: Path) -> None:
-    if root.exists() and not root.is_dir():
-        raise BuildFolderError(f"{root}: is a file; name a folder with -o")
-    if (root / MANIFEST).exists():
-        read_manifest(root)
-    elif root.is_dir():
-        foreign = sorted(p.name for p in root.iterdir() if p.name != LOCK and not p.name.startswith(PARTIAL))
-        if foreign:
-            raise BuildFolderError(
-                f"{root}: holds files that mod-export did not write ({', '.join(foreign[:3])}); "
-                "name an empty or new folder with -o"
-            )
-    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise BuildFolderError(f"{root}: cannot write in {existing}; name another folder with -o")
-
-
-def reset_peak_rss() -> None:
-    """Starts a new peak, where the kernel offers that (Linux: 5 in /proc/self/clear_refs)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident set since `reset_peak_rss`, from VmHWM; 0 where the kernel does not say."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
-    return 0
+        if root.exists() and not root.is_dir():
+            raise BuildFolderError(f"{root}: is a file; name a folder with -o")
+        if (root / MANIFEST).exists():
+            read_manifest(root)
+        elif root.is_dir():
+            foreign = sorted(p.name for p in root.iterdir() if p.name != LOCK and not p.name.startswith(PARTIAL))
+            if foreign:
+                raise BuildFolderError(
+                    f"{root}: holds files that mod-export did not write ({', '.join(foreign[:3])}); "
+                    "name an empty or new folder with -o"
+                )
+        existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise BuildFolderError(f"{root}: cannot write in {existing}; name another folder with -o")
 
 
 def _step(name: str, record: Mapping[str, Any], *, reused: bool) -> Step:
     outputs = tuple(record["outputs"])
     return Step(name=name, outputs=outputs, result=record["result"], reused=reused, seconds=record["seconds"])
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
 
 
 def _place(path: Path, final: Path) -> None:

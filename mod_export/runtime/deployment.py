@@ -16,22 +16,15 @@ from typing import Self
 
 import numpy as np
 
-from mod_export.build_folder.manifest import FileEntry, open_folder, verify_files, verify_sizes
-from mod_export.config import BuildConfig
+from mod_export.build_folder.files import verify_files, verify_sizes
+from mod_export.build_folder.manifest import Manifest, open_folder
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UsageError
 from mod_export.types import PRIMARY, Bucket, Engine, ModelKind, primary_output
 
-__all__ = [
-    "Deployment",
-    "checked_gates",
-    "chosen_engines",
-    "load",
-    "runnable_engines",
-    "threads_to_use",
-]
+__all__ = ["Deployment", "checked_gates", "chosen_engines", "load", "runnable_engines", "threads_to_use"]
 
 
 def runnable_engines(root: Path, engines: Sequence[Engine], targets: Sequence[str]) -> list[Engine]:
@@ -79,10 +72,7 @@ def load(
     engines = [engine for engine in manifest.engines if (engine.model, engine.role) == (model, "forward")]
     chosen = chosen_engines(folder, engines, model, target, dtype)
     checked_gates(folder, manifest.refused, chosen)
-    files = manifest.entries(path for engine in chosen for path in engine.files)
-    verify_sizes(folder, files)
-    vocab_size = manifest.models[model].vocab_size
-    return Deployment(folder, chosen, manifest.config, vocab_size, files, threads_to_use(threads))
+    return Deployment(folder, manifest, chosen, threads_to_use(threads))
 
 
 def threads_to_use(threads: int | None) -> int:
@@ -160,45 +150,29 @@ def checked_gates(folder: Path, refused: Mapping[str, Sequence[str]], engines: S
 class Deployment:
     """The buckets of one model, target and dtype. Engines are opened when first needed; several threads may run them.
 
-    Args:
-        root: the build folder.
-        engines: one for each bucket.
-        config: the resolved configuration.
+    Attributes:
+        target: of the engines.
+        dtype: likewise.
+        threads: of a CPU engine inside one operator; 0 is the library's own choice.
         vocab_size: of the model.
-        files: every file that the engines need -> its entry in the manifest.
-        threads: of a CPU engine inside one operator; 0 leaves the library's own choice.
+        buckets: smallest first.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        engines: Sequence[Engine],
-        config: BuildConfig,
-        vocab_size: int,
-        files: Mapping[str, FileEntry],
-        threads: int,
-    ) -> None:
-        self._root = root
-        self.threads = threads
-        self._unread = dict(files)
-        self._vocab_size = vocab_size
-        self._config = config
+    def __init__(self, root: Path, manifest: Manifest, engines: Sequence[Engine], threads: int) -> None:
+        """`engines`: one for each bucket.
+
+        Raises:
+            BuildFolderError: a file that they need is missing or has another size.
+        """
+        self.target, self.dtype, self.threads = engines[0].target, engines[0].dtype, threads
+        self.vocab_size = manifest.models[engines[0].model].vocab_size
+        self._root, self._config = root, manifest.config
         self._engines = {engine.bucket: engine for engine in engines}
-        self._buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
+        self.buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
+        self._unread = manifest.entries(path for engine in engines for path in engine.files)
+        verify_sizes(root, self._unread)
         self._opening = threading.Lock()
         self._runners: dict[Bucket, Runner] = {}
-        self.target = engines[0].target
-        self.dtype = engines[0].dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the model."""
-        return self._vocab_size
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets of this deployment, smallest first."""
-        return self._buckets
 
     def bucket_for(self, batch: int, seq: int) -> Bucket:
         """The smallest bucket that holds a request.
@@ -240,8 +214,8 @@ class Deployment:
         # Engines treat ids outside the vocabulary differently: some index from the end of the table, some read past
         # it, some fail. As unsigned numbers, negative ids are the largest.
         ids_BS = np.ascontiguousarray(ids_BS, dtype=np.int64)
-        if ids_BS.view(np.uint64).max() >= self._vocab_size:
-            raise UsageError(f"expected token ids from 0 to {self._vocab_size - 1}, got {found.min()} to {found.max()}")
+        if ids_BS.view(np.uint64).max() >= self.vocab_size:
+            raise UsageError(f"expected token ids from 0 to {self.vocab_size - 1}, got {found.min()} to {found.max()}")
         real = S if lengths_B is None else _checked(lengths_B, B, S)
         bucket = self.bucket_for(B, S)
         runner = self._runner(bucket)
@@ -268,9 +242,8 @@ class Deployment:
             with self._opening:
                 if bucket not in self._runners:
                     engine = self._engines[bucket]
-                    unread = {path: self._unread[path] for path in engine.files if path in self._unread}
-                    verify_files(self._root, unread)
-                    for path in unread:
+                    for path in self._unread.keys() & set(engine.files):
+                        verify_files(self._root, {path: self._unread[path]})
                         del self._unread[path]
                     self._runners[bucket] = ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
         return self._runners[bucket]

@@ -18,13 +18,14 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import describe_machine, versions
-from mod_export.plan import KINDS, GenerationPlan, Plan
+from mod_export.plan import GenerationPlan, Plan
 from mod_export.results.base import Result
 from mod_export.results.cost import Work
 from mod_export.results.generation import StepBytes
-from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.sources.protocol import GeneratingModel, LoadedModel
 from mod_export.types import (
+    KINDS,
     PRIMARY,
     Availability,
     Bucket,

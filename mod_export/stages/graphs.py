@@ -20,10 +20,9 @@ from mod_export.export.passes.quantize_weights import quantizable_weights
 from mod_export.export.routing_sites import RoutingSite
 from mod_export.export.weights import bind_weights, files_for, state_of, stored_state, write_weights
 from mod_export.export.weights_file import WeightsFile
-from mod_export.plan import KINDS
 from mod_export.results.cost import CostRow
 from mod_export.stages.context import BuildContext
-from mod_export.types import DTYPES, PRIMARY, QUANTIZED, DType, Graph, ModelKind
+from mod_export.types import DTYPES, KINDS, PRIMARY, QUANTIZED, DType, Graph, ModelKind
 
 __all__ = ["capture", "onnx", "save_graph"]
 

@@ -10,14 +10,13 @@ from mod_export.errors import BuildError, BuildFolderError
 from mod_export.export.quantize import source_of
 from mod_export.export.weights import digests_of_tensors, state_of
 from mod_export.export.weights_file import WeightsFile
-from mod_export.plan import KINDS
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
-from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
-from mod_export.types import DTYPES, Bucket, Graph
+from mod_export.types import DTYPES, KINDS, Bucket, Graph
 from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
 from mod_export.validate.decoding import parity_of_decoding, texts_of_decoding
 from mod_export.validate.findings import causality_of, parity_of

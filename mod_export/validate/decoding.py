@@ -10,8 +10,7 @@ from mod_export.engines.protocol import Runner
 from mod_export.errors import BuildError, TargetError
 from mod_export.results.generation import TextsRow
 from mod_export.results.parity import ParityRow
-from mod_export.runtime.generate.decoder import Decoder, Prompts
-from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import Bucket, Engine
 from mod_export.validate.inputs import Batch, affordable_tokens, one_of_each_kind, parity_batches

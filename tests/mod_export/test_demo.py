@@ -10,9 +10,8 @@ import pytest
 import torch
 from observing import observed
 
-from mod_export import demo
 from mod_export.cli import cli
-from mod_export.demo import demo_checkpoint, next_steps, timed_checkpoint
+from mod_export.cli.demo import demo_checkpoint, next_steps, timed_checkpoint
 from mod_export.errors import CheckpointError
 from mod_export.sources import checkpoint as model
 from mod_export.sources.checkpoint import model_from_checkpoint
@@ -82,7 +81,7 @@ def only_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is installed is the environment of these functions, not the thing under test.
     entry = EntryPoint(name="silent", value=f"{__name__}:SILENT", group=model.GROUP)
     monkeypatch.setattr(model, "entry_points", lambda group: EntryPoints([entry]))
-    monkeypatch.setattr(demo, "architectures", lambda: {"silent": SILENT})
+    monkeypatch.setattr(model, "architectures", lambda: {"silent": SILENT})
 
 
 @pytest.mark.usefixtures("only_silent")

@@ -12,8 +12,8 @@ import torch
 from command_line import invoke
 from safetensors.torch import load_file, save_file
 
-import mod_export.memory as memory
-from mod_export.memory import free_bytes, let_go, limited
+from mod_export import environment
+from mod_export.environment import free_bytes, let_go, limited
 
 
 def test_without_a_budget_it_is_what_is_free() -> None:
@@ -76,5 +76,5 @@ def test_what_is_in_memory_alone_stays() -> None:
 
 def test_other_systems_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(memory.ctypes, "CDLL", None)
+    monkeypatch.setattr(environment.ctypes, "CDLL", None)
     let_go([torch.zeros(2**16)])

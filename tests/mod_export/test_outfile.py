@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from mod_export.build_folder.files import check_place, write_whole
 from mod_export.errors import UsageError
-from mod_export.outfile import check_place, write_bytes, write_text
 
 
 def test_what_is_written_replaces_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.html"
-    write_text(path, "\xe9\n")
-    write_bytes(path, b"\x89PNG", "--png")
+    write_whole(path, "\xe9\n")
+    write_whole(path, b"\x89PNG", "--png")
     assert path.read_bytes() == b"\x89PNG"
     assert [entry.name for entry in path.parent.iterdir()] == ["a.html"]
 
@@ -30,4 +30,4 @@ def test_errors_name_the_option(tmp_path: Path, option: str) -> None:
     with pytest.raises(UsageError, match=rf"a: cannot write in .*file; name another file with {option}$"):
         check_place(below, option)
     with pytest.raises(UsageError, match=rf"a: cannot be written \(.*\); name another file with {option}$"):
-        write_bytes(below, b"", option)
+        write_whole(below, b"", option)

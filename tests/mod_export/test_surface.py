@@ -15,7 +15,7 @@ HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "polygraphy", 
 
 
 BUILDERS = ("torch", "onnx", "onnx_ir")
-RUNTIME = ("runtime.deployment", "runtime.generate.generator", "runtime.generate.console")
+RUNTIME = ("runtime.deployment", "runtime.generate.generator")
 
 
 @pytest.mark.parametrize(("modules", "absent"), [(("cli", "errors"), HEAVY), (RUNTIME, BUILDERS)])

@@ -16,13 +16,12 @@ from writing import WINDOW
 from mod_export.benchmark.decoding import Text, decode_row, first_token_row, read_text
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
-from mod_export.plan import KINDS
 from mod_export.results.generation import DecodeRow, StepBytes
 from mod_export.runtime.generate.decoder import Decoder, Prompts
 from mod_export.sources.checkpoint import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.stages.context import step_bytes
-from mod_export.types import Bucket, Engine, ModelKind
+from mod_export.types import KINDS, Bucket, Engine, ModelKind
 
 SEQ = 16
 """Of the texts: what a prompt holds."""

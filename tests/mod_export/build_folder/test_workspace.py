@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workspaces import STEPS, build, files_of, in_process, writing
 
-from mod_export.build_folder.manifest import MANIFEST, FileEntry, read_manifest, verify_files, verify_sizes
-from mod_export.build_folder.workspace import Workspace, peak_rss_bytes, reset_peak_rss
+from mod_export.build_folder.files import FileEntry, verify_files, verify_sizes
+from mod_export.build_folder.manifest import MANIFEST, read_manifest
+from mod_export.build_folder.workspace import Workspace
+from mod_export.environment import peak_rss_bytes, reset_peak_rss
 from mod_export.errors import BuildFolderError
 
 STOP_IN_SECOND_STEP = """

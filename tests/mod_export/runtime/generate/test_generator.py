@@ -9,8 +9,7 @@ import pytest
 from observing import observed
 from writing import WINDOW, prompts_of_lengths
 
-from mod_export.build_folder.manifest import GenerationFacts
-from mod_export.config import config_from_toml
+from mod_export.build_folder.manifest import GenerationFacts, open_folder
 from mod_export.environment import usable_cores
 from mod_export.errors import UsageError
 from mod_export.runtime.generate.generator import Generator, load_generator
@@ -174,7 +173,7 @@ def test_the_dense_twin(written: Path, writing_model: Model, generator: Generato
 @pytest.mark.parametrize("batch", [1, 3])
 def test_cache_bytes_are_what_is_taken(generator: Generator, batch: int) -> None:
     bucket = Bucket(batch, WINDOW)
-    with generator._taken(bucket) as decoder:
+    with generator._exclusive(bucket) as decoder:
         taken = sum(array.nbytes for name, array in decoder.cache.items() if name != "counts")
         assert generator.cache_bytes(bucket) == taken == sum(decoder.kv_bytes.values())
         # Two routed layers of 18 slots, and one of all.
@@ -191,7 +190,8 @@ def many_buckets(written: Path) -> Generator:
     facts = GenerationFacts(
         window=64, sites={"mod": (0, 2)}, capacity={0: 8, 2: 8}, kv_bytes={"mod": {16: 10, 32: 20}}, step_bytes={}
     )
-    return Generator(written, engines, config_from_toml(None), facts, 256, None, 1)
+    manifest = open_folder(written, verify=False).model_copy(update={"generation": facts})
+    return Generator(written, manifest, engines, 1)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 from build_folders import file_entry, rewrite_manifest
 from writing import engine_path, prompts_of_lengths
 
+from mod_export.environment import limited
 from mod_export.errors import BuildFolderError, EngineError, TargetError, UsageError
 from mod_export.export.weights_file import WeightsFile
-from mod_export.memory import limited
-from mod_export.runtime.generate.decoder import Decoder
 from mod_export.runtime.generate.generator import Generator, load_generator
 
 
@@ -164,7 +163,7 @@ def test_logits_that_are_not_finite_stop_with_token_and_position(written_copy: P
     poisoned(written_copy, "embedding.weight", whole[at])
     message = (
         rf"the logits of token {at + 2} of prompt 0 are not finite, at position {6 + at + 1} of the text: the weights "
-        "or the engine are damaged; mod-export validate looks for the place"
+        "or the engine are damaged; mod-export validate says where"
     )
     with load_generator(written_copy) as damaged:
         stream = damaged.stream([prompts[1]], 20)
@@ -179,9 +178,12 @@ def test_logits_that_are_not_finite_stop_with_token_and_position(written_copy: P
 
 def test_an_engine_that_is_no_step(written: Path) -> None:
     with load_generator(written) as generator:
-        engine = generator._prefill[8]
-        with generator._load(engine) as runner, pytest.raises(EngineError, match="expected input_ids, positions and"):
-            Decoder(runner, 8, "prefill")
+        engine = next(engine for engine in generator._engines.engines if engine.role == "prefill")
+        with (
+            pytest.raises(EngineError, match="expected input_ids, positions and"),
+            generator._engines.decoder(engine),
+        ):
+            pass
 
 
 def test_a_prefix_belongs_to_the_engines_that_read_it(written: Path, generator: Generator) -> None:

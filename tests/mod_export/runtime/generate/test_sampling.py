@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 
 from mod_export.errors import EngineError, UsageError
-from mod_export.runtime.generate.sampling import Sampling, draw, probabilities, rng_of
+from mod_export.runtime.generate.logits import Sampling, draw, probabilities, rng_of
 
 MULTIPLIER = 0x2360ED051FC65DA44385DF649FCCF645
 """Of PCG64 (O'Neill 2014), by which its state goes on."""
@@ -31,7 +31,7 @@ import sys
 for name in ("torch", "onnx", "onnxruntime", "tokenizers", "mod_models"):
     sys.modules[name] = None
 import numpy as np
-from mod_export.runtime.generate.sampling import Sampling, draw, rng_of
+from mod_export.runtime.generate.logits import Sampling, draw, rng_of
 from mod_export.runtime.generate.texts import Bytes, StopText
 print(draw(np.array([0, 2, 1], dtype=np.float32), Sampling(0.7, 2, 0.9), rng_of(0, 0)), Bytes().ids("a"), StopText([]))
 """
