@@ -1,6 +1,5 @@
-"""What a model has to provide: what export needs from every model, and capabilities that only some models have.
-
-A function's argument has the narrowest of these protocols that is enough.
+"""What a model has to provide: `ExportableModel`, which export needs from every model, and capabilities that only some
+models have and that are asked for by type. A function's argument has the narrowest of these protocols that is enough.
 """
 
 from __future__ import annotations
@@ -32,54 +31,176 @@ __all__ = [
 ]
 
 
+class GraphSource(Protocol):
+    """What a graph is captured from."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """In eval mode, on the meta device, so without values."""
+
+    @property
+    def examples(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Two sets of inputs for it, with equal shapes and different values."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Their names, in order."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of what it returns, in order."""
+
+
+class ExportableModel(Protocol):
+    """What export itself needs. Routing sites are found in the captured program (`export/routing_sites.py`)."""
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        """Everything but the weights, as plain data: what `Architecture.restore` needs."""
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """state_dict name -> tensor, as stored."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest row."""
+
+    def module(self, outputs: Outputs = "logits") -> torch.nn.Module:
+        """Eager float32 module in eval mode: (input_ids int64 (B, S), lengths int64 (B,)) -> a tuple of one tensor.
+
+        For `logits`, logits (B, S, V); for `last`, logits (B, V) of each row's last real token; for `none`, hidden
+        states (B, S, D) after the final norm. Its selections are marked (`mod_export.mark_selection`).
+        """
+
+    def skeleton(self, outputs: Outputs = "logits") -> torch.nn.Module:
+        """The same module with its parameters on the meta device, where they have shapes and no values. Graphs are
+        captured from it, so that capturing needs no memory for weights. Buffers that `weights` does not contain have
+        values.
+        """
+
+
+@runtime_checkable
+class DeclaredRouting(Protocol):
+    """What a spec declares about routing. A captured program that marks other sites or numbers of slots is refused."""
+
+    def k_by_layer(self, seq: int) -> dict[Site, int]:
+        """Slots of each routing site in a row of `seq` tokens, in the order in which the model decides; empty for a
+        dense model. Sites with k = 0 are included.
+        """
+
+    @property
+    def looks_ahead(self) -> Sequence[str]:
+        """What in the spec makes a token's logits depend on later tokens, as readable text; empty if causal."""
+
+    @property
+    def routes_depth(self) -> bool:
+        """Whether tokens skip blocks, so that the dense baseline is another model. Experts alone skip no blocks."""
+
+    def router_weights(self) -> Mapping[str, Sequence[Site]]:
+        """Weight -> the routing sites whose scores are computed with it, as `k_by_layer` names them. If all weights of
+        a site are zero, all tokens have equal scores there. Empty for a dense model.
+        """
+
+
+@runtime_checkable
+class DenseBaseline(Protocol):
+    """A model that has a dense baseline of its own."""
+
+    def dense(self) -> LoadedModel:
+        """The dense baseline: every token through every block, without routers."""
+
+
+@runtime_checkable
+class OutputHead(Protocol):
+    """A model that can return hidden states in place of logits (`outputs = "none"`)."""
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+
+    def head(self, hidden_ND: np.ndarray) -> np.ndarray:
+        """Float32 logits (N, V) of float32 hidden states (N, D) after the final norm."""
+
+
 class LayerCost(Protocol):
-    """The calculated cost of one layer, or of what comes before or after all layers.
-
-    Attributes:
-        name: the number of the layer, or `embedding`, `head`.
-        routed: what is routed and how; empty where every token runs.
-        taken: routing site -> tokens of a row that it selects.
-        flops: part (`benchmark.products.PARTS`) -> FLOPs of its matrix products, two for each multiply-add, attention
-            as the full square, as `torch.utils.flop_counter` counts the eager module.
-        needed_flops: the sum of `flops` without the scores that the causal mask hides.
-        weight_bytes: in float32.
-        kv_bytes: keys and values of the tokens that attention reads, in float32.
-    """
+    """The calculated cost of one layer, or of what comes before or after all layers. Bytes are those of float32."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The number of the layer, or `embedding`, `head`."""
+
     @property
-    def routed(self) -> str: ...
+    def routed(self) -> str:
+        """What is routed and how; empty where every token runs."""
+
     @property
-    def taken(self) -> Mapping[Site, int]: ...
+    def selected(self) -> Mapping[Site, int]:
+        """Routing site -> tokens of a row that it selects."""
+
     @property
-    def flops(self) -> Mapping[str, int]: ...
+    def flops(self) -> Mapping[str, int]:
+        """Part (`benchmark.products.PARTS`) -> FLOPs of its matrix products, two for each multiply-add, attention as
+        the full square, as `torch.utils.flop_counter` counts the eager module.
+        """
+
     @property
-    def needed_flops(self) -> int: ...
+    def needed_flops(self) -> int:
+        """The sum of `flops` without the scores that the causal mask hides."""
+
     @property
     def weight_bytes(self) -> int: ...
-    @property
-    def kv_bytes(self) -> int: ...
-
-
-class GraphSource(Protocol):
-    """What a graph is captured from.
-
-    Attributes:
-        module: in eval mode, on the meta device, so without values.
-        examples: two sets of inputs for it, with equal shapes and different values.
-        inputs: names of the inputs, in order.
-        outputs: names of the outputs, in order.
-    """
 
     @property
-    def module(self) -> torch.nn.Module: ...
+    def kv_bytes(self) -> int:
+        """Keys and values of the tokens that attention reads."""
+
+
+@runtime_checkable
+class LayerCosts(Protocol):
+    """A model whose costs can be calculated from its spec."""
+
+    def layers(self, batch: int, seq: int) -> Sequence[LayerCost]:
+        """The cost of each layer, in order, with what comes before and after them; together the whole model."""
+
+
+@runtime_checkable
+class AdjustableCapacity(Protocol):
+    """A model whose capacity can be changed without training, for a sweep."""
+
     @property
-    def examples(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]: ...
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-    @property
-    def outputs(self) -> tuple[str, ...]: ...
+    def capacity(self) -> float | None:
+        """Share of a row's tokens, or number of tokens, that every routed layer selects; None where layers differ, and
+        for a dense model.
+        """
+
+    def with_capacity(self, capacity: float) -> LoadedModel:
+        """The same weights and the same declarations, with this capacity in every routed layer.
+
+        Raises:
+            ValueError: the model is dense, or its rule does not allow this capacity; with a message for the user.
+        """
+
+
+@runtime_checkable
+class Text(Protocol):
+    """A model whose token ids can represent text."""
+
+    def sample_ids(self, batch: int, seq: int, seed: int) -> np.ndarray | None:
+        """Inputs of the kind the model was trained on, from text that was not used in training.
+
+        int64 (batch, seq), or None if there is no such text for the model's vocabulary.
+        """
+
+    def token_texts(self, ids_S: np.ndarray) -> Sequence[str] | None:
+        """Readable text for each of the ids int64 (S,), or None if they do not represent text."""
+
+    def ids_of_text(self, text: str) -> np.ndarray | None:
+        """The ids int64 (S,) of a text, or None if ids do not represent text."""
 
 
 class GeneratingModel(Protocol):
@@ -134,125 +255,6 @@ class GeneratingModel(Protocol):
 
     def write(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """The eager model's own greedy continuation of one text."""
-
-
-class ExportableModel(Protocol):
-    """What export itself needs. Routing sites are found in the captured program (`export/routing_sites.py`)."""
-
-    @property
-    def spec(self) -> Mapping[str, Any]:
-        """Everything but the weights, as plain data: what `Architecture.restore` needs."""
-
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """state_dict name -> tensor, as stored."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-
-    @property
-    def max_positions(self) -> int:
-        """Tokens of the longest row."""
-
-    def module(self, outputs: Outputs = "logits") -> torch.nn.Module:
-        """Eager float32 module in eval mode: (input_ids int64 (B, S), lengths int64 (B,)) -> a tuple of one tensor.
-
-        For `logits`, logits (B, S, V); for `last`, logits (B, V) of each row's last real token; for `none`, hidden
-        states (B, S, D) after the final norm. Its selections are marked (`mod_export.mark_selection`).
-        """
-
-    def skeleton(self, outputs: Outputs = "logits") -> torch.nn.Module:
-        """The same module with its parameters on the meta device, where they have shapes and no values. Graphs are
-        captured from it, so that capturing needs no memory for weights. Buffers that `weights` does not contain have
-        values.
-        """
-
-
-@runtime_checkable
-class DeclaredRouting(Protocol):
-    """What a spec declares about routing; a graph that does something else is refused."""
-
-    def k_by_layer(self, seq: int) -> dict[Site, int]:
-        """Slots of each routing site in a row of `seq` tokens, in the order in which the model decides; empty for a
-        dense model. Sites with k = 0 are included.
-        """
-
-    @property
-    def looks_ahead(self) -> Sequence[str]:
-        """What in the spec makes a token's logits depend on later tokens, as readable text; empty if causal."""
-
-    @property
-    def routes_depth(self) -> bool:
-        """Whether tokens skip blocks, so that the dense baseline is another model. Experts alone skip no blocks."""
-
-    def router_weights(self) -> Mapping[str, Sequence[Site]]:
-        """Weight -> the routing sites whose scores are computed with it, as `k_by_layer` names them. If all weights of
-        a site are zero, all tokens have equal scores there. Empty for a dense model.
-        """
-
-
-@runtime_checkable
-class DenseBaseline(Protocol):
-    """A model that has a dense baseline of its own."""
-
-    def dense(self) -> LoadedModel:
-        """The dense baseline: every token through every block, without routers."""
-
-
-@runtime_checkable
-class OutputHead(Protocol):
-    """A model that can return hidden states in place of logits (`outputs = "none"`)."""
-
-    @property
-    def d_model(self) -> int:
-        """Width of the residual stream."""
-
-    def head(self, hidden_ND: np.ndarray) -> np.ndarray:
-        """Float32 logits (N, V) of float32 hidden states (N, D) after the final norm."""
-
-
-@runtime_checkable
-class LayerCosts(Protocol):
-    """A model whose costs can be calculated from its spec."""
-
-    def layers(self, batch: int, seq: int) -> Sequence[LayerCost]:
-        """The cost of each layer, in order, with what comes before and after them; together the whole model."""
-
-
-@runtime_checkable
-class AdjustableCapacity(Protocol):
-    """A model whose capacity can be changed without training, for a sweep."""
-
-    @property
-    def capacity(self) -> float | None:
-        """Share of a row's tokens, or number of tokens, that every routed layer selects; None where layers differ, and
-        for a dense model.
-        """
-
-    def with_capacity(self, capacity: float) -> LoadedModel:
-        """The same weights and the same declarations, with this capacity in every routed layer.
-
-        Raises:
-            ValueError: the model is dense, or its rule does not allow this capacity; with a message for the user.
-        """
-
-
-@runtime_checkable
-class Text(Protocol):
-    """A model whose token ids can represent text."""
-
-    def sample_ids(self, batch: int, seq: int, seed: int) -> np.ndarray | None:
-        """Inputs of the kind the model was trained on, from text that was not used in training.
-
-        int64 (batch, seq), or None if there is no such text for the model's vocabulary.
-        """
-
-    def token_texts(self, ids_S: np.ndarray) -> Sequence[str] | None:
-        """Readable text for each of the ids int64 (S,), or None if they do not represent text."""
-
-    def ids_of_text(self, text: str) -> np.ndarray | None:
-        """The ids int64 (S,) of a text, or None if ids do not represent text."""
 
 
 @runtime_checkable

@@ -59,7 +59,7 @@ def test_refused_before_the_first_token(
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("length", [0, 48, 60])
+@pytest.mark.parametrize("length", [0, 48])
 def test_prefixes_that_leave_no_room(generator: Generator, length: int) -> None:
     with pytest.raises(UsageError, match=f"^a prefix has 1 to 47 tokens, got {length}$"):
         generator.prefix([1] * length)
@@ -86,17 +86,11 @@ def test_no_memory_for_the_cache(written: Path) -> None:
         assert generator.generate([[1]] * 3, 2)
 
 
-def test_an_engine_that_was_damaged_is_refused(written_copy: Path) -> None:
+def test_engines_that_are_damaged_or_missed_their_gates_are_refused(written_copy: Path) -> None:
     path = engine_path(written_copy, "mod-decode-b3s48-float32")
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(path.read_bytes()[::-1])
     with pytest.raises(BuildFolderError, match="mod-decode-b3s48-float32"):
         load_generator(written_copy)
-    load_generator(written_copy, model="dense")
-
-
-def test_engines_that_missed_their_gates_are_refused(written_copy: Path) -> None:
     refused = {"engines/ort-cpu/mod-decode-b1s48-float32.onnx": ["text: logits differ"]}
     rewrite_manifest(written_copy, lambda manifest: manifest.update(refused=refused))
     with pytest.raises(TargetError, match=r"missed their gates and are not served \(text: logits differ\)"):
@@ -118,7 +112,7 @@ def test_what_a_folder_does_not_hold(written: Path, arguments: dict, error: type
 
 
 def test_a_target_that_keeps_no_cache_here(written_copy: Path) -> None:
-    """One that runs on this machine, and whose runners take no places for good."""
+    """One that runs on this machine, and whose runners keep no buffers."""
 
     def change(manifest: dict[str, Any]) -> None:
         for engine in manifest["engines"]:
