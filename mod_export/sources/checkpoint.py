@@ -112,12 +112,14 @@ def _problem(path: Path) -> str:
         return "" if found else f"no config.json in this folder; {expected}"
     if path.suffix == ".safetensors":
         return "weights without a spec; give the folder that holds it beside its config.json"
-    if not path.is_file() or zipfile.is_zipfile(path):
-        return ""
-    return (
-        "not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, which could run "
-        "code and is not read"
-    )
+    if path.is_file():
+        with path.open("rb") as file:
+            if not zipfile.is_zipfile(file):
+                return (
+                    "not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, which "
+                    "could run code and is not read"
+                )
+    return ""
 
 
 def model_from_checkpoint(path: Path) -> Model:

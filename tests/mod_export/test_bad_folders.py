@@ -194,7 +194,7 @@ def test_targets_that_are_not_in_the_folder_or_cannot_run(name: str, small_copy:
     available = ENGINES["ort-cuda"].availability()
     if not available.runs:
         rewrite_manifest(small_copy, lambda manifest: [one.update(target="ort-cuda") for one in manifest["engines"]])
-        refused(invoke(name, small_copy), rf"moved: cannot run here: ort-cuda: {re.escape(available.reason)}\n$")
+        refused(invoke(name, small_copy), rf"moved: no engine runs here: ort-cuda: {re.escape(available.reason)}\n$")
 
 
 OTHER_MAKE = r"manifest\.json: not as this release writes it \({}\); open it with the release that built it"

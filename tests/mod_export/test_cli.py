@@ -180,26 +180,20 @@ def test_inspect_of_each_kind(small_folder: Path, small: Path) -> None:
         assert text in found.stdout
 
 
-def test_the_default_folder_has_the_models_name(
-    tmp_path: Path, checkpoint: Path, fast: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build/tiny").write_text("in the way")
-    found = invoke("build", checkpoint, "-c", fast)
-    assert found.stderr == "error: build/tiny: is a file; name a folder with -o\n"
-
-
-@pytest.mark.parametrize("out", [".", "deep/.."])
-def test_demo_looks_at_both_folders_first(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_a_command_chooses(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default one has the model's name; the demo's second one stands beside the first, and is looked at first."""
     here = tmp_path / "here"
-    (here / "deep").mkdir(parents=True)
+    (here / "build").mkdir(parents=True)
+    (here / "deep").mkdir()
     monkeypatch.chdir(here)
-    (tmp_path / "here-timed").write_text("in the way")
-    found = invoke("demo", "-o", out)
-    assert found.exit_code == 2
-    assert found.stderr == f"error: {tmp_path / 'here-timed'}: is a file; name a folder with -o\n"
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["deep", "here", "here-timed"]
+    for path in ("here/build/tiny", "here-timed"):
+        (tmp_path / path).write_text("in the way")
+    assert invoke("build", checkpoint).stderr == "error: build/tiny: is a file; name a folder with -o\n"
+    for out in (".", "deep/.."):
+        found = invoke("demo", "-o", out)
+        assert found.stderr == f"error: {tmp_path / 'here-timed'}: is a file; name a folder with -o\n"
+        assert found.exit_code == 2
+    assert len([*tmp_path.rglob("*")]) == 5
 
 
 def test_commands_and_options_are_frozen() -> None:

@@ -37,9 +37,6 @@ class Uncapturable(torch.nn.Module):
 
 
 class Loaded(LoadedTransformer):
-    def module(self, outputs="logits"):
-        return Uncapturable(super().module(outputs))
-
     def skeleton(self, outputs="logits"):
         return Uncapturable(super().skeleton(outputs))
 

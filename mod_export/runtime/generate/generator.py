@@ -24,7 +24,7 @@ from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import free_bytes
 from mod_export.errors import EngineError, UsageError
-from mod_export.runtime.deployment import checked_gates, chosen_engines, threads_to_use
+from mod_export.runtime.deployment import served_engines, threads_to_use
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts
 from mod_export.runtime.generate.logits import Sampling, rng_of
 from mod_export.runtime.generate.stream import Completion, Prefix, Stream, Text
@@ -66,17 +66,9 @@ def load_generator(
             f"{folder}: cannot generate: {manifest.generation}\nprompts can be scored, as the checkpoint's spec routes "
             "them: mod-export generate --selection topk-prefill"
         )
-    engines = [engine for engine in manifest.engines if engine.model == model and engine.role != "forward"]
-    chosen = chosen_engines(folder, engines, model, target, dtype, that=" that writes text", unfit=_unbound)
-    checked_gates(folder, manifest.refused, chosen)
+    chosen = served_engines(folder, manifest, model, target, dtype, texts=True)
     verify_files(folder, manifest.entries(sorted({path for engine in chosen for path in engine.files})))
     return Generator(folder, manifest, chosen, threads_to_use(threads))
-
-
-def _unbound(target: str) -> str:
-    """The reason why a target's runners cannot keep a cache; empty if they can."""
-    kept = "its cache is kept on the device by the server that uses it; see docs/generation.md"
-    return "" if ENGINES[target].binds else kept
 
 
 def _is_whole(value: object) -> bool:

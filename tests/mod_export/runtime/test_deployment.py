@@ -192,7 +192,7 @@ def test_by_name(built: Path, deployment: Deployment) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"target": "inductor"}, TargetError, "built: holds no engine for 'inductor'; built for ort-cpu"),
+        ({"target": "inductor"}, TargetError, "built: holds no engine for inductor; built for ort-cpu"),
         ({"dtype": "float16"}, TargetError, "built: holds no float16 engine for ort-cpu"),
         ({"model": "moe"}, UsageError, "built: holds no engine of model 'moe'; expected 'mod' or 'dense'"),
     ],
@@ -214,21 +214,14 @@ def test_nothing_runs_here(built_copy: Path) -> None:
             engine["target"] = "ort-cuda"
 
     rewrite_manifest(built_copy, elsewhere)
-    message = f"moved: no engine runs on this machine (ort-cuda: {found.reason})"
+    message = f"moved: no engine runs here: ort-cuda: {found.reason}"
     for target in (None, "ort-cuda"):
         with pytest.raises(TargetError, match=re.escape(message)):
             mod_export.load(built_copy, target)
 
 
 def test_damaged_files(built_copy: Path) -> None:
-    with (built_copy / "graphs/weights-float32.data").open("r+b") as file:
-        file.truncate(1000)
-    with pytest.raises(BuildFolderError, match=r"graphs/weights-float32\.data has 1000 bytes, \d+ were written"):
-        mod_export.load(built_copy)
-
-
-def test_a_file_that_was_changed_is_found_before_it_is_run(built_copy: Path) -> None:
-    """Each time that its bucket is asked for; the other bucket is served."""
+    """Sizes are looked at at once, contents before a bucket is first run; the other bucket is served."""
     path = built_copy / "engines/ort-cpu/mod-b1s64-float32.onnx"
     path.write_bytes(path.read_bytes()[::-1])
     with mod_export.load(built_copy) as deployment:
@@ -236,22 +229,19 @@ def test_a_file_that_was_changed_is_found_before_it_is_run(built_copy: Path) -> 
             with pytest.raises(BuildFolderError, match=r"mod-b1s64-float32\.onnx has been changed since it was built"):
                 deployment.run(text(1, 8))
         assert deployment.run(text(2, 8)).shape == (2, 8, 256)
+    with path.open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(BuildFolderError, match=r"mod-b1s64-float32\.onnx has 1000 bytes, \d+ were written"):
+        mod_export.load(built_copy)
 
 
-def test_graphs_and_engines_are_read_back_from_the_manifest(built: Path) -> None:
+def test_graphs_are_read_back_from_the_manifest(built: Path) -> None:
     graphs = {graph.path: graph for graph in open_folder(built, verify=False).graphs}
-    assert graphs.keys() == {
-        f"graphs/{kind}-{bucket}{target}.onnx"
-        for kind in ("mod", "dense")
-        for bucket in ("b1s64", "b2s32")
-        for target in ("", ".ort-cpu.float32")
-    }
+    assert len(graphs) == 2 * 2 * 2  # Models, buckets; portable and of the target.
     routed = graphs["graphs/mod-b1s64.onnx"]
     # JSON has no numbers for keys.
-    assert routed.k_by_layer == {1: 8, 3: 8}
+    assert (routed.k_by_layer, graphs["graphs/dense-b2s32.onnx"].k_by_layer) == ({1: 8, 3: 8}, {})
     assert (routed.bucket, routed.dtype, routed.target, routed.model) == (Bucket(1, 64), "float32", None, "mod")
-    assert graphs["graphs/dense-b2s32.onnx"].k_by_layer == {}
-    assert {engine.bucket for engine in open_folder(built, verify=False).engines} == {Bucket(1, 64), Bucket(2, 32)}
 
 
 def test_engines_that_run_here(built: Path) -> None:
@@ -265,7 +255,7 @@ def test_engines_that_run_here(built: Path) -> None:
         # Not asked for, it is left out.
         assert {engine.target for engine in runnable_engines(built, here + there, [])} == {"ort-cpu"}
         for engines, asked in ((here + there, ["ort-cuda"]), (there, [])):
-            with pytest.raises(TargetError, match=rf"built: cannot run here: ort-cuda: {re.escape(found.reason)}$"):
+            with pytest.raises(TargetError, match=rf"built: no engine runs here: ort-cuda: {re.escape(found.reason)}$"):
                 runnable_engines(built, engines, asked)
 
 

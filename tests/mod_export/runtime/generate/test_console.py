@@ -129,7 +129,7 @@ SCORED = ["--selection", "topk-prefill"]
         (["--ids", "1,x"], "--ids: expected whole numbers, got '1,x'"),
         (["--prompt-file", "absent.txt"], "absent.txt: cannot be read as a prompt ("),
         (["--prompt", "x", "--max-new-tokens", 49], "a text of 49 tokens, prompt and answer together, is longer than"),
-        (["--prompt", "x", "--target", "tensorrt"], "holds no engine that writes text for 'tensorrt'"),
+        (["--prompt", "x", "--target", "tensorrt"], "holds no engine that writes text for tensorrt;"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)) or "nothing",
 )
@@ -207,29 +207,21 @@ def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path,
 
 
 def test_tokenizers_of_other_models_are_refused(writing_folder: Path, tmp_path: Path) -> None:
-    file = word_file(tmp_path / "words.json", 300)
-    arguments = ["-c", writing_folder / "writing.toml", "-o", tmp_path / "out"]
-    said = invoke("build", writing_folder / "writing.pt", *arguments, "--tokenizer", file)
-    assert said.exit_code == 2
-    assert f"{file}: has ids up to 299, and the model 256 ids; name its own" in said.stderr
-    assert not (tmp_path / "out").exists()
-    file.write_text("{}")
-    for name in ("words.json", "absent.json"):
-        said = invoke("build", writing_folder / "writing.pt", *arguments, "--tokenizer", tmp_path / name)
-        assert said.exit_code == 2
-        assert f"{tmp_path / name}: " in said.stderr
-        assert "a tokenizer.json of the package tokenizers" in said.stderr
-
-
-def test_tokenizers_of_other_models_are_refused_in_the_models_own_folder_too(
-    writing_folder: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
+    """The one in the model's own folder too."""
+    model, out, given = tmp_path / "model", tmp_path / "out", tmp_path / "words.json"
     save_checkpoint(model, load_checkpoint(writing_folder / "writing.pt"))
+    word_file(given, 300)
     word_file(model / "tokenizer.json", 300)
-    said = invoke("build", model, "-o", tmp_path / "out")
-    assert said.exit_code == 2
-    assert f"{model / 'tokenizer.json'}: has ids up to 299, and the model 256 ids" in said.stderr
+    for path, options in ((given, ["--tokenizer", given]), (model / "tokenizer.json", [])):
+        said = invoke("build", model, "-o", out, *options)
+        assert said.exit_code == 2
+        assert f"{path}: has ids up to 299, and the model 256 ids; name its own" in said.stderr
+    assert not out.exists()
+    given.write_text("{}")
+    for path in (given, tmp_path / "absent.json"):
+        said = invoke("build", model, "-o", out, "--tokenizer", path)
+        assert said.exit_code == 2
+        assert re.search(rf"{path}: .* a tokenizer\.json of the package tokenizers", said.stderr)
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from observing import observed
 from writing import WINDOW, prompts_of_lengths
 
@@ -58,12 +60,9 @@ def test_what_ran_is_counted(generator: Generator, writing_model: Model, writer:
     assert set(found.ran) == set(found.overflow) == set(writer.sites)
     assert all(0 <= count <= writer.capacity[site] for site, count in found.ran.items())
     assert any(found.overflow.values())
-    ids_1S = np.array([[*prompt, *found.ids[:-1]]])
-    module = writer.loaded.module()
-    import torch
-
+    ids_1S = torch.tensor([[*prompt, *found.ids[:-1]]])
     with torch.no_grad():
-        _, decided = observed(module, torch.from_numpy(ids_1S), torch.tensor([ids_1S.shape[1]]))
+        _, decided = observed(writer.loaded.module(), ids_1S, torch.tensor([ids_1S.shape[1]]))
     assert found.ran == {site: int(one.live_BK.sum()) for site, one in decided.items()}
     wanted = {site: int((one.score_BS > 0).sum()) for site, one in decided.items()}
     assert {site: found.ran[site] + found.overflow[site] for site in found.ran} == wanted
@@ -134,12 +133,13 @@ def test_one_token(generator: Generator, writer: GeneratingModel) -> None:
     assert [one.ids for one in stream.completions] == [writer.write(prompt, 1) for prompt in prompts]
 
 
-def test_text_is_its_bytes(generator: Generator) -> None:
+def test_text_is_its_bytes_and_ids_are_of_any_whole_type(generator: Generator) -> None:
     assert isinstance(generator.vocabulary, Bytes)
-    (text,) = generator.generate("d\N{LATIN SMALL LETTER E WITH ACUTE}f f(", 9)
-    (ids,) = generator.generate(list("d\N{LATIN SMALL LETTER E WITH ACUTE}f f(".encode()), 9)
-    (array,) = generator.generate(np.frombuffer("d\N{LATIN SMALL LETTER E WITH ACUTE}f f(".encode(), np.uint8), 9)
-    assert text.ids == ids.ids == array.ids
+    text = "d\N{LATIN SMALL LETTER E WITH ACUTE}f f("
+    ids = list(text.encode())
+    prompts: list[Any] = [text, ids, [ids], np.array(ids), [np.array(ids, np.uint8)]]
+    found = [generator.generate(prompt, np.int64(9))[0] for prompt in prompts]  # type: ignore[arg-type]
+    assert all((one.ids, one.prompt_ids) == (found[0].ids, tuple(ids)) for one in found)
     mixed = generator.generate(["def f(", [100, 101]], 3)
     assert [one.prompt_ids for one in mixed] == [tuple(b"def f("), (100, 101)]
 
@@ -155,14 +155,13 @@ def test_the_dense_baseline(written: Path, writing_model: Model, generator: Gene
         assert dense.cache_bytes(Bucket(1, WINDOW)) == 3 * 2 * WINDOW * 2 * 8 * 4
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_cache_bytes_are_what_is_taken(generator: Generator, batch: int) -> None:
-    bucket = Bucket(batch, WINDOW)
-    with generator._exclusive(bucket) as decoder:
-        taken = sum(array.nbytes for name, array in decoder.cache.items() if name != "counts")
-        assert generator.cache_bytes(bucket) == taken == sum(decoder.kv_bytes.values())
-        # Two routed layers of 18 slots, and one of all.
-        assert taken == batch * (2 * 18 + WINDOW) * 2 * 2 * 8 * 4
+def test_cache_bytes_are_what_is_allocated(generator: Generator) -> None:
+    for bucket in generator.buckets:
+        with generator._exclusive(bucket) as decoder:
+            allocated = sum(array.nbytes for name, array in decoder.cache.items() if name != "counts")
+            assert generator.cache_bytes(bucket) == allocated == sum(decoder.kv_bytes.values())
+            # Two routed layers of 18 slots, and one of all.
+            assert allocated == bucket.batch * (2 * 18 + WINDOW) * 2 * 2 * 8 * 4
 
 
 def many_buckets(written: Path) -> Generator:
@@ -214,12 +213,6 @@ def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingMo
     (alone,) = generator.generate([prompts[1]], 120, rolling=True)
     assert alone.ids == rolled(writer, prompts[1], 120)
     assert generator.generate([prompts[0]], 10, rolling=True)[0].ids == found[0].ids[:10]
-
-
-def test_prompts_and_numbers_of_numpy(generator: Generator) -> None:
-    expected = generator.generate([[1, 2, 3]], 3)[0].ids
-    assert generator.generate([np.array([1, 2, 3])], np.int64(3))[0].ids == expected  # type: ignore[list-item,arg-type]
-    assert generator.generate(np.array([1, 2, 3]), 3)[0].ids == expected  # type: ignore[arg-type]
 
 
 def test_every_physical_core_by_default(written: Path, generator: Generator) -> None:
