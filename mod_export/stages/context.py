@@ -292,7 +292,7 @@ class BuildContext(Context):
         super().__init__(
             workspace,
             plan.config,
-            Models(plan.loaded, plan.generating, plan.config),
+            Models(plan.loaded.__getitem__, plan.generating, plan.config),
             {kind: _facts(plan, kind) for kind in KINDS},
             plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
             plan.buckets,
@@ -305,7 +305,7 @@ class BuildContext(Context):
 
 
 def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:
-    source, loaded = plan.source_of(kind), plan.loaded(kind)
+    source, loaded = plan.source_of(kind), plan.loaded[kind]
     return ModelFacts(
         name=source.name,
         architecture=source.architecture,

@@ -159,7 +159,7 @@ def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, quantiz
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
         # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
-        return write_weights(paths[0], stored_state(context.plan.loaded(kind)), dtype, quantized)
+        return write_weights(paths[0], stored_state(context.plan.loaded[kind]), dtype, quantized)
 
     inputs = {**context.identity(kind), "dtype": dtype, "quantized": sorted(quantized), **context.versions()}
     step = context.step(f"weights/{Path(path).stem}", inputs, [path], make)

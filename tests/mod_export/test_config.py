@@ -44,10 +44,7 @@ def problems_of(tmp_path: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shipped_configuration_loads(name: str) -> None:
     path = Path(str(files("mod_export_configs").joinpath(name)))
-    config = config_from_toml(path)
-    written = tomllib.loads(path.read_text(encoding="utf-8"))
-    assert written.get("targets", []) == list(config.targets)
-    assert config.parity.gate("float32").max_abs > 0
+    assert tomllib.loads(path.read_text(encoding="utf-8")).get("targets", []) == list(config_from_toml(path).targets)
 
 
 def test_what_a_file_leaves_out_is_as_in_default_toml(tmp_path: Path) -> None:

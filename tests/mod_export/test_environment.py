@@ -122,24 +122,16 @@ def test_usable_cores_are_those_of_the_affinity() -> None:
     assert found.stdout == "1\n"
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({}, []),
-        ({"": "max 100000"}, []),
-        ({"pod/app": "150000 100000"}, [1.5]),
-        ({"pod/app": "max 100000", "pod": "400000 100000", "": "800000 100000"}, [4.0, 8.0]),
-        ({"pod/app": "nonsense"}, []),
-    ],
-)
-def test_quotas_of_a_control_group_and_those_above_it(
-    tmp_path: Path, limits: dict[str, str], expected: list[float]
-) -> None:
-    (tmp_path / "fs/pod/app").mkdir(parents=True)
-    for group, text in limits.items():
-        (tmp_path / "fs" / group / "cpu.max").write_text(text + "\n")
+def test_quotas_of_a_control_group_and_those_above_it(tmp_path: Path) -> None:
+    group = tmp_path / "fs/pod/app"
+    group.mkdir(parents=True)
     (tmp_path / "cgroup").write_text("0::/pod/app\n")
-    assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == expected
+    assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == []
+    (tmp_path / "fs/cpu.max").write_text("800000 100000\n")
+    (tmp_path / "fs/pod/cpu.max").write_text("400000 100000\n")
+    for text, own in (("150000 100000", [1.5]), ("max 100000", []), ("nonsense", [])):
+        (group / "cpu.max").write_text(f"{text}\n")
+        assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == [*own, 4.0, 8.0]
     assert _cgroup_quotas(tmp_path / "fs", tmp_path / "absent") == []
 
 

@@ -44,9 +44,8 @@ def fallback() -> Tokenizer:
 
 
 def saved(tokenizer: Tokenizer, folder: Path) -> TokenizersFile:
-    path = folder / "tokenizer.json"
-    tokenizer.save(str(path))
-    return TokenizersFile(path)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TokenizersFile(folder / "tokenizer.json")
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +127,10 @@ def test_a_text_goes_on_after_bytes_that_are_no_character(
     assert found == expected or "\ufffd" in expected
 
 
-def test_bytes_that_make_others_unreadable(fallback_file: TokenizersFile) -> None:
+def test_bytes_that_make_others_unreadable_and_tokens_without_text(fallback_file: TokenizersFile) -> None:
+    """A token without text does not make the next one the first."""
     assert pieces(fallback_file, [0x41, 0xFF, 258, 258]) == ["A", "", "\ufffdb", "b", ""]
     assert pieces(fallback_file, [257, 0xE2, 0x82]) == ["a", "", "", "\ufffd\ufffd"]
-
-
-def test_a_token_without_text_does_not_make_the_next_one_the_first(fallback_file: TokenizersFile) -> None:
     assert pieces(fallback_file, [258, 999, 257]) == ["b", "", " a", ""]
 
 
@@ -240,14 +237,12 @@ def test_what_might_begin_a_stop_is_held_back_and_shown_at_the_end() -> None:
     assert stopping.stopped is None
 
 
-@pytest.mark.parametrize(
-    ("stops", "expected"),
-    [
+def test_stops_that_are_none() -> None:
+    wrong: list[tuple[Any, str]] = [
         (["a", ""], "^stop: got '', expected a string of at least one character; leave it out$"),
         ([b"a"], "^stop: got b'a', expected a string of at least one character; leave it out$"),
         ("end", r"^stop: got the string 'end', expected a list of strings; write \['end'\]$"),
-    ],
-)
-def test_stops_that_are_none(stops: Any, expected: str) -> None:
-    with pytest.raises(UsageError, match=expected):
-        StopText(stops)
+    ]
+    for stops, expected in wrong:
+        with pytest.raises(UsageError, match=expected):
+            StopText(stops)
