@@ -124,7 +124,7 @@ def versions(*names: str) -> dict[str, str | None]:
 
 
 def cache_folder() -> Path:
-    """The folder for measurements of this machine: $XDG_CACHE_HOME/mod-export, by default in ~/.cache."""
+    """For measurements of this machine: $XDG_CACHE_HOME/mod-export, by default in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if Path(base).is_absolute() else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111
     return folder / "mod-export"

@@ -30,12 +30,7 @@ LOGITS_AT_ONCE = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """Models that write text token by token.
-
-    Attributes:
-        models: the model and its dense baseline, each in the form that decides about one token at a time.
-        window: the longest text in tokens.
-    """
+    """Both models in the form that decides about one token at a time, for texts of up to `window` tokens."""
 
     models: Mapping[ModelKind, GeneratingModel]
     window: int

@@ -123,7 +123,7 @@ def _problem(path: Path) -> str:
 
 
 def model_from_checkpoint(path: Path) -> Model:
-    """Reads `model.pt`, or a folder of config.json and model.safetensors.
+    """Reads a model.pt, or a folder of config.json and model.safetensors.
 
     Raises:
         CheckpointError: the path does not exist, or is not a usable checkpoint.

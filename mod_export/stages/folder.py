@@ -37,7 +37,7 @@ class _Finished:
     def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
         """Always made; a step of a finished folder writes no files."""
         assert not outputs, name
-        return Step(name=name, outputs=(), result=json.loads(json.dumps(make([]))), reused=False, seconds=0.0)
+        return Step(name=name, result=json.loads(json.dumps(make([]))))
 
     def hash_of(self, output: str) -> str:
         """SHA-256 of a file as it was built."""

@@ -51,10 +51,9 @@ class Kept:
 
 
 class Prompts:
-    """The prefill engines of a deployment: each reads a prompt of up to its own length."""
+    """Prefill engines of one row, by length: each reads a prompt of up to its own length."""
 
     def __init__(self, runners: Mapping[int, Runner]) -> None:
-        """`runners`: length of a bucket -> engine of one row."""
         self._runners = dict(sorted(runners.items()))
 
     @property

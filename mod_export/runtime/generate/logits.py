@@ -70,7 +70,7 @@ class Sampling:
 
 
 def rng_of(seed: int, row: int) -> np.random.Generator:
-    """The generator of one row of a request: each row has its own, so it draws the same whatever runs beside it.
+    """The generator of one row of a request.
 
     Raises:
         UsageError: the seed is not a whole number of at least 0.
@@ -81,12 +81,9 @@ def rng_of(seed: int, row: int) -> np.random.Generator:
 
 
 def draw(logits_V: np.ndarray, sampling: Sampling, rng: np.random.Generator) -> int:
-    """The next token.
+    """The next token, with one `random()` of the row's generator, or none if greedy.
 
-    Args:
-        logits_V: float32 (V,); -inf is a token that cannot be drawn.
-        sampling: how it is chosen.
-        rng: of the row. Used for one `random()`; not used if greedy.
+    The logits are float32 (V,); -inf is a token that cannot be drawn.
 
     Raises:
         EngineError: there is no finite largest logit.

@@ -134,15 +134,8 @@ class Stream(Iterator[Piece]):
         *,
         rolling: bool,
     ) -> None:
-        """Nothing is computed until the first piece is asked for.
-
-        Args:
-            texts: to be written.
-            prompts: reads prompts.
-            exclusive: gives exclusive use of the decoder.
-            sites: names of the routing sites.
-            bucket: of the decoder.
-            rolling: whether a text that fills the cache continues from its second half.
+        """Nothing is computed until the first piece is asked for. `exclusive` gives exclusive use of the decoder, whose
+        counts are of `sites`; with `rolling`, a text that fills the cache continues from its second half.
         """
         self.completions = [text.completion for text in texts]
         self.bucket = bucket

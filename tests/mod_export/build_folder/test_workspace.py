@@ -36,7 +36,12 @@ with Workspace(root) as workspace:
 def test_a_step_is_made_and_then_reused(tmp_path: Path) -> None:
     with Workspace(tmp_path / "b") as workspace:
         step = workspace.step("one", {"x": 1}, ["deep/down/a", "b"], writing())
-        assert (step.name, step.outputs, step.result, step.reused) == ("one", ("deep/down/a", "b"), {"files": 2}, False)
+        assert (step.name, [*step.outputs], step.result, step.reused) == (
+            "one",
+            ["deep/down/a", "b"],
+            {"files": 2},
+            False,
+        )
         again = workspace.step("one", {"x": 1}, ["deep/down/a", "b"], writing("other"))
         assert (again.outputs, again.result, again.reused) == (step.outputs, step.result, True)
         assert again.seconds == step.seconds
