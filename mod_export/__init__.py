@@ -6,6 +6,7 @@ have its routing observed. Everything else is the command line's: `mod-export --
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +18,19 @@ if TYPE_CHECKING:
 __all__ = ["Deployment", "Generator", "__version__", "load", "load_generator", "mark_selection"]
 
 
+_MODULES = {
+    "Deployment": "runtime.deployment",
+    "load": "runtime.deployment",
+    "Generator": "runtime.generate.generator",
+    "load_generator": "runtime.generate.generator",
+    "mark_selection": "marker",
+}
+
+
 def __getattr__(name: str) -> Any:
     # Late, so that importing the package (the command line's --help) costs nothing.
     if name == "__version__":
         return version("mod-export")
-    if name in ("Deployment", "load"):
-        from mod_export.runtime import deployment
-
-        return getattr(deployment, name)
-    if name in ("Generator", "load_generator"):
-        from mod_export.runtime.generate import generator
-
-        return getattr(generator, name)
-    if name == "mark_selection":
-        from mod_export import marker
-
-        return marker.mark_selection
-    raise AttributeError(f"module 'mod_export' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'mod_export' has no attribute {name!r}")
+    return getattr(import_module(f"mod_export.{_MODULES[name]}"), name)

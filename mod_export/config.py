@@ -48,6 +48,9 @@ EXPECTED = {
 }
 """Replaces messages of pydantic that name Python types."""
 
+RENAMED = {"noise": "rounding_error", "noise_rms": "rounding_error_rms", "places": "slots"}
+"""Keys of earlier configurations -> what they are called now."""
+
 T = TypeVar("T")
 
 
@@ -138,13 +141,13 @@ class ParityGate(_Section):
     """What an engine or graph of one dtype must meet, compared with eager float32. Reasons: docs/numerics.md.
 
     The rounding error is measured for each model: eager float32 against the same model in float64, on the same inputs
-    and with the same selected tokens. The gates `noise` and `noise_rms` are multiples of it, scaled to the dtype's unit
-    roundoff. `max_abs` replaces them where the model is too large for float64 on this machine.
+    and with the same selected tokens. The gates `rounding_error` and `rounding_error_rms` are multiples of it, scaled
+    to the dtype's unit roundoff. `max_abs` replaces them where the model is too large for float64 on this machine.
     """
 
-    noise: Tolerance
+    rounding_error: Tolerance
     """Largest error of a logit and of a router score, as a multiple of the largest rounding error of the reference."""
-    noise_rms: Tolerance
+    rounding_error_rms: Tolerance
     """Largest root mean square of the errors of the logits, as a multiple of that of the rounding errors of the
     reference."""
     max_abs: Tolerance
@@ -241,7 +244,7 @@ class GenerationOptions(_Section):
     """Cache lengths of decode buckets: how many tokens a text can have in them; empty: the window."""
     batches: Names[Positive] = (1, 8)
     """Rows of decode buckets: how many texts are written at once."""
-    places: Literal["all", "fair"] = "all"
+    slots: Literal["all", "fair"] = "all"
     """How many rows of a step can run in a routed part. `all`: every row that wants a slot, so that texts do not depend
     on each other. `fair`: as many as run on average; if more rows want a slot, those with the largest scores run, and
     the others skip the part and count as overflow."""
@@ -379,8 +382,10 @@ def _problem(error: Any) -> str:
     if error["type"] != "extra_forbidden":
         said = EXPECTED.get(error["type"]) or error["msg"][0].lower() + error["msg"][1:]
         return f"{where}: {said}, got {_shown(error['input'])}"
-    known = _known_keys(error["loc"][:-1])
-    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+    key, known = str(error["loc"][-1]), _known_keys(error["loc"][:-1])
+    if RENAMED.get(key) in known:
+        return f"{where}: is called {RENAMED[key]!r} now; rename it"
+    near = difflib.get_close_matches(key, known, n=1)
     return f"{where}: unknown key" + (f", did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}")
 
 

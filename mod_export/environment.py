@@ -1,21 +1,32 @@
-"""Versions and devices, gathered once for a report. Nothing here loads a vendor's library."""
+"""The machine and what is installed on it: versions, processor, GPU, and the memory that may still be used.
+
+Nothing here loads a vendor's library.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "EXPORTERS",
@@ -23,8 +34,13 @@ __all__ = [
     "cpu_features",
     "describe_machine",
     "extra_of_import",
+    "free_bytes",
+    "let_go",
+    "limited",
     "missing_modules",
     "package_version",
+    "peak_rss_bytes",
+    "reset_peak_rss",
     "source_digest",
     "usable_cores",
     "versions",
@@ -43,7 +59,6 @@ PACKAGES = {
 }
 EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
 """What an exported graph depends on beside the model."""
-
 EXTRAS = {
     "build": ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"),
     "ort": ("onnxruntime",),
@@ -55,6 +70,12 @@ EXTRAS = {
 }
 """Extra of this package -> the modules that come with it."""
 COMPILED = re.compile("s?sse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|v?aes|sha|gfni|v?pclmul|asimd|sve|bf16|i8mm")
+MADV_PAGEOUT = 21
+"""linux/mman.h, since Linux 5.4: takes pages back now. Unlike MADV_DONTNEED it loses nothing that is in memory only."""
+
+_budget: ContextVar[int] = ContextVar("budget", default=0)
+
+# What is installed.
 
 
 @cache
@@ -79,13 +100,6 @@ def missing_modules(extra: str) -> list[str]:
     return [module for module in EXTRAS[extra] if find_spec(module) is None]
 
 
-def cache_folder() -> Path:
-    """The folder for measurements of this machine: $XDG_CACHE_HOME/mod-export, by default in ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if Path(base).is_absolute() else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111
-    return folder / "mod-export"
-
-
 @cache
 def source_digest(package: str) -> str:
     """SHA-256 over the Python files of an installed package, which stands for its version.
@@ -106,13 +120,23 @@ def versions(*names: str) -> dict[str, str | None]:
     return {name: source_digest(name) if name == "mod_export" else package_version(name) for name in names}
 
 
+# The machine.
+
+
+def cache_folder() -> Path:
+    """For measurements of this machine: $XDG_CACHE_HOME/mod-export, by default in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if Path(base).is_absolute() else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111
+    return folder / "mod-export"
+
+
 def describe_machine() -> dict[str, Any]:
     """The report's `environment`: versions, processor, cores, memory, GPU, and how busy the machine is."""
     return {
         "python": platform.python_version(),
         **{name: package_version(name) for name in PACKAGES},
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": _cpu_line("model name") or platform.processor() or platform.machine(),
         "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
         "logical_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -121,28 +145,48 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def cpu_features() -> frozenset[str]:
+    """Instruction sets of this CPU that compilers generate code for; empty where the kernel does not list them."""
+    return frozenset(filter(COMPILED.match, (_cpu_line("flags") or _cpu_line("Features")).split()))
+
+
+def _cpu_line(key: str) -> str:
+    """The value of a key of the first CPU in Linux's /proc/cpuinfo; empty elsewhere."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(key):
+                return line.partition(":")[2].strip()
+    return ""
+
+
+def _gpu_name() -> str | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip().splitlines()[0] if found.returncode == 0 and found.stdout.strip() else None
+
+
 def usable_cores() -> int:
     """Physical cores that this process may use, at least 1: those of its CPU affinity, and no more than its quota.
 
     Hyperthreads of one core share its arithmetic units, so more threads than cores make matrix products slower.
     """
-    cpus = _allowed_cpus()
-    siblings = {_siblings(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology"), cpu) for cpu in cpus}
-    quota = min(_cgroup_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")), default=len(cpus))
-    return max(1, min(len(siblings), psutil.cpu_count(logical=False) or len(siblings), int(quota)))
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = {_core_of(cpu) for cpu in cpus}
+    quota = min(_cgroup_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")), default=len(cores))
+    return max(1, min(len(cores), psutil.cpu_count(logical=False) or len(cores), int(quota)))
 
 
-def _allowed_cpus() -> list[int]:
-    """Numbers of the logical CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def _siblings(topology: Path, cpu: int) -> str:
-    """A name of the CPU's core: the list of its hyperthreads, or the CPU itself where Linux does not list them."""
+def _core_of(cpu: int) -> str:
+    """A name of a CPU's core: the list of its hyperthreads, or the CPU itself where Linux does not list them."""
     try:
-        return (topology / "thread_siblings_list").read_text(encoding="ascii").strip()
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        return siblings.read_text(encoding="ascii").strip()
     except OSError:
         return str(cpu)
 
@@ -167,31 +211,56 @@ def _cgroup_quotas(root: Path, membership: Path) -> list[float]:
     return found
 
 
-def cpu_features() -> frozenset[str]:
-    """Instruction sets of this CPU that compilers generate code for; empty where the kernel does not list them."""
-    return frozenset(filter(COMPILED.match, (_cpu_line("flags") or _cpu_line("Features")).split()))
+# Its memory.
 
 
-def _cpu_name() -> str:
-    return _cpu_line("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_line(key: str) -> str:
-    """The value of a key of the first CPU in Linux's /proc/cpuinfo; empty elsewhere."""
+@contextlib.contextmanager
+def limited(budget: int) -> Iterator[None]:
+    """Inside, `free_bytes` counts from `budget` bytes for this process; 0 is no limit."""
+    token = _budget.set(budget)
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+        yield
+    finally:
+        _budget.reset(token)
 
 
-def _gpu_name() -> str | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip().splitlines()[0] if found.returncode == 0 and found.stdout.strip() else None
+def free_bytes() -> int:
+    """Bytes that may still be allocated."""
+    free = psutil.virtual_memory().available
+    budget = _budget.get()
+    if not budget:
+        return free
+    own = psutil.Process().memory_info()
+    # The system can take pages of mapped files back at any time; where it does not count them apart, all count as used.
+    used = own.rss - getattr(own, "shared", 0)
+    return max(0, min(free, budget - used))
+
+
+def let_go(tensors: Iterable[torch.Tensor]) -> None:
+    """Asks the system to take back the whole pages of these tensors; they are read again when they are next used.
+
+    Weights that are mapped from a file count as this process's memory once they were touched, although the system can
+    read them again at any time. This is a request, not a promise: other systems than Linux are not asked.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    for tensor in tensors:
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = tensor.data_ptr() + tensor.numel() * tensor.element_size() - start
+        if length >= mmap.PAGESIZE:
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length // mmap.PAGESIZE * mmap.PAGESIZE), MADV_PAGEOUT)
+
+
+def reset_peak_rss() -> None:
+    """Starts a new peak, where the kernel offers that (Linux: 5 in /proc/self/clear_refs)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident set since `reset_peak_rss`, from VmHWM; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+    return 0

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 from mod_export.build_folder.manifest import TOKENIZER
-from mod_export.build_folder.workspace import Step, Workspace, peak_rss_bytes, reset_peak_rss
+from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
+from mod_export.environment import let_go, limited, peak_rss_bytes, reset_peak_rss
 from mod_export.errors import ModExportError
-from mod_export.memory import let_go, limited
-from mod_export.plan import KINDS, make_plan
+from mod_export.plan import make_plan
 from mod_export.results.report import BuildReport, Stage
 from mod_export.sources.checkpoint import model_from_checkpoint
 from mod_export.stages.benchmark import benchmark
@@ -28,6 +28,7 @@ from mod_export.stages.passes import passes
 from mod_export.stages.profile import count_work, profile
 from mod_export.stages.report import write_report
 from mod_export.stages.validate import validate
+from mod_export.types import KINDS
 
 __all__ = ["AFTER_LOAD", "Observer", "build"]
 

@@ -17,26 +17,20 @@ from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, Ta
 from mod_export.runtime.generate.texts import TokenizersFile
 from mod_export.sources.checkpoint import Model
 from mod_export.sources.protocol import GeneratingModel, LoadedModel
-from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Site, Variant
+from mod_export.types import KINDS, Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
 
-__all__ = ["KINDS", "GenerationPlan", "Plan", "check_names", "make_plan"]
+__all__ = ["GenerationPlan", "Plan", "check_names", "make_plan"]
 
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
 FLOAT32_BYTES = 4
 LOGITS_AT_ONCE = 6
 """Arrays of logits: of the reference in float32 and float64, of the candidate, and of their comparison."""
-KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """Models that write text token by token.
-
-    Attributes:
-        models: the model and its dense baseline, each in the form that decides about one token at a time.
-        window: the longest text in tokens.
-    """
+    """Both models in the form that decides about one token at a time, for texts of up to `window` tokens."""
 
     models: Mapping[ModelKind, GeneratingModel]
     window: int
@@ -49,7 +43,7 @@ class Plan:
     Attributes:
         model: the Mixture-of-Depths model.
         baseline: the dense model given with --baseline; None if the dense baseline has the model's own weights.
-        config: the resolved configuration.
+        loaded: both models.
         buckets: of the forward graphs, ascending.
         graphs: the portable graph of every model, role and bucket. All stages loop over this table.
         targets: the targets to build, by name.
@@ -60,6 +54,7 @@ class Plan:
 
     model: Model
     baseline: Model | None
+    loaded: Mapping[ModelKind, LoadedModel]
     config: BuildConfig
     buckets: tuple[Bucket, ...]
     graphs: tuple[Graph, ...]
@@ -68,9 +63,10 @@ class Plan:
     generation: GenerationPlan | str
     tokenizer: Path | str | None
 
-    def loaded(self, kind: ModelKind) -> LoadedModel:
-        """The model, or its dense baseline."""
-        return _loaded(self.model, self.baseline, kind)
+    @property
+    def parameters(self) -> int:
+        """Number of weights that are stored."""
+        return self.model.parameters + (self.baseline.parameters if self.baseline else 0)
 
     def source_of(self, kind: ModelKind) -> Model:
         """The checkpoint that a model comes from."""
@@ -92,10 +88,6 @@ class Plan:
             for graph in self.graphs:
                 for variant in _variants(builder, graph, self.config):
                     yield builder, variant, graph
-
-
-def _loaded(model: Model, baseline: Model | None, kind: ModelKind) -> LoadedModel:
-    return baseline.loaded if kind == "dense" and baseline is not None else model.of_kind(kind)
 
 
 def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequence[Variant]:
@@ -125,6 +117,10 @@ def make_plan(
         config = config.model_copy(update={"latency": config.latency.model_copy(update={"min_speedup": 0.0})})
     if baseline is not None:
         _check_baseline(model, baseline)
+    loaded: dict[ModelKind, LoadedModel] = {
+        "mod": model.loaded,
+        "dense": model.of_kind("dense") if baseline is None else baseline.loaded,
+    }
     buckets = config.bucket_list(model.loaded.max_positions)
     availability = {name: engine.availability() for name, engine in ENGINES.items()}
     targets = _targets(config, availability)
@@ -142,15 +138,16 @@ def make_plan(
         )
     generation: GenerationPlan | str = ""
     try:
-        generation = _generation(model, baseline, config, targets)
+        generation = _generation(loaded, config, targets)
     except ConfigError as error:
         problems += error.problems
     plan = Plan(
         model=model,
         baseline=baseline,
+        loaded=loaded,
         config=config,
         buckets=buckets,
-        graphs=tuple(_graphs(model, baseline, config, buckets, generation)),
+        graphs=tuple(_graphs(loaded, config, buckets, generation)),
         targets=targets,
         availability=availability,
         generation=generation,
@@ -189,7 +186,7 @@ def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> d
 
 
 def _generation(
-    model: Model, baseline: Model | None, config: BuildConfig, targets: Mapping[str, EngineBuilder]
+    loaded: Mapping[ModelKind, LoadedModel], config: BuildConfig, targets: Mapping[str, EngineBuilder]
 ) -> GenerationPlan | str:
     """The models that write text, or the reason why there are none.
 
@@ -199,14 +196,15 @@ def _generation(
     options = config.generation
     if options.build == "never":
         return "it was built with generation.build = never; build it again with auto"
-    reason = model.loaded.why_not_generating()
+    model = loaded["mod"]
+    reason = model.why_not_generating()
     if reason is None and targets.keys().isdisjoint(options.targets):
         reason = f"it was built for {', '.join(targets)}, and generation.targets are {', '.join(options.targets)}"
     if reason is not None:
         if options.build == "always":
             raise ConfigError([f"generation.build: always, but this model cannot generate token by token: {reason}"])
         return reason
-    window = options.window_of(model.loaded.max_positions)
+    window = options.window_of(model.max_positions)
     problems = [
         f"generation.{name}: {length} is longer than the window of {window}; shorten it, or give a longer window"
         for name, lengths in (("prompts", options.prompts), ("caches", options.caches))
@@ -216,18 +214,14 @@ def _generation(
     if problems:
         raise ConfigError(problems)
     try:
-        models: dict[ModelKind, GeneratingModel] = {
-            "mod": model.loaded.generating(window, options.slack),
-            "dense": (baseline.loaded if baseline else model.of_kind("dense")).generating(window),
-        }
+        models = {kind: loaded[kind].generating(window, options.slack if kind == "mod" else 0) for kind in KINDS}
     except ValueError as error:
         raise ConfigError([f"generation: {error}"]) from error
     return GenerationPlan(models=models, window=window)
 
 
 def _graphs(
-    model: Model,
-    baseline: Model | None,
+    loaded: Mapping[ModelKind, LoadedModel],
     config: BuildConfig,
     buckets: Sequence[Bucket],
     generation: GenerationPlan | str,
@@ -235,31 +229,29 @@ def _graphs(
     """The portable graphs of a build: forward graphs of both models, then prefill and decode graphs of both."""
     for bucket in buckets:
         for kind in KINDS:
-            loaded = _loaded(model, baseline, kind)
-            yield _portable(kind, "forward", bucket, loaded.k_by_layer(bucket.seq), config.outputs)
+            yield _portable(kind, "forward", bucket, loaded[kind], config.outputs)
     if isinstance(generation, str):
         return
     options, window = config.generation, generation.window
     prefills = [Bucket(1, length) for length in options.prompt_lengths(window)]
     decodes = sorted(Bucket(batch, cache) for batch in options.batches for cache in options.cache_lengths(window))
+    roles: list[tuple[Role, list[Bucket]]] = [("prefill", prefills), ("decode", decodes)]
     for kind in KINDS:
-        loaded = generation.models[kind].loaded
-        for bucket in prefills:
-            yield _portable(kind, "prefill", bucket, loaded.k_by_layer(bucket.seq), "logits")
-        for bucket in decodes:
-            yield _portable(kind, "decode", bucket, loaded.k_by_layer(bucket.seq), "logits")
+        for role, role_buckets in roles:
+            for bucket in role_buckets:
+                yield _portable(kind, role, bucket, generation.models[kind].loaded, "logits")
 
 
-def _portable(kind: ModelKind, role: Role, bucket: Bucket, k_by_layer: dict[Site, int], outputs: Outputs) -> Graph:
+def _portable(kind: ModelKind, role: Role, bucket: Bucket, loaded: LoadedModel, outputs: Outputs) -> Graph:
     graph = Graph(
         path="",
         model=kind,
+        role=role,
         bucket=bucket,
         dtype="float32",
         target=None,
-        k_by_layer=k_by_layer,
+        k_by_layer=loaded.k_by_layer(bucket.seq),
         outputs=outputs,
-        role=role,
     )
     return replace(graph, path=f"graphs/{graph.stem}.onnx")
 
@@ -282,7 +274,7 @@ def _beyond_budget(plan: Plan) -> list[str]:
     The least memory is that of libraries, the reference, an engine's packed weights, and the logits of both. The graph
     stages need no memory for weights. Benchmarks load two engines, which share their weights; validation loads one.
     """
-    weights = FLOAT32_BYTES * (plan.model.parameters + (plan.baseline.parameters if plan.baseline else 0))
+    weights = FLOAT32_BYTES * plan.parameters
     logits = max(FLOAT32_BYTES * bucket.batch * bucket.seq * plan.model.loaded.vocab_size for bucket in plan.buckets)
     needed = LIBRARIES_BYTES + 2 * weights + LOGITS_AT_ONCE * logits
     budget = plan.config.max_memory
@@ -314,10 +306,9 @@ def _check_room(plan: Plan, root: Path) -> None:
 
     Otherwise a full disk would end the build after minutes.
     """
-    parameters = plan.model.parameters + (plan.baseline.parameters if plan.baseline else 0)
     sizes = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 4}
     dtypes = {"float32", *(variant.dtype for _, variant, _ in plan.engines())}
-    needed = sum(sizes[dtype] for dtype in dtypes) * parameters
+    needed = sum(sizes[dtype] for dtype in dtypes) * plan.parameters
     for builder, variant, _ in plan.engines():
         needed += sizes[variant.dtype] * plan.model.parameters if builder.embeds_weights else 2**20
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 __all__ = [
     "DTYPES",
     "FLOAT_DTYPES",
+    "KINDS",
     "PRIMARY",
     "QUANTIZED",
     "Availability",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 ModelKind = Literal["mod", "dense"]
+KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 Role = Literal["forward", "prefill", "decode"]
 """What a graph does: `forward` reads whole rows, `prefill` reads a prompt and returns a cache, `decode` reads one token
 of each row."""

@@ -16,7 +16,7 @@ from mod_models.cache import cache_bytes, cache_layout, sites, slots_of_layer
 from mod_models.generation_spec import for_generation
 from mod_models.prefill import Prefill, prefill_outputs
 from mod_models.spec import ModelSpec, Site
-from mod_models.step import Step, places_of_step, step_inputs, step_outputs
+from mod_models.step import Step, slots_of_step, step_inputs, step_outputs
 from mod_models.transformer import Transformer
 
 __all__ = ["DecodingGraphs", "GraphSource"]
@@ -79,17 +79,17 @@ class DecodingGraphs:
         outputs = tuple(prefill_outputs(self.spec, seq))
         return GraphSource(_on_meta(module), (examples[0], examples[1]), ("input_ids", "lengths"), outputs)
 
-    def step(self, rows: int, length: int, places: str = "all", *, skip: bool = True) -> GraphSource:
+    def step(self, rows: int, length: int, slots: str = "all", *, skip: bool = True) -> GraphSource:
         """One token of each row on a cache of texts of up to `length` tokens; see `Step` for inputs and outputs.
 
         Args:
             rows: texts at once.
             length: of the cache, at most the window.
-            places: how many rows of a step can run at each routing site: `all`, or `fair`, see `places_of_step`.
+            slots: how many rows of a step can run at each routing site: `all`, or `fair`, see `slots_of_step`.
             skip: conditions around routed parts.
         """
         with META:
-            module = Step(self.spec, rows, length, self.places(rows, length, places), skip=skip)
+            module = Step(self.spec, rows, length, self.slots_in_step(rows, length, slots), skip=skip)
             layout = cache_layout(self.spec, rows, length)
             examples = tuple(
                 (
@@ -102,9 +102,9 @@ class DecodingGraphs:
         inputs, outputs = tuple(step_inputs(self.spec, length)), tuple(step_outputs(self.spec))
         return GraphSource(_on_meta(module), (examples[0], examples[1]), inputs, outputs)
 
-    def places(self, rows: int, length: int, places: str) -> Mapping[Site, int] | None:
+    def slots_in_step(self, rows: int, length: int, slots: str) -> Mapping[Site, int] | None:
         """How many rows of a step can run at each routing site; None where all can."""
-        return places_of_step(self.spec, rows, length) if places == "fair" else None
+        return slots_of_step(self.spec, rows, length) if slots == "fair" else None
 
     def kv_bytes(self, length: int) -> dict[int, int]:
         """Float32 bytes of one row's keys and values in each layer."""

@@ -14,10 +14,10 @@ from mod_models.one_token import Past, attended_one, decide, routed_one, transfo
 from mod_models.spec import ModelSpec, Site, layer_of
 from mod_models.transformer import Block, RoutedBlock, Transformer
 
-__all__ = ["Step", "places_of_step", "step_inputs", "step_outputs"]
+__all__ = ["Step", "slots_of_step", "step_inputs", "step_outputs"]
 
 
-def places_of_step(spec: ModelSpec, rows: int, max_len: int) -> dict[Site, int]:
+def slots_of_step(spec: ModelSpec, rows: int, max_len: int) -> dict[Site, int]:
     """A fair share of the rows for each routing site: as many as run on average when a text fills its slots.
 
     By chance more rows want to run in some steps. Those are skipped, although a prompt would have selected them: a step
@@ -46,7 +46,7 @@ class Step(Transformer):
     """
 
     def __init__(
-        self, spec: ModelSpec, rows: int, max_len: int, places: Mapping[Site, int] | None = None, *, skip: bool = True
+        self, spec: ModelSpec, rows: int, max_len: int, slots: Mapping[Site, int] | None = None, *, skip: bool = True
     ) -> None:
         """A step of a model that generates.
 
@@ -54,8 +54,8 @@ class Step(Transformer):
             spec: from `generation_spec.for_generation`.
             rows: how many texts at once.
             max_len: how many tokens a text can have, at most the window of the spec.
-            places: how many rows each routing site can select in a step, from 1 to `rows`; all of them if not given,
-                so that every step decides as a prompt would. See `places_of_step`.
+            slots: how many rows each routing site can select in a step, from 1 to `rows`; all of them if not given,
+                so that every step decides as a prompt would. See `slots_of_step`.
             skip: conditions around routed parts.
 
         Raises:
@@ -68,13 +68,13 @@ class Step(Transformer):
         self.sites = sites(spec)
         self.capacity = spec.k_of_layer(max_len)
         routed = routed_sites(spec)
-        self.places: dict[Site, int] = dict.fromkeys(routed, rows) | dict(places or {})
+        self.slots_of_site: dict[Site, int] = dict.fromkeys(routed, rows) | dict(slots or {})
         self.experts = {layer: expert_sites(spec, layer) for layer in range(spec.n_layers)}
         self.skip = skip
-        wrong = [f"{site}={k}" for site, k in self.places.items() if site not in routed or not 1 <= k <= rows]
+        wrong = [f"{site}={k}" for site, k in self.slots_of_site.items() if site not in routed or not 1 <= k <= rows]
         if wrong:
             known = ", ".join(map(str, routed))
-            raise ValueError(f"places: expected 1 to {rows} for sites among {known}, got {', '.join(wrong)}")
+            raise ValueError(f"slots: expected 1 to {rows} for sites among {known}, got {', '.join(wrong)}")
 
     def forward(self, ids_B: Tensor, position_B: Tensor, *cache: Tensor) -> tuple[Tensor, ...]:
         """Reads one token of each row.
@@ -172,7 +172,7 @@ class _Run:
     def part(self, block: RoutedBlock, part: str, x_B1D: Tensor) -> Tensor:
         site, layer = block.site(part), block.layer
         count_B, capacity = self.count_B[site], self.step.capacity[layer]
-        decision = decide(block, part, x_B1D, self.active_B, count_B < capacity, self.step.places[site])
+        decision = decide(block, part, x_B1D, self.active_B, count_B < capacity, self.step.slots_of_site[site])
         self.wanted_B[site], self.ran_B[site] = decision.wanted_B, decision.ran_B
         past = Past(*self.past[layer], count_B) if part != "mlp" else None
         angles = self.angles

@@ -23,15 +23,15 @@ from mod_export.benchmark.sampling import interleaved
 from mod_export.benchmark.statistics import compare, verdict_of
 from mod_export.results.base import pair_fields
 from mod_export.results.generation import DecodeRow, FirstTokenRow, StepBytes
-from mod_export.runtime.generate.decoder import Decoder, Kept, Prompts, kept_from_prefill
-from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Kept, Prompts, kept_from_prefill
 from mod_export.types import Engine, ModelKind, Setting, Site, routed_output
 
 __all__ = ["Text", "measure_prompts", "measure_steps", "read_text"]
 
 VISITS = 5
 """Of each position."""
-KINDS: tuple[ModelKind, ...] = ("dense", "mod")
+ORDER: tuple[ModelKind, ...] = ("dense", "mod")
+"""Columns of the samples."""
 RESAMPLES = 2000
 
 
@@ -43,7 +43,7 @@ def measure_prompts(found: DecodingEngines, pair: Mapping[ModelKind, Engine], id
     """
     setting, options = pair["mod"].setting, found.config.latency
     with _prompts(found, setting) as prompts:
-        runs = [partial(_first_token, prompts[kind], ids_S.tolist()) for kind in KINDS]
+        runs = [partial(_first_token, prompts[kind], ids_S.tolist()) for kind in ORDER]
         rounds = interleaved(runs, options, found.config.seed)
     dense_RT, mod_RT = rounds.samples_ms(0), rounds.samples_ms(1)
     compared = compare(dense_RT, mod_RT, options, looks=1, seed=found.config.seed)
@@ -64,7 +64,7 @@ def _first_token(prompts: Prompts, ids: Sequence[int]) -> int:
 @contextlib.contextmanager
 def _prompts(found: DecodingEngines, setting: Setting) -> Iterator[dict[ModelKind, Prompts]]:
     with contextlib.ExitStack() as opened:
-        yield {kind: opened.enter_context(found.prompts(kind, setting.target, setting.dtype)) for kind in KINDS}
+        yield {kind: opened.enter_context(found.prompts(kind, setting.target, setting.dtype)) for kind in ORDER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ def read_text(
     all of it, since slots are filled in order.
     """
     B, S = ids_BS.shape
-    kept: dict[ModelKind, list[Kept]] = {kind: [] for kind in KINDS}
-    ran = {kind: {site: np.zeros((B, S), dtype=bool) for site in sites[kind]} for kind in KINDS}
+    kept: dict[ModelKind, list[Kept]] = {kind: [] for kind in ORDER}
+    ran = {kind: {site: np.zeros((B, S), dtype=bool) for site in sites[kind]} for kind in ORDER}
     for row, ids_S in enumerate(ids_BS):
-        for kind in KINDS:
+        for kind in ORDER:
             found = prompts[kind].found(ids_S.tolist())
             kept[kind].append(kept_from_prefill(found, 0, S))
             for site, ran_BS in ran[kind].items():
@@ -126,13 +126,13 @@ def measure_steps(
     setting, config = pair["mod"].setting, found.config
     with contextlib.ExitStack() as opened:
         prompts = opened.enter_context(_prompts(found, setting))
-        decoders = {kind: opened.enter_context(found.decoder(pair[kind])) for kind in KINDS}
+        decoders = {kind: opened.enter_context(found.decoder(pair[kind])) for kind in ORDER}
         S = min(setting.bucket.seq, *(one.longest for one in prompts.values()))
         text = read_text(ids_BS[:, :S], prompts, sites)
         positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
         ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed)
-        kv_bytes = {kind: decoders[kind].kv_bytes for kind in KINDS}
-    ms = dict(zip(KINDS, ms_PK.mean(axis=0).tolist(), strict=True))
+        kv_bytes = {kind: decoders[kind].kv_bytes for kind in ORDER}
+    ms = dict(zip(ORDER, ms_PK.mean(axis=0).tolist(), strict=True))
     measured, ci95 = ms["dense"] / ms["mod"], _interval(ms_PK, config.seed)
     names = [str(site) for site in sites["mod"]]
     executed = dict(zip(names, ran_PBN.any(axis=1).mean(axis=0).tolist(), strict=True))
@@ -164,19 +164,19 @@ def measure_steps(
 def _steps(
     decoders: Mapping[ModelKind, Decoder], text: Text, positions_P: np.ndarray, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds of each model (P, 2) in the order of KINDS, and which rows of the MoD model ran at which site, bool
+    """Milliseconds of each model (P, 2) in the order of ORDER, and which rows of the MoD model ran at which site, bool
     (P, B, N).
     """
-    for kind in KINDS:
+    for kind in ORDER:
         for row, kept in enumerate(text.kept[kind]):
             decoders[kind].put(row, kept)
     rng = np.random.default_rng(seed)
-    ms_PK = np.full((len(positions_P), len(KINDS)), np.inf)
+    ms_PK = np.full((len(positions_P), len(ORDER)), np.inf)
     ran_PBN: dict[int, np.ndarray] = {}
     for visit in range(VISITS):
         for p in rng.permutation(len(positions_P)).tolist():
             for index in (visit % 2, 1 - visit % 2):
-                ms = _step_ms(decoders[KINDS[index]], text, KINDS[index], int(positions_P[p]))
+                ms = _step_ms(decoders[ORDER[index]], text, ORDER[index], int(positions_P[p]))
                 ms_PK[p, index] = min(ms_PK[p, index], ms)
             ran_BN = decoders["mod"].ran_BN
             ran_PBN[p] = np.zeros((len(text.ids_BS), 0), dtype=bool) if ran_BN is None else ran_BN.copy()

@@ -28,9 +28,9 @@ import psutil
 from pydantic import ValidationError
 
 from mod_export.benchmark.system_load import Watch
+from mod_export.build_folder.files import write_whole
 from mod_export.environment import cache_folder, package_version
 from mod_export.errors import UsageError
-from mod_export.outfile import write_text
 from mod_export.results.cost import Roofline
 from mod_export.types import DType
 
@@ -105,7 +105,7 @@ def _read() -> dict[str, Any]:
 def _write(entries: dict[str, Any]) -> None:
     text = json.dumps({"version": FORMAT_VERSION, "entries": entries}, indent=1)
     with contextlib.suppress(UsageError):
-        write_text(cache_file(), text)
+        write_whole(cache_file(), text)
 
 
 SIZES = ((512, 512, 512), (512, 512, 1408), (512, 1408, 512), (128, 512, 1408), (64, 512, 512))

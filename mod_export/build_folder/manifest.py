@@ -14,27 +14,23 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from mod_export.build_folder.files import FileEntry, verify_files
 from mod_export.config import BuildConfig
 from mod_export.errors import BuildFolderError
 from mod_export.results.cost import CostRow, Work
 from mod_export.results.generation import StepBytes
-from mod_export.types import Bucket, Engine, Graph, ModelKind, SiteKey, graph_of
+from mod_export.types import KINDS, Bucket, Engine, Graph, ModelKind, SiteKey, graph_of
 
 __all__ = [
     "EMPTY",
     "MANIFEST",
     "TOKENIZER",
-    "FileEntry",
     "GenerationFacts",
     "Manifest",
     "ModelFacts",
-    "changed_file",
     "checksum",
     "open_folder",
     "read_manifest",
-    "sha256_of_file",
-    "verify_files",
-    "verify_sizes",
     "with_checksum",
 ]
 
@@ -53,22 +49,12 @@ class _Facts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class FileEntry(_Facts):
-    """A file as it was written."""
-
-    bytes: int
-    sha256: str
-
-
 class ModelFacts(_Facts):
     """One of the two models: where it came from, and what its reference is rebuilt from.
 
     Attributes:
-        name: of the checkpoint.
-        architecture: that read it.
         checkpoint_sha256: of the file, or of the folder's files.
         spec: as plain data, with a capacity that was replaced.
-        vocab_size: number of token ids.
         weights: the folder's float32 weights file.
         tensors: names of this model's tensors in that file.
     """
@@ -105,10 +91,7 @@ class Manifest(_Facts):
 
     Attributes:
         command: that built it, as typed; None where nothing was typed.
-        models: the MoD model and what it is compared with.
         buckets: of whole rows, ascending.
-        graphs: every ONNX file in `graphs/`.
-        engines: every engine, of every role.
         weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor in the file's dtype.
         exporters: versions that an exported graph depends on.
         refused: engine or graph that missed a gate -> the reasons; `load` does not serve it.
@@ -117,8 +100,6 @@ class Manifest(_Facts):
         cost: FLOPs and bytes of every portable graph of whole rows.
         work: engine -> work of its graph, for profiles.
         config: the resolved configuration.
-        versions: of the libraries that built it.
-        files: every file -> bytes and SHA-256.
     """
 
     command: str | None = None
@@ -173,7 +154,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
     files, engines, graphs = manifest.files, manifest.engines, manifest.graphs
     listed = {*(graph.path for graph in graphs), *(path for engine in engines for path in engine.files)}
     listed |= {*manifest.weight_digests, *(facts.weights for facts in manifest.models.values())}
-    problems = [f"{kind} is not described" for kind in ("mod", "dense") if kind not in manifest.models]
+    problems = [f"{kind} is not described" for kind in KINDS if kind not in manifest.models]
     problems += [f"{path} is no file of it" for path in sorted(listed - files.keys())]
     problems += [
         f"{one.path} has no weights file" for one in engines if one.weights is None and one.path.endswith(".onnx")
@@ -244,50 +225,3 @@ def checksum(data: Any) -> str:
     """SHA-256 of plain data, as JSON gives it back: numbers as keys become text, which sorts differently."""
     data = json.loads(json.dumps(data))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def verify_files(root: Path, files: Mapping[str, FileEntry]) -> None:
-    """Compares files with what the manifest says of them.
-
-    Raises:
-        BuildFolderError: a file is missing, or is not what was built.
-    """
-    _refuse(root, {name: changed_file(root, name, entry) for name, entry in files.items()})
-
-
-def verify_sizes(root: Path, files: Mapping[str, FileEntry]) -> None:
-    """The same without reading the files: that they are there, and as long as they were.
-
-    Raises:
-        BuildFolderError: a file is missing, or of another size.
-    """
-    _refuse(root, {name: _changed_size(root, name, entry) for name, entry in files.items()})
-
-
-def _refuse(root: Path, problems: Mapping[str, str]) -> None:
-    damaged = [f"{name} {problem}" for name, problem in problems.items() if problem]
-    if damaged:
-        raise BuildFolderError(f"{root}: {'; '.join(damaged)}. Build again to repair it")
-
-
-def changed_file(root: Path, name: str, entry: FileEntry) -> str:
-    """What is wrong with a file; empty when it is what was built."""
-    problem = _changed_size(root, name, entry)
-    if problem:
-        return problem
-    same = sha256_of_file(root / name) == entry.sha256
-    return "" if same else "has been changed since it was built (SHA-256 differs)"
-
-
-def _changed_size(root: Path, name: str, entry: FileEntry) -> str:
-    path = root / name
-    if path.is_symlink() or not path.is_file():
-        return "is missing or not a regular file"
-    size = path.stat().st_size
-    return "" if size == entry.bytes else f"has {size} bytes, {entry.bytes} were written"
-
-
-def sha256_of_file(path: Path) -> str:
-    """SHA-256 of what is in a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,7 +3,7 @@
 Work is cut into *steps*. A step has a name, inputs (plain data: settings, versions, hashes of what it reads), output
 files and a small result. The manifest keeps the hash of the inputs beside the hash of every output, so the next build
 reuses a step exactly when nothing it depends on has changed. Files are made in a folder of their own and renamed into
-place, the manifest last: a killed build leaves whole steps and nothing else. A finished build has a header, which goes
+place, the manifest last: a killed build leaves whole steps and nothing else. A finished build adds facts, which go
 before any of its files changes, and the manifest has a checksum of its own, so a reader can rely on it.
 """
 
@@ -19,32 +19,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from mod_export.build_folder.manifest import (
-    EMPTY,
-    MANIFEST,
-    FileEntry,
-    changed_file,
-    checksum,
-    read_manifest,
-    sha256_of_file,
-    with_checksum,
-)
+from pydantic import BaseModel, ConfigDict, Field
+
+from mod_export.build_folder.files import PARTIAL, FileEntry, changed_file, entry_of, replace_file
+from mod_export.build_folder.manifest import EMPTY, MANIFEST, checksum, read_manifest, with_checksum
 from mod_export.errors import BuildFolderError
 
-__all__ = [
-    "Step",
-    "Workspace",
-    "check_root",
-    "peak_rss_bytes",
-    "reset_peak_rss",
-]
+__all__ = ["Step", "Workspace", "check_root"]
 
 LOCK = ".lock"
-PARTIAL = ".partial-"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
@@ -52,15 +38,21 @@ REFUSED = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A finished step: its outputs relative to the root, its result, and whether this run had to do it."""
+class Step(BaseModel):
+    """A finished step, as the manifest has it. `seconds` are of the run that made it; `reused`: not this one."""
 
-    name: str
-    outputs: tuple[str, ...]
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(exclude=True)
+    fingerprint: str = ""
+    outputs: dict[str, FileEntry] = {}
     result: Any
-    reused: bool
-    seconds: float
+    seconds: float = 0.0
+    reused: bool = Field(False, exclude=True)
+
+    def is_of(self, fingerprint: str, outputs: Sequence[str]) -> bool:
+        """Whether it was made from the same inputs, and made these files."""
+        return self.fingerprint == fingerprint and [*self.outputs] == [*outputs]
 
 
 class Workspace:
@@ -68,7 +60,8 @@ class Workspace:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._manifest: dict[str, Any] = dict(EMPTY, steps={})
+        self._steps: dict[str, Step] = {}
+        self._facts: dict[str, Any] = {}
         self._seen: set[str] = set()
         self._lock: int | None = None
         self._guard = threading.RLock()  # Several steps may be made at once; they are looked up and placed one by one.
@@ -90,13 +83,8 @@ class Workspace:
         outputs: Sequence[str],
         make: Callable[[Sequence[Path]], Any],
     ) -> Step:
-        """Does a step, or reuses it.
-
-        Args:
-            name: unique in a build, for example `engine/ort-cpu/mod-b1s512-float32`.
-            inputs: everything that the outputs depend on, as plain data.
-            outputs: the files it makes, relative to the root.
-            make: writes each output to the path it is given, and returns the result (plain data).
+        """Does a step, or reuses it. `inputs` are everything that its outputs and its result depend on; `make` writes
+        each output to the path it is given, and returns the result. Both are plain data.
 
         Raises:
             BuildFolderError: the folder cannot be written, or is full.
@@ -104,10 +92,9 @@ class Workspace:
         fingerprint = checksum([name, inputs])
         with self._guard:
             self._seen.add(name)
-            known = self._manifest["steps"].get(name)
-        unchanged = known and known["fingerprint"] == fingerprint and list(known["outputs"]) == list(outputs)
-        if unchanged and self._is_whole(known["outputs"]):
-            return _step(name, known, reused=True)
+            known = self._steps.get(name)
+        if known is not None and known.is_of(fingerprint, outputs) and self._is_whole(known):
+            return known.model_copy(update={"reused": True})
         begin = time.perf_counter()
         with _explained(self.root), tempfile.TemporaryDirectory(dir=self.root, prefix=PARTIAL) as partial:
             paths = [Path(partial) / output for output in outputs]
@@ -118,53 +105,41 @@ class Workspace:
                 self._reopen()
                 for path, output in zip(paths, outputs, strict=True):
                     _place(path, self.root / output)
-                record = {
-                    "fingerprint": fingerprint,
-                    "outputs": {output: _describe(self.root / output) for output in outputs},
-                    "result": json.loads(json.dumps(result)),
-                    "seconds": round(time.perf_counter() - begin, 3),
-                }
-                self._manifest["steps"][name] = record
+                step = Step(
+                    name=name,
+                    fingerprint=fingerprint,
+                    outputs={output: entry_of(self.root / output) for output in outputs},
+                    result=json.loads(json.dumps(result)),
+                    seconds=round(time.perf_counter() - begin, 3),
+                )
+                self._steps[name] = step
                 self._write_manifest()
-        return _step(name, record, reused=False)
+        return step
 
-    def _is_whole(self, outputs: Mapping[str, Any]) -> bool:
-        entries = {name: FileEntry.model_validate(entry) for name, entry in outputs.items()}
-        return not any(changed_file(self.root, name, entry) for name, entry in entries.items())
+    def _is_whole(self, step: Step) -> bool:
+        return not any(changed_file(self.root, output, entry) for output, entry in step.outputs.items())
 
     def hash_of(self, output: str) -> str:
         """SHA-256 of an output of a finished step."""
         with self._guard:
-            records = list(self._manifest["steps"].values())
-        for record in records:
-            if output in record["outputs"]:
-                sha256: str = record["outputs"][output]["sha256"]
-                return sha256
-        raise KeyError(output)
+            entries = {path: entry for step in self._steps.values() for path, entry in step.outputs.items()}
+        return entries[output].sha256
 
     def files(self) -> dict[str, FileEntry]:
         """Every output of this build."""
-        steps = self._manifest["steps"]
-        return {
-            path: FileEntry.model_validate(entry)
-            for name in sorted(self._seen)
-            for path, entry in steps[name]["outputs"].items()
-        }
+        return {path: entry for name in sorted(self._seen) for path, entry in self._steps[name].outputs.items()}
 
     def close(self, facts: Mapping[str, Any]) -> None:
-        """Ends a successful build: forgets steps that this build did not ask for, and removes their files.
-
-        Args:
-            facts: what a reader of the folder needs to know of it: a `Manifest` as plain data.
+        """Ends a successful build: forgets steps that it did not ask for, removes their files, and adds the facts that
+        a reader of the folder needs (a `Manifest` as plain data).
         """
-        kept = set(self.files())
+        kept = self.files()
         with _explained(self.root):
             self._reopen()
-            for name in set(self._manifest["steps"]) - self._seen:
-                record = self._manifest["steps"].pop(name)
-                for output in set(record["outputs"]) - kept:
+            for name in self._steps.keys() - self._seen:
+                for output in self._steps.pop(name).outputs.keys() - kept.keys():
                     self._remove(output)
-            self._manifest |= {**facts, "files": {path: entry.model_dump() for path, entry in self.files().items()}}
+            self._facts = {**facts, "files": {path: entry.model_dump() for path, entry in kept.items()}}
             self._write_manifest()
 
     def _open(self) -> None:
@@ -174,7 +149,9 @@ class Workspace:
         self._lock = _locked(self.root)
         try:
             if (self.root / MANIFEST).exists():
-                self._manifest = read_manifest(self.root)
+                data = read_manifest(self.root)
+                self._steps = {name: Step(name=name, **step) for name, step in data["steps"].items()}
+                self._facts = {name: value for name, value in data.items() if name not in EMPTY}
             # A run that was killed left these: folders of unfinished outputs, and single files.
             for left in [*self.root.glob(f"{PARTIAL}*"), *self.root.glob(f"*/{PARTIAL}*")]:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -186,11 +163,9 @@ class Workspace:
             raise
 
     def _reopen(self) -> None:
-        """Before files of a finished build change: without its header the folder counts as unfinished."""
-        header = set(self._manifest) - set(EMPTY)
-        for key in header:
-            del self._manifest[key]
-        if header:
+        """Before files of a finished build change: without its facts the folder counts as unfinished."""
+        if self._facts:
+            self._facts = {}
             self._write_manifest()
 
     def _remove(self, output: str) -> None:
@@ -201,13 +176,9 @@ class Workspace:
                 (self.root / folder).rmdir()
 
     def _write_manifest(self) -> None:
-        handle, temporary = tempfile.mkstemp(dir=self.root, prefix=PARTIAL)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(with_checksum(self._manifest), file, indent=1)
-            _place(Path(temporary), self.root / MANIFEST)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        steps = {name: step.model_dump() for name, step in self._steps.items()}
+        data = with_checksum({**EMPTY, "steps": steps, **self._facts})
+        replace_file(self.root / MANIFEST, json.dumps(data, indent=1))
 
 
 def _locked(root: Path) -> int:
@@ -228,47 +199,20 @@ def check_root(root: Path) -> None:
         BuildFolderError: a file, a folder of somebody else's, a damaged build folder, or no right to write.
     """
     with _explained(root):
-        _check_root(root)
-
-
-def _check_root(root: Path) -> None:
-    if root.exists() and not root.is_dir():
-        raise BuildFolderError(f"{root}: is a file; name a folder with -o")
-    if (root / MANIFEST).exists():
-        read_manifest(root)
-    elif root.is_dir():
-        foreign = sorted(p.name for p in root.iterdir() if p.name != LOCK and not p.name.startswith(PARTIAL))
-        if foreign:
-            raise BuildFolderError(
-                f"{root}: holds files that mod-export did not write ({', '.join(foreign[:3])}); "
-                "name an empty or new folder with -o"
-            )
-    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise BuildFolderError(f"{root}: cannot write in {existing}; name another folder with -o")
-
-
-def reset_peak_rss() -> None:
-    """Starts a new peak, where the kernel offers that (Linux: 5 in /proc/self/clear_refs)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident set since `reset_peak_rss`, from VmHWM; 0 where the kernel does not say."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
-    return 0
-
-
-def _step(name: str, record: Mapping[str, Any], *, reused: bool) -> Step:
-    outputs = tuple(record["outputs"])
-    return Step(name=name, outputs=outputs, result=record["result"], reused=reused, seconds=record["seconds"])
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+        if root.exists() and not root.is_dir():
+            raise BuildFolderError(f"{root}: is a file; name a folder with -o")
+        if (root / MANIFEST).exists():
+            read_manifest(root)
+        elif root.is_dir():
+            foreign = sorted(p.name for p in root.iterdir() if p.name != LOCK and not p.name.startswith(PARTIAL))
+            if foreign:
+                raise BuildFolderError(
+                    f"{root}: holds files that mod-export did not write ({', '.join(foreign[:3])}); "
+                    "name an empty or new folder with -o"
+                )
+        existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise BuildFolderError(f"{root}: cannot write in {existing}; name another folder with -o")
 
 
 def _place(path: Path, final: Path) -> None:

@@ -13,7 +13,8 @@ import sys
 import click
 
 from mod_export import __version__
-from mod_export.cli.build import build, demo, sweep
+from mod_export.cli.build import build, sweep
+from mod_export.cli.demo import demo
 from mod_export.cli.generate import generate
 from mod_export.cli.show import config, inspect, report, targets
 from mod_export.cli.verify import bench, validate

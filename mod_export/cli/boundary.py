@@ -1,26 +1,59 @@
-"""What every command has in common: -q and -v, and the one place where errors become messages and exit codes."""
+"""What commands have in common: options, and the one place where errors become messages and exit codes."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mod_export import __version__
 from mod_export.errors import ModExportError, UsageError
 
-__all__ = ["GATE_FAILED", "command"]
+if TYPE_CHECKING:
+    from mod_export.config import BuildConfig
+
+__all__ = ["GATE_FAILED", "PATH", "command", "config_of", "config_option", "folder_argument", "target_option"]
 
 BUG = 1
 GATE_FAILED = 4
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 RESUMABLE = ("build", "demo", "sweep")
+
+
+class _Path(click.Path):
+    """A path that the operating system can look up. Whether it has to exist is for each command to say."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(value)
+        try:
+            path.exists()
+        except OSError as error:
+            self.fail(f"{path}: {error.strerror}", param, ctx)
+        return path
+
+
+PATH = _Path()
+folder_argument = click.argument("folder", metavar="DIR", type=PATH)
+config_option = click.option(
+    "-c", "--config", "config_file", metavar="CONFIG.toml", type=PATH, help="Configuration file."
+)
+target_option = click.option(
+    "--target", "targets", metavar="T", multiple=True, help="Only this target; may be given several times."
+)
+
+
+def config_of(path: Path | None, targets: Sequence[str] = (), **overrides: Any) -> BuildConfig:
+    """The configuration of a file, or the default one, with the values that the command line replaces."""
+    from mod_export.config import config_from_toml
+
+    return config_from_toml(path, {**({"targets": tuple(targets)} if targets else {}), **overrides})
 
 
 def command(function: Callable[..., int]) -> Callable[..., None]:

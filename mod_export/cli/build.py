@@ -1,4 +1,4 @@
-"""Commands that build: build, sweep, demo."""
+"""Commands that build a model of the user: build, sweep."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mod_export.cli.boundary import GATE_FAILED, command
-from mod_export.cli.options import PATH, config_of, config_option, named_config, target_option
-from mod_export.outfile import check_place, write_text
+from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, config_option, target_option
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
 
-__all__ = ["build", "demo", "sweep"]
+__all__ = ["build", "build_and_show", "sweep"]
 
 
 @click.command()
@@ -55,23 +53,30 @@ def build(
     verbosity: int,
 ) -> int:
     """Build MODEL (model.pt, or a folder of config.json and model.safetensors) for every target."""
-    folder = out or Path("build") / (model.resolve().name.removesuffix(".pt") or "model")
     config = config_of(config_file, targets, **({} if max_memory is None else {"max_memory": max_memory}))
-    return _build(model, config, folder, baseline, report, verbosity, capacity, tokenizer)
+    folder = out or _default_folder(model)
+    return build_and_show(model, config, folder, verbosity, baseline, report, capacity, tokenizer)
 
 
-def _build(
+def _default_folder(model: Path, suffix: str = "") -> Path:
+    return Path("build") / ((model.resolve().name.removesuffix(".pt") or "model") + suffix)
+
+
+def build_and_show(
     model: Path,
     config: BuildConfig,
     folder: Path,
-    baseline: Path | None,
-    report_file: Path | None,
     verbosity: int,
+    baseline: Path | None = None,
+    report_file: Path | None = None,
     capacity: float | None = None,
     tokenizer: Path | None = None,
 ) -> int:
+    """Runs a build, with its progress on stderr and its report on stdout; returns the exit code."""
     from rich.console import Console
 
+    from mod_export.build_folder.files import check_place, write_whole
+    from mod_export.build_folder.manifest import TOKENIZER
     from mod_export.build_folder.workspace import check_root
     from mod_export.plan import check_names
     from mod_export.sources.checkpoint import look_at_checkpoint
@@ -83,6 +88,8 @@ def _build(
     check_root(folder)
     if report_file is not None:
         check_place(report_file)
+    if tokenizer is None and (model / TOKENIZER).is_file():
+        tokenizer = model / TOKENIZER  # Beside the weights, as Hugging Face's folders have it.
 
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
@@ -90,22 +97,17 @@ def _build(
 
     progress = Progress(Console(stderr=True), verbosity)
     try:
-        command = " ".join(["mod-export", *sys.argv[1:]])
-        report = run(model, config, folder, baseline, progress, command, capacity, tokenizer or _own_tokenizer(model))
+        report = run(model, config, folder, baseline, progress, _as_typed(), capacity, tokenizer)
     finally:
         progress.stop()
     if report_file is not None:
-        write_text(report_file, report.to_json())
+        write_whole(report_file, report.to_json())
     print_report(report, str(folder))
     return 0 if report.verdict.status == "pass" else GATE_FAILED
 
 
-def _own_tokenizer(model: Path) -> Path | None:
-    """Beside the weights, as Hugging Face's folders have it."""
-    from mod_export.build_folder.manifest import TOKENIZER
-
-    path = model / TOKENIZER
-    return path if path.is_file() else None
+def _as_typed() -> str:
+    return " ".join(["mod-export", *sys.argv[1:]])
 
 
 @click.command()
@@ -142,28 +144,9 @@ def sweep(
     from mod_export.sweep.run import sweep as run
     from mod_export.sweep.text import SweepProgress, render_text
 
-    folder = out or Path("build") / f"{model.resolve().name.removesuffix('.pt') or 'model'}-sweep"
+    folder = out or _default_folder(model, "-sweep")
     axes = Axes(capacities=capacities, seqs=seqs, batches=batches, targets=targets)
     progress = SweepProgress(Console(stderr=True), verbosity, str(folder))
-    report = run(model, config, folder, axes, ray_address, progress, " ".join(["mod-export", *sys.argv[1:]]))
+    report = run(model, config, folder, axes, ray_address, progress, _as_typed())
     click.echo(render_text(report, str(folder)), nl=False)
     return exit_code_of(report)
-
-
-@click.command()
-@click.option("-o", "--out", metavar="DIR", type=PATH, default=Path("build/demo"), show_default=True)
-@command
-def demo(out: Path, verbosity: int) -> int:
-    """Build the trained checkpoint that ships with mod-export, then measure a model large enough to be timed."""
-    from mod_export.build_folder.workspace import check_root
-    from mod_export.demo import demo_checkpoint, next_steps, timed_checkpoint
-
-    named = out if out.name not in ("", "..") else out.resolve()
-    timed_out = named.with_name(f"{named.name}-timed")
-    check_root(timed_out)
-    checkpoint = demo_checkpoint()
-    trained = _build(checkpoint, named_config("demo"), out, None, None, verbosity)
-    with timed_checkpoint() as untrained:
-        timed = _build(untrained, named_config("bench"), timed_out, None, None, verbosity)
-    click.echo(next_steps(checkpoint, out, timed_out, sys.argv[0]))
-    return trained or timed

@@ -1,7 +1,9 @@
-"""The command that runs a build folder's engines: generate."""
+"""The command generate: text on stdout as it is written and a summary on stderr, or JSON lines."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mod_export.cli.boundary import command
-from mod_export.cli.options import PATH, folder_argument
+from mod_export.cli.boundary import PATH, command, folder_argument
 from mod_export.errors import UsageError
 
 if TYPE_CHECKING:
+    from mod_export.runtime.generate.generator import Generator, Prompt
+    from mod_export.runtime.generate.stream import Stream
     from mod_export.types import ModelKind
 
 __all__ = ["generate"]
+
+DONE = ("text", "ids", "finish", "stop", "first_token_s", "read", "ran", "overflow")
+"""Attributes of a `Completion` that --json shows."""
+
+say = partial(click.echo, nl=False)
 
 
 @click.command()
@@ -62,34 +70,111 @@ def generate(
     **sampling: Any,
 ) -> int:
     """Write text with a build folder, token by token, without PyTorch."""
-    from mod_export.runtime.generate.console import prompts_from, score_prompts, write_texts
-
-    prompts = prompts_from(texts, files, ids)
-    show = partial(click.echo, nl=False)
+    prompts = _prompts_from(texts, files, ids)
     if selection == "topk-prefill":
         if stop or roll or kind == "dense":
             raise UsageError(
                 "--selection topk-prefill scores prompts and writes nothing: leave out --stop, --roll and --model"
             )
-        score_prompts(folder, prompts, target=target, dtype=dtype, threads=threads, as_json=as_json, show=show)
+        _score(folder, prompts, target, dtype, threads, as_json)
         return 0
-    write_texts(
-        folder,
-        prompts,
-        max_new_tokens,
-        target=target,
-        dtype=dtype,
-        model=kind,
-        threads=threads,
-        as_json=as_json,
-        show=show,
-        tell=_ignore if verbosity < 0 else partial(click.echo, err=True),
-        stop=stop,
-        rolling=roll,
-        **sampling,
-    )
+
+    from mod_export.runtime.generate.generator import load_generator
+
+    with load_generator(folder, target, dtype, kind, threads) as generator:
+        with generator.stream(prompts, max_new_tokens, stop=stop, rolling=roll, **sampling) as stream:
+            _show(stream, text=generator.vocabulary is not None, as_json=as_json)
+        if verbosity >= 0:
+            click.echo(_summary(generator, stream), err=True)
     return 0
 
 
-def _ignore(text: str) -> None:
-    """What -q does with the summary."""
+def _prompts_from(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str]) -> list[Prompt]:
+    """Texts, then files of one prompt each, then ids with spaces or commas between them."""
+    found: list[Prompt] = list(texts)
+    for path in files:
+        try:
+            found.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: cannot be read as a prompt ({error})") from error
+    for listed in ids:
+        try:
+            found.append([int(one) for one in listed.replace(",", " ").split()])
+        except ValueError:
+            raise UsageError(f"--ids: expected whole numbers, got {listed!r}") from None
+    if not found:
+        raise UsageError("expected a prompt; give one with --prompt, --prompt-file or --ids")
+    return found
+
+
+def _show(stream: Stream, *, text: bool, as_json: bool) -> None:
+    """One text is shown while it is written, several one after the other when all are done."""
+    several = len(stream.completions) > 1
+    for piece in stream:
+        if as_json:
+            say(json.dumps({"row": piece.row, "token": piece.token, "text": piece.text}) + "\n")
+        elif not several:
+            say(piece.text if text else "" if piece.token is None else f"{piece.token} ")
+    for row, completion in enumerate(stream.completions):
+        if as_json:
+            say(json.dumps({"row": row, "done": {name: getattr(completion, name) for name in DONE}}) + "\n")
+        elif several:
+            say(f"--- {row} ---\n{completion.text if text else ' '.join(map(str, completion.ids))}\n")
+        else:
+            say("\n")
+
+
+def _summary(generator: Generator, stream: Stream) -> str:
+    """One line: how many tokens, how fast, how much of the routed layers, how much memory."""
+    done = stream.completions
+    tokens = sum(len(one.ids) for one in done)
+    first = [one.first_token_s for one in done if one.first_token_s is not None]
+    steps = f", {stream.steps / stream.step_seconds:,.0f} steps/s" if stream.step_seconds else ""
+    threads = {0: "the library's own number of threads", 1: "1 thread"}
+    parts = [
+        f"{tokens} tokens in {stream.seconds:.2f} s: {tokens / stream.seconds:,.0f} tokens/s{steps}",
+        f"{'first' if len(done) == 1 else 'last first'} token after {1e3 * max(first, default=0.0):.0f} ms",
+    ]
+    read = sum(one.read for one in done)
+    ran = [sum(one.ran.get(site, 0) for one in done) / read for site in done[0].ran] if read else []
+    if ran:
+        parts.append(f"routed layers ran {100 * min(ran):.1f} to {100 * max(ran):.1f} % of the tokens")
+    overflow = sum(sum(one.overflow.values()) for one in done)
+    if overflow:
+        parts.append(f"{overflow} tokens found no slot")
+    parts += [
+        f"cache {generator.cache_bytes(stream.bucket) / 2**20:.1f} MiB",
+        f"{generator.target} {generator.dtype}, {threads.get(generator.threads, f'{generator.threads} threads')}",
+    ]
+    return ", ".join(parts)
+
+
+def _score(
+    folder: Path, prompts: Sequence[Prompt], target: str | None, dtype: str | None, threads: int | None, as_json: bool
+) -> None:
+    """Scores prompts with the ordinary buckets of a folder, whatever its model's selection."""
+    from mod_export.build_folder.manifest import open_folder
+    from mod_export.runtime.deployment import load
+    from mod_export.runtime.generate.logits import score
+    from mod_export.runtime.generate.texts import vocabulary_of
+
+    vocabulary = vocabulary_of(folder, open_folder(folder, verify=False))
+    with load(folder, target, dtype, threads=threads) as deployment:
+        for row, prompt in enumerate(prompts):
+            if isinstance(prompt, str) and vocabulary is None:
+                raise UsageError(
+                    "this model's ids stand for no text, as far as the folder says; give prompts as ids (--ids), or "
+                    "build again where an earlier mod-export built it"
+                )
+            ids = vocabulary.ids(prompt) if isinstance(prompt, str) and vocabulary else list(map(int, prompt))
+            found = score(deployment, ids)
+            if as_json:
+                nll = None if math.isnan(found.nll) else found.nll  # JSON has no NaN.
+                line = {"row": row, "tokens": found.tokens, "nll": nll, "following": found.following}
+                say(json.dumps(line) + "\n")
+                continue
+            say(f"prompt {row}: {found.tokens} tokens, perplexity {found.perplexity:.3f}\n")
+            for token, share in found.following:
+                reader = None if vocabulary is None else vocabulary.reader()
+                text = "" if reader is None else repr(reader.feed(token) + reader.close())
+                say(f"  next {token:>6} {text:<8} {100 * share:5.1f} %\n")

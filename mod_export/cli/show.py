@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mod_export.cli.boundary import command
-from mod_export.cli.options import PATH, config_of, folder_argument
+from mod_export.cli.boundary import PATH, command, config_of, folder_argument
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -31,7 +30,8 @@ Every option of a configuration file, with its default. `mod-export config expla
 @command
 def report(folder: Path, form: str, verbosity: int) -> int:
     """Render what a build measured."""
-    from mod_export.build_folder.manifest import open_folder, verify_files
+    from mod_export.build_folder.files import verify_files
+    from mod_export.build_folder.manifest import open_folder
     from mod_export.report import print_report, render_html
     from mod_export.results.report import report_from_json
 

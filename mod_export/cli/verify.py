@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from mod_export.cli.boundary import GATE_FAILED, command
-from mod_export.cli.options import PATH, config_of, config_option, folder_argument, target_option
+from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, config_option, folder_argument, target_option
 
 __all__ = ["bench", "validate"]
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from mod_export.environment import let_go
 from mod_export.errors import BuildFolderError, CheckpointError
 from mod_export.export.quantize import quantize, quantized_tensors
 from mod_export.export.weights_file import WeightsFile
-from mod_export.memory import let_go
 from mod_export.sources.protocol import ExportableModel
 from mod_export.types import QUANTIZED, DType
 

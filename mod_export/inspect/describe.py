@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mod_export.build_folder.files import check_place, write_whole
 from mod_export.build_folder.manifest import MANIFEST
 from mod_export.config import config_from_toml
 from mod_export.errors import GraphError, UsageError
@@ -15,7 +16,6 @@ from mod_export.inspect.layers import layer_lines, layers_of
 from mod_export.inspect.page import render_html
 from mod_export.inspect.picture import check_matplotlib, render_png
 from mod_export.inspect.routed_text import lane_lines, routed_text
-from mod_export.outfile import check_place, write_bytes, write_text
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import causality_text
 from mod_export.sources.checkpoint import model_from_checkpoint
@@ -75,9 +75,9 @@ def _model(path: Path, text: str | None, html: Path | None, png: Path | None) ->
     if text is not None:
         lines += ["", *(lane_lines(routed) if routed else ["no routing map: every layer runs every token"])]
     if html is not None:
-        write_text(html, render_html(model, layers, routed), "--html")
+        write_whole(html, render_html(model, layers, routed), "--html")
     if png is not None:
-        write_bytes(png, render_png(model, layers, routed), "--png")
+        write_whole(png, render_png(model, layers, routed), "--png")
     return "\n".join(lines) + "\n"
 
 

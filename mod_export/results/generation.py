@@ -110,7 +110,7 @@ class GenerationReport(Result):
     window: int | None = None
     """Tokens of the longest text, prompt and answer together."""
     slots: str | None = None
-    """How many rows of a step can use a routing site, as `generation.places` of the configuration says."""
+    """How many rows of a step can use a routing site, as `generation.slots` of the configuration says."""
     capacity: dict[str, int] | None = None
     """Routing site -> slots for the tokens of one text."""
     texts: tuple[TextsRow, ...] = ()

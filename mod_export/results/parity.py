@@ -95,9 +95,9 @@ class Gate(Result):
     """Bound of the distance of scores where the rounding error is not known."""
     next_token_agreement: float
     """Least `next_token_agreement`."""
-    noise: float
+    rounding_error: float
     """Most for `error.max_abs` as a multiple of `rounding_error`, scaled to the dtype; likewise for scores."""
-    noise_rms: float
+    rounding_error_rms: float
     """Most for `error.rms` as a multiple of that of the reference's rounding error."""
     max_kl: float
     """Most for `kl`, in nats."""

@@ -9,47 +9,87 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from mod_export.build_folder.manifest import FileEntry, open_folder, verify_files, verify_sizes
-from mod_export.config import BuildConfig
+from mod_export.build_folder.files import verify_files, verify_sizes
+from mod_export.build_folder.manifest import Manifest, open_folder
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UsageError
 from mod_export.types import PRIMARY, Bucket, Engine, ModelKind, primary_output
 
-__all__ = [
-    "Deployment",
-    "checked_gates",
-    "chosen_engines",
-    "load",
-    "runnable_engines",
-    "threads_to_use",
-]
+__all__ = ["Deployment", "load", "runnable_engines", "served_engines", "threads_to_use"]
 
 
-def runnable_engines(root: Path, engines: Sequence[Engine], targets: Sequence[str]) -> list[Engine]:
-    """The engines of a folder that run here: of all targets, or of those named.
+NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
+
+
+def runnable_engines(
+    folder: Path, engines: Sequence[Engine], targets: Sequence[str], *, texts: bool = False
+) -> list[Engine]:
+    """The engines of a folder that run here, of all targets or of those named; with `texts`, those that keep a cache.
 
     Raises:
         TargetError: nothing in it runs here, or a named target is not in it or cannot run.
     """
+    what = f"engine{' that writes text' if texts else ''}"
     names = list(dict.fromkeys(engine.target for engine in engines))
     missing = [name for name in targets if name not in names]
     if missing:
-        raise TargetError(f"{root}: holds no engine for {', '.join(missing)}; built for {', '.join(names)}")
+        raise TargetError(f"{folder}: holds no {what} for {', '.join(missing)}; built for {', '.join(names)}")
     found = {name: ENGINES[name].availability() for name in (targets or names)}
-    refusals = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
-    refused = [f"{name}: {reason}" for name, reason in refusals.items() if reason]
+    reasons = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
+    if texts:
+        reasons = {name: reason or ("" if ENGINES[name].binds else NO_CACHE) for name, reason in reasons.items()}
+    refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     if refused and (targets or len(refused) == len(found)):
-        raise TargetError(f"{root}: cannot run here: {'; '.join(refused)}")
-    return [engine for engine in engines if engine.target in found and found[engine.target].can_run(engine)]
+        raise TargetError(f"{folder}: no {what} runs here: {'; '.join(refused)}")
+    here = [name for name, reason in reasons.items() if not reason]
+    return [engine for engine in engines if engine.target in here and found[engine.target].can_run(engine)]
+
+
+def served_engines(
+    folder: Path, manifest: Manifest, model: ModelKind, target: str | None, dtype: str | None, *, texts: bool = False
+) -> list[Engine]:
+    """Engines of one model, target and dtype that run here and met their gates.
+
+    There is no fallback to another dtype where a gate was missed: the user has to name it.
+
+    Args:
+        folder: the build folder.
+        manifest: of it.
+        model: whose engines.
+        target: an engine family; None is the first that runs here.
+        dtype: None is the first built.
+        texts: whether they write text, and not read whole rows.
+
+    Raises:
+        UsageError: there is no engine of this model.
+        TargetError: nothing runs here, the target or the dtype is not among them, or they missed their gates.
+    """
+    what = f"engine{' that writes text' if texts else ''}"
+    engines = [one for one in manifest.engines if one.model == model and (one.role != "forward") == texts]
+    if not engines:
+        raise UsageError(f"{folder}: holds no {what} of model {model!r}; expected 'mod' or 'dense'")
+    here = runnable_engines(folder, engines, [target] if target else [], texts=texts)
+    wanted = [one for one in here if one.target == here[0].target and dtype in (None, one.dtype)]
+    if not wanted:
+        raise TargetError(f"{folder}: holds no {dtype} {what} for {here[0].target}")
+    served = [one for one in wanted if one.dtype == wanted[0].dtype]
+    missed = [reason for one in served for reason in manifest.refused.get(one.path, ())]
+    if missed:
+        raise TargetError(
+            f"{folder}: the {served[0].dtype} engines for {served[0].target} missed their gates and are not served "
+            f"({'; '.join(dict.fromkeys(missed))}); name another dtype, or build with another gate if this one is "
+            "wrong for your use"
+        )
+    return served
 
 
 def load(
@@ -76,13 +116,8 @@ def load(
     """
     folder = Path(root)
     manifest = open_folder(folder, verify=False)
-    engines = [engine for engine in manifest.engines if (engine.model, engine.role) == (model, "forward")]
-    chosen = chosen_engines(folder, engines, model, target, dtype)
-    checked_gates(folder, manifest.refused, chosen)
-    files = manifest.entries(path for engine in chosen for path in engine.files)
-    verify_sizes(folder, files)
-    vocab_size = manifest.models[model].vocab_size
-    return Deployment(folder, chosen, manifest.config, vocab_size, files, threads_to_use(threads))
+    chosen = served_engines(folder, manifest, model, target, dtype)
+    return Deployment(folder, manifest, chosen, threads_to_use(threads))
 
 
 def threads_to_use(threads: int | None) -> int:
@@ -96,109 +131,32 @@ def threads_to_use(threads: int | None) -> int:
     return usable_cores() if threads is None else threads
 
 
-def chosen_engines(
-    folder: Path,
-    engines: Sequence[Engine],
-    model: ModelKind,
-    target: str | None,
-    dtype: str | None,
-    *,
-    that: str = "",
-    unfit: Callable[[str], str] = lambda name: "",
-) -> list[Engine]:
-    """Engines of one target and dtype that run here.
-
-    Args:
-        folder: the build folder.
-        engines: of the model, in order of preference.
-        model: its kind, for messages.
-        target: an engine family; None is the first that runs here.
-        dtype: None is the first built.
-        that: what the engines are for, in messages.
-        unfit: target -> the reason why its engines cannot do that here; empty if they can.
-
-    Raises:
-        UsageError: there is no engine of this model.
-        TargetError: nothing runs here, or the target or the dtype is not among them.
-    """
-    if not engines:
-        raise UsageError(f"{folder}: holds no engine{that} of model {model!r}; expected 'mod' or 'dense'")
-    names = list(dict.fromkeys(engine.target for engine in engines))
-    if target is not None and target not in names:
-        raise TargetError(f"{folder}: holds no engine{that} for {target!r}; built for {', '.join(names)}")
-    found = {name: ENGINES[name].availability() for name in ([target] if target else names)}
-    refusals = {
-        name: one.refusal(engine for engine in engines if engine.target == name) or unfit(name)
-        for name, one in found.items()
-    }
-    runnable = [name for name, refusal in refusals.items() if not refusal]
-    if not runnable:
-        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
-        raise TargetError(f"{folder}: no engine{that} runs on this machine ({reasons})")
-    here = [engine for engine in engines if engine.target == runnable[0] and found[runnable[0]].can_run(engine)]
-    wanted = [engine for engine in here if dtype in (None, engine.dtype)]
-    if not wanted:
-        raise TargetError(f"{folder}: holds no {dtype} engine{that} for {runnable[0]}")
-    return [engine for engine in wanted if engine.dtype == wanted[0].dtype]
-
-
-def checked_gates(folder: Path, refused: Mapping[str, Sequence[str]], engines: Sequence[Engine]) -> None:
-    """Refuses engines that missed their gates. There is no fallback to another dtype: the user has to name it.
-
-    Raises:
-        TargetError: one of them missed its gates.
-    """
-    reasons = [reason for engine in engines for reason in refused.get(engine.path, ())]
-    if reasons:
-        raise TargetError(
-            f"{folder}: the {engines[0].dtype} engines for {engines[0].target} missed their gates and are not served "
-            f"({'; '.join(dict.fromkeys(reasons))}); name another dtype, or build with another gate if this one is "
-            "wrong for your use"
-        )
-
-
 class Deployment:
     """The buckets of one model, target and dtype. Engines are opened when first needed; several threads may run them.
 
-    Args:
-        root: the build folder.
-        engines: one for each bucket.
-        config: the resolved configuration.
+    Attributes:
+        target: of the engines.
+        dtype: likewise.
+        threads: of a CPU engine inside one operator; 0 is the library's own choice.
         vocab_size: of the model.
-        files: every file that the engines need -> its entry in the manifest.
-        threads: of a CPU engine inside one operator; 0 leaves the library's own choice.
+        buckets: smallest first.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        engines: Sequence[Engine],
-        config: BuildConfig,
-        vocab_size: int,
-        files: Mapping[str, FileEntry],
-        threads: int,
-    ) -> None:
-        self._root = root
-        self.threads = threads
-        self._unread = dict(files)
-        self._vocab_size = vocab_size
-        self._config = config
+    def __init__(self, root: Path, manifest: Manifest, engines: Sequence[Engine], threads: int) -> None:
+        """`engines`: one for each bucket.
+
+        Raises:
+            BuildFolderError: a file that they need is missing or has another size.
+        """
+        self.target, self.dtype, self.threads = engines[0].target, engines[0].dtype, threads
+        self.vocab_size = manifest.models[engines[0].model].vocab_size
+        self._root, self._config = root, manifest.config
         self._engines = {engine.bucket: engine for engine in engines}
-        self._buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
+        self.buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
+        self._unread = manifest.entries(path for engine in engines for path in engine.files)
+        verify_sizes(root, self._unread)
         self._opening = threading.Lock()
         self._runners: dict[Bucket, Runner] = {}
-        self.target = engines[0].target
-        self.dtype = engines[0].dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the model."""
-        return self._vocab_size
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets of this deployment, smallest first."""
-        return self._buckets
 
     def bucket_for(self, batch: int, seq: int) -> Bucket:
         """The smallest bucket that holds a request.
@@ -240,13 +198,15 @@ class Deployment:
         # Engines treat ids outside the vocabulary differently: some index from the end of the table, some read past
         # it, some fail. As unsigned numbers, negative ids are the largest.
         ids_BS = np.ascontiguousarray(ids_BS, dtype=np.int64)
-        if ids_BS.view(np.uint64).max() >= self._vocab_size:
-            raise UsageError(f"expected token ids from 0 to {self._vocab_size - 1}, got {found.min()} to {found.max()}")
+        if ids_BS.view(np.uint64).max() >= self.vocab_size:
+            raise UsageError(f"expected token ids from 0 to {self.vocab_size - 1}, got {found.min()} to {found.max()}")
         real = S if lengths_B is None else _checked(lengths_B, B, S)
         bucket = self.bucket_for(B, S)
         runner = self._runner(bucket)
         primary = primary_output(runner.outputs)
-        feeds = {"input_ids": _padded(ids_BS, bucket)}
+        if (bucket.batch, bucket.seq) != (B, S):
+            ids_BS = np.pad(ids_BS, ((0, bucket.batch - B), (0, bucket.seq - S)))
+        feeds = {"input_ids": ids_BS}
         if "lengths" in runner.inputs:
             feeds["lengths"] = np.ones(bucket.batch, dtype=np.int64)
             feeds["lengths"][:B] = real
@@ -268,21 +228,11 @@ class Deployment:
             with self._opening:
                 if bucket not in self._runners:
                     engine = self._engines[bucket]
-                    unread = {path: self._unread[path] for path in engine.files if path in self._unread}
-                    verify_files(self._root, unread)
-                    for path in unread:
+                    for path in self._unread.keys() & set(engine.files):
+                        verify_files(self._root, {path: self._unread[path]})
                         del self._unread[path]
                     self._runners[bucket] = ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
         return self._runners[bucket]
-
-
-def _padded(ids_BS: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """The ids, padded with zeros on the right and below to the shape of the bucket."""
-    if ids_BS.shape == (bucket.batch, bucket.seq):
-        return ids_BS
-    padded_BS = np.zeros((bucket.batch, bucket.seq), dtype=np.int64)
-    padded_BS[: ids_BS.shape[0], : ids_BS.shape[1]] = ids_BS
-    return padded_BS
 
 
 def _checked(lengths_B: np.ndarray, rows: int, seq: int) -> np.ndarray:

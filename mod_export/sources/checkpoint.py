@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mod_export.build_folder.files import sha256_of_file
 from mod_export.build_folder.manifest import MANIFEST, read_manifest
 from mod_export.environment import extra_of_import, source_digest
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError
@@ -95,33 +96,34 @@ def look_at_checkpoint(path: Path) -> None:
             writes it.
     """
     try:
-        _look(path)
+        problem = _problem(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        raise CheckpointError(f"{path}: {problem}")
 
 
-def _look(path: Path) -> None:
+def _problem(path: Path) -> str:
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
+        return "no such file or folder"
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise CheckpointError(
-                f"{path}: no config.json in this folder; expected config.json and model.safetensors, or a model.pt"
-            )
-    elif path.suffix == ".safetensors":
-        raise CheckpointError(f"{path}: weights without a spec; give the folder that holds it beside its config.json")
-    elif path.is_file():
+        found = (path / "config.json").is_file()
+        expected = "expected config.json and model.safetensors, or a model.pt"
+        return "" if found else f"no config.json in this folder; {expected}"
+    if path.suffix == ".safetensors":
+        return "weights without a spec; give the folder that holds it beside its config.json"
+    if path.is_file():
         with path.open("rb") as file:
-            whole = zipfile.is_zipfile(file)
-        if not whole:
-            raise CheckpointError(
-                f"{path}: not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, "
-                "which could run code and is not read"
-            )
+            if not zipfile.is_zipfile(file):
+                return (
+                    "not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, which "
+                    "could run code and is not read"
+                )
+    return ""
 
 
 def model_from_checkpoint(path: Path) -> Model:
-    """Reads `model.pt`, or a folder of config.json and model.safetensors.
+    """Reads a model.pt, or a folder of config.json and model.safetensors.
 
     Raises:
         CheckpointError: the path does not exist, or is not a usable checkpoint.
@@ -169,12 +171,11 @@ def sha256_of(path: Path) -> str:
     Build folders inside it are left out: that of `mod-export build .` is in the checkpoint's own folder by default.
     """
     if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of_file(path)
     digest = hashlib.sha256()
     builds = {manifest.parent for manifest in path.rglob(f"*/{MANIFEST}") if _is_build_folder(manifest.parent)}
     for file_path in sorted(item for item in path.rglob("*") if item.is_file() and builds.isdisjoint(item.parents)):
-        digest.update(f"{file_path.relative_to(path).as_posix()}\0{sha256_of(file_path)}\n".encode())
+        digest.update(f"{file_path.relative_to(path).as_posix()}\0{sha256_of_file(file_path)}\n".encode())
     return digest.hexdigest()
 
 

@@ -1,6 +1,5 @@
-"""What a model has to provide: what export needs from every model, and capabilities that only some models have.
-
-A function's argument has the narrowest of these protocols that is enough.
+"""What a model has to provide: `ExportableModel`, which export needs from every model, and capabilities that only some
+models have and that are asked for by type. A function's argument has the narrowest of these protocols that is enough.
 """
 
 from __future__ import annotations
@@ -32,108 +31,24 @@ __all__ = [
 ]
 
 
-class LayerCost(Protocol):
-    """The calculated cost of one layer, or of what comes before or after all layers.
-
-    Attributes:
-        name: the number of the layer, or `embedding`, `head`.
-        routed: what is routed and how; empty where every token runs.
-        taken: routing site -> tokens of a row that it selects.
-        flops: part (`benchmark.products.PARTS`) -> FLOPs of its matrix products, two for each multiply-add, attention
-            as the full square, as `torch.utils.flop_counter` counts the eager module.
-        needed_flops: the sum of `flops` without the scores that the causal mask hides.
-        weight_bytes: in float32.
-        kv_bytes: keys and values of the tokens that attention reads, in float32.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def routed(self) -> str: ...
-    @property
-    def taken(self) -> Mapping[Site, int]: ...
-    @property
-    def flops(self) -> Mapping[str, int]: ...
-    @property
-    def needed_flops(self) -> int: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def kv_bytes(self) -> int: ...
-
-
 class GraphSource(Protocol):
-    """What a graph is captured from.
-
-    Attributes:
-        module: in eval mode, on the meta device, so without values.
-        examples: two sets of inputs for it, with equal shapes and different values.
-        inputs: names of the inputs, in order.
-        outputs: names of the outputs, in order.
-    """
+    """What a graph is captured from."""
 
     @property
-    def module(self) -> torch.nn.Module: ...
-    @property
-    def examples(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]: ...
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-    @property
-    def outputs(self) -> tuple[str, ...]: ...
-
-
-class GeneratingModel(Protocol):
-    """A model that writes texts of up to `window` tokens.
-
-    Its graphs use the weights of the checkpoint, by name. Shape legend: B rows, S tokens of a prompt, V vocabulary, G
-    key and value heads, L slots of a layer's cache, E head width, N routing sites.
-    """
+    def module(self) -> torch.nn.Module:
+        """In eval mode, on the meta device, so without values."""
 
     @property
-    def window(self) -> int: ...
+    def examples(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Two sets of inputs for it, with equal shapes and different values."""
 
     @property
-    def loaded(self) -> LoadedModel:
-        """The same weights as a model that reads whole texts and makes the same decisions: the reference for parity."""
+    def inputs(self) -> tuple[str, ...]:
+        """Their names, in order."""
 
     @property
-    def sites(self) -> Sequence[Site]:
-        """The N routing sites: the columns of `counts`, `wanted` and `ran`."""
-
-    @property
-    def capacity(self) -> Mapping[Site, int]:
-        """Routing site -> slots for the tokens of one text."""
-
-    def prefill(self, rows: int, seq: int) -> GraphSource:
-        """Reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) -> `logits` (B, V) of each last token;
-        `keys_<layer>` and `values_<layer>` (B, G, L, E), the content of the cache; and in a model that routes `counts`
-        int64 (B, N), slots in use, and `wanted` int64 (B, N), tokens that wanted a slot.
-        """
-
-    def step(self, rows: int, length: int, places: str = "all", *, skip: bool = True) -> GraphSource:
-        """Reads a token of each row: (input_ids int64 (B,), positions int64 (B,), negative for a row without a token,
-        keys_0, values_0, ..., counts) -> `logits` (B, V); `keys_row_<layer>` and `values_row_<layer>` (B, G, E);
-        `slots` int64 (B, layers), the slots that these belong to, -1 for none; and in a model that routes `new_counts`
-        int64 (B, N), `wanted` and `ran` bool (B, N).
-
-        Args:
-            rows: texts at once.
-            length: tokens that a text can have in this cache.
-            places: how many rows can run at each routing site in one step: `all`, or a `fair` share of them.
-            skip: whether routed parts are inside conditions, so that a part in which no row runs is not executed.
-        """
-
-    def kv_bytes(self, length: int) -> Mapping[int, int]:
-        """Layer -> float32 bytes of one row's keys and values."""
-
-    def least_bytes(self, rows: int, length: int, executed: Mapping[Site, float]) -> int:
-        """Float32 bytes that a step has to read: weights that it multiplies by, and slots of the cache.
-
-        `executed` is, for each routing site, the share of the steps in which some row runs there.
-        """
-
-    def write(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-        """The eager model's own greedy continuation of one text."""
+    def outputs(self) -> tuple[str, ...]:
+        """Names of what it returns, in order."""
 
 
 class ExportableModel(Protocol):
@@ -171,7 +86,7 @@ class ExportableModel(Protocol):
 
 @runtime_checkable
 class DeclaredRouting(Protocol):
-    """What a spec declares about routing; a graph that does something else is refused."""
+    """What a spec declares about routing. A captured program that marks other sites or numbers of slots is refused."""
 
     def k_by_layer(self, seq: int) -> dict[Site, int]:
         """Slots of each routing site in a row of `seq` tokens, in the order in which the model decides; empty for a
@@ -210,6 +125,39 @@ class OutputHead(Protocol):
 
     def head(self, hidden_ND: np.ndarray) -> np.ndarray:
         """Float32 logits (N, V) of float32 hidden states (N, D) after the final norm."""
+
+
+class LayerCost(Protocol):
+    """The calculated cost of one layer, or of what comes before or after all layers. Bytes are those of float32."""
+
+    @property
+    def name(self) -> str:
+        """The number of the layer, or `embedding`, `head`."""
+
+    @property
+    def routed(self) -> str:
+        """What is routed and how; empty where every token runs."""
+
+    @property
+    def selected(self) -> Mapping[Site, int]:
+        """Routing site -> tokens of a row that it selects."""
+
+    @property
+    def flops(self) -> Mapping[str, int]:
+        """Part (`benchmark.products.PARTS`) -> FLOPs of its matrix products, two for each multiply-add, attention as
+        the full square, as `torch.utils.flop_counter` counts the eager module.
+        """
+
+    @property
+    def needed_flops(self) -> int:
+        """The sum of `flops` without the scores that the causal mask hides."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of the tokens that attention reads."""
 
 
 @runtime_checkable
@@ -253,6 +201,60 @@ class Text(Protocol):
 
     def ids_of_text(self, text: str) -> np.ndarray | None:
         """The ids int64 (S,) of a text, or None if ids do not represent text."""
+
+
+class GeneratingModel(Protocol):
+    """A model that writes texts of up to `window` tokens.
+
+    Its graphs use the weights of the checkpoint, by name. Shape legend: B rows, S tokens of a prompt, V vocabulary, G
+    key and value heads, L slots of a layer's cache, E head width, N routing sites.
+    """
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The same weights as a model that reads whole texts and makes the same decisions: the reference for parity."""
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """The N routing sites: the columns of `counts`, `wanted` and `ran`."""
+
+    @property
+    def capacity(self) -> Mapping[Site, int]:
+        """Routing site -> slots for the tokens of one text."""
+
+    def prefill(self, rows: int, seq: int) -> GraphSource:
+        """Reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) -> `logits` (B, V) of each last token;
+        `keys_<layer>` and `values_<layer>` (B, G, L, E), the content of the cache; and in a model that routes `counts`
+        int64 (B, N), slots in use, and `wanted` int64 (B, N), tokens that wanted a slot.
+        """
+
+    def step(self, rows: int, length: int, slots: str = "all", *, skip: bool = True) -> GraphSource:
+        """Reads a token of each row: (input_ids int64 (B,), positions int64 (B,), negative for a row without a token,
+        keys_0, values_0, ..., counts) -> `logits` (B, V); `keys_row_<layer>` and `values_row_<layer>` (B, G, E);
+        `slots` int64 (B, layers), the slots that these belong to, -1 for none; and in a model that routes `new_counts`
+        int64 (B, N), `wanted` and `ran` bool (B, N).
+
+        Args:
+            rows: texts at once.
+            length: tokens that a text can have in this cache.
+            slots: how many rows can run at each routing site in one step: `all`, or a `fair` share of them.
+            skip: whether routed parts are inside conditions, so that a part in which no row runs is not executed.
+        """
+
+    def kv_bytes(self, length: int) -> Mapping[int, int]:
+        """Layer -> float32 bytes of one row's keys and values."""
+
+    def least_bytes(self, rows: int, length: int, executed: Mapping[Site, float]) -> int:
+        """Float32 bytes that a step has to read: weights that it multiplies by, and slots of the cache.
+
+        `executed` is, for each routing site, the share of the steps in which some row runs there.
+        """
+
+    def write(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """The eager model's own greedy continuation of one text."""
 
 
 @runtime_checkable

@@ -18,13 +18,14 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import describe_machine, versions
-from mod_export.plan import KINDS, GenerationPlan, Plan
+from mod_export.plan import GenerationPlan, Plan
 from mod_export.results.base import Result
 from mod_export.results.cost import Work
 from mod_export.results.generation import StepBytes
-from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.sources.protocol import GeneratingModel, LoadedModel
 from mod_export.types import (
+    KINDS,
     PRIMARY,
     Availability,
     Bucket,
@@ -127,7 +128,7 @@ class Models:
             if graph.role == "prefill":
                 return self.generating(graph.model).prefill(B, S)
             if graph.role == "decode":
-                return self.generating(graph.model).step(B, S, self._config.generation.places)
+                return self.generating(graph.model).step(B, S, self._config.generation.slots)
             return _ForwardSource(self.loaded(graph.model), graph)
 
         source: GraphSource = self._once(("source", graph.model, graph.role, graph.bucket), make)
@@ -291,7 +292,7 @@ class BuildContext(Context):
         super().__init__(
             workspace,
             plan.config,
-            Models(plan.loaded, plan.generating, plan.config),
+            Models(plan.loaded.__getitem__, plan.generating, plan.config),
             {kind: _facts(plan, kind) for kind in KINDS},
             plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
             plan.buckets,
@@ -304,7 +305,7 @@ class BuildContext(Context):
 
 
 def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:
-    source, loaded = plan.source_of(kind), plan.loaded(kind)
+    source, loaded = plan.source_of(kind), plan.loaded[kind]
     return ModelFacts(
         name=source.name,
         architecture=source.architecture,

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mod_export.engines.protocol import EngineBuilder
-from mod_export.environment import versions
-from mod_export.memory import free_bytes
+from mod_export.environment import free_bytes, versions
 from mod_export.stages.context import BuildContext
 from mod_export.types import Engine, Graph, Variant
 

@@ -37,7 +37,7 @@ class _Finished:
     def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
         """Always made; a step of a finished folder writes no files."""
         assert not outputs, name
-        return Step(name=name, outputs=(), result=json.loads(json.dumps(make([]))), reused=False, seconds=0.0)
+        return Step(name=name, result=json.loads(json.dumps(make([]))))
 
     def hash_of(self, output: str) -> str:
         """SHA-256 of a file as it was built."""
@@ -134,7 +134,7 @@ def _as_built(config: BuildConfig | None, built: BuildConfig) -> BuildConfig:
     """A configuration with what the graphs were made for, whatever it says itself."""
     if config is None:
         return built
-    made_for = {name: getattr(built.generation, name) for name in ("window", "slack", "places")}
+    made_for = {name: getattr(built.generation, name) for name in ("window", "slack", "slots")}
     generation = config.generation.model_copy(update=made_for)
     return config.model_copy(update={"generation": generation, "outputs": built.outputs})
 

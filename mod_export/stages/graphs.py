@@ -20,10 +20,9 @@ from mod_export.export.passes.quantize_weights import quantizable_weights
 from mod_export.export.routing_sites import RoutingSite
 from mod_export.export.weights import bind_weights, files_for, state_of, stored_state, write_weights
 from mod_export.export.weights_file import WeightsFile
-from mod_export.plan import KINDS
 from mod_export.results.cost import CostRow
 from mod_export.stages.context import BuildContext
-from mod_export.types import DTYPES, PRIMARY, QUANTIZED, DType, Graph, ModelKind
+from mod_export.types import DTYPES, KINDS, PRIMARY, QUANTIZED, DType, Graph, ModelKind
 
 __all__ = ["capture", "onnx", "save_graph"]
 
@@ -45,7 +44,7 @@ def _source_inputs(context: BuildContext, graph: Graph) -> dict[str, Any]:
     }
     if graph.role != "forward":
         generation = context.plan.generating(graph.model)
-        inputs["generation"] = [generation.loaded.spec, generation.window, context.config.generation.places]
+        inputs["generation"] = [generation.loaded.spec, generation.window, context.config.generation.slots]
     return inputs
 
 
@@ -160,7 +159,7 @@ def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, quantiz
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
         # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
-        return write_weights(paths[0], stored_state(context.plan.loaded(kind)), dtype, quantized)
+        return write_weights(paths[0], stored_state(context.plan.loaded[kind]), dtype, quantized)
 
     inputs = {**context.identity(kind), "dtype": dtype, "quantized": sorted(quantized), **context.versions()}
     step = context.step(f"weights/{Path(path).stem}", inputs, [path], make)

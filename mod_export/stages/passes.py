@@ -14,13 +14,12 @@ from mod_export.benchmark.cost import attention_sizes
 from mod_export.engines.ort_attention import AttentionShape, default_block, fastest_block, is_measured, time_blocks
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import EngineBuilder
-from mod_export.environment import package_version, versions
+from mod_export.environment import free_bytes, package_version, versions
 from mod_export.errors import GraphError, LimitError
 from mod_export.export.dialect import check_dialect
 from mod_export.export.onnx_export import assert_capacity
 from mod_export.export.passes import needs_rewrite, run_passes
 from mod_export.export.passes.query_blocks import splittable_tokens
-from mod_export.memory import free_bytes
 from mod_export.stages.context import BuildContext
 from mod_export.stages.graphs import save_graph
 from mod_export.types import PRIMARY, Dialect, DType, Graph, Setting

@@ -116,7 +116,7 @@ def _generation(context: BuildContext) -> GenerationReport:
         return GenerationReport(reason=facts)
     return GenerationReport(
         window=facts.window,
-        slots=context.config.generation.places,
+        slots=context.config.generation.slots,
         capacity={str(site): k for site, k in facts.capacity.items()},
         texts=tuple(context.rows(TextsRow)),
         decode=tuple(context.rows(DecodeRow)),

@@ -10,14 +10,13 @@ from mod_export.errors import BuildError, BuildFolderError
 from mod_export.export.quantize import source_of
 from mod_export.export.weights import digests_of_tensors, state_of
 from mod_export.export.weights_file import WeightsFile
-from mod_export.plan import KINDS
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
-from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
-from mod_export.types import DTYPES, Bucket, Graph
+from mod_export.types import DTYPES, KINDS, Bucket, Graph
 from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
 from mod_export.validate.decoding import parity_of_decoding, texts_of_decoding
 from mod_export.validate.findings import causality_of, parity_of
@@ -177,7 +176,7 @@ def _beside(context: Context, candidate: Candidate, candidates: Sequence[Candida
     """What results about an engine that writes text depend on beside it: the options that the eager model selects by,
     and for a decode engine the engines that read its prompts.
     """
-    generation = context.config.generation.model_dump(include={"window", "slack", "places"})
+    generation = context.config.generation.model_dump(include={"window", "slack", "slots"})
     if candidate.setting.role == "prefill":
         return {"generation": generation}
     prefills = _decoding(context, candidates).prefills(
@@ -199,7 +198,7 @@ def _decoding(context: Context, candidates: Sequence[Candidate]) -> DecodingEngi
 def _causality(context: Context, candidate: Candidate, tolerance: float) -> None:
     setting, config, parity = candidate.setting, context.config, context.config.parity
     # What the tolerance follows from, rather than its value, which is a measured number.
-    options = parity.gate(setting.dtype).model_dump(include={"noise", "max_abs"})
+    options = parity.gate(setting.dtype).model_dump(include={"rounding_error", "max_abs"})
     options |= {"batches": parity.batches_per_kind, "texts": parity.text_batches, "suffixes": parity.suffixes}
     inputs = _inputs(context, candidate, **options)
     context.measure(

@@ -63,7 +63,7 @@ class Allowance:
     @property
     def next_token_slack(self) -> float:
         """Two logits that are nearer than this are equal as far as float32 can tell, whatever the engine's dtype."""
-        return 0.0 if self.noise is None else 2 * self.gate.noise * self.noise
+        return 0.0 if self.noise is None else 2 * self.gate.rounding_error * self.noise
 
     def share(self, layer: Site, distance: float) -> float:
         """A distance of scores as a share of the layer's scale."""
@@ -95,12 +95,12 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
         # No score is known better than to its last digits. Two are compared, each with its own error.
         unit = _largest([*(one.noise or 0.0 for one in many), 2 * ROUNDOFF["float32"] * scales[layer]])
         # np.minimum, unlike min, keeps a NaN.
-        scores[layer] = float(np.minimum(caps[layer], 2 * gate.noise * coarser * unit))
+        scores[layer] = float(np.minimum(caps[layer], 2 * gate.rounding_error * coarser * unit))
     noise = _largest([one.max_abs for one in noises])
-    rms = gate.noise_rms * coarser * _largest([one.rms for one in noises])
+    rms = gate.rounding_error_rms * coarser * _largest([one.rms for one in noises])
     return Allowance(
         gate=gate,
-        max_abs=gate.noise * coarser * noise,
+        max_abs=gate.rounding_error * coarser * noise,
         rms=rms if sum(one.error.count for one in found) >= FEWEST_LOGITS else None,
         scores=scores,
         scales=scales,

@@ -16,8 +16,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import Runner
-from mod_export.environment import package_version, usable_cores
-from mod_export.memory import free_bytes
+from mod_export.environment import free_bytes, package_version, usable_cores
 from mod_export.types import DType, Engine, Graph, ModelKind, Setting, graph_of
 
 __all__ = ["Candidate", "candidates_from_engines", "candidates_from_graphs"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mod_export.runtime.generate.scoring import log_softmax
+from mod_export.runtime.generate.logits import log_softmax
 from mod_export.types import Site
 
 __all__ = [

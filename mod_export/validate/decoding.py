@@ -10,8 +10,7 @@ from mod_export.engines.protocol import Runner
 from mod_export.errors import BuildError, TargetError
 from mod_export.results.generation import TextsRow
 from mod_export.results.parity import ParityRow
-from mod_export.runtime.generate.decoder import Decoder, Prompts
-from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import Bucket, Engine
 from mod_export.validate.inputs import Batch, affordable_tokens, one_of_each_kind, parity_batches
@@ -63,7 +62,7 @@ def decoding_parts(
     Texts of every kind from their first token on, as long as the configuration says; and for every prefill bucket a
     prompt that fills it and some tokens on the cache that it leaves, after the longest one up to the last slot.
     """
-    loaded, in_turns = model.loaded, config.generation.places == "fair"
+    loaded, in_turns = model.loaded, config.generation.slots == "fair"
     affordable = max(LEAST_TOKENS, affordable_tokens(loaded) // (KINDS_OF_INPUT * decoder.batch))
     first = min(decoder.length, config.generation.judged_tokens, affordable)
     tail = min(TAIL, decoder.length - 1)
@@ -91,8 +90,8 @@ def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingM
     tokens = min(options.compared_tokens, engine.bucket.seq - start + 1)
     prompt_NS = prompts_of(model.loaded, options.compared_texts, start, found.config.seed)
     with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
-        # Texts that share places are not those that each of them would be alone.
-        rows = 1 if options.places == "fair" else decoder.batch
+        # Texts that share slots are not those that each of them would be alone.
+        rows = 1 if options.slots == "fair" else decoder.batch
         return texts_of(
             model,
             prompts,

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from mod_export.engines.protocol import Runner
-from mod_export.runtime.generate.scoring import negative_log_likelihood
+from mod_export.runtime.generate.logits import negative_log_likelihood
 from mod_export.sources.protocol import LoadedModel
 from mod_export.types import PRIMARY, Outputs, Site, routed_output
 from mod_export.validate.compare import (

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import numpy as np
 
+from mod_export.environment import free_bytes
 from mod_export.errors import CaptureError
-from mod_export.memory import free_bytes
 from mod_export.sources.protocol import ExportableModel, LoadedModel
 from mod_export.types import Bucket, Outputs, Site
 from mod_export.validate.compare import Judged

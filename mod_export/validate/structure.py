@@ -15,7 +15,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from mod_export.build_folder.manifest import FileEntry, changed_file
+from mod_export.build_folder.files import FileEntry, changed_file
 from mod_export.engines import ENGINES
 from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.export.dialect import check_dialect

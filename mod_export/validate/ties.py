@@ -1,4 +1,4 @@
-"""Who gets a place when scores are exactly equal: the earlier token, in every engine.
+"""Who gets a slot when scores are exactly equal: the earlier token, in every engine.
 
 Equal tokens seldom have bit-equal scores, because kernels sum different rows in different orders. What makes scores
 equal everywhere is a router whose weights are all zero: then every routed layer must take the first k real tokens of
@@ -53,14 +53,14 @@ def ties_of_runs(
             wrong = 0 if index_BK is None else _wrong(index_BK, one)
             if wrong:
                 reasons.append(
-                    f"{batch.kind}: layer {site} routing: {wrong} places do not go to the earlier of tokens with "
+                    f"{batch.kind}: layer {site} routing: {wrong} slots do not go to the earlier of tokens with "
                     "equal scores"
                 )
     return list(dict.fromkeys(reasons))
 
 
 def _wrong(index_BK: np.ndarray, judged: Judged) -> int:
-    """Places that hold another token than the definition says."""
+    """Slots that hold another token than the definition says."""
     wrong = 0
     for row_K, score_S, open_S in zip(index_BK, judged.score_BS, judged.open_BS, strict=True):
         open_L = np.flatnonzero(open_S)

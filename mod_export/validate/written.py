@@ -9,7 +9,7 @@ import numpy as np
 from mod_export.results.base import setting_fields
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.runtime.generate.decoder import Decoder, Prompts
-from mod_export.runtime.generate.scoring import negative_log_likelihood
+from mod_export.runtime.generate.logits import negative_log_likelihood
 from mod_export.sources.protocol import GeneratingModel, LoadedModel
 from mod_export.types import Setting
 from mod_export.validate.inputs import Batch, affordable_tokens

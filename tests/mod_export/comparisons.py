@@ -12,7 +12,7 @@ from mod_export.validate.compare import ErrorNumbers, LayerRouting
 from mod_export.validate.parity import Comparison, TextNumbers
 
 GATE = ParityGate(
-    noise=16.0, noise_rms=4.0, max_abs=1e-3, near_tie=1e-2, next_token_agreement=0.9, max_kl=1e-3,
+    rounding_error=16.0, rounding_error_rms=4.0, max_abs=1e-3, near_tie=1e-2, next_token_agreement=0.9, max_kl=1e-3,
     max_perplexity_ratio=1.01,
 )  # fmt: skip
 LAYER = LayerRouting(layer=3, k=2, routed=4, agreed=4, distances=(), min_margin=0.5, scale=1.0)

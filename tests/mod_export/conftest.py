@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ TINY = ModelSpec(
     max_positions=256,
     routing=RoutingSpec(),
 )
+SMALL = replace(TINY, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=32, max_positions=64)
 CONFIG_TOML = f"""
 buckets = [[1, 64], [2, 32]]
 targets = ["ort-cpu"]
@@ -72,14 +74,22 @@ def config(config_file: Path) -> BuildConfig:
     return config_from_toml(config_file)
 
 
+def _once(folder: Path, make: Callable[[], object]) -> Path:
+    """A folder that is made by the first worker that needs it; the others wait for it."""
+    folder.mkdir(exist_ok=True)
+    with (folder / ".once").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not lock.tell():
+            make()
+            lock.write("made")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def checkpoint(shared_folder: Path) -> Path:
     """TINY with initial weights."""
-    with (shared_folder / "checkpoint.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        path = shared_folder / "tiny.pt"
-        if not path.exists():
-            save_checkpoint(path, random_checkpoint(TINY, 0))
+    path = shared_folder / "checkpoints" / "tiny.pt"
+    _once(path.parent, lambda: save_checkpoint(path, random_checkpoint(TINY, 0)))
     return path
 
 
@@ -91,29 +101,57 @@ def model(checkpoint: Path) -> Model:
 @pytest.fixture(scope="session")
 def built(shared_folder: Path, checkpoint: Path, config: BuildConfig) -> Path:
     """A finished build folder, to be read only; `built_copy` is for tests that change it."""
-    root = shared_folder / "built"
-    with (shared_folder / "built.lock").open("w") as lock:
-        # The first worker builds, the others wait for it.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (root / "report.json").exists():
-            build(checkpoint, config, root, None, Silent(), "mod-export build tiny.pt")
+    root = shared_folder / "tiny" / "built"
+    _once(root.parent, lambda: build(checkpoint, config, root, None, Silent(), "mod-export build tiny.pt"))
     return root
+
+
+@pytest.fixture
+def built_copy(built: Path, tmp_path: Path) -> Path:
+    """A finished build folder that was moved."""
+    return Path(shutil.copytree(built, tmp_path / "moved"))
+
+
+@pytest.fixture(scope="session")
+def small_folder(shared_folder: Path) -> Path:
+    """Holds the checkpoint `small.pt`, its configuration `small.toml`, and its build, to be read only: two layers, the
+    second routed, and one bucket, for tests that run whole commands.
+    """
+    folder = shared_folder / "small"
+
+    def make() -> None:
+        save_checkpoint(folder / "small.pt", random_checkpoint(SMALL, 0))
+        (folder / "small.toml").write_text(FAST_TOML, encoding="utf-8")
+        config = config_from_toml(folder / "small.toml")
+        build(folder / "small.pt", config, folder / "build", None, Silent(), "mod-export build small.pt")
+
+    return _once(folder, make)
+
+
+@pytest.fixture(scope="session")
+def small(small_folder: Path) -> Path:
+    """Its build folder."""
+    return small_folder / "build"
+
+
+@pytest.fixture
+def small_copy(small: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small, tmp_path / "moved"))
 
 
 @pytest.fixture(scope="session")
 def writing_folder(shared_folder: Path) -> Path:
     """Holds the checkpoint `writing.pt`, its configuration `writing.toml`, and its build, to be read only."""
     folder = shared_folder / "writing"
-    with (shared_folder / "writing.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "build" / "report.json").exists():
-            folder.mkdir(exist_ok=True)
-            save_checkpoint(folder / "writing.pt", writing_checkpoint())
-            (folder / "writing.toml").write_text(WRITING_TOML, encoding="utf-8")
-            config = config_from_toml(folder / "writing.toml")
-            report = build(folder / "writing.pt", config, folder / "build", None, Silent(), "mod-export build")
-            assert report.verdict.status == "pass", report.verdict.reasons
-    return folder
+
+    def make() -> None:
+        save_checkpoint(folder / "writing.pt", writing_checkpoint())
+        (folder / "writing.toml").write_text(WRITING_TOML, encoding="utf-8")
+        config = config_from_toml(folder / "writing.toml")
+        report = build(folder / "writing.pt", config, folder / "build", None, Silent(), "mod-export build")
+        assert report.verdict.status == "pass", report.verdict.reasons
+
+    return _once(folder, make)
 
 
 @pytest.fixture(scope="session")
@@ -135,12 +173,6 @@ def writing_model(writing_folder: Path) -> Model:
 @pytest.fixture(scope="session")
 def writing_config(writing_folder: Path) -> BuildConfig:
     return config_from_toml(writing_folder / "writing.toml")
-
-
-@pytest.fixture
-def built_copy(built: Path, tmp_path: Path) -> Path:
-    """A finished build folder that was moved."""
-    return Path(shutil.copytree(built, tmp_path / "moved"))
 
 
 @pytest.fixture

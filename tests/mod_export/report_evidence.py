@@ -132,8 +132,8 @@ def decoding(target: str, role: str, bucket: str, kind: ModelKind) -> dict[str, 
         target, role, bucket, kind, layers, reference="eager float32", inputs=["text", "random"],
         artifact=f"engines/{target}/{kind}-{role}-{bucket}-float32.onnx", rounding_error=2.5e-05,
         error={"max_abs": 2.7e-05, "mean_abs": 2.8e-06, "max_rel": 2.6e-06, "rms": 3.9e-06}, allowed_max_abs=4.0e-04,
-        gate={"max_abs": 1e-4, "near_tie": 1e-3, "next_token_agreement": 0.999, "noise": 16.0, "noise_rms": 8.0,
-              "max_kl": 1e-6, "max_perplexity_ratio": 1.0001},
+        gate={"max_abs": 1e-4, "near_tie": 1e-3, "next_token_agreement": 0.999, "rounding_error": 16.0,
+              "rounding_error_rms": 8.0, "max_kl": 1e-6, "max_perplexity_ratio": 1.0001},
     )  # fmt: skip
 
 

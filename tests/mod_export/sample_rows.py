@@ -14,7 +14,7 @@ Row = TypeVar("Row", bound=Result)
 PAIR: dict[str, Any] = {"target": "ort-cpu", "dtype": "float32", "bucket": "b1s512"}
 ENGINE: dict[str, Any] = {**PAIR, "model": "mod"}
 GATE = Gate(
-    max_abs=1e-4, near_tie=1e-4, next_token_agreement=0.999, noise=16, noise_rms=4, max_kl=1e-8,
+    max_abs=1e-4, near_tie=1e-4, next_token_agreement=0.999, rounding_error=16, rounding_error_rms=4, max_kl=1e-8,
     max_perplexity_ratio=1.0001,
 )  # fmt: skip
 QUIET = Conditions(threads_used=1.0, frequency_mhz=(2445.0, 2448.0), load=0.42, other_load=0.013)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 import torch
 from observing import observed
 
-from mod_export import demo
 from mod_export.cli import cli
-from mod_export.demo import demo_checkpoint, next_steps, timed_checkpoint
+from mod_export.cli.demo import demo_checkpoint, next_steps, timed_checkpoint
 from mod_export.errors import CheckpointError
 from mod_export.sources import checkpoint as model
 from mod_export.sources.checkpoint import model_from_checkpoint
@@ -30,11 +28,8 @@ def test_the_shipped_checkpoint_is_trained() -> None:
     bits = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() / np.log(2)
     # The card says 1.6 bits per byte at 512 bytes of context; an untrained model has 8.
     assert bits < 2.6
-
-
-def test_the_card_states_the_size_of_the_checkpoint() -> None:
-    card = demo_checkpoint().with_suffix(".md").read_text(encoding="utf-8")
-    assert f"{model_from_checkpoint(demo_checkpoint()).parameters:,} parameters" in card
+    card = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert f"{model_from_checkpoint(path).parameters:,} parameters" in card
 
 
 def test_the_timed_checkpoint_is_large_and_temporary() -> None:
@@ -65,36 +60,13 @@ def test_the_demo_ends_with_what_to_look_at_and_what_to_try() -> None:
 class Silent:
     """An architecture that ships nothing."""
 
-    name = "silent"
-
-    def demo_checkpoint(self) -> Path | None:
-        return None
-
-    def timed_spec(self) -> None:
-        return None
+    demo_checkpoint = timed_spec = lambda self: None
 
 
-SILENT = Silent()
-
-
-@pytest.fixture
-def only_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_to_show_or_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is installed is the environment of these functions, not the thing under test.
-    entry = EntryPoint(name="silent", value=f"{__name__}:SILENT", group=model.GROUP)
-    monkeypatch.setattr(model, "entry_points", lambda group: EntryPoints([entry]))
-    monkeypatch.setattr(demo, "architectures", lambda: {"silent": SILENT})
-
-
-@pytest.mark.usefixtures("only_silent")
-def test_no_checkpoint_to_show() -> None:
+    monkeypatch.setattr(model, "architectures", lambda: {"silent": Silent()})
     with pytest.raises(CheckpointError, match="no installed architecture ships a trained checkpoint; build your own"):
         demo_checkpoint()
-
-
-@pytest.mark.usefixtures("only_silent")
-def test_no_size_to_time() -> None:
-    with (
-        pytest.raises(CheckpointError, match="no installed architecture declares a size to be timed"),
-        timed_checkpoint(),
-    ):
-        pass
+    with pytest.raises(CheckpointError, match="no installed architecture declares a size to be timed"):
+        timed_checkpoint().__enter__()

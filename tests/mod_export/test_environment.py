@@ -1,8 +1,11 @@
+"""Versions, the machine and its memory, as far as they can be told from outside."""
+
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,14 +13,23 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from command_line import invoke
+from safetensors.torch import load_file, save_file
 
 import mod_export
+from mod_export import environment
 from mod_export.environment import (
     PACKAGES,
     _cgroup_quotas,
     cpu_features,
     describe_machine,
+    free_bytes,
+    let_go,
+    limited,
     package_version,
+    peak_rss_bytes,
+    reset_peak_rss,
     source_digest,
     usable_cores,
     versions,
@@ -37,25 +49,15 @@ def gpu_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return place
 
 
-def test_versions() -> None:
+def test_versions_and_of_this_package_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     assert package_version("mod_export") == mod_export.__version__
-    assert package_version("torch") == sys.modules["torch"].__version__
-    assert package_version("onnxruntime") is not None
-    with pytest.raises(KeyError, match="numpy"):
-        package_version("numpy")
-
-
-def test_versions_by_name_and_of_this_package_its_source() -> None:
-    assert versions("torch", "onnx") == {"torch": package_version("torch"), "onnx": package_version("onnx")}
-    assert versions("mod_export") == {"mod_export": source_digest("mod_export")}
-    assert versions() == {}
+    monkeypatch.setitem(PACKAGES, "absent", ("no-such-distribution",))
+    found = versions("torch", "mod_export", "absent")
+    digest = source_digest("mod_export")
+    assert found == {"torch": sys.modules["torch"].__version__, "mod_export": digest, "absent": None}
+    assert (len(digest), digest == source_digest("mod_models")) == (64, False)
     with pytest.raises(KeyError, match="numpy"):
         versions("numpy")
-
-
-def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PACKAGES, "absent", ("no-such-distribution",))
-    assert versions("absent") == {"absent": None}
 
 
 def test_the_machine_is_described_as_plain_data() -> None:
@@ -68,27 +70,23 @@ def test_the_machine_is_described_as_plain_data() -> None:
     assert machine["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_no_gpu_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert describe_machine()["gpu"] is None
-
-
 def test_a_gpu_is_named_with_its_driver(gpu_tool: Callable[[str], None]) -> None:
     gpu_tool('echo "NVIDIA RTX 6000 Ada, 570.86"; echo "another"')
     assert describe_machine()["gpu"] == "NVIDIA RTX 6000 Ada, 570.86"
 
 
-@pytest.mark.parametrize("script", ["exit 9", "exit 0", "echo broken >&2; exit 1"])
+@pytest.mark.parametrize("script", ["exit 0", "echo broken >&2; exit 1"])
 def test_a_gpu_tool_that_finds_nothing(gpu_tool: Callable[[str], None], script: str) -> None:
     gpu_tool(script)
     assert describe_machine()["gpu"] is None
 
 
-def test_a_gpu_tool_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_tool_or_one_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_machine()["gpu"] is None
     tool = tmp_path / "nvidia-smi"
     tool.write_bytes(b"\x7fELF not really")
     tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
     assert describe_machine()["gpu"] is None
 
 
@@ -109,11 +107,6 @@ def test_the_digest_of_a_package_follows_its_source(tmp_path: Path, monkeypatch:
     assert source_digest("package_with_digest") == digests[2]
 
 
-def test_the_digest_is_of_this_package() -> None:
-    assert source_digest("mod_export") != source_digest("mod_models")
-    assert len(source_digest("mod_export")) == 64
-
-
 def test_instruction_sets_are_those_that_compilers_use() -> None:
     features = cpu_features()
     assert not features & {"fpu", "vme", "hypervisor", "tsc", "pae"}
@@ -129,22 +122,80 @@ def test_usable_cores_are_those_of_the_affinity() -> None:
     assert found.stdout == "1\n"
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({}, []),
-        ({"": "max 100000"}, []),
-        ({"pod/app": "150000 100000"}, [1.5]),
-        ({"pod/app": "max 100000", "pod": "400000 100000", "": "800000 100000"}, [4.0, 8.0]),
-        ({"pod/app": "nonsense"}, []),
-    ],
-)
-def test_quotas_of_a_control_group_and_those_above_it(
-    tmp_path: Path, limits: dict[str, str], expected: list[float]
-) -> None:
-    (tmp_path / "fs/pod/app").mkdir(parents=True)
-    for group, text in limits.items():
-        (tmp_path / "fs" / group / "cpu.max").write_text(text + "\n")
+def test_quotas_of_a_control_group_and_those_above_it(tmp_path: Path) -> None:
+    group = tmp_path / "fs/pod/app"
+    group.mkdir(parents=True)
     (tmp_path / "cgroup").write_text("0::/pod/app\n")
-    assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == expected
+    assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == []
+    (tmp_path / "fs/cpu.max").write_text("800000 100000\n")
+    (tmp_path / "fs/pod/cpu.max").write_text("400000 100000\n")
+    for text, own in (("150000 100000", [1.5]), ("max 100000", []), ("nonsense", [])):
+        (group / "cpu.max").write_text(f"{text}\n")
+        assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == [*own, 4.0, 8.0]
     assert _cgroup_quotas(tmp_path / "fs", tmp_path / "absent") == []
+
+
+def test_a_budget_counts_what_this_process_has() -> None:
+    assert free_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    with limited(2**62):
+        assert free_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    own = psutil.Process().memory_info()
+    with limited(own.rss + 2**26):
+        assert free_bytes() <= own.rss + 2**26
+    with limited(1):
+        assert free_bytes() == 0
+    assert free_bytes() > 0
+
+
+def test_too_small_a_budget_is_refused_before_anything_is_built(small_folder: Path, small_copy: Path) -> None:
+    arguments = ["build", small_folder / "small.pt", "-c", small_folder / "small.toml", "--max-memory"]
+    said = invoke(*arguments, "10MiB", "-o", small_copy.parent / "out")
+    assert said.exit_code == 2, said.output
+    found = re.search(r"max_memory: this build needs about ([\d.]+) GiB, 0\.0 GiB are allowed", said.stderr)
+    assert found, said.stderr
+    assert not (small_copy.parent / "out").exists()
+    assert invoke(*arguments, f"{float(found[1]) + 0.1:.1f}GiB", "-o", small_copy).exit_code == 0
+    no_size = invoke(*arguments, "12 apples", "-o", small_copy)
+    assert no_size.exit_code == 2
+    assert "max_memory: " in no_size.stderr
+
+
+def resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssFile:"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for what is resident")
+def test_what_was_read_from_a_file_is_given_back(tmp_path: Path) -> None:
+    size = 2**26
+    save_file({"large": torch.arange(size // 4, dtype=torch.float32)}, tmp_path / "w.safetensors")
+    tensors = load_file(tmp_path / "w.safetensors")
+    total = tensors["large"].double().sum()
+    before = resident_bytes()
+    let_go(tensors.values())
+    assert before - resident_bytes() > size // 2
+    assert tensors["large"].double().sum() == total
+
+
+def test_what_is_in_memory_alone_stays() -> None:
+    tensors = [torch.arange(2**16), torch.zeros(0), torch.ones(3), torch.arange(2**14).reshape(128, 128).T]
+    copies = [tensor.clone() for tensor in tensors]
+    let_go(tensors)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, copies, strict=True))
+
+
+def test_other_systems_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(environment.ctypes, "CDLL", None)
+    let_go([torch.zeros(2**16)])
+
+
+def test_peak_memory_is_that_since_the_last_reset() -> None:
+    reset_peak_rss()
+    before = peak_rss_bytes()
+    held = bytearray(64 * 2**20)
+    during = peak_rss_bytes()
+    assert during - before > 48 * 2**20
+    del held
+    reset_peak_rss()
+    assert peak_rss_bytes() < during

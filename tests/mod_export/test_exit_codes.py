@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import IO
 
 import pytest
 from build_folders import STAGES
-from command_line import command, invoke, raw_checkpoint
+from command_line import FAST_TOML, commands, invoke, raw_checkpoint, toml_file
 
 from mod_export.build_folder.workspace import read_manifest
 from mod_export.results.report import report_from_json
@@ -38,9 +37,6 @@ class Uncapturable(torch.nn.Module):
 
 
 class Loaded(LoadedTransformer):
-    def module(self, outputs="logits"):
-        return Uncapturable(super().module(outputs))
-
     def skeleton(self, outputs="logits"):
         return Uncapturable(super().skeleton(outputs))
 
@@ -61,46 +57,54 @@ FAULTY = Faulty()
 '''
 
 
-@pytest.fixture
-def plugin(tmp_path: Path) -> dict[str, str]:
-    """Environment of a process that has an architecture of somebody else's installed."""
-    folder = tmp_path / "plugin"
-    (folder / "faulty-1.0.dist-info").mkdir(parents=True)
-    (folder / "faulty-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
-    (folder / "faulty-1.0.dist-info/entry_points.txt").write_text(
-        "[mod_export.architectures]\nfaulty = faulty:FAULTY\n"
-    )
+@pytest.fixture(scope="module")
+def faulty(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of two builds where an architecture of somebody else's is installed: a bug of its
+    reader, and a model that cannot be captured."""
+    folder = tmp_path_factory.mktemp("faulty")
+    info = folder / "faulty-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[mod_export.architectures]\nfaulty = faulty:FAULTY\n")
     (folder / "faulty.py").write_text(PLUGIN)
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    small = load_checkpoint(small_folder / "small.pt")
+    builds = [
+        ["build", raw_checkpoint(folder / f"{name}.pt", small, architecture=name), "-o", folder / f"{name}-out", "-q"]
+        for name in ("surprising", "faulty")
+    ]
+    code = f"sys.path.insert(0, {str(folder)!r})"
+    found = commands([[*one, "-c", small_folder / "small.toml"] for one in builds], code)
+    assert [path.name for path in folder.glob("*-out")] == ["faulty-out"]
+    assert list(read_manifest(folder / "faulty-out")["steps"]) == ["load"]
+    assert {entry.name for entry in (folder / "faulty-out").iterdir()} == {"manifest.json", ".lock"}
+    return found
 
 
 def test_0_all_gates_passed(
-    tmp_path: Path, checkpoint: Path, config_file: Path, built_copy: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_folder: Path, small_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argued = ["build", checkpoint, "-c", config_file, "-o", built_copy, "--report", tmp_path / "deep/rows.json"]
+    argued = ["build", small_folder / "small.pt", "-c", small_folder / "small.toml", "-o", small_copy]
+    argued += ["--report", tmp_path / "deep/rows.json"]
     monkeypatch.setattr(sys, "argv", ["mod-export", *map(str, argued)])  # The report tells of it.
     found = invoke(*argued)
     assert found.exit_code == 0, found.stderr
-    assert found.stdout.startswith("tiny  mod_transformer")
-    assert found.stdout.endswith(f"PASS  every gate met: {built_copy}\n")
+    assert found.stdout.startswith("small  mod_transformer")
+    assert found.stdout.endswith(f"PASS  every gate met: {small_copy}\n")
     lines = found.stderr.splitlines()
     assert [line.split()[:2] for line in lines] == [["*", name] for name in STAGES]
     written = (tmp_path / "deep/rows.json").read_text()
-    assert written == (built_copy / "report.json").read_text()
+    assert written == (small_copy / "report.json").read_text()
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rows.json"]
     report = report_from_json(written)
     assert report.command == " ".join(["mod-export", *map(str, argued)])
 
 
-def test_1_a_bug_says_so(tmp_path: Path, checkpoint: Path, plugin: dict[str, str]) -> None:
-    path = raw_checkpoint(tmp_path / "m.pt", load_checkpoint(checkpoint), architecture="surprising")
-    found = command("build", path, "-o", tmp_path / "out", env=plugin)
-    assert found.returncode == 1
-    assert found.stdout == ""
-    assert "Traceback (most recent call last)" in found.stderr
-    assert "RuntimeError: nobody expected this" in found.stderr
-    assert re.search(r"\nbug in mod-export \S+: RuntimeError; please report the text above\n$", found.stderr)
-    assert not (tmp_path / "out").exists()
+def test_1_a_bug_says_so(faulty: list[tuple[int, str, str]]) -> None:
+    code, stdout, stderr = faulty[0]
+    assert (code, stdout) == (1, "")
+    assert "Traceback (most recent call last)" in stderr
+    assert "RuntimeError: nobody expected this" in stderr
+    assert re.search(r"\nbug in mod-export \S+: RuntimeError; please report the text above\n$", stderr)
 
 
 @pytest.mark.parametrize(
@@ -119,40 +123,28 @@ def test_2_wrong_usage(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ["build", "LONG"],
-        ["build", "MODEL", "-o", "LONG"],
-        ["build", "MODEL", "-c", "LONG"],
-        ["build", "MODEL", "--baseline", "LONG"],
-        ["build", "MODEL", "--report", "LONG"],
-        ["validate", "LONG"],
-        ["bench", "LONG"],
-        ["report", "LONG"],
-        ["inspect", "LONG"],
-        ["config", "show", "LONG"],
-        ["demo", "-o", "LONG"],
+        "build LONG",
+        "build m.pt -o LONG",
+        "build m.pt --baseline LONG",
+        "bench LONG",
+        "config show LONG",
+        "demo -o LONG",
     ],
-    ids=lambda arguments: " ".join(arguments),
 )
-def test_2_a_name_that_is_too_long(arguments: list[str], checkpoint: Path) -> None:
-    names = {"LONG": "x" * 300, "MODEL": checkpoint}
-    found = invoke(*(names.get(argument, argument) for argument in arguments))
+def test_2_a_name_that_is_too_long(line: str) -> None:
+    found = invoke(*line.replace("LONG", "x" * 300).split())
     assert found.exit_code == 2
     assert re.search(r"\nError: Invalid value for .*x: File name too long\n$", found.stderr)
 
 
-def test_3_a_stage_could_not_build(tmp_path: Path, checkpoint: Path, fast: Path, plugin: dict[str, str]) -> None:
-    path = raw_checkpoint(tmp_path / "m.pt", load_checkpoint(checkpoint), architecture="faulty")
-    out = tmp_path / "out"
-    found = command("build", path, "-c", fast, "-o", out, "-q", env=plugin)
-    assert found.returncode == 3, found.stderr
-    assert found.stdout == ""
-    assert "Traceback" not in found.stderr
-    assert found.stderr.startswith("error: ")
-    assert found.stderr.endswith("\n       stage capture failed; done before it: load\n")
-    assert list(read_manifest(out)["steps"]) == ["load"]
-    assert {entry.name for entry in out.iterdir()} == {"manifest.json", ".lock"}
+def test_3_a_stage_could_not_build(faulty: list[tuple[int, str, str]]) -> None:
+    code, stdout, stderr = faulty[1]
+    assert (code, stdout) == (3, "")
+    assert "Traceback" not in stderr
+    assert stderr.startswith("error: ")
+    assert stderr.endswith("\n       stage capture failed; done before it: load\n")
 
 
 def test_3_a_graph_that_is_none(tmp_path: Path) -> None:
@@ -162,18 +154,17 @@ def test_3_a_graph_that_is_none(tmp_path: Path) -> None:
     assert re.match(r"error: .*g\.onnx: not a readable ONNX graph", found.stderr)
 
 
-def test_4_a_gate_failed(checkpoint: Path, config_file: Path, built_copy: Path, tmp_path: Path) -> None:
-    text = config_file.read_text().replace("min_speedup = 0.0", "min_speedup = 50.0")
-    (tmp_path / "strict.toml").write_text(text)
-    found = invoke("build", checkpoint, "-c", tmp_path / "strict.toml", "-o", built_copy, "-q")
+def test_4_a_gate_failed(small_folder: Path, small_copy: Path, tmp_path: Path) -> None:
+    strict = toml_file(tmp_path, FAST_TOML.replace("min_speedup = 0.0", "min_speedup = 50.0"))
+    found = invoke("build", small_folder / "small.pt", "-c", strict, "-o", small_copy, "-q")
     assert found.exit_code == 4
     assert found.stderr == ""
     assert "FAIL" in found.stdout
     assert "does not reach the gate of 50.00x" in found.stdout
-    report = report_from_json((built_copy / "report.json").read_text())
+    report = report_from_json((small_copy / "report.json").read_text())
     assert report.verdict.status == "fail"
     for name in ("bench", "report"):
-        again = invoke(name, built_copy)
+        again = invoke(name, small_copy)
         assert "does not reach the gate of 50.00x" in again.stdout
         # Showing a failed build is no failure; measuring it again is.
         assert again.exit_code == (4 if name == "bench" else 0)

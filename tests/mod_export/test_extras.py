@@ -4,55 +4,52 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from command_line import command
+from command_line import commands
 
 from mod_export.environment import EXTRAS
 
-WITHOUT_EXTRA = "for name in {names}: sys.modules[name] = None"
+GRAPH = "graphs/mod-b1s16.onnx"
+
+NEEDS: dict[tuple[str, ...], tuple[str, list[str]]] = {
+    ("torch",): ("build", ["build MODEL -o OUT", "sweep MODEL -o OUT", "demo -o OUT", "inspect MODEL", "validate DIR"]),
+    ("onnx", "onnx_ir"): ("build", ["inspect GRAPH", "validate DIR"]),
+    ("onnxruntime",): ("ort", ["bench DIR"]),
+}
+"""Modules that are not installed -> the extra that brings them, and commands that need one of them."""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "absent", "extra"),
-    [
-        (["build", "MODEL", "-o", "OUT"], ["torch"], "build"),
-        (["build", "MODEL", "-o", "OUT"], ["onnxscript"], "build"),
-        (["sweep", "MODEL", "-o", "OUT"], ["torch"], "build"),
-        (["demo", "-o", "OUT"], ["torch"], "build"),
-        (["inspect", "MODEL"], ["torch"], "build"),
-        (["inspect", "GRAPH"], ["onnx", "onnx_ir"], "build"),
-        (["validate", "DIR"], ["torch"], "build"),
-        (["validate", "DIR"], ["onnx"], "build"),
-        (["bench", "DIR"], ["onnxruntime"], "ort"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_a_missing_extra_is_named(
-    arguments: list[str], absent: list[str], extra: str, built: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    names = {"MODEL": checkpoint, "DIR": built, "OUT": tmp_path / "out", "GRAPH": built / "graphs/mod-b1s64.onnx"}
-    found = command(*(names.get(argument, argument) for argument in arguments), code=WITHOUT_EXTRA.format(names=absent))
-    assert found.returncode == 2, found.stderr
-    assert found.stdout == ""
-    message = rf"error: `mod-export {arguments[0]}` needs \S+, which cannot be imported here \(.*\)\n"
-    assert re.fullmatch(rf'{message} +install it: pip install "mod-export\[{extra}\]"\n', found.stderr)
+def without(modules: Iterable[str]) -> str:
+    return f"sys.modules.update(dict.fromkeys({list(modules)}))"
+
+
+@pytest.mark.parametrize("absent", NEEDS, ids=lambda absent: absent[0])
+def test_a_missing_extra_is_named(absent: tuple[str, ...], small_folder: Path, tmp_path: Path) -> None:
+    extra, lines = NEEDS[absent]
+    folder = small_folder / "build"
+    names = {"MODEL": small_folder / "small.pt", "DIR": folder, "OUT": tmp_path / "out", "GRAPH": folder / GRAPH}
+    requests = [[names.get(word, word) for word in line.split()] for line in lines]
+    for line, (code, stdout, stderr) in zip(lines, commands(requests, without(absent)), strict=True):
+        assert (code, stdout) == (2, ""), (line, stderr)
+        message = rf"error: `mod-export {line.split()[0]}` needs \S+, which cannot be imported here \(.*\)\n"
+        assert re.fullmatch(rf'{message} +install it: pip install "mod-export\[{extra}\]"\n', stderr)
 
 
 def test_targets_say_that_building_needs_an_extra() -> None:
-    found = command("targets", code="sys.modules['onnx'] = None")
-    assert found.returncode == 0, found.stderr
-    ort = next(line for line in found.stdout.splitlines() if line.startswith("ort-cpu"))
-    assert re.fullmatch(
-        r'ort-cpu +runs +onnxruntime \S+; to build, pip install "mod-export\[build\]" \(missing: onnx\)', ort
-    )
+    ((code, stdout, _),) = commands([["targets"]], without(["onnx"]))
+    assert code == 0
+    ort = next(line for line in stdout.splitlines() if line.startswith("ort-cpu"))
+    missing = r'to build, pip install "mod-export\[build\]" \(missing: onnx\)'
+    assert re.fullmatch(rf"ort-cpu +runs +onnxruntime \S+; {missing}", ort)
 
 
 def test_the_import_of_something_else_is_a_bug() -> None:
-    found = command("targets", code="sys.modules['mod_export.engines'] = None")
-    assert found.returncode == 1
-    assert re.search(r"\nbug in mod-export \S+: ModuleNotFoundError; please report the text above\n$", found.stderr)
+    ((code, _, stderr),) = commands([["targets"]], "sys.modules['mod_export.engines'] = None")
+    assert code == 1
+    assert re.search(r"\nbug in mod-export \S+: ModuleNotFoundError; please report the text above\n$", stderr)
 
 
 def test_every_extra_of_the_table_is_declared() -> None:

@@ -112,7 +112,7 @@ def test_it_is_served_on_request(dtype: DType, root: Path, report: BuildReport) 
 
 @pytest.mark.slow
 def test_what_misses_its_gate_is_not_served(checkpoint: Path, config: BuildConfig, tmp_path: Path) -> None:
-    strict = low(config, ("int8",), **{**LAX, "noise": 0.0})
+    strict = low(config, ("int8",), **{**LAX, "rounding_error": 0.0})
     found = build(checkpoint, strict, tmp_path / "build", None, Silent(), "mod-export build tiny.pt")
     assert found.verdict.status == "fail"
     assert all(" int8 " in reason for reason in found.verdict.reasons)
@@ -130,7 +130,7 @@ def test_what_misses_its_gate_is_not_served(checkpoint: Path, config: BuildConfi
 def test_no_other_dtype_takes_the_place_of_one_that_failed(
     checkpoint: Path, config: BuildConfig, tmp_path: Path
 ) -> None:
-    gate = config.parity.float32.model_copy(update={"noise": 0.0})
+    gate = config.parity.float32.model_copy(update={"rounding_error": 0.0})
     lax = low(config, ("int8",), **LAX)
     strict = lax.model_copy(update={"parity": lax.parity.model_copy(update={"float32": gate})})
     build(checkpoint, strict, tmp_path / "build", None, Silent(), "mod-export build tiny.pt")

@@ -21,26 +21,25 @@ from mod_export.report.summary import samplings
 from mod_export.rerun import validate_folder
 from mod_export.results.report import BuildReport
 from mod_export.results.structure import CausalityRow
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.checkpoint import model_from_checkpoint
 from mod_export.types import Outputs
 
-SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 20, 32)}
-
-
+SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 12, 16)}
 Returning = dict[Outputs, tuple[Path, BuildReport]]
 
 
 def build_of(checkpoint: Path, config: BuildConfig, root: Path, **changes: Any) -> BuildReport:
     cost = config.cost.model_copy(update={"profile_runs": 0})
-    small = config.model_copy(update={"buckets": ((2, 32),), "cost": cost, **changes})
+    small = config.model_copy(update={"buckets": ((2, 16),), "cost": cost, **changes})
     return build(checkpoint, small, root, None, Silent(), "mod-export build tiny.pt")
 
 
 @pytest.fixture(scope="module")
-def builds(checkpoint: Path, config: BuildConfig, tmp_path_factory: pytest.TempPathFactory) -> Returning:
+def builds(small_folder: Path, config: BuildConfig, tmp_path_factory: pytest.TempPathFactory) -> Returning:
     """What graphs return -> the build folder, and its report."""
     roots: dict[Outputs, Path] = {outputs: tmp_path_factory.mktemp("returning") / outputs for outputs in SHAPES}
-    return {outputs: (root, build_of(checkpoint, config, root, outputs=outputs)) for outputs, root in roots.items()}
+    path = small_folder / "small.pt"
+    return {outputs: (root, build_of(path, config, root, outputs=outputs)) for outputs, root in roots.items()}
 
 
 @pytest.fixture(params=list(SHAPES))
@@ -58,19 +57,19 @@ def test_a_build_is_judged_by_what_it_returns(returning: tuple[Outputs, Path, Bu
     assert {row.text is None for row in report.parity} == {outputs == "last"}
 
 
-def test_what_is_returned_is_the_eager_models(returning: tuple[Outputs, Path, BuildReport], model: Model) -> None:
+def test_what_is_returned_is_the_eager_models(returning: tuple[Outputs, Path, BuildReport], small_folder: Path) -> None:
     outputs, root, _ = returning
-    ids_BS, lengths_B = np.random.default_rng(0).integers(0, 256, (2, 20)), np.array([20, 7])
+    ids_BS, lengths_B = np.random.default_rng(0).integers(0, 256, (2, 12)), np.array([12, 7])
     with mod_export.load(root) as deployment:
         found = deployment.run(ids_BS, lengths_B)
-    padded_BS = np.zeros((2, 32), np.int64)
-    padded_BS[:, :20] = ids_BS
+    padded_BS = np.zeros((2, 16), np.int64)
+    padded_BS[:, :12] = ids_BS
     with torch.no_grad():
-        module = model.loaded.module(outputs)
+        module = model_from_checkpoint(small_folder / "small.pt").loaded.module(outputs)
         expected = module(torch.from_numpy(padded_BS), torch.from_numpy(lengths_B))[0].numpy()
     assert found.shape == SHAPES[outputs]
-    real = np.arange(20) < lengths_B[:, None]
-    pairs = (found, expected) if outputs == "last" else (found[real], expected[:, :20][real])
+    real = np.arange(12) < lengths_B[:, None]
+    pairs = (found, expected) if outputs == "last" else (found[real], expected[:, :12][real])
     np.testing.assert_allclose(*pairs, atol=2e-5)
 
 
@@ -91,32 +90,28 @@ def test_what_was_not_probed_is_not_said_to_be_causal(returning: tuple[Outputs, 
     assert ("It was not probed." in render_html(report)) == (outputs == "last")
 
 
-def test_a_fault_in_what_is_returned_is_found(
-    returning: tuple[Outputs, Path, BuildReport], builds: Returning, tmp_path: Path
-) -> None:
-    """An engine of the other kind of output under this one's name."""
-    outputs, sound, _ = returning
-    root = shutil.copytree(sound, tmp_path / "faulty")
-    path = "engines/ort-cpu/mod-b2s32-float32.onnx"
-    shutil.copy(builds["none" if outputs == "last" else "last"][0] / path, root / path)
+def test_a_fault_in_what_is_returned_is_found(builds: Returning, tmp_path: Path) -> None:
+    """An engine of another kind of output under this one's name."""
+    root = shutil.copytree(builds["last"][0], tmp_path / "faulty")
+    path = "engines/ort-cpu/mod-b2s16-float32.onnx"
+    shutil.copy(builds["none"][0] / path, root / path)
     found = validate_folder(root, None, ["ort-cpu"])
     assert found.verdict.status == "fail"
-    names = {"last": "last_logits", "none": "hidden"}
-    assert any(f"the engine gives no {names[outputs]}, expected" in reason for reason in found.verdict.reasons)
+    assert any("the engine gives no last_logits, expected" in reason for reason in found.verdict.reasons)
 
 
 @pytest.mark.slow
 def test_blocks_of_queries_are_built_judged_and_exported_afresh(
-    checkpoint: Path, config: BuildConfig, tmp_path: Path
+    small_folder: Path, config: BuildConfig, tmp_path: Path
 ) -> None:
-    options = config.target.model_copy(update={"ort_cpu": config.target.ort_cpu.model_copy(update={"query_block": 8})})
-    report = build_of(checkpoint, config, tmp_path / "build", target=options)
+    options = config.target.model_copy(update={"ort_cpu": config.target.ort_cpu.model_copy(update={"query_block": 4})})
+    report = build_of(small_folder / "small.pt", config, tmp_path / "build", target=options)
     assert report.verdict.status == "pass", report.verdict.reasons
     graphs = {graph["path"]: graph for graph in read_manifest(tmp_path / "build")["graphs"]}
-    graph = graphs["graphs/mod-b2s32.ort-cpu.float32.onnx"]
-    assert graph["query_blocks"] == {"32": 8}
+    graph = graphs["graphs/mod-b2s16.ort-cpu.float32.onnx"]
+    assert graph["query_blocks"] == {"16": 4}
     nodes = [node.op_type for node in ir.load(tmp_path / "build" / graph["path"]).graph]
-    assert nodes.count("Attention") == 2 * 4 + 2  # Four blocks in each of two dense layers; two routed ones, whole.
+    assert nodes.count("Attention") == 4 + 1  # Four blocks in the dense layer; the routed one whole.
     found = validate_folder(tmp_path / "build", None, [])
     assert found.verdict.status == "pass", found.verdict.reasons
     # The prediction counts what the engines compute.
@@ -126,7 +121,7 @@ def test_blocks_of_queries_are_built_judged_and_exported_afresh(
 
 
 @pytest.mark.slow
-def test_no_blocks_when_none_are_wanted(checkpoint: Path, config: BuildConfig, tmp_path: Path) -> None:
+def test_no_blocks_when_none_are_wanted(small_folder: Path, config: BuildConfig, tmp_path: Path) -> None:
     options = config.target.model_copy(update={"ort_cpu": config.target.ort_cpu.model_copy(update={"query_block": 0})})
-    build_of(checkpoint, config, tmp_path / "build", target=options)
+    build_of(small_folder / "small.pt", config, tmp_path / "build", target=options)
     assert all(graph["query_blocks"] == {} for graph in read_manifest(tmp_path / "build")["graphs"])

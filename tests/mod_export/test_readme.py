@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 import tomllib
 from pathlib import Path
 
 import pytest
+from headless_chromium import BROWSER
+from make_figures import main, small_svg
 
-from mod_export.cli import generate
+from mod_export.cli import cli, generate
 from mod_export.config import GenerationOptions
 
 ROOT = Path(__file__).parents[2]
@@ -21,19 +21,20 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def run(code: str, folder: Path) -> str:
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True).stdout
-
-
-def test_inference_example(tmp_path: Path, built: Path) -> None:
+def test_inference_example(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(built, tmp_path / "build" / "demo")
+    monkeypatch.chdir(tmp_path)
     (example,) = [block for block in BLOCKS if "mod_export.load" in block]
-    assert run(example, tmp_path) == "(1, 11, 256)\n"
+    exec(example, {})
+    assert capsys.readouterr().out == "(1, 11, 256)\n"
 
 
-def test_checkpoint_example(tmp_path: Path) -> None:
+def test_checkpoint_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (example,) = [block for block in BLOCKS if "save_checkpoint" in block]
-    run(example, tmp_path)
+    exec(example, {})
     assert (tmp_path / "build" / "mine.pt").exists()
 
 
@@ -42,10 +43,12 @@ def test_every_python_block_is_tested() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_exist(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)", document.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
-    assert missing == []
+def test_links_exist_and_python_is_python(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        compile(block, document.name, "exec")
 
 
 def test_the_tree_names_what_exists() -> None:
@@ -56,22 +59,11 @@ def test_the_tree_names_what_exists() -> None:
         assert (ROOT / name).exists() or (ROOT / "mod_export" / name).exists(), name
 
 
-def test_commands_exist() -> None:
-    shown = set(re.findall(r"^    \.venv/bin/mod-export (\w+)", README, re.MULTILINE))
-    help_text = run("from mod_export.cli import main; import sys; sys.argv = ['mod-export', '--help']; main()", ROOT)
-    assert shown <= set(re.findall(r"^  (\w+)  ", help_text, re.MULTILINE))
-
-
-def test_make_targets_exist() -> None:
+def test_commands_and_make_targets_exist() -> None:
+    assert set(re.findall(r"^    \.venv/bin/mod-export (\w+)", README, re.MULTILINE)) <= set(cli.commands)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_python_of_the_documents_is_python(document: Path) -> None:
-    for block in re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
-        compile(block, document.name, "exec")
 
 
 def test_options_of_generation_are_those_of_the_configuration() -> None:
@@ -86,3 +78,18 @@ def test_the_command_that_writes_text_has_the_options_that_are_explained() -> No
     known = {name for option in generate.params for name in option.opts if name.startswith("--")}
     rows = "\n".join(re.findall(r"^\| (`--.*?) \|", page, re.MULTILINE))
     assert set(re.findall(r"--[a-z-]+", rows)) == known - {"--quiet", "--verbose"}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser")
+def test_pictures_are_small_and_tell_the_speedup(built: Path, tmp_path: Path) -> None:
+    assert main(built, tmp_path) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"report.png", "speedup.svg"}
+    assert all(path.stat().st_size < 300_000 for path in tmp_path.iterdir())
+    svg = (tmp_path / "speedup.svg").read_text(encoding="utf-8")
+    assert "predicted (FLOPs)" in svg
+    assert re.search(r"\d\.\d\dx \[\d", svg)
+
+
+def test_paths_are_rounded_and_nothing_else() -> None:
+    svg = '<svg>\n  <path d="M 0.123456 -7.500001\nL 1 2 \nz\n" style="x"/>\n <use x="0.015625"/>\n</svg>'
+    assert small_svg(svg) == '<svg>\n<path d="M 0.12 -7.5 L 1 2 z" style="x"/>\n<use x="0.015625"/>\n</svg>'

@@ -92,9 +92,9 @@ def of_bucket(bucket: str) -> set[str]:
 
 
 GATES = {
-    "noise_rms": 5.0, "near_tie": 0.5, "next_token_agreement": 0.5, "max_kl": 0.5, "max_perplexity_ratio": 2.0,
+    "rounding_error_rms": 5.0, "near_tie": 0.5, "next_token_agreement": 0.5, "max_kl": 0.5, "max_perplexity_ratio": 2.0,
 }  # fmt: skip
-TOLERANCES = {"noise": 20.0, "max_abs": 0.5}
+TOLERANCES = {"rounding_error": 20.0, "max_abs": 0.5}
 CHANGES: dict[str, tuple[Any, set[str]]] = {
     "cost/profile_runs": (2, PROFILE),
     "cost/measure_again": (True, set()),
@@ -140,7 +140,7 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
     "generation/prompts": ([32], set()),
     "generation/caches": ([32], set()),
     "generation/batches": ([2], set()),
-    "generation/places": ("fair", set()),
+    "generation/slots": ("fair", set()),
     "generation/judged_tokens": (9, set()),
     "generation/compared_texts": (1, set()),
     "generation/compared_tokens": (5, set()),

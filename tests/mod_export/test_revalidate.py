@@ -57,7 +57,7 @@ def test_a_moved_folder_passes_without_its_checkpoint(built_copy: Path) -> None:
 
 
 def test_a_configuration_of_ones_own(built_copy: Path, config: BuildConfig) -> None:
-    gate = config.parity.float32.model_copy(update={"noise_rms": 0.0})
+    gate = config.parity.float32.model_copy(update={"rounding_error_rms": 0.0})
     strict = config.model_copy(update={"parity": config.parity.model_copy(update={"float32": gate, "suffixes": 2})})
     found = validate_folder(built_copy, strict, ["ort-cpu"])
     assert found.verdict.status == "fail"

@@ -1,4 +1,4 @@
-"""The surface: what importing costs, what is public, and that no error is without its exit code."""
+"""The surface: what importing costs, what is public, exit codes of errors, and the values that everything shares."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import pytest
 
 import mod_export
 from mod_export import errors
+from mod_export.types import Availability, Bucket, Engine, Setting
 
 HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "polygraphy", "tensorrt", "tensorrt_rtx", "numpy")
 
 
-BUILDERS = ("torch", "onnx", "onnx_ir")
-RUNTIME = ("runtime.deployment", "runtime.generate.generator", "runtime.generate.console")
+NOT_NUMPY = (*HEAVY[:-1], "tokenizers", "mod_models")
 
 
-@pytest.mark.parametrize(("modules", "absent"), [(("cli", "errors"), HEAVY), (RUNTIME, BUILDERS)])
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [(("cli", "errors"), HEAVY), (("runtime.deployment", "runtime.generate.generator"), NOT_NUMPY)],
+    ids=["cli", "runtime"],
+)
 def test_importing_loads_nothing_heavy(modules: tuple[str, ...], absent: tuple[str, ...]) -> None:
     imports = "; ".join(f"import mod_export.{module}" for module in modules)
     code = f"{imports}; import sys; print(*(name for name in {absent} if name in sys.modules))"
@@ -29,9 +33,6 @@ def test_importing_loads_nothing_heavy(modules: tuple[str, ...], absent: tuple[s
 def test_public_names() -> None:
     assert mod_export.__all__ == ["Deployment", "Generator", "__version__", "load", "load_generator", "mark_selection"]
     assert all(getattr(mod_export, name) for name in mod_export.__all__)
-
-
-def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="module 'mod_export' has no attribute 'nonsense'"):
         _ = mod_export.nonsense
 
@@ -42,3 +43,28 @@ def test_every_error_has_an_exit_code_and_stands_in_the_tree() -> None:
     for one in classes:
         assert one.exit_code in (2, 3)
         assert one.__name__ in str(errors.__doc__)
+
+
+RTX = Availability(builds=True, runs=True, reason="TensorRT-RTX", arch="sm89")
+
+
+def engine(arch: str | None) -> Engine:
+    return Engine(target="t", model="mod", bucket=Bucket(1, 8), dtype="float16", path="p", arch=arch)
+
+
+def test_which_engines_run_here() -> None:
+    assert [RTX.can_run(engine(arch)) for arch in (None, "sm89", "sm120")] == [True, True, False]
+    assert RTX.refusal([engine("sm86"), engine("sm120")]) == "built for sm86, sm120, and the GPU here is sm89"
+    assert RTX.refusal([engine("sm86"), engine("sm89")]) == ""
+    absent = Availability(builds=True, runs=False, reason="no CUDA device")
+    assert not absent.can_run(engine(None))
+    assert absent.refusal([engine("sm89")]) == "no CUDA device"
+
+
+def test_stem_of_an_engine() -> None:
+    engine = Engine(target="tensorrt", model="mod", bucket=Bucket(1, 512), dtype="float16", path="p", arch="sm89")
+    assert engine.stem == "mod-b1s512-float16-sm89"
+    step = Setting(target="ort-cpu", dtype="float32", model="dense", role="decode", bucket=Bucket(2, 64))
+    assert step.name == "dense-decode-b2s64-float32"
+    assert (str(step), str(engine.setting)) == ("ort-cpu decode b2s64 float32", "tensorrt b1s512 float16")
+    assert step.of("mod").model == "mod"

@@ -24,7 +24,7 @@ from mod_models.generate import Session, generate_eager
 from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.prefill import Prefill
 from mod_models.spec import Site
-from mod_models.step import Step, places_of_step
+from mod_models.step import Step, slots_of_step
 from mod_models.transformer import Transformer
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -60,7 +60,7 @@ def test_every_split_of_a_text_gives_the_same(name: str) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
 
 
-def test_the_kinds_meet_places_that_are_full() -> None:
+def test_the_kinds_meet_slots_that_are_full() -> None:
     """Of blocks and of experts: agreement where nobody is turned away would say less."""
     found = {name: meaning(generating_model(name), texts(1)).overflow[0] for name in GENERATING}
     turned = {name for name, row in found.items() for site, n in row.items() if n and ".expert" not in str(site)}
@@ -199,13 +199,13 @@ def test_keys_and_values_of_a_routed_layer_are_its_share() -> None:
     assert [one.shape for one in cache_layout(spec, 2, 2048)] == [tuple(tensor.shape) for tensor in tensors.values()]
 
 
-@pytest.mark.parametrize("places", [1, 2, 3])
-def test_more_rows_than_places_in_a_step(places: int) -> None:
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_more_rows_than_slots_in_a_step(slots: int) -> None:
     """The largest scores run, ties to the lower row; the others pass by, leave no key, and are counted."""
     model = generating_model("threshold")
     # Row 3 is row 1 again.
     ids_B = torch.tensor([3, 0, 12, 0, 6, 9])
-    free, narrow = (Step(model.spec, 6, WINDOW, given).sharing(model) for given in (None, {0: places}))
+    free, narrow = (Step(model.spec, 6, WINDOW, given).sharing(model) for given in (None, {0: slots}))
     position_B, cache = torch.zeros(6, dtype=torch.int64), empty_cache(model.spec, 6, WINDOW, torch.float64)
     everyone, some = free(ids_B, position_B, *cache.values()), narrow(ids_B, position_B, *cache.values())
     with torch.no_grad():
@@ -213,7 +213,7 @@ def test_more_rows_than_places_in_a_step(places: int) -> None:
     assert score_B.argsort(descending=True, stable=True).tolist()[:3] == [1, 3, 0]
     able = (score_B > 0).nonzero().flatten().tolist()
     assert able == [0, 1, 2, 3, 5]
-    expected = sorted([1, 3, 0][:places])
+    expected = sorted([1, 3, 0][:slots])
     assert everyone[-1][:, 0].nonzero().flatten().tolist() == able
     assert some[-1][:, 0].nonzero().flatten().tolist() == expected
     assert torch.equal(some[-2][:, 0], everyone[-2][:, 0])
@@ -232,17 +232,17 @@ def test_more_rows_than_places_in_a_step(places: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, spec in GENERATING.items() if spec.routing is not None])
-def test_rows_that_have_places_are_as_if_all_had(name: str) -> None:
+def test_rows_that_have_slots_are_as_if_all_had(name: str) -> None:
     model, ids_B = generating_model(name), texts(1)[0, :5]
     position_B, cache = torch.zeros(5, dtype=torch.int64), empty_cache(model.spec, 5, WINDOW, torch.float64)
     free = Step(model.spec, 5, WINDOW).sharing(model)(ids_B, position_B, *cache.values())
-    for places in (1, 2, 4):
-        step = Step(model.spec, 5, WINDOW, dict.fromkeys(places_of_step(model.spec, 5, WINDOW), places)).sharing(model)
+    for slots in (1, 2, 4):
+        step = Step(model.spec, 5, WINDOW, dict.fromkeys(slots_of_step(model.spec, 5, WINDOW), slots)).sharing(model)
         for skip in (True, False):
             step.skip = skip
             found = step(ids_B, position_B, *cache.values())
             columns = [sites(model.spec).index(site) for site in routed_sites(model.spec)]
-            assert int(found[-1][:, columns].sum(0).max()) <= places
+            assert int(found[-1][:, columns].sum(0).max()) <= slots
             same_B = (found[-1] == free[-1]).all(1)
             torch.testing.assert_close(found[0][same_B], free[0][same_B], rtol=0, atol=1e-9)
 
@@ -259,12 +259,12 @@ def test_a_row_without_a_token_takes_no_place() -> None:
     assert second[-2][0].tolist() == [False, False]
 
 
-def test_places_of_a_step() -> None:
+def test_slots_of_a_step() -> None:
     spec = for_generation(GENERATING["schedule"], 10)
-    assert places_of_step(spec, 8, 10) == {0: 2, 2: 5}
-    assert places_of_step(spec, 1, 10) == {0: 1, 2: 1}
+    assert slots_of_step(spec, 8, 10) == {0: 2, 2: 5}
+    assert slots_of_step(spec, 1, 10) == {0: 1, 2: 1}
     for wrong in ({0: 0}, {0: 9}, {1: 2}):
-        with pytest.raises(ValueError, match=r"places: expected 1 to 8 for sites among 0, 2, got"):
+        with pytest.raises(ValueError, match=r"slots: expected 1 to 8 for sites among 0, 2, got"):
             Step(spec, 8, 10, wrong)
 
 

@@ -113,10 +113,10 @@ def test_sources(name: str) -> None:
     assert [tuple(tensor.shape) for tensor in prefill.examples[0]] == [(2, 9), (2,)]
 
 
-def test_places_of_a_step() -> None:
+def test_slots_of_a_step() -> None:
     graphs = DecodingGraphs(GENERATING["predictor"], WINDOW)
-    assert graphs.places(4, WINDOW, "all") is None
-    assert graphs.places(4, WINDOW, "fair") == {0: 2, 2: 2}
+    assert graphs.slots_in_step(4, WINDOW, "all") is None
+    assert graphs.slots_in_step(4, WINDOW, "fair") == {0: 2, 2: 2}
 
 
 def test_what_cannot_generate_has_no_graphs() -> None:

@@ -62,9 +62,9 @@ def branches_of(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
 
 
 def step_of(
-    model: Transformer, rows: int, path: Path, places: dict[Site, int] | None = None, *, skip: bool = True
+    model: Transformer, rows: int, path: Path, slots: dict[Site, int] | None = None, *, skip: bool = True
 ) -> tuple[Step, onnx.ModelProto]:
-    step = Step(model.spec, rows, WINDOW, places, skip=skip).sharing(model)
+    step = Step(model.spec, rows, WINDOW, slots, skip=skip).sharing(model)
     inputs = dict(zip(step_inputs(model.spec, WINDOW), random_state(model.spec, rows, 0), strict=True))
     return step, exported(step, inputs, step_outputs(model.spec), path)
 
@@ -117,13 +117,13 @@ def test_prompts_and_steps_in_onnx_runtime(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "skip"),
+    ("slots", "skip"),
     [(None, True), ({0: 2, 2: 1}, True), ({0: 2, 2: 1}, False)],
-    ids=["all places", "fixed places", "without conditions"],
+    ids=["all slots", "fixed slots", "without conditions"],
 )
-def test_four_rows_in_onnx_runtime(places: dict[Site, int] | None, skip: bool, tmp_path: Path) -> None:
+def test_four_rows_in_onnx_runtime(slots: dict[Site, int] | None, skip: bool, tmp_path: Path) -> None:
     model = generating_model("predictor", torch.float32)
-    step, graph = step_of(model, 4, tmp_path / "step.onnx", places, skip=skip)
+    step, graph = step_of(model, 4, tmp_path / "step.onnx", slots, skip=skip)
     assert len(branches_of(graph.graph)) == (4 if skip else 0)
     session = ort.InferenceSession(tmp_path / "step.onnx")
     ran = set()
@@ -158,7 +158,7 @@ def test_a_block_that_is_not_taken_is_not_run(name: str, tmp_path: Path) -> None
     for seed in range(13):
         given = random_state(model.spec, 1, seed)
         if seed == 12:
-            given[-1][:] = WINDOW  # All places are taken.
+            given[-1][:] = WINDOW  # All slots are used.
         feeds = dict(zip(step_inputs(model.spec, WINDOW), [tensor.numpy() for tensor in given], strict=True))
         taken = step(*given)[-1][0].tolist()
         expected = outside["MatMul"] + sum(

@@ -1,4 +1,4 @@
-"""The cache of a decode bucket, and the engines that read prompts and tokens into it.
+"""The prefill and decode engines of a build folder, and the cache of a decode bucket that they read into.
 
 Shape legend: B rows (texts), S tokens of a prompt, V vocabulary, G key/value heads, L slots of a layer, E head width,
 N routing sites.
@@ -10,15 +10,18 @@ cache is never copied or allocated again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from mod_export.config import BuildConfig
 from mod_export.engines.protocol import BindableRunner, Runner
-from mod_export.errors import EngineError
+from mod_export.errors import EngineError, TargetError
+from mod_export.types import DType, Engine, ModelKind
 
-__all__ = ["Decoder", "Kept", "Prompts", "kept_from_prefill"]
+__all__ = ["Decoder", "DecodingEngines", "Kept", "Prompts", "kept_from_prefill"]
 
 PARTS = ("keys", "values")
 
@@ -48,10 +51,9 @@ class Kept:
 
 
 class Prompts:
-    """The prefill engines of a deployment: each reads a prompt of up to its own length."""
+    """Prefill engines of one row, by length: each reads a prompt of up to its own length."""
 
     def __init__(self, runners: Mapping[int, Runner]) -> None:
-        """`runners`: length of a bucket -> engine of one row."""
         self._runners = dict(sorted(runners.items()))
 
     @property
@@ -108,12 +110,10 @@ class Decoder:
         ports = runner.ports
         if not {"input_ids", "positions", "slots"} <= set(ports):
             raise EngineError(f"{where}: has {', '.join(ports)}, expected input_ids, positions and slots; build again")
-        outputs = {name: np.zeros(*port) for name, port in ports.items() if name not in runner.inputs}
-        feeds = {name: np.zeros(*ports[name]) for name in runner.inputs}
-        self._ids_B, self._position_B = feeds["input_ids"], feeds["positions"]
-        self._outputs = outputs
-        self._run = runner.bind(feeds, outputs)
-        self.cache = {name: array for name, array in feeds.items() if name not in ("input_ids", "positions")}
+        self._outputs = outputs = {name: np.zeros(*port) for name, port in ports.items() if name not in runner.inputs}
+        self.cache = {name: np.zeros(*ports[name]) for name in runner.inputs}
+        self._run = runner.bind(self.cache.copy(), outputs)
+        self._ids_B, self._position_B = self.cache.pop("input_ids"), self.cache.pop("positions")
         self.length = length
         self.batch = len(self._ids_B)
         self.ran_BN = outputs.get("ran")
@@ -169,7 +169,7 @@ class Decoder:
         return Kept(length, rows, self.cache["counts"][row].copy(), self.overflow_BN[row].copy(), logits_V.copy())
 
     def read_on(self, kept: Kept, ids: Sequence[int]) -> Kept:
-        """The cached state after further tokens (at least one), read one at a time in the first row."""
+        """The cached state after further tokens, at least one, which are read in the first row."""
         self.put(0, kept)
         ids_B, position_B = np.zeros(self.batch, dtype=np.int64), np.full(self.batch, -1, dtype=np.int64)
         for position, token in enumerate(ids, kept.length):
@@ -213,3 +213,42 @@ class Decoder:
             self.cache["counts"][:] = self._outputs["new_counts"]
             self.overflow_BN += self._outputs["wanted"] & ~self._outputs["ran"]
         return self._outputs["logits"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingEngines:
+    """The prefill and decode engines of a build folder.
+
+    Attributes:
+        engines: all of them.
+        load: opens one.
+        config: the resolved configuration.
+    """
+
+    engines: Sequence[Engine]
+    load: Callable[[Engine], Runner]
+    config: BuildConfig
+
+    def prefills(self, kind: ModelKind, target: str, dtype: DType) -> list[Engine]:
+        """All prefill engines of a model, of one target and dtype."""
+        wanted = ("prefill", kind, target, dtype)
+        return [one for one in self.engines if (one.role, one.model, one.target, one.dtype) == wanted]
+
+    @contextlib.contextmanager
+    def prompts(self, kind: ModelKind, target: str, dtype: DType) -> Iterator[Prompts]:
+        """All prefill engines of a model, of one target and dtype, as one reader of prompts."""
+        with contextlib.ExitStack() as opened:
+            engines = self.prefills(kind, target, dtype)
+            yield Prompts({one.bucket.seq: opened.enter_context(self.load(one)) for one in engines})
+
+    @contextlib.contextmanager
+    def decoder(self, engine: Engine) -> Iterator[Decoder]:
+        """A decode engine with its cache.
+
+        Raises:
+            TargetError: engines of its target cannot keep a cache on this machine.
+        """
+        with self.load(engine) as runner:
+            if not isinstance(runner, BindableRunner):
+                raise TargetError(f"{engine.path}: {engine.target} keeps no cache here")
+            yield Decoder(runner, engine.bucket.seq, f"{engine.target} {engine.path}")

@@ -12,47 +12,29 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
 import numpy as np
 
-from mod_export.build_folder.manifest import GenerationFacts, Manifest, open_folder, verify_files
-from mod_export.config import BuildConfig
+from mod_export.build_folder.files import verify_files
+from mod_export.build_folder.manifest import GenerationFacts, Manifest, open_folder
 from mod_export.engines import ENGINES
-from mod_export.engines.protocol import BindableRunner, Runner
+from mod_export.engines.protocol import Runner
+from mod_export.environment import free_bytes
 from mod_export.errors import EngineError, UsageError
-from mod_export.memory import free_bytes
-from mod_export.runtime.deployment import checked_gates, chosen_engines, threads_to_use
-from mod_export.runtime.generate.decoder import Decoder, Kept, Prompts
-from mod_export.runtime.generate.sampling import Sampling, rng_of
-from mod_export.runtime.generate.stream import Completion, Request, Stream
-from mod_export.runtime.generate.texts import Bytes, StopText, TokenizersFile, Vocabulary
+from mod_export.runtime.deployment import served_engines, threads_to_use
+from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts
+from mod_export.runtime.generate.logits import Sampling, rng_of
+from mod_export.runtime.generate.stream import Completion, Prefix, Stream, Text
+from mod_export.runtime.generate.texts import StopText, vocabulary_of
 from mod_export.types import Bucket, Engine, ModelKind
 
-__all__ = ["Generator", "Prefix", "Prompt", "load_generator", "vocabulary_of"]
-
-SCORED = "prompts can be scored, as the checkpoint's spec routes them: mod-export generate --selection topk-prefill"
+__all__ = ["Generator", "Prompt", "load_generator"]
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Tokens that were read once and start several texts.
-
-    Attributes:
-        ids: the tokens.
-        kept: the cached state after them.
-        engines: which engines read them; the cached state is meaningless to others.
-    """
-
-    ids: tuple[int, ...]
-    kept: Kept
-    engines: str
 
 
 def load_generator(
@@ -80,38 +62,13 @@ def load_generator(
     folder = Path(root)
     manifest = open_folder(folder, verify=False)
     if isinstance(manifest.generation, str):
-        raise UsageError(f"{folder}: cannot generate: {manifest.generation}\n{SCORED}")
-    engines = [engine for engine in manifest.engines if engine.model == model and engine.role != "forward"]
-    chosen = chosen_engines(folder, engines, model, target, dtype, that=" that writes text", unfit=_unbound)
-    checked_gates(folder, manifest.refused, chosen)
+        raise UsageError(
+            f"{folder}: cannot generate: {manifest.generation}\nprompts can be scored, as the checkpoint's spec routes "
+            "them: mod-export generate --selection topk-prefill"
+        )
+    chosen = served_engines(folder, manifest, model, target, dtype, texts=True)
     verify_files(folder, manifest.entries(sorted({path for engine in chosen for path in engine.files})))
-    vocabulary = vocabulary_of(folder, manifest)
-    facts, vocab_size = manifest.generation, manifest.models[model].vocab_size
-    return Generator(folder, chosen, manifest.config, facts, vocab_size, vocabulary, threads_to_use(threads))
-
-
-def _unbound(target: str) -> str:
-    """The reason why a target's runners cannot keep a cache; empty if they can."""
-    return (
-        ""
-        if ENGINES[target].binds
-        else "its cache is kept on the device by the server that uses it; see docs/generation.md"
-    )
-
-
-def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:
-    """The vocabulary of a build folder's model; None if its ids do not represent text.
-
-    Raises:
-        BuildFolderError: the tokenizer's file has changed since the build.
-        UsageError: the package `tokenizers` is needed and not installed.
-    """
-    if manifest.tokenizer == "bytes":
-        return Bytes()
-    if manifest.tokenizer is None:
-        return None
-    verify_files(folder, manifest.entries([manifest.tokenizer]))
-    return TokenizersFile(folder / manifest.tokenizer)
+    return Generator(folder, manifest, chosen, threads_to_use(threads))
 
 
 def _is_whole(value: object) -> bool:
@@ -124,42 +81,39 @@ class Generator:
     One text, or one batch of texts, is written at a time; open another generator to write two at once. Engines share
     the memory of the weights.
 
-    Args:
-        root: the build folder.
-        engines: of prefill and decode buckets.
-        config: the resolved configuration.
-        facts: the manifest's entry about generation.
-        vocab_size: of the model.
+    Attributes:
         vocabulary: converts between text and ids; None if ids do not represent text.
+        target: of the engines.
+        dtype: likewise.
         threads: of a CPU engine inside one operator; 0 is the library's own choice.
+        window: the longest text in tokens, prompt and answer together.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        engines: Sequence[Engine],
-        config: BuildConfig,
-        facts: GenerationFacts,
-        vocab_size: int,
-        vocabulary: Vocabulary | None,
-        threads: int,
-    ) -> None:
-        self.threads = threads
-        self._root, self._config, self._vocab_size = root, config, vocab_size
+    def __init__(self, root: Path, manifest: Manifest, engines: Sequence[Engine], threads: int) -> None:
+        """`engines` are of prefill and decode buckets. They are opened when they are first needed.
+
+        Raises:
+            BuildFolderError: the tokenizer's file has changed since the build.
+            UsageError: it needs a package that is not installed.
+        """
+        assert isinstance(manifest.generation, GenerationFacts)
+        first = engines[0]
+        self.vocabulary = vocabulary_of(root, manifest)
+        self.target, self.dtype, self.threads = first.target, first.dtype, threads
+        self._root, self._config, self._model = root, manifest.config, first.model
+        self._vocab_size = manifest.models[first.model].vocab_size
+        self._kv_bytes = manifest.generation.kv_bytes[first.model]
+        self._sites = manifest.generation.sites[first.model]
         self._decode = {engine.bucket: engine for engine in engines if engine.role == "decode"}
-        self._prefill = {engine.bucket.seq: engine for engine in engines if engine.role == "prefill"}
-        self._kv_bytes = facts.kv_bytes[engines[0].model]
-        self._sites = list(facts.sites[engines[0].model])
+        # Capacities are counted for the window of the build, and a text ends where the longest cache does.
+        self.window = max(bucket.seq for bucket in self._decode)
+        self._engines = DecodingEngines(engines, self._load, manifest.config)
+        self._identity = f"{first.path} of {root.resolve()}"
         self._opened = contextlib.ExitStack()
         self._decoders: dict[Bucket, Decoder] = {}
         self._prompts: Prompts | None = None
-        self._turn = threading.Lock()
+        self._writing = threading.Lock()
         self._closed = False
-        self._identity = f"{engines[0].path} of {root.resolve()}"
-        self.vocabulary = vocabulary
-        self.target, self.dtype = engines[0].target, engines[0].dtype
-        # Capacities are counted for the window of the build, and a text ends where the longest cache does.
-        self.window = max(bucket.seq for bucket in self._decode)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -177,16 +131,15 @@ class Generator:
         Raises:
             UsageError: the texts are longer than every cache.
         """
-        held = [bucket for bucket in self.buckets if bucket.seq >= tokens]
-        if not held:
+        if tokens > self.window:
             raise UsageError(
                 f"a text of {tokens} tokens, prompt and answer together, is longer than the window of {self.window}; "
                 "ask for fewer new tokens, build a longer window (generation.window), or let the text roll "
                 "(rolling=True, --roll), which goes on from its second half"
             )
-        shortest = min(bucket.seq for bucket in held)
-        rows = [bucket for bucket in held if bucket.seq == shortest]
-        return min((b for b in rows if b.batch >= texts), key=lambda b: b.batch, default=max(rows))
+        shortest = min(bucket.seq for bucket in self.buckets if bucket.seq >= tokens)
+        rows = [bucket for bucket in self.buckets if bucket.seq == shortest]
+        return min((bucket for bucket in rows if bucket.batch >= texts), default=max(rows))
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int = 128, **options: Any
@@ -230,47 +183,24 @@ class Generator:
         found = self._prompt_list(prompts)
         if not _is_whole(max_new_tokens) or max_new_tokens < 1:
             raise UsageError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
-        if prefix is not None and prefix.engines != self._identity:
-            raise UsageError(
-                f"prefix: was read by {prefix.engines}, and this generator is {self._identity}; read it again here"
-            )
-        before = len(prefix.ids) if prefix else 0
-        lengths = [before + len(ids) for ids in found]
-        for row, length in enumerate(lengths):
-            if length == 0:
-                raise UsageError(f"prompt {row} is empty; expected at least one token")
-        longest = max(lengths)
-        if rolling and longest > self.window:
-            raise UsageError(
-                f"a prompt of {longest} tokens does not fit the window of {self.window}, also where texts roll; give "
-                f"its last {self.window} tokens, or build a longer window (generation.window)"
-            )
-        # The last token that is written is never read.
-        needed = longest + max_new_tokens - 1
-        bucket = self.bucket_for(len(found), min(needed, self.window) if rolling else needed)
+        bucket = self._bucket(found, prefix, max_new_tokens, rolling)
         sampling = Sampling(temperature, top_k, top_p)
-        if isinstance(stop, str):
-            raise UsageError(f"stop: got the string {stop!r}, expected a list of strings and ids; write [{stop!r}]")
-        odd = [one for one in stop if not isinstance(one, str) and not (_is_whole(one) and 0 <= one < self._vocab_size)]
-        if odd:
-            raise UsageError(f"stop: expected strings and ids from 0 to {self._vocab_size - 1}, got {odd[0]!r}")
-        stops = [one for one in stop if isinstance(one, str)]
-        if stops and self.vocabulary is None:
-            raise UsageError("stop: this model's ids stand for no text; give ids to stop at")
-        requests = [
-            Request(
+        self._check_stops(stop)
+        texts = [
+            Text(
+                row=row,
                 ids=ids,
-                prefix=(prefix.ids, prefix.kept) if prefix else None,
+                prefix=prefix,
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 rng=rng_of(seed, row),
                 stop_ids=frozenset(one for one in stop if not isinstance(one, str)),
                 reader=self.vocabulary.reader() if self.vocabulary else None,
-                stops=StopText(stops),
+                stops=StopText([one for one in stop if isinstance(one, str)]),
             )
             for row, ids in enumerate(found)
         ]
-        return Stream(requests, self._reads(), lambda: self._taken(bucket), self._sites, bucket, rolling=rolling)
+        return Stream(texts, self._reads(), lambda: self._exclusive(bucket), self._sites, bucket, rolling=rolling)
 
     def prefix(self, prompt: Prompt) -> Prefix:
         """Reads the common beginning of several texts once. The prompts after it are read token by token, so this
@@ -285,7 +215,7 @@ class Generator:
         prompts = self._reads()
         kept = prompts.read(ids[: prompts.longest])
         if len(ids) > prompts.longest:
-            with self._taken(self.bucket_for(1, len(ids))) as decoder:
+            with self._exclusive(self.bucket_for(1, len(ids))) as decoder:
                 kept = decoder.read_on(kept, ids[prompts.longest :])
         return Prefix(tuple(ids), kept, self._identity)
 
@@ -307,42 +237,72 @@ class Generator:
         else:
             given: Any = prompt
             ids = list(given) if isinstance(given, Sequence | np.ndarray) else [given]
-        wrong = [one for one in ids if not _is_whole(one) or not 0 <= one < self._vocab_size]
+        wrong = [one for one in ids if not self._is_id(one)]
         if wrong:
             raise UsageError(
                 f"prompt {row}: expected text, or token ids from 0 to {self._vocab_size - 1}, got {wrong[0]!r}"
             )
         return [int(one) for one in ids]
 
+    def _is_id(self, value: Any) -> bool:
+        return _is_whole(value) and 0 <= value < self._vocab_size
+
+    def _bucket(
+        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, max_new_tokens: int, rolling: bool
+    ) -> Bucket:
+        """The bucket of a request; refuses prompts that are empty or too long, and a prefix of other engines."""
+        if prefix is not None and prefix.engines != self._identity:
+            raise UsageError(
+                f"prefix: was read by {prefix.engines}, and this generator is {self._identity}; read it again here"
+            )
+        lengths = [(len(prefix.ids) if prefix else 0) + len(ids) for ids in prompts]
+        if 0 in lengths:
+            raise UsageError(f"prompt {lengths.index(0)} is empty; expected at least one token")
+        longest = max(lengths)
+        if rolling and longest > self.window:
+            raise UsageError(
+                f"a prompt of {longest} tokens does not fit the window of {self.window}, also where texts roll; give "
+                f"its last {self.window} tokens, or build a longer window (generation.window)"
+            )
+        needed = longest + max_new_tokens - 1  # The last token that is written is never read.
+        return self.bucket_for(len(prompts), min(needed, self.window) if rolling else needed)
+
+    def _check_stops(self, stop: Sequence[str | int]) -> None:
+        if isinstance(stop, str):
+            raise UsageError(f"stop: got the string {stop!r}, expected a list of strings and ids; write [{stop!r}]")
+        odd = [one for one in stop if not isinstance(one, str) and not self._is_id(one)]
+        if odd:
+            raise UsageError(f"stop: expected strings and ids from 0 to {self._vocab_size - 1}, got {odd[0]!r}")
+        if self.vocabulary is None and any(isinstance(one, str) for one in stop):
+            raise UsageError("stop: this model's ids stand for no text; give ids to stop at")
+
     def _reads(self) -> Prompts:
         if self._prompts is None:
-            runners = {seq: self._opened.enter_context(self._load(engine)) for seq, engine in self._prefill.items()}
-            self._prompts = Prompts(runners)
+            opened = self._engines.prompts(self._model, self.target, self.dtype)
+            self._prompts = self._opened.enter_context(opened)
         return self._prompts
 
     @contextlib.contextmanager
-    def _taken(self, bucket: Bucket) -> Iterator[Decoder]:
+    def _exclusive(self, bucket: Bucket) -> Iterator[Decoder]:
         """The decoder of a bucket, for one caller at a time.
 
         Raises:
             UsageError: it is in use, or there is no memory for its cache.
         """
-        if not self._turn.acquire(blocking=False):
+        if not self._writing.acquire(blocking=False):
             raise UsageError("this generator is writing another text; finish or close that stream, or open another one")
         try:
             if bucket not in self._decoders:
                 self._check_room(bucket)
-                engine = self._decode[bucket]
-                runner = self._opened.enter_context(self._load(engine))
-                assert isinstance(runner, BindableRunner)
-                self._decoders[bucket] = Decoder(runner, bucket.seq, f"{self.target} {engine.path}")
+                opened = self._engines.decoder(self._decode[bucket])
+                self._decoders[bucket] = self._opened.enter_context(opened)
             yield self._decoders[bucket]
         except EngineError:
             if bucket in self._decoders:
                 self._decoders[bucket].wipe()
             raise
         finally:
-            self._turn.release()
+            self._writing.release()
 
     def _check_room(self, bucket: Bucket) -> None:
         needed, free = self.cache_bytes(bucket), free_bytes()

@@ -1,12 +1,11 @@
-"""Texts that are being written: requests share the rows of a decoder, which reads one token of every row at a time.
+"""Texts that are being written: they share the rows of a decoder, which reads one token of every row at a time.
 
-A row that has finished is given to the next request while the others continue (continuous batching), so a batch never
-waits for its longest text. What a row writes depends on its own request alone: it has its own cache and random numbers.
+A row whose text has finished is given to the next one while the others continue (continuous batching), so a batch never
+waits for its longest text. What is written depends on its own prompt alone: it has its own cache and random numbers.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -18,13 +17,28 @@ import numpy as np
 
 from mod_export.errors import EngineError
 from mod_export.runtime.generate.decoder import Decoder, Kept, Prompts
-from mod_export.runtime.generate.sampling import Sampling, draw
+from mod_export.runtime.generate.logits import Sampling, draw
 from mod_export.runtime.generate.texts import Reader, StopText
 from mod_export.types import Bucket, Site
 
-__all__ = ["Completion", "Piece", "Request", "Stream"]
+__all__ = ["Completion", "Piece", "Prefix", "Stream", "Text"]
 
 IDLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens that were read once and start several texts.
+
+    Attributes:
+        ids: the tokens.
+        kept: the cached state after them.
+        engines: which engines read them; the cached state is meaningless to others.
+    """
+
+    ids: tuple[int, ...]
+    kept: Kept
+    engines: str
 
 
 class Piece(NamedTuple):
@@ -68,43 +82,39 @@ class Completion:
     read: int = 0
 
 
-@dataclass(slots=True)
-class Request:
-    """One prompt and how to continue it.
+@dataclass(slots=True, kw_only=True, eq=False)
+class Text:
+    """A prompt, how to continue it, and how far that is.
 
     Attributes:
+        row: number of the prompt.
         ids: of the prompt, without the prefix.
-        prefix: what was read before, with its ids.
-        max_new_tokens: at least 1.
-        sampling: how to choose.
-        rng: the row's own random numbers.
+        rng: the text's own random numbers.
         stop_ids: ids that end the text.
         reader: of the new tokens; None where ids stand for no text.
         stops: the stop strings.
+        b: the row of the decoder that has it.
+        position: tokens that this row has read.
+        pending: tokens of the prompt that are left to steps.
     """
 
+    row: int
     ids: Sequence[int]
-    prefix: tuple[tuple[int, ...], Kept] | None
+    prefix: Prefix | None
     max_new_tokens: int
     sampling: Sampling
     rng: np.random.Generator
     stop_ids: frozenset[int]
     reader: Reader | None
     stops: StopText
+    completion: Completion = field(init=False)
+    cancelled: bool = field(default=False, init=False)
+    b: int = field(default=IDLE, init=False)
+    position: int = field(default=0, init=False)
+    pending: deque[int] = field(default_factory=deque, init=False)
 
-
-class _Row:
-    """One request in one row of the decoder."""
-
-    def __init__(self, index: int, request: Request, completion: Completion) -> None:
-        self.index, self.request, self.completion = index, request, completion
-        self.pending: deque[int] = deque()
-        self.position = 0
-
-    @property
-    def text_ids(self) -> list[int]:
-        """Of the whole text."""
-        return [*self.completion.prompt_ids, *self.completion.ids]
+    def __post_init__(self) -> None:
+        self.completion = Completion((*(self.prefix.ids if self.prefix else ()), *self.ids))
 
 
 class Stream(Iterator[Piece]):
@@ -116,40 +126,27 @@ class Stream(Iterator[Piece]):
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        texts: Sequence[Text],
         prompts: Prompts,
-        turn: Callable[[], AbstractContextManager[Decoder]],
+        exclusive: Callable[[], AbstractContextManager[Decoder]],
         sites: Sequence[Site],
         bucket: Bucket,
         *,
         rolling: bool,
     ) -> None:
-        """Nothing is computed until the first piece is asked for.
-
-        Args:
-            requests: one for each text.
-            prompts: read prompts.
-            turn: gives exclusive use of the decoder.
-            sites: names of the routing sites.
-            bucket: of the decoder.
-            rolling: whether a text that fills the cache continues from its second half.
+        """Nothing is computed until the first piece is asked for. `exclusive` gives exclusive use of the decoder, whose
+        counts are of `sites`; with `rolling`, a text that fills the cache continues from its second half.
         """
-        self.completions = [
-            Completion((*(request.prefix[0] if request.prefix else ()), *request.ids)) for request in requests
-        ]
-        self._requests = requests
-        self._prompts = prompts
-        self._turn = turn
-        self._sites = sites
-        self._rolling = rolling
+        self.completions = [text.completion for text in texts]
         self.bucket = bucket
-        self._cancelled: set[int] = set()
-        self._lock = threading.Lock()
-        self._pieces = self._write()
         self.steps = 0
         self.step_seconds = 0.0
         self.seconds = 0.0
+        self._texts, self._prompts, self._exclusive, self._sites = texts, prompts, exclusive, sites
+        self._rolling = rolling
         self._begun = 0.0
+        self._decoder: Decoder
+        self._pieces = self._write()
 
     def __next__(self) -> Piece:
         return next(self._pieces)
@@ -162,8 +159,8 @@ class Stream(Iterator[Piece]):
 
     def cancel(self, row: int | None = None) -> None:
         """Ends one text, or all of them, before its next token; from any thread."""
-        with self._lock:
-            self._cancelled |= set(range(len(self._requests)) if row is None else [row])
+        for text in self._texts if row is None else [self._texts[row]]:
+            text.cancelled = True
 
     def close(self) -> None:
         """Ends all texts. Only for the thread that iterates."""
@@ -172,143 +169,131 @@ class Stream(Iterator[Piece]):
             completion.finish = completion.finish or "cancelled"
 
     def _write(self) -> Generator[Piece]:
-        with self._turn() as decoder:
+        with self._exclusive() as self._decoder:
             self._begun = time.perf_counter()
+            waiting = deque(self._texts)
+            rows: list[Text | None] = [None] * self._decoder.batch
             try:
-                yield from self._pieces_of(decoder)
+                while True:
+                    for b in range(len(rows)):
+                        yield from self._occupy(b, rows, waiting)
+                    busy = [text for text in rows if text is not None and not text.completion.finish]
+                    if not busy:
+                        return
+                    yield from self._step(busy)
             finally:
                 self.seconds = time.perf_counter() - self._begun
+                # Closed or failed: what was read until then is counted.
+                for text in rows:
+                    if text is not None and not text.completion.finish:
+                        self._finish(text, "cancelled")
 
-    def _pieces_of(self, decoder: Decoder) -> Iterator[Piece]:
-        waiting = deque(range(len(self._requests)))
-        rows: list[_Row | None] = [None] * decoder.batch
-        try:
-            while True:
-                for slot in range(decoder.batch):
-                    yield from self._occupy(decoder, slot, rows, waiting)
-                busy = [(slot, row) for slot, row in enumerate(rows) if row is not None and not row.completion.finish]
-                if not busy:
-                    return
-                yield from self._next_tokens(decoder, busy)
-        finally:
-            # Closed or failed: what was read until then is counted.
-            for slot, row in enumerate(rows):
-                if row is not None and not row.completion.finish:
-                    self._finish(decoder, slot, row, "cancelled")
+    def _occupy(self, b: int, rows: list[Text | None], waiting: deque[Text]) -> Iterator[Piece]:
+        """Gives a row of the decoder to the next text if the one that has it is over."""
+        text = rows[b]
+        while (text is None or self._is_over(text)) and waiting:
+            text = rows[b] = waiting.popleft()
+            text.b = b
+            if not self._is_over(text):
+                yield from self._begin(text)
+        if text is not None and text.position == self._decoder.length and not self._is_over(text):
+            yield from self._roll(text)  # A prompt that fills the window.
 
-    def _next_tokens(self, decoder: Decoder, busy: Sequence[tuple[int, _Row]]) -> Iterator[Piece]:
-        """One step of all rows."""
-        ids_B = np.zeros(decoder.batch, dtype=np.int64)
-        position_B = np.full(decoder.batch, IDLE, dtype=np.int64)
-        for slot, row in busy:
-            ids_B[slot] = row.pending[0] if row.pending else row.completion.ids[-1]
-            position_B[slot] = row.position
+    def _step(self, busy: Sequence[Text]) -> Iterator[Piece]:
+        """One token of every row that is busy."""
+        ids_B = np.zeros(self._decoder.batch, dtype=np.int64)
+        position_B = np.full(self._decoder.batch, IDLE, dtype=np.int64)
+        for text in busy:
+            ids_B[text.b] = text.pending[0] if text.pending else text.completion.ids[-1]
+            position_B[text.b] = text.position
         begin = time.perf_counter()
-        logits_BV = decoder.step(ids_B, position_B)
+        logits_BV = self._decoder.step(ids_B, position_B)
         self.step_seconds += time.perf_counter() - begin
         self.steps += 1
-        for slot, row in busy:
-            row.position += 1
-            row.completion.read += 1
-            if row.pending:
-                row.pending.popleft()
-            if not row.pending:
-                yield from self._accept(decoder, slot, row, logits_BV[slot])
+        for text in busy:
+            text.position += 1
+            text.completion.read += 1
+            if text.pending:
+                text.pending.popleft()
+            if not text.pending:
+                yield from self._accept(text, logits_BV[text.b])
 
-    def _occupy(self, decoder: Decoder, slot: int, rows: list[_Row | None], waiting: deque[int]) -> Iterator[Piece]:
-        """Gives the row to the next request if the one that has it is over."""
-        row = rows[slot]
-        while (row is None or self._is_over(decoder, slot, row)) and waiting:
-            index = waiting.popleft()
-            row = rows[slot] = _Row(index, self._requests[index], self.completions[index])
-            if not self._is_over(decoder, slot, row):
-                yield from self._begin(decoder, slot, row)
-        if row is not None and row.position == decoder.length and not self._is_over(decoder, slot, row):
-            yield from self._roll(decoder, slot, row)  # A prompt that fills the window.
+    def _begin(self, text: Text) -> Iterator[Piece]:
+        if text.prefix is None:
+            return self._read(text, text.ids)
+        return self._resume(text, text.prefix.kept, text.ids)
 
-    def _begin(self, decoder: Decoder, slot: int, row: _Row) -> Iterator[Piece]:
-        """Reads as much of the prompt as can be read at once; the rest is left to steps."""
-        request = row.request
-        if request.prefix is None:
-            yield from self._read(decoder, slot, row, request.ids)
-            return
-        prefix_ids, kept = request.prefix
-        decoder.put(slot, kept)
-        row.position = row.completion.read = len(prefix_ids)
-        row.pending.extend(request.ids)
-        if not row.pending:
-            yield from self._accept(decoder, slot, row, kept.logits_V)
+    def _read(self, text: Text, ids: Sequence[int]) -> Iterator[Piece]:
+        """Reads as much of a prompt as can be read at once."""
+        longest = self._prompts.longest
+        return self._resume(text, self._prompts.read(ids[:longest]), ids[longest:])
 
-    def _read(self, decoder: Decoder, slot: int, row: _Row, ids: Sequence[int]) -> Iterator[Piece]:
-        first = ids[: self._prompts.longest]
-        kept = self._prompts.read(first)
-        decoder.put(slot, kept)
-        row.position = len(first)
-        row.completion.read += len(first)
-        row.pending.extend(ids[len(first) :])
-        if not row.pending:
-            yield from self._accept(decoder, slot, row, kept.logits_V)
+    def _resume(self, text: Text, kept: Kept, rest: Sequence[int]) -> Iterator[Piece]:
+        """Continues after tokens that were read; the rest of the prompt is left to steps."""
+        self._decoder.put(text.b, kept)
+        text.position = kept.length
+        text.completion.read += kept.length
+        text.pending.extend(rest)
+        if not text.pending:
+            yield from self._accept(text, kept.logits_V)
 
-    def _roll(self, decoder: Decoder, slot: int, row: _Row) -> Iterator[Piece]:
+    def _roll(self, text: Text) -> Iterator[Piece]:
         """Continues as if the second half were the whole text. Positions start at 0 again, so it is read again."""
         assert self._rolling
-        self._count(decoder, slot, row)
-        yield from self._read(decoder, slot, row, row.text_ids[-max(1, decoder.length // 2) :])
+        self._count(text)
+        whole = [*text.completion.prompt_ids, *text.completion.ids]
+        yield from self._read(text, whole[-max(1, self._decoder.length // 2) :])
 
-    def _accept(self, decoder: Decoder, slot: int, row: _Row, logits_V: np.ndarray) -> Iterator[Piece]:
-        """Chooses the next token of a row and yields the text that is certain with it."""
-        request, completion = row.request, row.completion
+    def _accept(self, text: Text, logits_V: np.ndarray) -> Iterator[Piece]:
+        """Chooses the next token of a text and yields the characters that are certain with it."""
+        completion = text.completion
         if not np.isfinite(logits_V).all():
             raise EngineError(
-                f"the logits of token {len(completion.ids) + 1} of prompt {row.index} are not finite, at position "
-                f"{row.position} of the text: the weights or the engine are damaged; mod-export validate looks for the "
-                "place"
+                f"the logits of token {len(completion.ids) + 1} of prompt {text.row} are not finite, at position "
+                f"{text.position} of the text: the weights or the engine are damaged; mod-export validate says where"
             )
-        token = draw(logits_V, request.sampling, request.rng)
+        token = draw(logits_V, text.sampling, text.rng)
         if completion.first_token_s is None:
             completion.first_token_s = time.perf_counter() - self._begun
-        if token in request.stop_ids:
-            self._finish(decoder, slot, row, "stop", token)
-            yield from self._rest(row)
+        if token in text.stop_ids:
+            self._finish(text, "stop", token)
+            yield from self._rest(text)
             return
         completion.ids.append(token)
-        text = "" if request.reader is None else request.stops.feed(request.reader.feed(token))
-        completion.text += text
-        stopped = request.stops.stopped
-        if stopped is not None:
-            self._finish(decoder, slot, row, "stop", stopped)
-        elif len(completion.ids) >= request.max_new_tokens:
-            self._finish(decoder, slot, row, "length")
-        yield Piece(row.index, token, text)
+        new = "" if text.reader is None else text.stops.feed(text.reader.feed(token))
+        completion.text += new
+        if text.stops.stopped is not None:
+            self._finish(text, "stop", text.stops.stopped)
+        elif len(completion.ids) >= text.max_new_tokens:
+            self._finish(text, "length")
+        yield Piece(text.row, token, new)
         if completion.finish == "length":
-            yield from self._rest(row)
+            yield from self._rest(text)
 
-    def _rest(self, row: _Row) -> Iterator[Piece]:
+    def _rest(self, text: Text) -> Iterator[Piece]:
         """Yields what was held back, at the end of a text."""
-        request, completion = row.request, row.completion
-        if request.reader is None:
+        if text.reader is None:
             return
-        text = request.stops.feed(request.reader.close()) + request.stops.close()
-        completion.text += text
-        if text:
-            yield Piece(row.index, None, text)
+        held = text.stops.feed(text.reader.close()) + text.stops.close()
+        text.completion.text += held
+        if held:
+            yield Piece(text.row, None, held)
 
-    def _finish(self, decoder: Decoder, slot: int, row: _Row, finish: str, stop: str | int | None = None) -> None:
-        self._count(decoder, slot, row)
-        row.completion.finish, row.completion.stop = finish, stop
+    def _is_over(self, text: Text) -> bool:
+        if text.cancelled and not text.completion.finish:
+            self._finish(text, "cancelled")
+        return bool(text.completion.finish)
 
-    def _count(self, decoder: Decoder, slot: int, row: _Row) -> None:
-        """Adds the counts of the row's cache to its completion."""
-        if decoder.overflow_BN is None or not row.position:
+    def _finish(self, text: Text, finish: str, stop: str | int | None = None) -> None:
+        self._count(text)
+        text.completion.finish, text.completion.stop = finish, stop
+
+    def _count(self, text: Text) -> None:
+        """Adds the counts of the text's cache to its completion."""
+        overflow_BN = self._decoder.overflow_BN
+        if overflow_BN is None or not text.position:
             return
-        ran, overflow = row.completion.ran, row.completion.overflow
+        ran, overflow = text.completion.ran, text.completion.overflow
         for column, site in enumerate(self._sites):
-            ran[site] = ran.get(site, 0) + int(decoder.cache["counts"][slot, column])
-            overflow[site] = overflow.get(site, 0) + int(decoder.overflow_BN[slot, column])
-
-    def _is_over(self, decoder: Decoder, slot: int, row: _Row) -> bool:
-        with self._lock:
-            cancelled = row.index in self._cancelled
-        if cancelled and not row.completion.finish:
-            self._finish(decoder, slot, row, "cancelled")
-        return bool(row.completion.finish)
+            ran[site] = ran.get(site, 0) + int(self._decoder.cache["counts"][text.b, column])
+            overflow[site] = overflow.get(site, 0) + int(overflow_BN[text.b, column])

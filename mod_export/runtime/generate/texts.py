@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from mod_export.build_folder.files import verify_files
+from mod_export.build_folder.manifest import Manifest
 from mod_export.errors import UsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Bytes", "Reader", "StopText", "TokenizersFile", "Vocabulary"]
+__all__ = ["Bytes", "Reader", "StopText", "TokenizersFile", "Vocabulary", "vocabulary_of"]
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 
@@ -48,6 +50,19 @@ class Vocabulary(Protocol):
     def reader(self) -> Reader:
         """A reader at the beginning of a text."""
         ...
+
+
+def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:
+    """The vocabulary of a build folder's model; None if its ids do not represent text.
+
+    Raises:
+        BuildFolderError: the tokenizer's file has changed since the build.
+        UsageError: the package `tokenizers` is needed and not installed.
+    """
+    if manifest.tokenizer is None or manifest.tokenizer == "bytes":
+        return None if manifest.tokenizer is None else Bytes()
+    verify_files(folder, manifest.entries([manifest.tokenizer]))
+    return TokenizersFile(folder / manifest.tokenizer)
 
 
 class Bytes:

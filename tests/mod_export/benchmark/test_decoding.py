@@ -13,14 +13,13 @@ from writing import WINDOW
 
 from mod_export.benchmark.decoding import measure_prompts, measure_steps, read_text
 from mod_export.config import BuildConfig
-from mod_export.plan import KINDS
 from mod_export.results.generation import DecodeRow, StepBytes
-from mod_export.runtime.generate.decoding_engines import DecodingEngines
+from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.sources.checkpoint import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.stages.context import step_bytes
 from mod_export.stages.folder import FolderContext
-from mod_export.types import Bucket, Engine, ModelKind, Role, pairs_of
+from mod_export.types import KINDS, Bucket, Engine, ModelKind, Role, pairs_of
 
 SEQ = 16
 """Of the texts: what a prompt holds."""

@@ -17,9 +17,9 @@ from mod_models.decoding import DecodingGraphs, GraphSource
 from mod_models.spec import ModelSpec
 
 
-def step_graph(name: str, rows: int = 1, places: str = "all", *, skip: bool = True) -> ir.Model:
+def step_graph(name: str, rows: int = 1, slots: str = "all", *, skip: bool = True) -> ir.Model:
     """The portable graph of one step of `generating.generating_model(name)`."""
-    return ir.from_proto(_proto(name, rows, places, skip))
+    return ir.from_proto(_proto(name, rows, slots, skip))
 
 
 def prefill_graph(name: str) -> ir.Model:
@@ -28,10 +28,10 @@ def prefill_graph(name: str) -> ir.Model:
 
 
 @functools.cache
-def _proto(name: str, rows: int, places: str, skip: bool) -> onnx.ModelProto:
+def _proto(name: str, rows: int, slots: str, skip: bool) -> onnx.ModelProto:
     spec: ModelSpec = GENERATING[name]
     graphs = DecodingGraphs(spec, WINDOW)
-    source: GraphSource = graphs.step(rows, WINDOW, places, skip=skip) if rows else graphs.prefill(1, WINDOW)
+    source: GraphSource = graphs.step(rows, WINDOW, slots, skip=skip) if rows else graphs.prefill(1, WINDOW)
     program = captured(source.module, source.examples[0], name)
     model = onnx_from_captured(program, state_of(source.module), source.inputs, source.outputs)
     run_passes(model, PORTABLE, "float32")

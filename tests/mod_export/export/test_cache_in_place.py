@@ -30,7 +30,7 @@ from mod_export.export.passes.cache_in_place import (
 )
 from mod_export.types import Dialect, DType
 from mod_models.cache import COUNTS, cache_layout, write_rows
-from mod_models.step import Step, places_of_step, step_inputs, step_outputs
+from mod_models.step import Step, slots_of_step, step_inputs, step_outputs
 
 IN_PLACE = ENGINES["tensorrt-rtx"].dialect
 ROWS_OUT = Dialect(name="rows out", max_opset=23, scatter_reduction=False, branches=True)
@@ -62,7 +62,7 @@ PAIRS: set[tuple[str, DType, int]] = {("dense", "float16", 4), ("predictor", "fl
 def test_a_step_leaves_the_cache_of_the_eager_step(name: str, dtype: DType, rows: int) -> None:
     model = generating_model(name, torch.float32)
     spec = model.spec
-    step = Step(spec, rows, WINDOW, places_of_step(spec, rows, WINDOW)).sharing(model)
+    step = Step(spec, rows, WINDOW, slots_of_step(spec, rows, WINDOW)).sharing(model)
     graph = rewritten(step_graph(name, rows, "fair"), IN_PLACE, dtype)
     assert graph.opset_imports[""] == 24
     running, outputs = session(graph), [value.name for value in graph.graph.outputs]
@@ -73,7 +73,7 @@ def test_a_step_leaves_the_cache_of_the_eager_step(name: str, dtype: DType, rows
         if seed % 3 == 2:
             given[1][seed % rows] = -1
         if seed % 3 == 1 and step.sites:
-            given[-1][seed % rows] = capacity  # All its places are taken, the last slot too.
+            given[-1][seed % rows] = capacity  # All its slots are used, the last one too.
         cache = {name: tensor for name, tensor in zip(step_inputs(spec, WINDOW), given, strict=True) if is_cache(name)}
         for tensor in cache.values():
             tensor.copy_(tensor.half())  # Numbers that both dtypes have.

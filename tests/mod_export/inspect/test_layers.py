@@ -79,7 +79,7 @@ def test_buckets_of_one_length_have_one_column_of_k(loaded: Callable[[str], Mode
 
 
 @pytest.mark.parametrize(
-    ("taken", "text"),
+    ("selected", "text"),
     [
         ({}, "-"),
         ({3: 1024}, "1,024"),
@@ -88,8 +88,8 @@ def test_buckets_of_one_length_have_one_column_of_k(loaded: Callable[[str], Mode
         ({3: 8, "3.expert0": 5, "3.expert1": 5}, "8, 2 x 5"),
     ],
 )
-def test_tokens_of_a_layer(taken: dict[int | str, int], text: str) -> None:
-    assert tokens_text(taken) == text
+def test_tokens_of_a_layer(selected: dict[int | str, int], text: str) -> None:
+    assert tokens_text(selected) == text
 
 
 def test_parts_are_named_for_people() -> None:
@@ -101,7 +101,7 @@ def test_parts_are_named_for_people() -> None:
 def test_a_part_that_nobody_knows_is_counted(layers: Callable[[str], Layers]) -> None:
     row = layers("dense").mod[Bucket(1, 128)].rows[-1]
     other = type(row)(
-        name="x", routed="", taken={}, flops={"convolution": 7}, needed_flops=7, weight_bytes=0, kv_bytes=0
+        name="x", routed="", selected={}, flops={"convolution": 7}, needed_flops=7, weight_bytes=0, kv_bytes=0
     )
     assert Costs(rows=[row, other]).flops_by_part == {"head": flops_of(row), "convolution": 7}
 

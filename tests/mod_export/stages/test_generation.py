@@ -19,10 +19,10 @@ from tiny_models import lively_checkpoint
 from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.pipeline import build
-from mod_export.plan import KINDS
 from mod_export.results.report import BuildReport
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.sources.checkpoint import Model, model_from_checkpoint
+from mod_export.types import KINDS
 from mod_export.validate.written import prompts_of
 from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.checkpoint import save_checkpoint
@@ -187,7 +187,7 @@ def check_steps(generator: Generator, shipped: Model) -> None:
     with torch.no_grad():
         logits_SV = observed(loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([300]))[0][0].numpy()
     reads = generator._reads()
-    with generator._taken(generator.bucket_for(1, 300)) as decoder:
+    with generator._exclusive(generator.bucket_for(1, 300)) as decoder:
         for position in (1, 5, 40, 127, 299):
             kept = decoder.read_on(reads.read(ids_S[:1].tolist()), ids_S[1 : position + 1].tolist())
             np.testing.assert_allclose(kept.logits_V, logits_SV[position], rtol=0, atol=1e-4)
@@ -212,13 +212,13 @@ def check_what_is_skipped(report: BuildReport) -> None:
 
 
 @pytest.mark.slow
-def test_fair_places_are_judged_in_turns_and_counted(
+def test_fair_slots_are_judged_in_turns_and_counted(
     writing_folder: Path, writing_config: BuildConfig, tmp_path: Path
 ) -> None:
-    config = with_options(writing_config, places="fair", batches=(4,), prompts=(16,))
+    config = with_options(writing_config, slots="fair", batches=(4,), prompts=(16,))
     report = build(writing_folder / "writing.pt", config, tmp_path / "fair", None, Silent(), "test").generation
     assert report is not None
-    assert report.places == "fair"
+    assert report.slots == "fair"
     assert [row.reasons for row in report.parity if not row.passed] == []
     assert {(row.texts, row.equal) for row in report.texts} == {(2, 2)}
     prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 4, 9, 0).tolist()

@@ -75,7 +75,7 @@ def test_only_what_differs_is_rewritten_and_it_is_proven(context: BuildContext) 
 
 
 def test_a_rewrite_that_changes_the_meaning_is_refused(context: BuildContext) -> None:
-    with_gate(context, noise=0.0)
+    with_gate(context, rounding_error=0.0)
     message = (
         r"graphs/mod-b1s64\.ort-cuda\.float16\.onnx: the rewrite changed the meaning of the graph: "
         r"text: logits: max abs error .* given the same routing, allowed 0"

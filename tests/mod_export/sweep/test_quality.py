@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mod_export.demo import demo_checkpoint
+from mod_export.cli.demo import demo_checkpoint
 from mod_export.sources.checkpoint import Model, model_from_checkpoint
 from mod_export.sweep.cell import QUALITY_TOKENS, quality_of
 from mod_models.checkpoint import random_checkpoint, save_checkpoint

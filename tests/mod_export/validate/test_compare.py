@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mod_export.runtime.generate.scoring import negative_log_likelihood
+from mod_export.runtime.generate.logits import negative_log_likelihood
 from mod_export.validate.compare import (
     Judged,
     divergence,

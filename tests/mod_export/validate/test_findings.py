@@ -128,7 +128,7 @@ def test_ties_that_go_to_the_later_token(
     row = parity_of(folder, candidate, reference, config)
     assert row.ties_exact is False
     assert not row.passed
-    reason = "random: layer 0 routing: 8 places do not go to the earlier of tokens with equal scores"
+    reason = "random: layer 0 routing: 8 slots do not go to the earlier of tokens with equal scores"
     assert reason in row.reasons
     assert all("logits" not in reason for reason in row.reasons)
 

@@ -14,7 +14,7 @@ from graph_folders import write_graph
 from safetensors.torch import load_file, save_file
 from small_graphs import make_spec
 
-from mod_export.build_folder.manifest import FileEntry
+from mod_export.build_folder.files import FileEntry
 from mod_export.engines import ENGINES
 from mod_export.export.nodes import NodeWriter
 from mod_export.export.weights import digests_of_tensors, state_of

@@ -84,9 +84,9 @@ def test_the_first_real_tokens_of_each_row() -> None:
 @pytest.mark.parametrize(
     ("routed", "wrong"), [([[0, 1, 3], [0, 1, 2]], 1), ([[3, 4, 5], [0, 1, 2]], 3), ([[0, 1, 2], [0, 2, 3]], 1)]
 )
-def test_places_that_go_to_somebody_else_are_counted(routed: list[list[int]], wrong: int) -> None:
+def test_slots_that_go_to_somebody_else_are_counted(routed: list[list[int]], wrong: int) -> None:
     assert ties_of_runs([{"routed_7": np.array(routed)}], [BATCH], [EQUAL]) == [
-        f"padded: layer 7 routing: {wrong} places do not go to the earlier of tokens with equal scores"
+        f"padded: layer 7 routing: {wrong} slots do not go to the earlier of tokens with equal scores"
     ]
 
 
@@ -101,7 +101,7 @@ def test_where_tokens_choose_nobody_above_zero_is_nobody() -> None:
     assert ties_of_runs([nobody], [BATCH], [judged]) == []
     somebody = {"routed_1.expert0": np.array([[0, -1, -1], [-1, -1, -1]])}
     assert ties_of_runs([somebody], [BATCH], [judged]) == [
-        "padded: layer 1.expert0 routing: 1 places do not go to the earlier of tokens with equal scores"
+        "padded: layer 1.expert0 routing: 1 slots do not go to the earlier of tokens with equal scores"
     ]
 
 

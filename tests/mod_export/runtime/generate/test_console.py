@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from command_line import command, invoke
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from writing import prompts_of_lengths
 
 from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import config_from_toml
@@ -43,7 +43,7 @@ def test_text_goes_to_stdout_and_a_line_about_it_to_stderr(written: Path, genera
     assert said.stdout == expected.text + "\n"
     assert re.fullmatch(
         r"20 tokens in [\d.]+ s: [\d,]+ tokens/s, [\d,]+ steps/s, first token after \d+ ms, "
-        r"routed layers ran [\d.]+ to [\d.]+ % of the tokens, (\d+ times no place was left, )?cache 0\.0 MiB, "
+        r"routed layers ran [\d.]+ to [\d.]+ % of the tokens, (\d+ tokens found no slot, )?cache 0\.0 MiB, "
         rf"ort-cpu float32, {usable_cores()} threads?\n",
         said.stderr,
     ), said.stderr
@@ -79,13 +79,15 @@ def test_json_lines(written: Path, generator: Generator) -> None:
 
 
 def test_several_prompts_one_after_the_other(written: Path, generator: Generator, tmp_path: Path) -> None:
+    """Texts, then files, then ids, each as they were given."""
     (tmp_path / "p.txt").write_text("x = \N{EURO SIGN}", encoding="utf-8")
-    said = invoke("generate", written, "--prompt", PROMPT, "--prompt-file", tmp_path / "p.txt", "--max-new-tokens", 4)
-    first, second = generator.generate([PROMPT, "x = \N{EURO SIGN}"], 4)
-    assert said.stdout == f"--- 0 ---\n{first.text}\n--- 1 ---\n{second.text}\n"
+    arguments = ["--ids", "1, 2", "--prompt-file", tmp_path / "p.txt", "--prompt", PROMPT, "--ids", "3"]
+    said = invoke("generate", written, *arguments, "--max-new-tokens", 4)
+    found = generator.generate([PROMPT, "x = \N{EURO SIGN}", [1, 2], [3]], 4)
+    assert said.stdout == "".join(f"--- {i} ---\n{done.text}\n" for i, done in enumerate(found))
 
 
-def test_stop_and_roll_and_the_dense_twin(written: Path, generator: Generator) -> None:
+def test_stop_and_roll_and_the_dense_baseline(written: Path, generator: Generator) -> None:
     (whole,) = generator.generate(PROMPT, 80, rolling=True)
     rolled = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 80, "--roll")
     assert rolled.stdout == whole.text + "\n"
@@ -93,8 +95,8 @@ def test_stop_and_roll_and_the_dense_twin(written: Path, generator: Generator) -
     stopped = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 80, "--roll", "--stop", stop)
     assert stopped.stdout == whole.text[: whole.text.index(stop)] + "\n"
     dense = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 8, "--model", "dense")
-    with load_generator(written, model="dense") as twin:
-        assert dense.stdout == twin.generate(PROMPT, 8)[0].text + "\n"
+    with load_generator(written, model="dense") as baseline:
+        assert dense.stdout == baseline.generate(PROMPT, 8)[0].text + "\n"
     assert "routed layers" not in dense.stderr
 
 
@@ -112,14 +114,22 @@ def test_ids_where_there_is_no_text(written_copy: Path, generator: Generator) ->
         assert "give prompts as ids" in refused.stderr
 
 
+SCORED = ["--selection", "topk-prefill"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        *(
+            (["--prompt", "x", *SCORED, *option], "topk-prefill scores prompts and writes nothing: leave out --stop,")
+            for option in (["--roll"], ["--stop", "x"], ["--model", "dense"])
+        ),
+        (["--prompt-file", sys.executable], "cannot be read as a prompt ('utf-8' codec"),
         ([], "expected a prompt; give one with --prompt, --prompt-file or --ids"),
         (["--ids", "1,x"], "--ids: expected whole numbers, got '1,x'"),
         (["--prompt-file", "absent.txt"], "absent.txt: cannot be read as a prompt ("),
         (["--prompt", "x", "--max-new-tokens", 49], "a text of 49 tokens, prompt and answer together, is longer than"),
-        (["--prompt", "x", "--target", "tensorrt"], "holds no engine that writes text for 'tensorrt'"),
+        (["--prompt", "x", "--target", "tensorrt"], "holds no engine that writes text for tensorrt;"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)) or "nothing",
 )
@@ -128,13 +138,6 @@ def test_refusals(written: Path, arguments: list, message: str) -> None:
     assert (said.exit_code, said.stdout) == (2, "")
     assert said.stderr.startswith("error: ")
     assert message in said.stderr
-
-
-def test_a_prompt_file_that_is_no_text(written: Path, tmp_path: Path) -> None:
-    (tmp_path / "p").write_bytes(b"\xff\xfe\x80")
-    said = invoke("generate", written, "--prompt-file", tmp_path / "p")
-    assert said.exit_code == 2
-    assert "p: cannot be read as a prompt ('utf-8' codec" in said.stderr
 
 
 def test_a_model_that_ranks_scores_prompts(built: Path) -> None:
@@ -204,27 +207,21 @@ def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path,
 
 
 def test_tokenizers_of_other_models_are_refused(writing_folder: Path, tmp_path: Path) -> None:
-    file = word_file(tmp_path / "words.json", 300)
-    arguments = ["-c", writing_folder / "writing.toml", "-o", tmp_path / "out"]
-    said = invoke("build", writing_folder / "writing.pt", *arguments, "--tokenizer", file)
-    assert said.exit_code == 2
-    assert f"{file}: has ids up to 299, and the model 256 ids; name its own" in said.stderr
-    assert not (tmp_path / "out").exists()
-    file.write_text("{}")
-    for name in ("words.json", "absent.json"):
-        said = invoke("build", writing_folder / "writing.pt", *arguments, "--tokenizer", tmp_path / name)
-        assert said.exit_code == 2
-        assert f"{tmp_path / name}: " in said.stderr
-        assert "a tokenizer.json of the package tokenizers" in said.stderr
-
-
-def test_a_checkpoint_folder_brings_its_own_tokenizer(writing_folder: Path, tmp_path: Path, fast: Path) -> None:
-    model = tmp_path / "model"
+    """The one in the model's own folder too."""
+    model, out, given = tmp_path / "model", tmp_path / "out", tmp_path / "words.json"
     save_checkpoint(model, load_checkpoint(writing_folder / "writing.pt"))
+    word_file(given, 300)
     word_file(model / "tokenizer.json", 300)
-    said = invoke("build", model, "-c", fast, "-o", tmp_path / "out")
-    assert said.exit_code == 2
-    assert f"{model / 'tokenizer.json'}: has ids up to 299, and the model 256 ids" in said.stderr
+    for path, options in ((given, ["--tokenizer", given]), (model / "tokenizer.json", [])):
+        said = invoke("build", model, "-o", out, *options)
+        assert said.exit_code == 2
+        assert f"{path}: has ids up to 299, and the model 256 ids; name its own" in said.stderr
+    assert not out.exists()
+    given.write_text("{}")
+    for path in (given, tmp_path / "absent.json"):
+        said = invoke("build", model, "-o", out, "--tokenizer", path)
+        assert said.exit_code == 2
+        assert re.search(rf"{path}: .* a tokenizer\.json of the package tokenizers", said.stderr)
 
 
 @pytest.mark.slow
@@ -240,18 +237,3 @@ def test_a_folder_that_only_scores_has_its_tokenizer(writing_folder: Path, tmp_p
     refused = invoke("generate", tmp_path / "out", "--prompt", "w1")
     assert refused.exit_code == 2
     assert "it was built with generation.build = never; build it again with auto" in refused.stderr
-
-
-def test_prompts_are_taken_in_order(written: Path, generator: Generator) -> None:
-    """Texts, then files, then ids, each as they were given."""
-    (one, two) = prompts_of_lengths([3, 2])
-    said = invoke("generate", written, "--ids", str(one)[1:-1], "--ids", str(two)[1:-1], "--max-new-tokens", 2)
-    found = generator.generate([one, two], 2)
-    assert said.stdout == "".join(f"--- {i} ---\n{done.text}\n" for i, done in enumerate(found))
-
-
-@pytest.mark.parametrize("option", [["--roll"], ["--stop", "x"], ["--model", "dense"]], ids=lambda option: option[0])
-def test_scoring_takes_nothing_of_writing(written: Path, option: list[str]) -> None:
-    result = invoke("generate", written, "--prompt", "ab", "--selection", "topk-prefill", *option)
-    assert result.exit_code == 2
-    assert "--selection topk-prefill scores prompts and writes nothing: leave out" in result.stderr

@@ -44,9 +44,8 @@ def fallback() -> Tokenizer:
 
 
 def saved(tokenizer: Tokenizer, folder: Path) -> TokenizersFile:
-    path = folder / "tokenizer.json"
-    tokenizer.save(str(path))
-    return TokenizersFile(path)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TokenizersFile(folder / "tokenizer.json")
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +81,16 @@ def test_a_character_is_shown_with_its_last_byte() -> None:
     assert pieces(Bytes(), list("a\u20ac".encode()[:-1])) == ["a", "", "", "\ufffd"]
 
 
-def test_bytes_of_a_command_line_that_are_no_text() -> None:
+def test_what_bytes_cannot_stand_for() -> None:
+    """Bytes of a command line that are no text are kept."""
     assert Bytes().ids("a\udcff") == [0x61, 0xFF]
     expected = r"^text: U\+D800 at character 1 is half of a surrogate pair, which no bytes stand for; leave it out$"
     with pytest.raises(UsageError, match=expected):
         Bytes().ids("a\ud800")
-
-
-@pytest.mark.parametrize("token", [-1, 256])
-def test_tokens_that_are_no_bytes(token: int) -> None:
-    expected = rf"^token {token}: expected a byte, 0 to 255; the model's .* not bytes, name its tokenizer\.json$"
-    with pytest.raises(UsageError, match=expected):
-        Bytes().reader().feed(token)
+    for token in (-1, 256):
+        expected = rf"^token {token}: expected a byte, 0 to 255; the model's .* not bytes, name its tokenizer\.json$"
+        with pytest.raises(UsageError, match=expected):
+            Bytes().reader().feed(token)
 
 
 @given(text=st.text())
@@ -130,12 +127,10 @@ def test_a_text_goes_on_after_bytes_that_are_no_character(
     assert found == expected or "\ufffd" in expected
 
 
-def test_bytes_that_make_others_unreadable(fallback_file: TokenizersFile) -> None:
+def test_bytes_that_make_others_unreadable_and_tokens_without_text(fallback_file: TokenizersFile) -> None:
+    """A token without text does not make the next one the first."""
     assert pieces(fallback_file, [0x41, 0xFF, 258, 258]) == ["A", "", "\ufffdb", "b", ""]
     assert pieces(fallback_file, [257, 0xE2, 0x82]) == ["a", "", "", "\ufffd\ufffd"]
-
-
-def test_a_token_without_text_does_not_make_the_next_one_the_first(fallback_file: TokenizersFile) -> None:
     assert pieces(fallback_file, [258, 999, 257]) == ["b", "", " a", ""]
 
 
@@ -147,18 +142,13 @@ def test_special_tokens_are_shown_and_read_but_not_added(
     assert pieces(byte_level_file, [end, *byte_level_file.ids("a")]) == [END, "a", ""]
 
 
-def test_a_file_that_adds_special_tokens(byte_level: Tokenizer, tmp_path: Path) -> None:
+def test_a_file_that_says_to_add_special_tokens_to_cut_and_to_pad(byte_level: Tokenizer, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(byte_level.to_str())
     special = [(END, tokenizer.token_to_id(END))]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=special)
-    assert tokenizer.encode("a b").ids == [special[0][1], *byte_level.encode("a b").ids]
-    assert saved(tokenizer, tmp_path).ids("a b") == byte_level.encode("a b").ids
-
-
-def test_a_file_that_says_to_cut_and_to_pad(byte_level: Tokenizer, tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_str(byte_level.to_str())
-    tokenizer.enable_truncation(2)
+    tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=100)
+    assert len(tokenizer.encode("a b c d").ids) == 100
     assert saved(tokenizer, tmp_path).ids("a b c d") == byte_level.encode("a b c d").ids
 
 
@@ -171,15 +161,12 @@ def test_a_text_that_the_tokenizer_refuses(byte_level_file: TokenizersFile, tmp_
         byte_level_file.ids("\ud800")
 
 
-def test_files_that_are_no_tokenizer(tmp_path: Path) -> None:
+def test_files_that_are_no_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.json: no such file, expected a tokenizer\.json of the package"):
         TokenizersFile(tmp_path / "nowhere.json")
     (tmp_path / "spec.json").write_text("{}")
     with pytest.raises(UsageError, match=r"spec\.json: not a tokenizer\.json of the package tokenizers \("):
         TokenizersFile(tmp_path / "spec.json")
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     expected = r"tokenizer\.json: needs the package tokenizers; pip install 'mod-export\[generate\]'$"
     with pytest.raises(UsageError, match=expected):
@@ -250,14 +237,12 @@ def test_what_might_begin_a_stop_is_held_back_and_shown_at_the_end() -> None:
     assert stopping.stopped is None
 
 
-@pytest.mark.parametrize(
-    ("stops", "expected"),
-    [
+def test_stops_that_are_none() -> None:
+    wrong: list[tuple[Any, str]] = [
         (["a", ""], "^stop: got '', expected a string of at least one character; leave it out$"),
         ([b"a"], "^stop: got b'a', expected a string of at least one character; leave it out$"),
         ("end", r"^stop: got the string 'end', expected a list of strings; write \['end'\]$"),
-    ],
-)
-def test_stops_that_are_none(stops: Any, expected: str) -> None:
-    with pytest.raises(UsageError, match=expected):
-        StopText(stops)
+    ]
+    for stops, expected in wrong:
+        with pytest.raises(UsageError, match=expected):
+            StopText(stops)

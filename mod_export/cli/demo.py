@@ -1,4 +1,4 @@
-"""What `mod-export demo` builds: a small trained checkpoint, and an untrained one that is large enough to be timed.
+"""The command demo: a small trained checkpoint, and an untrained one that is large enough to be timed.
 
 The trained model shows that everything works on real weights; its report comes first, within a minute. Its layers are
 so small that their timings say little about larger models. So a second model of a useful size, with initial weights, is
@@ -8,16 +8,41 @@ built and measured: time does not depend on the values of weights.
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from mod_export.errors import CheckpointError
-from mod_export.sources.checkpoint import architectures
+import click
 
-__all__ = ["demo_checkpoint", "next_steps", "timed_checkpoint"]
+from mod_export.cli.boundary import PATH, command, config_of
+from mod_export.cli.build import build_and_show
+from mod_export.errors import CheckpointError
+
+__all__ = ["demo", "demo_checkpoint", "next_steps", "timed_checkpoint"]
 
 SEED = 0
+
+
+@click.command()
+@click.option("-o", "--out", metavar="DIR", type=PATH, default=Path("build/demo"), show_default=True)
+@command
+def demo(out: Path, verbosity: int) -> int:
+    """Build the trained checkpoint that ships with mod-export, then measure a model large enough to be timed."""
+    from importlib.resources import files
+
+    from mod_export.build_folder.workspace import check_root
+
+    configs = Path(str(files("mod_export_configs")))
+    named = out if out.name not in ("", "..") else out.resolve()
+    timed_out = named.with_name(f"{named.name}-timed")
+    check_root(timed_out)
+    checkpoint = demo_checkpoint()
+    trained = build_and_show(checkpoint, config_of(configs / "demo.toml"), out, verbosity)
+    with timed_checkpoint() as untrained:
+        timed = build_and_show(untrained, config_of(configs / "bench.toml"), timed_out, verbosity)
+    click.echo(next_steps(checkpoint, out, timed_out, sys.argv[0]))
+    return trained or timed
 
 
 def demo_checkpoint() -> Path:
@@ -26,6 +51,8 @@ def demo_checkpoint() -> Path:
     Raises:
         CheckpointError: none ships one.
     """
+    from mod_export.sources.checkpoint import architectures
+
     for architecture in architectures().values():
         path = architecture.demo_checkpoint()
         if path is not None:
@@ -42,31 +69,25 @@ def timed_checkpoint() -> Iterator[Path]:
     Raises:
         CheckpointError: no architecture declares such a size.
     """
+    from mod_export.sources.checkpoint import architectures
+
     for architecture in architectures().values():
         spec = architecture.timed_spec()
         if spec is not None:
             with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "timed"
-                architecture.random(spec, SEED, path)
-                yield path
+                architecture.random(spec, SEED, Path(folder) / "timed")
+                yield Path(folder) / "timed"
                 return
     raise CheckpointError("no installed architecture declares a size to be timed")
 
 
-def next_steps(checkpoint: Path, trained: Path, timed: Path, command: str = "mod-export") -> str:
-    """What to look at after a demo, and what to try next.
-
-    Args:
-        checkpoint: the trained checkpoint.
-        trained: its build folder.
-        timed: build folder of the checkpoint that was built to be timed.
-        command: how mod-export is called here.
-    """
+def next_steps(checkpoint: Path, trained: Path, timed: Path, command: str) -> str:
+    """What to look at after a demo, and what to try next; `command` is how mod-export is called here."""
+    writing = trained.with_name("writing")
     look = {
         str(trained / "report.html"): "parity with PyTorch, and which tokens of a text each layer selected",
         str(timed / "report.html"): "speed against the dense baseline at 40 M parameters, under which conditions",
     }
-    writing = trained.with_name("writing")
     tries = {
         f"{command} validate {trained}": "check a build folder again, on any machine",
         f"{command} build {checkpoint} -o {writing}": "the same model for every target, and engines that write text",
@@ -74,10 +95,8 @@ def next_steps(checkpoint: Path, trained: Path, timed: Path, command: str = "mod
         f"{command} targets": "which targets can build and run here, and what the others lack",
         f"{command} build MODEL": "your own checkpoint, for every target that can build here",
     }
-    lines = ["Look at", *_columns(look), "", "Try next", *_columns(tries)]
-    return "\n".join(["", *lines])
-
-
-def _columns(rows: Mapping[str, str]) -> list[str]:
-    width = max(len(name) for name in rows)
-    return [f"    {name:<{width}}    {what}" for name, what in rows.items()]
+    lines = []
+    for title, rows in (("Look at", look), ("Try next", tries)):
+        width = max(map(len, rows))
+        lines += ["", title, *(f"    {name:<{width}}    {what}" for name, what in rows.items())]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Files that a user names: whole or not at all, and errors that name the option."""
+"""Files: written whole or not at all, with errors that name the option, and compared with what was written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mod_export.errors import UsageError
-from mod_export.outfile import check_place, write_bytes, write_text
+from mod_export.build_folder.files import FileEntry, check_place, verify_sizes, write_whole
+from mod_export.errors import BuildFolderError, UsageError
 
 
 def test_what_is_written_replaces_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.html"
-    write_text(path, "\xe9\n")
-    write_bytes(path, b"\x89PNG", "--png")
+    write_whole(path, "\xe9\n")
+    write_whole(path, b"\x89PNG", "--png")
     assert path.read_bytes() == b"\x89PNG"
     assert [entry.name for entry in path.parent.iterdir()] == ["a.html"]
 
@@ -30,4 +30,12 @@ def test_errors_name_the_option(tmp_path: Path, option: str) -> None:
     with pytest.raises(UsageError, match=rf"a: cannot write in .*file; name another file with {option}$"):
         check_place(below, option)
     with pytest.raises(UsageError, match=rf"a: cannot be written \(.*\); name another file with {option}$"):
-        write_bytes(below, b"", option)
+        write_whole(below, b"", option)
+
+
+def test_files_of_another_size_are_found_without_reading_them(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("four")
+    verify_sizes(tmp_path, {"a": FileEntry(bytes=4, sha256="never asked for")})
+    message = r"a has 4 bytes, 5 were written; b is missing or not a regular file\. Build"
+    with pytest.raises(BuildFolderError, match=message):
+        verify_sizes(tmp_path, {"a": FileEntry(bytes=5, sha256=""), "b": FileEntry(bytes=1, sha256="")})

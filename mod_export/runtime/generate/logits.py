@@ -1,4 +1,4 @@
-"""From logits to the next token: the most probable one, or a draw at a temperature from the most probable ones.
+"""From logits to the next token, drawn at a temperature or the most probable one; and how probable a text was.
 
 A draw uses exactly one number of the random generator of its row, so the same seed, row and logits give the same
 tokens, whatever other rows are generated in the same batch. Tokens are ranked by their logits, and among equal logits
@@ -7,14 +7,32 @@ the lower id comes first, so the result does not depend on a library's sort orde
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mod_export.errors import EngineError, UsageError
 
-__all__ = ["Sampling", "draw", "probabilities", "rng_of"]
+if TYPE_CHECKING:
+    from mod_export.runtime.deployment import Deployment
+
+__all__ = [
+    "Sampling",
+    "Score",
+    "draw",
+    "log_softmax",
+    "negative_log_likelihood",
+    "probabilities",
+    "rng_of",
+    "score",
+]
+
+SHOWN = 5
+"""Next tokens of a `Score`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +70,7 @@ class Sampling:
 
 
 def rng_of(seed: int, row: int) -> np.random.Generator:
-    """The generator of one row of a request: each row has its own, so it draws the same whatever runs beside it.
+    """The generator of one row of a request.
 
     Raises:
         UsageError: the seed is not a whole number of at least 0.
@@ -63,12 +81,9 @@ def rng_of(seed: int, row: int) -> np.random.Generator:
 
 
 def draw(logits_V: np.ndarray, sampling: Sampling, rng: np.random.Generator) -> int:
-    """The next token.
+    """The next token, with one `random()` of the row's generator, or none if greedy.
 
-    Args:
-        logits_V: float32 (V,); -inf is a token that cannot be drawn.
-        sampling: how it is chosen.
-        rng: of the row. Used for one `random()`; not used if greedy.
+    The logits are float32 (V,); -inf is a token that cannot be drawn.
 
     Raises:
         EngineError: there is no finite largest logit.
@@ -127,10 +142,7 @@ def _largest(logits_V: np.ndarray, k: int) -> np.ndarray:
 def _nucleus(logits_V: np.ndarray, weight_V: np.ndarray, top_p: float) -> np.ndarray:
     """Bool (V,): True for the fewest of the largest whose weights reach top_p of all weight; at least one.
 
-    Args:
-        logits_V: float32 (V,), for the order: at a high temperature different logits may weigh the same.
-        weight_V: float64 (V,), at least 0.
-        top_p: above 0, below 1.
+    The order is that of the logits: at a high temperature different logits may weigh the same.
     """
     total = weight_V.sum()
     # All tokens below this weight have together at most half of what may be left out, so none of them is needed.
@@ -140,3 +152,68 @@ def _nucleus(logits_V: np.ndarray, weight_V: np.ndarray, top_p: float) -> np.nda
     kept_V = np.zeros(len(weight_V), dtype=bool)
     kept_V[order_N[:count]] = True
     return kept_V
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One prompt.
+
+    Attributes:
+        tokens: of the prompt.
+        nll: mean of -log p of all its tokens but the first, in nats; NaN for a prompt of one token.
+        following: the most probable next tokens, (id, probability).
+    """
+
+    tokens: int
+    nll: float
+    following: tuple[tuple[int, float], ...]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll)."""
+        return math.exp(self.nll) if not self.nll > 700 else math.inf
+
+
+def score(deployment: Deployment, ids: Sequence[int]) -> Score:
+    """Reads a prompt in the smallest forward bucket that holds it. Routing is that of the bucket: see `Deployment.run`.
+
+    So a model that cannot generate, because it selects tokens by looking at the whole prompt, can say how probable the
+    tokens of a prompt are, and which may come next.
+
+    Raises:
+        UsageError: no tokens, more than the largest bucket holds, or a folder that gives no logits of every token.
+    """
+    if not ids:
+        raise UsageError("an empty prompt has no score; expected at least one token")
+    ids_1S = np.array([ids], dtype=np.int64)
+    logits_1SV = deployment.run(ids_1S)
+    if logits_1SV.ndim != 3 or logits_1SV.shape[2] != deployment.vocab_size:
+        raise UsageError(
+            "this folder gives no logits of every token; build it with outputs = 'logits' to score prompts"
+        )
+    nll, count = negative_log_likelihood(logits_1SV, ids_1S)
+    last_V = logits_1SV[0, -1].astype(np.float64)
+    share_V = np.exp(last_V - last_V.max())
+    share_V /= share_V.sum()
+    best = np.argsort(-share_V, kind="stable")[:SHOWN]
+    following = tuple((int(token), float(share_V[token])) for token in best)
+    return Score(len(ids), nll / count if count else math.nan, following)
+
+
+def negative_log_likelihood(logits_BSV: np.ndarray, ids_BS: np.ndarray) -> tuple[float, int]:
+    """Sum of -log p(token | the tokens before it), in nats, over all tokens but the first, and their number.
+
+    Perplexity is exp(sum / count).
+    """
+    target_BS1 = ids_BS[:, 1:, None]
+    log_p = np.take_along_axis(log_softmax(logits_BSV[:, :-1]), target_BS1, axis=-1)
+    return float(-log_p.sum()), target_BS1.size
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis, in float64."""
+    shifted = logits.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        shifted -= shifted.max(-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return shifted
