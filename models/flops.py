@@ -42,7 +42,7 @@ class LayerCost:
     Attributes:
         name: the number of the layer, `embedding`, or `head`, which the final norm belongs to.
         routed: what is routed and by which selection, for a person to read; empty where every token runs.
-        taken: tokens of a row that each routing site of this layer selects, in the order of decision.
+        selected: tokens of a row that each routing site of this layer selects, in the order of decision.
         flops: by part, of all matrix products; a part that the layer does not have is absent.
         needed_flops: all of them without the scores that the causal mask hides.
         weight_bytes: its weights, routers and predictors included. A head that is the embedding has none of its own.
@@ -52,7 +52,7 @@ class LayerCost:
 
     name: str
     routed: str = ""
-    taken: Mapping[Site, int] = field(default_factory=dict)
+    selected: Mapping[Site, int] = field(default_factory=dict)
     flops: Mapping[str, int]
     needed_flops: int
     weight_bytes: int
@@ -90,10 +90,10 @@ def layer_costs(spec: ModelSpec, batch: int, seq: int, number_bytes: int = FLOAT
 
 def _token_counts(spec: ModelSpec, seq: int) -> Iterator[_TokenCounts]:
     """Of each layer. A token that exits is given to no later layer."""
-    taken, routing = spec.k_of_layer(seq), spec.routing
+    slots, routing = spec.k_of_layer(seq), spec.routing
     left = seq
     for layer in range(spec.n_layers):
-        k = taken.get(layer)
+        k = slots.get(layer)
         if k is None or routing is None:
             yield _TokenCounts(0, left, left)
             continue
@@ -125,7 +125,7 @@ def _layer(spec: ModelSpec, layer: int, given: _TokenCounts, batch: int, seq: in
     return LayerCost(
         name=str(layer),
         routed=", ".join(filter(None, [_routing_label(routing), _experts_label(experts)])),
-        taken={site: k for site, k in spec.k_by_layer(seq).items() if layer_of(site) == layer},
+        selected={site: k for site, k in spec.k_by_layer(seq).items() if layer_of(site) == layer},
         flops=flops,
         needed_flops=sum(flops.values()) - 2 * batch * H * E * A * (A - 1),
         weight_bytes=weights * number_bytes,

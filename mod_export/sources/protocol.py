@@ -38,7 +38,7 @@ class LayerCost(Protocol):
     Attributes:
         name: the number of the layer, or `embedding`, `head`.
         routed: what is routed and how; empty where every token runs.
-        taken: routing site -> tokens of a row that it selects.
+        selected: routing site -> tokens of a row that it selects.
         flops: part (`benchmark.products.PARTS`) -> FLOPs of its matrix products, two for each multiply-add, attention
             as the full square, as `torch.utils.flop_counter` counts the eager module.
         needed_flops: the sum of `flops` without the scores that the causal mask hides.
@@ -51,7 +51,7 @@ class LayerCost(Protocol):
     @property
     def routed(self) -> str: ...
     @property
-    def taken(self) -> Mapping[Site, int]: ...
+    def selected(self) -> Mapping[Site, int]: ...
     @property
     def flops(self) -> Mapping[str, int]: ...
     @property

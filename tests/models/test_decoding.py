@@ -22,9 +22,8 @@ from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.cache import cache_bytes, cache_layout, routed_sites, sites, slots_of_layer
 from mod_models.generate import Session, generate_eager
 from mod_models.generation_spec import GenerationError, for_generation
-from mod_models.prefill import Prefill
 from mod_models.spec import Site
-from mod_models.step import Step, slots_of_step
+from mod_models.step import Prefill, Step, slots_of_step
 from mod_models.transformer import Transformer
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}

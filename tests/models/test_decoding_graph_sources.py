@@ -13,9 +13,8 @@ from variants import experts
 from mod_models.cache import cache_layout
 from mod_models.decoding import DecodingGraphs
 from mod_models.generation_spec import GenerationError
-from mod_models.prefill import prefill_outputs
 from mod_models.spec import ModelSpec
-from mod_models.step import step_inputs, step_outputs
+from mod_models.step import prefill_outputs, step_inputs, step_outputs
 
 ATTENTION = 8 + 16 * 8 + 2 * 8 * 8 + 8 * 16
 """Numbers of a block's attention: norm, queries of 4 x 4, keys and values of 2 x 4, and the way back."""

@@ -21,9 +21,8 @@ from mod_export.export.capture import captured
 from mod_export.export.onnx_export import OPSET, TRANSLATIONS
 from mod_models.cache import cache_layout
 from mod_models.generate import Session
-from mod_models.prefill import Prefill, prefill_outputs
 from mod_models.spec import ModelSpec, Site
-from mod_models.step import Step, step_inputs, step_outputs
+from mod_models.step import Prefill, Step, prefill_outputs, step_inputs, step_outputs
 from mod_models.transformer import Transformer
 
 TOLERANCE = 2e-5

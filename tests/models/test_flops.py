@@ -88,13 +88,13 @@ def test_weights_are_those_of_the_module(spec: ModelSpec) -> None:
 
 @pytest.mark.parametrize("spec", VARIANTS.values(), ids=VARIANTS)
 def test_every_place_of_routing_is_in_one_row(spec: ModelSpec) -> None:
-    taken = [item for cost in layer_costs(spec, 1, 16) for item in cost.taken.items()]
-    assert taken == list(spec.k_by_layer(16).items())
+    selected = [item for cost in layer_costs(spec, 1, 16) for item in cost.selected.items()]
+    assert selected == list(spec.k_by_layer(16).items())
 
 
 def test_a_layer_ten_is_not_layer_one() -> None:
     costs = {cost.name: cost for cost in layer_costs(make_spec(n_layers=12, layers=(1, 10, 11)), 1, 16)}
-    assert [list(costs[name].taken) for name in ("1", "10", "11")] == [[1], [10], [11]]
+    assert [list(costs[name].selected) for name in ("1", "10", "11")] == [[1], [10], [11]]
 
 
 def test_a_routed_layer_holds_keys_and_values_of_its_own_tokens_only() -> None:

@@ -12,9 +12,8 @@ from variants import VARIANTS, experts
 from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.cache import routed_sites, sites, slots_of_layer
 from mod_models.generation_spec import GenerationError, check_generates, for_generation, why_not
-from mod_models.prefill import Prefill
 from mod_models.spec import ModelSpec
-from mod_models.step import Step
+from mod_models.step import Prefill, Step
 
 TRAIN = "train the predictor beside it"
 REFUSED = {

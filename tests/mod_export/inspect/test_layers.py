@@ -101,7 +101,7 @@ def test_parts_are_named_for_people() -> None:
 def test_a_part_that_nobody_knows_is_counted(layers: Callable[[str], Layers]) -> None:
     row = layers("dense").mod[Bucket(1, 128)].rows[-1]
     other = type(row)(
-        name="x", routed="", taken={}, flops={"convolution": 7}, needed_flops=7, weight_bytes=0, kv_bytes=0
+        name="x", routed="", selected={}, flops={"convolution": 7}, needed_flops=7, weight_bytes=0, kv_bytes=0
     )
     assert Costs(rows=[row, other]).flops_by_part == {"head": flops_of(row), "convolution": 7}
 

@@ -48,7 +48,7 @@ def test_a_part_without_a_colour_has_that_of_others(layers: Found) -> None:
     found = layers("dense")
     row = found.mod[found.largest].rows[-1]
     other = type(row)(
-        name="x", routed="", taken={}, flops={"convolution": 7}, needed_flops=7, weight_bytes=0, kv_bytes=0
+        name="x", routed="", selected={}, flops={"convolution": 7}, needed_flops=7, weight_bytes=0, kv_bytes=0
     )
     costs = type(found.mod[found.largest])(rows=[row, other])
     chart = flops_chart(Layers(buckets=found.buckets, mod=dict.fromkeys(found.buckets, costs), dense=None))
