@@ -286,21 +286,6 @@ def test_what_looks_ahead_does(reason: str) -> None:
 
 @given(examples(), st.data())
 @some_examples
-def test_decisions_can_be_forced(example: Example, data: st.DataObject) -> None:
-    """A run's own decisions, all or some of them, give that run again."""
-    logits_BSV, decided = example.trace()
-    some = data.draw(st.sets(st.sampled_from(list(decided)))) if decided else set()
-    for sites in (set(decided), some):
-        again, forced = example.trace(forced={site: decided[site].index_BK for site in sites})
-        assert torch.equal(logits_BSV[example.real_BS], again[example.real_BS])
-        for site, made in decided.items():
-            assert [selected(made, b) for b in range(len(again))] == [
-                selected(forced[site], b) for b in range(len(again))
-            ]
-
-
-@given(examples(), st.data())
-@some_examples
 def test_other_decisions_are_obeyed(example: Example, data: st.DataObject) -> None:
     """A token that is forced into a slot runs there if it is open to it, in order, and no other does."""
     batch, seq = example.ids_BS.shape
