@@ -90,10 +90,10 @@ def layer_costs(spec: ModelSpec, batch: int, seq: int, number_bytes: int = FLOAT
 
 def _token_counts(spec: ModelSpec, seq: int) -> Iterator[_TokenCounts]:
     """Of each layer. A token that exits is given to no later layer."""
-    slots, routing = spec.k_of_layer(seq), spec.routing
+    selected, routing = spec.k_of_layer(seq), spec.routing
     left = seq
     for layer in range(spec.n_layers):
-        k = slots.get(layer)
+        k = selected.get(layer)
         if k is None or routing is None:
             yield _TokenCounts(0, left, left)
             continue

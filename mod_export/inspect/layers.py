@@ -127,9 +127,9 @@ def routing_table(layers: Layers) -> LayerTable:
     first = {bucket.seq: bucket for bucket in reversed(layers.buckets)}
     rows = []
     for index, row in enumerate(own.rows):
-        slots = [tokens_text(layers.mod[first[seq]].rows[index].selected) for seq in lengths]
+        selected = [tokens_text(layers.mod[first[seq]].rows[index].selected) for seq in lengths]
         dense = [] if baseline is None else [_bytes(baseline.rows[index].kv_bytes)]
-        rows.append([row.name, row.routed or "-", *slots, _bytes(row.weight_bytes), _bytes(row.kv_bytes), *dense])
+        rows.append([row.name, row.routed or "-", *selected, _bytes(row.weight_bytes), _bytes(row.kv_bytes), *dense])
     sums = [_bytes(own.weight_bytes), _bytes(own.kv_bytes), *([] if baseline is None else [_bytes(baseline.kv_bytes)])]
     return LayerTable(
         head=[
@@ -184,7 +184,7 @@ def share_of(layers: Layers, bucket: Bucket, index: int) -> str:
 def tokens_text(selected: Mapping[Site, int]) -> str:
     """Slots of the routing sites of one layer: 64, or 64 + 64, or 64, 8 x 10 with experts inside."""
     experts = Counter(k for site, k in selected.items() if is_expert(site))
-    others = " + ".join(f"{k:,}" for site, k in selected.items() if not is_expert(site))
+    others = " + ".join(f"{k:,}" for site, k in selected.items() if ".expert" not in str(site))
     found = ", ".join(filter(None, [others, *(f"{count} x {k:,}" for k, count in experts.items())]))
     return found or "-"
 

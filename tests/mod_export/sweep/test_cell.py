@@ -17,7 +17,6 @@ import pytest
 import torch
 from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
 
-from mod_export.demo import demo_checkpoint
 from mod_export.sources.checkpoint import Model, model_from_checkpoint
 from mod_export.sweep.cell import (
     QUALITY_TOKENS,
@@ -30,6 +29,7 @@ from mod_export.sweep.cell import (
     write_whole,
 )
 from mod_export.sweep.schema import CellEntry
+from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -136,7 +136,7 @@ def test_perplexity_by_the_definition(model: Model) -> None:
 
 
 def test_a_trained_model_knows_more_than_an_untrained_one(model: Model) -> None:
-    trained = quality_of(model_from_checkpoint(demo_checkpoint()).loaded, 128, seed=0)
+    trained = quality_of(model_from_checkpoint(MOD_TRANSFORMER.demo_checkpoint()).loaded, 128, seed=0)
     untrained = quality_of(model.loaded, 128, seed=0)
     assert trained is not None
     assert untrained is not None
