@@ -14,9 +14,8 @@ from torch import Tensor
 
 from mod_models.cache import cache_bytes, cache_layout, sites, slots_of_layer
 from mod_models.generation_spec import for_generation
-from mod_models.prefill import Prefill, prefill_outputs
 from mod_models.spec import ModelSpec, Site
-from mod_models.step import Step, slots_of_step, step_inputs, step_outputs
+from mod_models.step import Prefill, Step, prefill_outputs, slots_of_step, step_inputs, step_outputs
 from mod_models.transformer import Transformer
 
 __all__ = ["DecodingGraphs", "GraphSource"]

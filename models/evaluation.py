@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mod_models.corpus import Corpus, TokenizedText, batch_at, read_corpus
 from mod_models.losses import Losses, LossModule
-from mod_models.optimization import autocast
 from mod_models.parallel import Workers
 from mod_models.train_config import TrainConfig
 from mod_models.transformer import Transformer
@@ -56,8 +55,7 @@ def held_out(
         ids_BS1, size = rows_at(text, config, EVAL_SEED + i, workers)
         n_bytes += size
         for part_BS1 in parts(ids_BS1, config):
-            with autocast(config.precision, workers.device):
-                found = step(part_BS1)
+            found = step(part_BS1)
             nats += found.next_token.item() * len(part_BS1) * config.seq
             share = len(part_BS1) / len(ids_BS1) / config.eval_batches
             for name, value in found.metrics.items():
@@ -82,7 +80,7 @@ def evaluate(model: Transformer, config: TrainConfig, corpus: Corpus | None = No
     model.eval()
     workers = Workers(device=next(model.parameters()).device)
     text = (corpus or read_corpus()).held_out
-    found = held_out(LossModule(model, config.loss_weights), text, config, workers)
+    found = held_out(LossModule(model, config), text, config, workers)
     model.train(training)
     return summary(found)
 

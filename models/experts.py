@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mod_models.routing import Decisions, SeenByExperts, linear_float32
-from mod_models.selection import FIRST_COME, RANK, Rule, select_first, select_topk
+from mod_models.selection import FIRST_COME, RANK, Rule, Tokens, select_first, select_topk, selected_at
 from mod_models.spec import ExpertsSpec, ModelSpec, expert_site
-from mod_models.stream import Tokens, selected_at
 
 __all__ = ["EXPERT_CHOICES", "Experts"]
 

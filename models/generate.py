@@ -10,10 +10,9 @@ from torch import Tensor
 
 from mod_models.cache import cache_layout, sites, write_rows
 from mod_models.generation_spec import GenerationError, for_generation
-from mod_models.prefill import Prefill, prefill_outputs
 from mod_models.routing import Decisions
 from mod_models.spec import Site
-from mod_models.step import Step, step_outputs
+from mod_models.step import Prefill, Step, prefill_outputs, step_outputs
 from mod_models.transformer import Transformer
 
 __all__ = ["Generated", "Session", "generate_eager"]
@@ -24,7 +23,7 @@ class Generated(NamedTuple):
 
     Attributes:
         ids: the new tokens; of equal logits the first.
-        logits_NV: those that each was taken from.
+        logits_NV: of the text that each new token follows.
         ran: routing site -> positions of the text that ran there, of all tokens that were read (the last one that
             was written is not).
         overflow: routing site -> how many tokens wanted to run there and found no slot.

@@ -9,7 +9,6 @@ the router and the stream and which centres the scores so that "l > 0" means "se
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,25 +18,12 @@ from torch.nn import functional
 from mod_models.routing import Decisions, Routing, Seen, SeenByExperts
 from mod_models.selection import FIRST_COME, select_topk
 from mod_models.spec import Site, is_expert
+from mod_models.train_config import TrainConfig
 from mod_models.transformer import Transformer
 
-__all__ = ["LossModule", "LossWeights", "Losses", "losses"]
+__all__ = ["LossModule", "Losses", "losses"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossWeights:
-    """Factors of the auxiliary losses in the total; 0 leaves a loss out of it, with no gradient at all.
-
-    Attributes:
-        predictor: of the auxiliary predictors' binary cross entropy, summed over layers (arXiv 2404.02258, 3.5).
-        router: of the routers' binary cross entropy against membership in the top-k, summed over layers (same).
-        balance: of the load balance of token-choice experts, summed over layers (Fedus et al., arXiv 2101.03961,
-            equation 4); a model without experts has none.
-    """
-
-    predictor: float = 1.0
-    router: float = 0.0
-    balance: float = 0.01
+DEFAULTS = TrainConfig()
 
 
 class Losses(NamedTuple):
@@ -57,17 +43,14 @@ class Losses(NamedTuple):
     metrics: dict[str, float]
 
 
-DEFAULT_WEIGHTS = LossWeights()
-
-
-def losses(model: Transformer, ids_BS1: Tensor, weights: LossWeights = DEFAULT_WEIGHTS) -> Losses:
+def losses(model: Transformer, ids_BS1: Tensor, config: TrainConfig = DEFAULTS) -> Losses:
     """One forward pass and its losses. Every loss is a mean over rows and positions, so the mean of the losses of two
     halves of a batch is the loss of the batch.
 
     Args:
         model: float32, on the device of `ids_BS1`.
         ids_BS1: int64 (B, S + 1) token ids, none of them padding. The model reads the first S and predicts the last S.
-        weights: factors of the auxiliary losses.
+        config: has the weights of the auxiliary losses; 0 leaves a loss out, with no gradient at all.
     """
     ids_BS, target_BS = ids_BS1[:, :-1], ids_BS1[:, 1:]
     lengths_B = torch.full((len(ids_BS),), ids_BS.shape[1], device=ids_BS.device)
@@ -82,7 +65,7 @@ def losses(model: Transformer, ids_BS1: Tensor, weights: LossWeights = DEFAULT_W
             logit_BT = seen.predictor(seen.x_BTD.detach())
             auxiliary["predictor"].append(_cross_entropy(logit_BT, selected_BT, seen.live_BT))
             metrics[f"predictor_accuracy/{site}"] = _agreement(logit_BT, selected_BT, seen.live_BT)
-        if weights.router > 0:
+        if config.router_loss > 0:
             # A metric of what is trained only: without this loss the sign of a score means nothing.
             auxiliary["router"].append(_cross_entropy(seen.l_BT, selected_BT, seen.live_BT))
             metrics[f"router_accuracy/{site}"] = _agreement(seen.l_BT, selected_BT, seen.live_BT)
@@ -94,22 +77,27 @@ def losses(model: Transformer, ids_BS1: Tensor, weights: LossWeights = DEFAULT_W
             loss = torch.stack(by_layer).sum()
             metrics[f"{name}_loss"] = loss
             # Not `0 * loss`: with a gradient of zeros the optimizer would still decay weights that nothing trains.
-            weight = getattr(weights, name)
+            weight = getattr(config, f"{name}_loss")
             total = total + weight * loss if weight > 0 else total
     return Losses(total, next_token, _numbers(metrics))
 
 
 class LossModule(nn.Module):
-    """`losses` as a module's forward pass, because DDP and FSDP reduce gradients of what runs through theirs."""
+    """`losses` as a module's forward pass, because DDP and FSDP reduce gradients of what runs through theirs.
 
-    def __init__(self, model: Transformer, weights: LossWeights = DEFAULT_WEIGHTS) -> None:
+    In bfloat16, matrix products and attention run in 16 bits; weights, residual stream and routers stay float32.
+    """
+
+    def __init__(self, model: Transformer, config: TrainConfig = DEFAULTS) -> None:
         super().__init__()
         self.model = model
-        self.weights = weights
+        self.config = config
 
     def forward(self, ids_BS1: Tensor) -> Losses:
         """The losses of int64 rows (B, S + 1); see `losses`."""
-        return losses(self.model, ids_BS1, self.weights)
+        enabled = self.config.precision == "bfloat16"
+        with torch.autocast(ids_BS1.device.type, dtype=torch.bfloat16, enabled=enabled):
+            return losses(self.model, ids_BS1, self.config)
 
 
 def _membership(seen: Seen) -> Tensor:
@@ -134,8 +122,8 @@ def _agreement(logit_BT: Tensor, selected_BT: Tensor, live_BT: Tensor) -> Tensor
 def _balance(seen: SeenByExperts) -> Tensor:
     """M * sum over experts of (share of the tokens whose first choice it is) * (mean probability of it); 1 when even.
 
-    Of each row, and then the mean over rows, so that it does not depend on how rows are spread over processes. A row of
-    which no token is given to the experts adds nothing.
+    Equation 4 of Fedus et al., arXiv 2101.03961, of each row, and then the mean over rows, so that it does not depend
+    on how rows are spread over processes. A row of which no token is given to the experts adds nothing.
     """
     experts = seen.probability_BTM.shape[-1]
     first_BTM = functional.one_hot(seen.first_BT, experts) * seen.live_BT[..., None]

@@ -82,12 +82,7 @@ def attended_one(attention: Attention, x_B1D: Tensor, cos: Tensor, sin: Tensor, 
     Cache and token are two products whose scores meet in one softmax: joining the caches would copy them. Keys stand
     on the left, because a product has no form for a transposed operand in ONNX, and a transposed cache is a copy too.
 
-    Args:
-        attention: of the layer.
-        x_B1D: normed input.
-        cos: cosines that broadcast against (B, H, 1, E / 2).
-        sin: sines.
-        past: of the layer.
+    `x_B1D` is normed; cosines and sines broadcast against (B, H, 1, E / 2).
 
     Returns:
         What attention adds (B, 1, D), the rotated key and the value, each (B, G, E).
@@ -110,15 +105,8 @@ def decide(block: RoutedBlock, part: str, x_B1D: Tensor, active_B: Tensor, free_
 
     A token wants to where the score that decides is above 0, as in a prompt. It can where its row has a free slot
     (`free_B`). Where more rows can than this step has slots, those with the largest scores do, ties to the lower row,
-    so that the order of the rows gives none of them an advantage.
-
-    Args:
-        block: the routed block.
-        part: "block", "attention" or "mlp".
-        x_B1D: the stream.
-        active_B: bool, False for rows without a token.
-        free_B: bool, rows with a free slot in this part.
-        slots: how many rows can run at once.
+    so that the order of the rows gives none of them an advantage. `part` is "block", "attention" or "mlp"; rows without
+    a token are not `active_B`.
     """
     routed_B1D, router, predictor = block.scorers(x_B1D, part)
     l_B1: Tensor = router(routed_B1D)
@@ -140,13 +128,9 @@ def decide(block: RoutedBlock, part: str, x_B1D: Tensor, active_B: Tensor, free_
 def transformed_one(
     block: Block, x_B1D: Tensor, active_B: Tensor, count_BN: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What the MLP or the experts of a block add, (B, 1, D), and as in `Ran` which experts.
+    """What the MLP or the experts of a block add to the rows that are active, (B, 1, D), and as in `Ran` which experts.
 
-    Args:
-        block: the block.
-        x_B1D: the stream after attention.
-        active_B: bool, the rows that are given to it.
-        count_BN: int64, how many slots of each expert are in use; None without experts.
+    `count_BN` says how many slots of each expert are in use; None without experts.
     """
     normed_B1D = block.mlp_norm(x_B1D)
     if count_BN is None:
@@ -194,15 +178,8 @@ def routed_one(
 ) -> Ran:
     """A routed part for the tokens that run; the stream of the others stays as it is, bit for bit.
 
-    Args:
-        block: the routed block.
-        part: "block", "attention" or "mlp".
-        x_B1D: the stream.
-        angles: cosines and sines, each (B, 1, 1, E / 2).
-        past: of the layer; None for "mlp".
-        decision: from `decide`.
-        count_BN: of the experts in this part, as in `transformed_one`.
-        skip: a condition around the part, which is then not executed where no row runs.
+    `angles` are cosines and sines, each (B, 1, 1, E / 2); `past` is None for the part "mlp". With `skip` there is a
+    condition around the part, which is then not executed where no row runs.
     """
 
     def nothing(x_B1D: Tensor) -> tuple[Tensor, ...]:

@@ -114,7 +114,13 @@ class MlpRouter(nn.Module):
 
 
 def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
-    """In float32 for 16-bit streams; a float64 model, which measures rounding error, keeps its own precision."""
+    """In float32 for 16-bit streams and under autocast, because scores that differ become equal in 8 bits of mantissa.
+
+    A float64 model, which measures rounding error, keeps its own precision.
+    """
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return linear_float32(linear, x)
     dtype = torch.promote_types(x.dtype, torch.float32)
     bias = None if linear.bias is None else linear.bias.to(dtype)
     return nn.functional.linear(x.to(dtype), linear.weight.to(dtype), bias)

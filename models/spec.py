@@ -109,13 +109,13 @@ class ModelSpec:
 
         Experts come after the routing of their layer, and those of a layer that selects no token are left out.
         """
-        taken = self.k_of_layer(seq)
+        slots_of = self.k_of_layer(seq)
         parts = self.routing.parts if self.routing is not None else ""
         exits = self.routing is not None and self.routing.selection == "exit"
         found: dict[Site, int] = {}
         left = seq
         for layer in range(self.n_layers):
-            k = taken.get(layer)
+            k = slots_of.get(layer)
             if k is not None:
                 found |= {f"{layer}.{part}": k for part in ("attention", "mlp")} if parts == "separate" else {layer: k}
             left = k if exits and k is not None else left

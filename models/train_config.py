@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mod_models.losses import LossWeights
 from mod_models.spec import ModelSpec, RoutingSpec, shown
 
 __all__ = ["DEFAULT_SPEC", "PRECISIONS", "TrainConfig", "TrainError"]
@@ -75,8 +74,3 @@ class TrainConfig:
                 problems.append(f"{option.name}: expected {allowed['least']} to {LARGEST_OPTION}, got {shown(value)}")
         if problems:
             raise TrainError("; ".join(problems))
-
-    @property
-    def loss_weights(self) -> LossWeights:
-        """The three weights as `losses` takes them."""
-        return LossWeights(predictor=self.predictor_loss, router=self.router_loss, balance=self.balance_loss)

@@ -30,12 +30,9 @@ class Log:
     """Appends rows to log.csv in `folder`; a row for a training step may also hold an evaluation."""
 
     def __init__(self, folder: Path, step: int, kind: str = "csv") -> None:
-        """Goes on after the row of `step`. A run that was killed after its last state left rows that come again.
+        """Goes on after the row of `step`, 0 for a new run: one that was killed left rows that come again.
 
-        Args:
-            folder: where log.csv is, or is to be.
-            step: the last step whose row stays, 0 for a new run.
-            kind: one of LOGS; `tensorboard` writes the same numbers to the folder `tensorboard` as well.
+        `kind` is one of LOGS; `tensorboard` writes the same numbers to the folder `tensorboard` as well.
 
         Raises:
             TrainError: log.csv is something else, or the package tensorboard is missing.
@@ -77,14 +74,10 @@ class Log:
         metrics: Mapping[str, float],
         held_out: Mapping[str, float] | None = None,
     ) -> None:
-        """One row, on disk when this returns.
+        """One row, on disk when this returns; every row has the same names.
 
-        Args:
-            step: counted from 1.
-            trained: name -> number, of the training step. Every row has the same names.
-            metrics: likewise, what an evaluation has as well.
-            held_out: `bits_per_byte` and the metrics of an evaluation, in columns that begin with HELD_OUT and are
-                empty in other rows.
+        `held_out` is an evaluation, `bits_per_byte` and the same metrics, in columns that begin with HELD_OUT and are
+        empty in other rows.
 
         Raises:
             OSError: the disk cannot be written to, or is full.
@@ -135,14 +128,9 @@ class Event(NamedTuple):
     brief: str = ""
 
 
-def show(events: Iterator[Event], terminal: bool | None = None) -> None:
-    """Consumes the events of a run: a bar on standard error where that is a terminal, else lines on standard output.
-
-    Args:
-        events: what the run yields, in order.
-        terminal: whether to draw the bar; None finds out.
-    """
-    if sys.stderr.isatty() if terminal is None else terminal:
+def show(events: Iterator[Event]) -> None:
+    """Consumes the events of a run: a bar on standard error where that is a terminal, else lines on standard output."""
+    if sys.stderr.isatty():
         _show_bar(events)
         return
     for event in events:

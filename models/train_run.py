@@ -16,19 +16,21 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mod_models.checkpoint import Checkpoint, read_plain, save_checkpoint, write_plain
 from mod_models.corpus import Corpus
 from mod_models.evaluation import NATS_PER_BIT, held_out, parts, rows_at
 from mod_models.losses import Losses, LossModule
-from mod_models.optimization import autocast, clip_gradients, keep_routers_float32, learning_rate_at, make_optimizer
 from mod_models.parallel import Workers, accumulate, fill, whole
 from mod_models.spec import ModelSpec
 from mod_models.train_config import TrainConfig, TrainError
 from mod_models.transformer import Transformer
 
-__all__ = ["Run", "Trained", "reproducible"]
+__all__ = ["Run", "Trained", "clip_gradients", "learning_rate_at", "make_optimizer", "reproducible"]
 
+LAST_SHARE = 0.1
+"""Of the peak learning rate, at the end."""
 Identity = Mapping[str, object]
 """What makes a run the run that it is, by name: resuming with anything else is refused."""
 
@@ -61,9 +63,7 @@ class Run:
         model = Transformer(spec)
         # Every process draws the same weights, so nothing has to be sent around.
         model.init_weights(torch.Generator().manual_seed(config.seed))
-        if config.precision != "float32":
-            keep_routers_float32(model, workers.device)
-        module = workers.wrap(LossModule(model, config.loss_weights))
+        module = workers.wrap(LossModule(model, config))
         return cls(config, corpus, workers, model, module, make_optimizer(model, config))
 
     def step(self, step: int) -> Trained:
@@ -80,8 +80,7 @@ class Run:
         portions = parts(ids_BS1, config)
         for number, part_BS1 in enumerate(portions, 1):
             with accumulate(self.module, last=number == len(portions)):
-                with autocast(config.precision, self.workers.device):
-                    total, next_token, metrics = self.module(part_BS1)
+                total, next_token, metrics = self.module(part_BS1)
                 torch.autograd.backward(total / len(portions))
             found.append(Losses(total.detach(), next_token.detach(), metrics))
         gradient_norm = clip_gradients(self.model, config.clip, self.workers)
@@ -180,6 +179,46 @@ class Run:
                 kept = torch.empty_like(parameter) if value.shape == parameter.shape else torch.empty_like(value)
                 fill(kept, value)
                 self.optimizer.state[parameter][key] = kept.detach()
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over all parameters, with decay of matrices only."""
+    # Norms and biases are not decayed: they are scales and offsets, not directions.
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, largest: float, workers: Workers) -> float:
+    """Scales the gradient so that its norm is at most `largest`; all processes have to call it.
+
+    Squares are added up in float64 and the norm is rounded to float32, so that it is the same number however the
+    gradient is cut into shards. In float32 the last bit would depend on that, and with it every later step.
+
+    Returns:
+        the norm before; NaN or infinite if any number in the gradient is.
+    """
+    given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    held = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in given]
+    norm_P = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in held])
+    square = float(norm_P.square().sum())
+    if workers.parallel == "fsdp":
+        (square,) = workers.sums([square])
+    norm = float(torch.tensor(math.sqrt(square), dtype=torch.float32))
+    if norm > largest:
+        for grad in held:
+            grad.mul_(largest / norm)
+    return norm
+
+
+def learning_rate_at(step: int, config: TrainConfig) -> float:
+    """Linear warm-up, then cosine down to a tenth of the peak. `step` counts from 0."""
+    if step < config.warmup:
+        return config.learning_rate * (step + 1) / config.warmup
+    done = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.learning_rate * (LAST_SHARE + (1 - LAST_SHARE) / 2 * (1 + math.cos(math.pi * done)))
 
 
 @contextmanager

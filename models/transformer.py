@@ -25,9 +25,18 @@ from torch.nn import functional
 
 from mod_models.experts import Experts
 from mod_models.routing import COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
-from mod_models.selection import FIRST_COME, RANK, Rule, noise_of_tokens, noise_table, select_first, select_topk
+from mod_models.selection import (
+    FIRST_COME,
+    RANK,
+    Rule,
+    Tokens,
+    noise_of_tokens,
+    noise_table,
+    select_first,
+    select_topk,
+    selected_at,
+)
 from mod_models.spec import ModelSpec, RoutingSpec, Site
-from mod_models.stream import Tokens, selected_at
 
 __all__ = ["OUTPUTS", "Transformer"]
 

@@ -83,10 +83,10 @@ def _flops(axes: Axes, model: Model, layers: Layers, colours: Any) -> None:
         floor = [0.0] * len(counted)
         for part in parts:
             heights = [costs.rows[index].flops.get(part, 0) / size for index in counted]
-            places = [place + offset for place in range(len(counted))]
+            at = [index + offset for index in range(len(counted))]
             colour = colours.get(part, colours["other"])
             label = part_name(part) if costs is own else None
-            axes.bar(places, heights, BAR * 0.95, floor, color=colour, alpha=alpha, label=label, linewidth=0)
+            axes.bar(at, heights, BAR * 0.95, floor, color=colour, alpha=alpha, label=label, linewidth=0)
             floor = [below + height for below, height in zip(floor, heights, strict=True)]
     axes.set_xticks(range(len(counted)), [own.rows[index].name for index in counted])
     axes.set_xlim(-0.6, len(counted) - 0.4)

@@ -1,25 +1,30 @@
-"""One cell, in its own process: a full build with another capacity, and the perplexity of the eager model.
+"""One cell: a full build with another capacity, and the perplexity of the eager model, in a process of its own.
 
     python -P -m mod_export.sweep.cell JOB.json
 
-The job is plain JSON. Progress and errors go to stderr, which is the cell's log, and the row to the file that the job
-names, whole or not at all. The process ends when its standard input does, so it does not outlive its parent process.
+`run_cell` starts it, waits for it, and reads its row; `main` is what runs there. The job is plain JSON. Progress and
+errors go to stderr, which is the cell's log, and the row to the file that the job names, whole or not at all. The
+process ends when its standard input does, so it does not outlive its parent process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Generator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import ValidationError
 from rich.console import Console
 
 from mod_export.config import BuildConfig
@@ -27,75 +32,149 @@ from mod_export.console import Progress
 from mod_export.environment import describe_machine, source_digest
 from mod_export.errors import BuildFolderError, CheckpointError, ModExportError, UsageError
 from mod_export.results.report import BuildReport
+from mod_export.sources.checkpoint import model_from_checkpoint, sha256_of
 from mod_export.sources.protocol import LoadedModel
-from mod_export.sweep.schema import CellEntry, Measured, Quality
+from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["QUALITY_TOKENS", "CellJob", "failed_cell", "machine_name", "main", "quality_of", "write_whole"]
+__all__ = [
+    "QUALITY_TOKENS",
+    "CellJob",
+    "CellRunner",
+    "failed_cell",
+    "finished_cell",
+    "log_of",
+    "machine_name",
+    "main",
+    "quality_of",
+    "run_cell",
+    "run_locally",
+    "write_whole",
+]
 
 GATE_FAILED = 4
 QUALITY_TOKENS = 8192
 """Predicted tokens, at least. On the shipped model the perplexity then moves by about 1 % from seed to seed."""
 LOGITS_BYTES = 2**26
 """Of one run of the model; longer rows are run one by one."""
+PATIENCE_S = 5
+"""Between asking a cell to stop and making it stop."""
+LOG_TAIL_BYTES = 4096
 
 
-class CellJob(BaseModel):
-    """What a cell needs to know.
+class CellJob(CellKey):
+    """What a cell needs to know, as plain JSON; `config` is the whole configuration of its build."""
 
-    Attributes:
-        name: of the cell.
-        checkpoint: model.pt or a folder, absolute.
-        checkpoint_sha256: what its bytes must be.
-        capacity: None keeps the checkpoint's own.
-        batch, seq, target: of the cell; the configuration holds them as well.
-        config: the cell's whole configuration, as JSON has it.
-        code: digests of this package and of the architecture's, as the sweep knows them.
-        command: of the sweep, as typed.
-        root: the build folder, absolute.
-        folder: the build folder as the sweep knows it.
-        row: the file for the result, absolute.
-        fingerprint: for the row.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
     checkpoint: Path
+    """model.pt or a folder, absolute."""
     checkpoint_sha256: str
-    capacity: float | None
-    batch: int
-    seq: int
-    target: str
+    """What its bytes must be."""
     config: dict[str, Any]
+    """As JSON has it."""
     code: dict[str, str]
+    """Digests of this package and of the architecture's, as the sweep knows them."""
     command: str
+    """Of the sweep, as typed."""
     root: Path
-    folder: str
+    """The build folder, absolute."""
     row: Path
-    fingerprint: str
+    """The file for the result, absolute."""
 
 
-def main() -> int:
-    """Runs the job named on the command line; the exit code is that of a build, and the row says the same."""
-    job = CellJob.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    _end_with_stdin()
-    try:
-        entry = _measured(job)
-    except ModExportError as error:
-        lines = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
-        print("error: " + "\n       ".join(lines), file=sys.stderr)  # noqa: T201
-        entry = failed_cell(job, error.exit_code, "; ".join(lines))
+CellRunner = Callable[[Sequence[CellJob]], Generator[CellEntry]]
+"""Runs cells wherever it does, and yields the row of each as it ends, in any order."""
+
+
+def log_of(job: CellJob) -> Path:
+    """The file that a cell's standard error goes to."""
+    return job.row.with_name(job.row.name.removesuffix(".json") + ".log")
+
+
+def finished_cell(job: CellJob, *, here: bool) -> CellEntry | None:
+    """The row of an earlier run, if it was measured from the same and its report is whole.
+
+    Args:
+        job: of the cell.
+        here: whether only rows of this machine count. On a cluster there is no knowing which node would measure it.
+    """
+    entry = _row(job)
+    if entry is None or entry.status != "measured" or (here and entry.machine != machine_name()):
+        return None
+    report = job.root / "report.json"
+    if not report.is_file() or hashlib.sha256(report.read_bytes()).hexdigest() != entry.report_sha256:
+        return None
+    return entry
+
+
+def run_locally(jobs: Sequence[CellJob]) -> Generator[CellEntry]:
+    """On this machine, one after the other, so that no cell disturbs another's latency."""
+    for job in jobs:
+        yield run_cell(job)
+
+
+def run_cell(job: CellJob) -> CellEntry:
+    """Runs one cell in a process of its own and returns its row, whatever became of it.
+
+    The process is started in a process group of its own, which is ended as a whole when this function is left early.
+    """
+    job_file = job.row.with_name(job.row.name.removesuffix(".json") + ".job.json")
+    write_whole(job_file, job.model_dump_json(indent=1) + "\n")
+    job.row.unlink(missing_ok=True)
+    begin = time.perf_counter()
+    # -P: files of the current folder must not stand in for packages.
+    arguments = [sys.executable, "-P", "-m", "mod_export.sweep.cell", str(job_file)]
+    with log_of(job).open("wb") as log:
+        process = subprocess.Popen(  # noqa: S603
+            arguments, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = process.wait()
+        finally:
+            _stop(process)
+    entry = _row(job) or failed_cell(job, code, _how_it_ended(code, log_of(job)))
+    entry = entry.model_copy(update={"seconds": round(time.perf_counter() - begin, 3)})
     write_whole(job.row, entry.model_dump_json(indent=1) + "\n")
-    return entry.exit_code
+    return entry
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C would, and then for good. A build folder survives either."""
+    assert process.stdin is not None
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+
+
+def _row(job: CellJob) -> CellEntry | None:
+    try:
+        entry = CellEntry.model_validate_json(job.row.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+    return entry if entry.fingerprint == job.fingerprint else None
+
+
+def _how_it_ended(code: int, log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    last_line = f"; its last line: {lines[-1]}" if lines else ""
+    if code == -signal.SIGKILL:
+        return f"killed, as the kernel does when memory runs out{last_line}"
+    ended = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code} and no result"
+    return ended + last_line
 
 
 def failed_cell(job: CellJob, exit_code: int, error: str) -> CellEntry:
     """The row of a cell that could not be built."""
     return CellEntry(
-        **_identity(job),
+        **job.model_dump(include=set(CellKey.model_fields)),
         k_by_layer={},
         status="failed",
         passed=False,
@@ -130,17 +209,28 @@ def machine_name() -> str:
     return ", ".join(str(part) for part in (machine["cpu"], f"{machine['cores']} cores", machine["gpu"]) if part)
 
 
+def main() -> int:
+    """Runs the job named on the command line; the exit code is that of a build, and the row says the same."""
+    job = CellJob.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    _end_with_stdin()
+    try:
+        entry = _measured(job)
+    except ModExportError as error:
+        lines = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
+        print("error: " + "\n       ".join(lines), file=sys.stderr)  # noqa: T201
+        entry = failed_cell(job, error.exit_code, "; ".join(lines))
+    write_whole(job.row, entry.model_dump_json(indent=1) + "\n")
+    return entry.exit_code
+
+
 def _measured(job: CellJob) -> CellEntry:
-    _check_code(job)
+    _check_unchanged(job)
     config = BuildConfig.model_validate(job.config)
 
     # torch and the engines are loaded here, and so only in the process of a cell.
     from mod_export.pipeline import build
-    from mod_export.sources.checkpoint import model_from_checkpoint
 
     model = model_from_checkpoint(job.checkpoint)
-    if model.checkpoint_sha256 != job.checkpoint_sha256:
-        raise CheckpointError(f"{job.checkpoint}: has changed since the sweep began; start the sweep again")
     if job.capacity is not None:
         model = model.with_capacity(job.capacity)
     progress = Progress(Console(stderr=True), 1)
@@ -149,7 +239,7 @@ def _measured(job: CellJob) -> CellEntry:
     same = set(k_by_layer.values())
     passed = report.verdict.status == "pass"
     return CellEntry(
-        **_identity(job),
+        **job.model_dump(include=set(CellKey.model_fields)),
         status="measured",
         passed=passed,
         reasons=report.verdict.reasons,
@@ -219,11 +309,12 @@ def _nats(module: torch.nn.Module, text_BT: torch.Tensor) -> float:
     return float(loss)
 
 
-def _check_code(job: CellJob) -> None:
-    """All rows of a table must come from the same source code.
+def _check_unchanged(job: CellJob) -> None:
+    """All rows of a table must come from the same source code and the same checkpoint.
 
     Raises:
         UsageError: this installation is not the one that started the sweep.
+        CheckpointError: another checkpoint is there now.
     """
     other = [package for package, digest in job.code.items() if source_digest(package) != digest]
     if other:
@@ -231,11 +322,8 @@ def _check_code(job: CellJob) -> None:
             f"{', '.join(other)}: not the source that the sweep was started with; install the same on every node, do "
             "not edit it while a sweep runs, and start the sweep again"
         )
-
-
-def _identity(job: CellJob) -> dict[str, Any]:
-    names = ("name", "capacity", "batch", "seq", "target", "folder", "fingerprint")
-    return {name: getattr(job, name) for name in names}
+    if sha256_of(job.checkpoint) != job.checkpoint_sha256:
+        raise CheckpointError(f"{job.checkpoint}: has changed since the sweep began; start the sweep again")
 
 
 def _end_with_stdin() -> None:

@@ -18,8 +18,7 @@ from typing import Any
 from mod_export.build_folder.manifest import MANIFEST
 from mod_export.errors import UsageError
 from mod_export.sources.checkpoint import sha256_of
-from mod_export.sweep.cell import CellJob, failed_cell, write_whole
-from mod_export.sweep.process import CellRunner, log_of, run_cell
+from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, log_of, run_cell, write_whole
 from mod_export.sweep.schema import CellEntry
 
 __all__ = ["NodeResult", "cell_on_node", "packed_checkpoint", "run_on_cluster"]
@@ -103,10 +102,10 @@ def packed_checkpoint(checkpoint: Path) -> dict[str, bytes]:
 
 
 def _unpacked(files: Mapping[str, bytes], job: CellJob) -> Path:
-    place = _cache() / job.checkpoint_sha256[:16] / "checkpoint"
+    folder = _cache() / job.checkpoint_sha256[:16] / "checkpoint"
     for name, data in files.items():
-        write_whole(place / name, data)
-    return place / next(iter(files)).partition("/")[0]
+        write_whole(folder / name, data)
+    return folder / next(iter(files)).partition("/")[0]
 
 
 def _cache() -> Path:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mod_export.sweep.schema import (
     CapacityBreakEven,
     CellEntry,
+    Finding,
     Findings,
     Front,
     FrontPoint,
     LengthBreakEven,
-    Quality,
+    Measured,
     Stair,
     StairStep,
 )
@@ -38,33 +38,36 @@ everything costs the same."""
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One dtype of one cell that met its gates. Medians in milliseconds; `low` and `high` bound the speed-up (95 %)."""
+class Point(NamedTuple):
+    """One dtype of one cell that met its gates, as both are in sweep.json."""
 
-    name: str
-    target: str
-    dtype: DType
-    machine: str
-    batch: int
-    seq: int
-    capacity: float | None
-    k: int | None
-    dense_ms: float
-    speedup: float
-    low: float
-    high: float
-    quality: Quality | None
+    cell: CellEntry
+    row: Measured
+
+    @property
+    def speedup(self) -> float:
+        return self.row.speedup.measured
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the speed-up, 95 %."""
+        return self.row.speedup.ci95
 
     @property
     def faster(self) -> bool:
         """Whether the whole interval lies above 1."""
-        return self.low > 1
+        return self.interval[0] > 1
 
     @property
     def steady(self) -> bool:
         """Whether it was measured well enough to be compared with other cells."""
-        return self.high - self.low <= WIDEST * self.speedup
+        low, high = self.interval
+        return high - low <= WIDEST * self.speedup
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What is the same for all points that are compared over capacities."""
+        return (*_common(self), self.cell.seq)
 
 
 def findings_of(cells: Sequence[CellEntry], notes: Sequence[str] = ()) -> Findings:
@@ -82,43 +85,24 @@ def findings_of(cells: Sequence[CellEntry], notes: Sequence[str] = ()) -> Findin
 
 def points_of(cells: Sequence[CellEntry]) -> list[Point]:
     """One for each dtype of every cell that was measured and met its gates, where the numbers are finite."""
-    points = [
-        Point(
-            name=cell.name,
-            target=cell.target,
-            dtype=row.dtype,
-            machine=cell.machine,
-            batch=cell.batch,
-            seq=cell.seq,
-            capacity=cell.capacity,
-            k=cell.k,
-            dense_ms=row.dense_ms,
-            speedup=row.speedup.measured,
-            low=row.speedup.ci95[0],
-            high=row.speedup.ci95[1],
-            quality=cell.quality,
-        )
-        for cell in cells
-        if cell.status == "measured" and cell.passed
-        for row in cell.measured
-    ]
-    return [p for p in points if all(math.isfinite(n) and n > 0 for n in (p.dense_ms, p.speedup, p.low, p.high))]
+    counted = [cell for cell in cells if cell.status == "measured" and cell.passed]
+    points = [Point(cell, row) for cell in counted for row in cell.measured]
+    return [p for p in points if all(math.isfinite(n) and n > 0 for n in (p.row.dense_ms, p.speedup, *p.interval))]
 
 
 def break_even_capacity(points: Sequence[Point]) -> tuple[CapacityBreakEven, ...]:
     """For each length, the largest capacity up to which every one tried is faster than dense."""
     found = []
-    with_capacity = [point for point in points if point.capacity is not None]
-    for one, group in _groups(with_capacity, lambda p: (p.target, p.dtype, p.machine, p.batch, p.seq)):
-        ascending = sorted(group, key=lambda p: p.capacity or 0)
+    for one, group in _groups([p for p in points if p.cell.capacity is not None], lambda p: p.setting):
+        ascending = sorted(group, key=lambda p: p.cell.capacity or 0)
         last = _last_of_run(ascending, lambda p: p.faster)
         found.append(
             CapacityBreakEven(
-                **_setting(one),
-                seq=one.seq,
-                largest_capacity=last.capacity if last else None,
-                largest_k=last.k if last else None,
-                tried=tuple(p.capacity for p in ascending if p.capacity is not None),
+                **_finding(one),
+                seq=one.cell.seq,
+                largest_capacity=last.cell.capacity if last else None,
+                largest_k=last.cell.k if last else None,
+                tried=tuple(p.cell.capacity for p in ascending if p.cell.capacity is not None),
             )
         )
     return tuple(found)
@@ -127,15 +111,15 @@ def break_even_capacity(points: Sequence[Point]) -> tuple[CapacityBreakEven, ...
 def break_even_length(points: Sequence[Point]) -> tuple[LengthBreakEven, ...]:
     """For each capacity, the smallest length from which on every one tried is faster than dense."""
     found = []
-    for one, group in _groups(points, lambda p: (p.target, p.dtype, p.machine, p.batch, p.capacity or 0)):
-        descending = sorted(group, key=lambda p: -p.seq)
+    for one, group in _groups(points, lambda p: (*_common(p), p.cell.capacity or 0)):
+        descending = sorted(group, key=lambda p: -p.cell.seq)
         last = _last_of_run(descending, lambda p: p.faster)
         found.append(
             LengthBreakEven(
-                **_setting(one),
-                capacity=one.capacity,
-                smallest_seq=last.seq if last else None,
-                tried=tuple(p.seq for p in reversed(descending)),
+                **_finding(one),
+                capacity=one.cell.capacity,
+                smallest_seq=last.cell.seq if last else None,
+                tried=tuple(p.cell.seq for p in reversed(descending)),
             )
         )
     return tuple(found)
@@ -149,23 +133,24 @@ def stairs(points: Sequence[Point]) -> tuple[Stair, ...]:
     the first. Because all are compared with the first, a slow slope is not mistaken for a flat step.
     """
     found = []
-    placed = [point for point in points if point.steady and point.k is not None and point.capacity is not None]
-    for one, group in _groups(placed, _by_setting):
-        ascending = sorted(group, key=lambda p: (p.k or 0, p.capacity or 0))
-        if len({p.k for p in ascending}) < 2:
+    counted = [p for p in points if p.steady and p.cell.k is not None and p.cell.capacity is not None]
+    for one, group in _groups(counted, lambda p: p.setting):
+        ascending = sorted(group, key=lambda p: (p.cell.k or 0, p.cell.capacity or 0))
+        if len({p.cell.k for p in ascending}) < 2:
             continue
-        medians = [p.dense_ms for p in ascending]
-        dense_ms = statistics.median(medians)
+        medians = [p.row.dense_ms for p in ascending]
         steps: list[list[Point]] = []
         for point in ascending:
-            if steps and dense_ms / point.high <= dense_ms / steps[-1][0].low:
+            # The other way round than speed-ups: a high one is a low latency.
+            if steps and point.interval[1] >= steps[-1][0].interval[0]:
                 steps[-1].append(point)
             else:
                 steps.append([point])
+        dense_ms = statistics.median(medians)
         found.append(
             Stair(
-                **_setting(one),
-                seq=one.seq,
+                **_finding(one),
+                seq=one.cell.seq,
                 dense_ms=dense_ms,
                 drift=max(medians) / min(medians) - 1,
                 steps=tuple(_step(step, dense_ms) for step in steps),
@@ -179,29 +164,29 @@ def fronts(points: Sequence[Point]) -> tuple[Front, ...]:
     are not precise enough are left out.
     """
     found = []
-    for one, group in _groups([point for point in points if point.steady and _has_quality(point)], _by_setting):
-        quality = one.quality
-        if len(group) < 2 or quality is None:
+    for one, group in _groups([p for p in points if p.steady and _perplexity(p) is not None], lambda p: p.setting):
+        if len(group) < 2 or one.cell.quality is None:
             continue
-        dense_ms = statistics.median(p.dense_ms for p in group)
-        costs = {p: (dense_ms / p.speedup, p.quality.perplexity) for p in group if p.quality}
+        dense_ms = statistics.median(p.row.dense_ms for p in group)
+        costs = [(dense_ms / p.speedup, _perplexity(p) or math.inf) for p in group]
+        ordered = sorted(zip(costs, group, strict=True), key=lambda pair: pair[0])
         found.append(
             Front(
-                **_setting(one),
-                seq=one.seq,
+                **_finding(one),
+                seq=one.cell.seq,
                 dense_ms=dense_ms,
-                dense_perplexity=quality.dense_perplexity,
-                tokens=quality.tokens,
+                dense_perplexity=one.cell.quality.dense_perplexity,
+                tokens=one.cell.quality.tokens,
                 points=tuple(
                     FrontPoint(
-                        capacity=p.capacity,
-                        k=p.k,
+                        capacity=p.cell.capacity,
+                        k=p.cell.k,
                         ms=ms,
                         speedup=p.speedup,
                         perplexity=perplexity,
-                        on_front=not any(_dominates(other, (ms, perplexity)) for other in costs.values()),
+                        on_front=not any(_dominates(other, (ms, perplexity)) for other in costs),
                     )
-                    for p, (ms, perplexity) in sorted(costs.items(), key=lambda item: item[1])
+                    for (ms, perplexity), p in ordered
                 ),
             )
         )
@@ -215,7 +200,7 @@ def _notes(cells: Sequence[CellEntry], points: Sequence[Point], found: Sequence[
         yield f"left out, because they could not be built: {', '.join(failed)}"
     if missed:
         yield f"left out, because a gate was not met: {', '.join(missed)}"
-    unsteady = list(dict.fromkeys(point.name for point in points if not point.steady))
+    unsteady = list(dict.fromkeys(point.cell.name for point in points if not point.steady))
     if unsteady:
         yield (
             f"not precise enough to be compared with other cells (interval wider than {WIDEST:.0%} of the speed-up): "
@@ -237,16 +222,15 @@ def _notes(cells: Sequence[CellEntry], points: Sequence[Point], found: Sequence[
 
 
 def _step(step: Sequence[Point], dense_ms: float) -> StairStep:
-    last = step[-1]
-    assert last.k is not None
-    assert last.capacity is not None
+    ks = tuple(p.cell.k for p in step if p.cell.k is not None)
+    capacities = tuple(p.cell.capacity for p in step if p.cell.capacity is not None)
     return StairStep(
-        k=tuple(p.k for p in step if p.k is not None),
-        capacity=tuple(p.capacity for p in step if p.capacity is not None),
+        k=ks,
+        capacity=capacities,
         ms=tuple(dense_ms / p.speedup for p in step),
-        ci95_ms=tuple((dense_ms / p.high, dense_ms / p.low) for p in step),
-        advised_k=last.k,
-        advised_capacity=last.capacity,
+        ci95_ms=tuple((dense_ms / p.interval[1], dense_ms / p.interval[0]) for p in step),
+        advised_k=ks[-1],
+        advised_capacity=capacities[-1],
     )
 
 
@@ -254,16 +238,18 @@ def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
-def _has_quality(point: Point) -> bool:
-    return point.quality is not None and math.isfinite(point.quality.perplexity)
+def _perplexity(point: Point) -> float | None:
+    """Where it is known, and a number."""
+    quality = point.cell.quality
+    return quality.perplexity if quality is not None and math.isfinite(quality.perplexity) else None
 
 
-def _by_setting(point: Point) -> tuple[Any, ...]:
-    return (point.target, point.dtype, point.machine, point.batch, point.seq)
+def _common(point: Point) -> tuple[str, DType, str, int]:
+    return point.cell.target, point.row.dtype, point.cell.machine, point.cell.batch
 
 
-def _setting(point: Point) -> dict[str, Any]:
-    return {name: getattr(point, name) for name in ("target", "dtype", "machine", "batch")}
+def _finding(point: Point) -> dict[str, Any]:
+    return dict(zip(Finding.model_fields, _common(point), strict=True))
 
 
 def _groups(points: Iterable[Point], key: Callable[[Point], Any]) -> Iterator[tuple[Point, list[Point]]]:

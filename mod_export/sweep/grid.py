@@ -89,8 +89,7 @@ def _numbers(
         try:
             number = kind(text)
         except ValueError:
-            problems.append(f"{option}: expected {expected}, got {text!r}")
-            continue
+            number = kind("0")
         # Not "<= 0": NaN is no number of tokens either.
         if not number > 0:
             problems.append(f"{option}: expected {expected}, got {text!r}")

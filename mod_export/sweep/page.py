@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -63,10 +63,10 @@ def render_html(report: SweepReport) -> str:
 def speedup_plots(points: Sequence[Point]) -> tuple[Markup, ...]:
     """Speed-up over capacity, one line for each length; over length where there is one capacity only."""
     plots = []
-    ordered = sorted(points, key=lambda p: (p.target, p.dtype, p.machine, p.batch, p.seq, p.capacity or 0))
-    for (target, dtype, _, batch), found in groupby(ordered, key=lambda p: (p.target, p.dtype, p.machine, p.batch)):
+    ordered = sorted(points, key=lambda p: (*p.setting, p.cell.capacity or 0))
+    for (target, dtype, _, batch), found in groupby(ordered, key=lambda p: p.setting[:-1]):
         group = list(found)
-        by_capacity = len({p.capacity for p in group}) > 1
+        by_capacity = len({p.cell.capacity for p in group}) > 1
         plots.append(_speedup_plot(f"{target} {dtype} batch {batch}", group, by_capacity=by_capacity))
     return tuple(plots)
 
@@ -80,11 +80,11 @@ def stair_plot(stair: Stair) -> Markup:
         rows = zip(step.k, step.capacity, step.ms, step.ci95_ms, strict=True)
         values = [
             _Value(
-                x=k,
-                y=ms,
-                interval=interval,
-                filled=k == step.advised_k,
-                told=f"k {k} (capacity {capacity:g}): {ms_text(ms)} ms {ci_text(interval)}",
+                k,
+                ms,
+                k == step.advised_k,
+                f"k {k} (capacity {capacity:g}): {ms_text(ms)} ms {ci_text(interval)}",
+                interval,
             )
             for k, capacity, ms, interval in rows
         ]
@@ -105,10 +105,7 @@ def front_plot(front: Front) -> Markup:
     """Perplexity over latency: down and left is better. Filled marks are on the front."""
     x = axis_around([*(p.ms for p in front.points), front.dense_ms], ms_text)
     y = axis_around([p.perplexity for p in front.points], perplexity_text)
-    values = [
-        _Value(x=p.ms, y=p.perplexity, filled=p.on_front, told=f"{front_text(p)}, {ms_text(p.ms)} ms")
-        for p in front.points
-    ]
+    values = [_Value(p.ms, p.perplexity, p.on_front, f"{front_text(p)}, {ms_text(p.ms)} ms") for p in front.points]
     dense = x.clamped(front.dense_ms)
     best = ", ".join(share_of(point.capacity) for point in front.points if point.on_front)
     title = f"{setting_text(front)} seq {front.seq}"
@@ -127,23 +124,18 @@ def front_plot(front: Front) -> Markup:
 
 
 def _speedup_plot(name: str, points: Sequence[Point], *, by_capacity: bool) -> Markup:
-    place: Callable[[Point], float] = (lambda p: p.capacity or 0) if by_capacity else (lambda p: p.seq)
+    def at(point: Point) -> float:
+        return (point.cell.capacity or 0) if by_capacity else point.cell.seq
 
     def of_series(point: Point) -> str:
-        return f"seq {point.seq}" if by_capacity else f"capacity {share_of(point.capacity)}"
+        return f"seq {point.cell.seq}" if by_capacity else f"capacity {share_of(point.cell.capacity)}"
 
-    x = axis_of_listed(place(p) for p in points)
-    y = axis_around([1.0, *(bound for p in points for bound in (p.low, p.high))], ratio_text)
+    x = axis_of_listed(at(p) for p in points)
+    y = axis_around([1.0, *(bound for p in points for bound in p.interval)], ratio_text)
     marks, signs = [line("one", (0, y.clamped(1.0)), (100, y.clamped(1.0)), "1x, no gain")], []
     for index, (series, found) in enumerate(groupby(points, key=of_series)):
         values = [
-            _Value(
-                x=place(p),
-                y=p.speedup,
-                interval=(p.low, p.high),
-                filled=p.faster,
-                told=f"seq {p.seq}, capacity {share_of(p.capacity)}: {ratio_interval_text(p.speedup, (p.low, p.high))}",
-            )
+            _Value(at(p), p.speedup, p.faster, f"{_where(p)}: {ratio_interval_text(p.speedup, p.interval)}", p.interval)
             for p in found
         ]
         marks += _series(index, values, values, x, y)
@@ -152,8 +144,7 @@ def _speedup_plot(name: str, points: Sequence[Point], *, by_capacity: bool) -> M
     x_name = "capacity" if by_capacity else "sequence length"
     return plot(
         caption=html("<b>{}</b>{}", name, legend(signs)),
-        told=f"speed-up over {x_name} for {name}; the largest is {ratio_text(best.speedup)} at seq {best.seq}, "
-        f"capacity {share_of(best.capacity)}",
+        told=f"speed-up over {x_name} for {name}; the largest is {ratio_text(best.speedup)} at {_where(best)}",
         x=x,
         y=y,
         x_name=x_name,
@@ -162,15 +153,18 @@ def _speedup_plot(name: str, points: Sequence[Point], *, by_capacity: bool) -> M
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Value:
+def _where(point: Point) -> str:
+    return f"seq {point.cell.seq}, capacity {share_of(point.cell.capacity)}"
+
+
+class _Value(NamedTuple):
     """One measured value of a series; `told` is shown when it is pointed at."""
 
     x: float
     y: float
-    interval: tuple[float, float] | None = None
     filled: bool
     told: str
+    interval: tuple[float, float] | None = None
 
 
 def _series(index: int, values: Iterable[_Value], joined: Iterable[_Value], x: Axis, y: Axis) -> list[Markup]:

@@ -16,11 +16,10 @@ from mod_export.config import BuildConfig
 from mod_export.environment import describe_machine, package_version, source_digest
 from mod_export.errors import BuildFolderError
 from mod_export.sources.checkpoint import GROUP, Model, model_from_checkpoint
-from mod_export.sweep.cell import CellJob, write_whole
+from mod_export.sweep.cell import CellJob, CellRunner, finished_cell, run_locally, write_whole
 from mod_export.sweep.findings import findings_of
 from mod_export.sweep.grid import Axes, Cell, cells_of
 from mod_export.sweep.page import render_html
-from mod_export.sweep.process import CellRunner, finished_cell, run_locally
 from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, SweepReport
 
 __all__ = ["SweepObserver", "exit_code_of", "sweep"]

@@ -19,6 +19,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "CapacityBreakEven",
     "CellEntry",
+    "CellKey",
     "Finding",
     "Findings",
     "Front",
@@ -67,8 +68,8 @@ class Measured(Result):
     """Perplexity of the engine and of eager PyTorch on the texts of the parity check; null where it is not known."""
 
 
-class CellEntry(Result):
-    """One cell of the grid."""
+class CellKey(Result):
+    """Which cell of the grid, and what its numbers depend on."""
 
     name: str
     """As in file names."""
@@ -80,6 +81,15 @@ class CellEntry(Result):
     """Tokens of a row."""
     target: str
     """The engine family."""
+    folder: str
+    """The build folder: relative to the sweep's, or a path on `node`."""
+    fingerprint: str
+    """Of everything that the numbers depend on but the machine; a cell is reused while it stays the same."""
+
+
+class CellEntry(CellKey):
+    """One cell of the grid."""
+
     k_by_layer: dict[SiteKey, int]
     """Slots of each routed layer."""
     k: int | None = None
@@ -104,12 +114,8 @@ class CellEntry(Result):
     """CPU, cores and GPU that it ran on."""
     node: str | None = None
     """Of the Ray cluster; null where the cell ran on the machine of the sweep."""
-    folder: str
-    """The build folder: relative to the sweep's, or a path on `node`."""
     report_sha256: str | None = None
     """Of its report.json."""
-    fingerprint: str
-    """Of everything that the numbers depend on but the machine; a cell is reused while it stays the same."""
 
 
 class Finding(Result):

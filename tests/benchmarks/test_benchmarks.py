@@ -32,7 +32,7 @@ def test_every_route_computes_the_same(found: Path) -> None:
     assert max(measured["largest_difference"].values()) < 1e-4
     for kind in ("mod", "dense"):
         assert set(measured["ms"][kind]) == {*ROUTES, LAST}
-        assert {len(taken) for taken in measured["ms"][kind].values()} == {2}
+        assert {len(times) for times in measured["ms"][kind].values()} == {2}
         assert measured["needed_flops"][kind] < measured["flops"][kind]
     assert measured["versions"].keys() >= {"torch", "openvino"}
 

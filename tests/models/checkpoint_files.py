@@ -1,5 +1,6 @@
 """One small checkpoint, files that hold it or almost hold it, and what is said of those that do not."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from tiny_models import lively_checkpoint, make_spec
 from mod_models.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 
 SPEC = make_spec(predictor_hidden=2, tie_embeddings=False, router="mlp", capacity=(0.5, 0.25))
-DECLARE = r"Save it with mod_models\.checkpoint\.save_checkpoint\(path, .*declares the architecture and how it routes"
 FORMS = ("model.pt", "folder")
 
 
@@ -40,6 +40,7 @@ def with_weights(path: Path, changes: Mapping[Any, Any], without: str = "") -> P
     return saved(path, weights=weights)
 
 
-def refuses(path: Path, message: str) -> None:
-    with pytest.raises(CheckpointError, match=f"^{message}$"):
+def refuses(path: Path, words: str) -> None:
+    """These words are in the message."""
+    with pytest.raises(CheckpointError, match=re.escape(words)):
         load_checkpoint(path)

@@ -34,12 +34,12 @@ class Mixture:
     overflow: int = 0
 
 
-def mixture(experts: dict, w: Weights, normed: list[np.ndarray], places: int, fixed: int | None = None) -> Mixture:
-    """`places` is how many tokens the graph gives the experts, of which `normed` are real; `fixed` the places of an
+def mixture(experts: dict, w: Weights, normed: list[np.ndarray], tokens: int, fixed: int | None = None) -> Mixture:
+    """`tokens` is how many the graph gives the experts, of which `normed` are real; `fixed` the slots of an
     expert where they are declared.
     """
-    share = experts["capacity_factor"] * experts["top_k"] * places / experts["n_experts"]
-    capacity = min(places, max(1, math.ceil(share)) if fixed is None else fixed)
+    share = experts["capacity_factor"] * experts["top_k"] * tokens / experts["n_experts"]
+    capacity = min(tokens, max(1, math.ceil(share)) if fixed is None else fixed)
     rows = w["experts.router.projection.weight"]
     logits = [[float(row @ x) for row in rows] for x in normed]
     choose = {"token": _token_choice, "expert": _expert_choice}[experts["choice"]]
@@ -61,7 +61,7 @@ def _token_choice(
         total = sum(probability[e] for e in mine) if top_k > 1 else 1.0
         delta = np.zeros_like(x)
         for e in mine:
-            # An expert beyond the real ones does nothing; one that is full takes nobody.
+            # An expert beyond the real ones does nothing; one that is full selects no more.
             if e < n and len(found.chosen[e]) < capacity:
                 found.chosen[e].append(t)
                 delta = delta + probability[e] / total * _expert(w, e, x)

@@ -19,8 +19,8 @@ Site = int | str
 
 @dataclass
 class RowTrace:
-    """One row: logits of its real tokens, what each place of routing chose and from which scores (of the tokens that it
-    was given), how many tokens passed by because all places were taken, and how clear the closest choice was.
+    """One row: logits of its real tokens, what each routing site selected and from which scores (of the tokens that it
+    was given), how many tokens found no slot, and how clear the closest choice was.
     """
 
     logits: list[np.ndarray] = field(default_factory=list)
@@ -32,7 +32,7 @@ class RowTrace:
 
 @dataclass
 class Row:
-    """One row on its way through the model: `here` are the tokens that have not left it, `places` how many a graph
+    """One row on its way through the model: `here` are the tokens that have not left it, `count` how many a graph
     counts there, real or not, and `w` the weights of the present layer.
     """
 
@@ -40,7 +40,7 @@ class Row:
     ids: list[int]
     x: list[np.ndarray]
     here: list[int]
-    places: int
+    count: int
     training: bool
     w: Weights = field(default_factory=dict)
     layer: int = 0
@@ -106,7 +106,7 @@ def _capacity(routing: dict, routed_index: int, seq: int) -> int:
 
 def _unrouted(row: Row, part: str) -> None:
     """Every token that is here goes through this part of the block."""
-    deltas = _deltas(row, part, row.here, [row.x[t] for t in row.here], row.here, row.places)
+    deltas = _deltas(row, part, row.here, [row.x[t] for t in row.here], row.here, row.count)
     for i, t in enumerate(row.here):
         row.x[t] = row.x[t] + deltas[i]
 
@@ -127,7 +127,7 @@ def _routed_block(row: Row, k: int) -> None:
             _routed_part(row, k, f"{row.layer}.mlp", ("mlp",))
     if routing["selection"] == "exit":
         # Who was not chosen keeps what it has now, to the end.
-        row.here, row.places = row.trace.chosen[row.layer], k
+        row.here, row.count = row.trace.chosen[row.layer], k
 
 
 def _routed_part(row: Row, k: int, site: Site, parts: tuple[str, ...]) -> None:
@@ -185,7 +185,7 @@ def _select(row: Row, scores: dict[int, float], k: int) -> list[int]:
 
 
 def _deltas(
-    row: Row, part: str, tokens: list[int], x: list[np.ndarray], positions: list[int], places: int
+    row: Row, part: str, tokens: list[int], x: list[np.ndarray], positions: list[int], count: int
 ) -> list[np.ndarray]:
     """What a part of the block adds to these tokens, which now are x."""
     if part == "attention":
@@ -196,7 +196,7 @@ def _deltas(
     normed = [_rms_norm(token, row.w["mlp_norm.weight"], row.spec["norm_eps"]) for token in x]
     fixed = experts["fixed_places"]
     fixed_here = fixed[_layers(experts, row.spec["n_layers"]).index(row.layer)] if fixed else None
-    found = mixture(experts, row.w, normed, places, fixed_here)
+    found = mixture(experts, row.w, normed, count, fixed_here)
     row.trace.margin = min(row.trace.margin, found.margin)
     for e, chosen in enumerate(found.chosen):
         site = f"{row.layer}.expert{e}"

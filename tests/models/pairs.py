@@ -1,25 +1,43 @@
-"""Few combinations of many choices, among which every pair of choices is."""
+"""Few combinations of many choices, in which every two choices that can stand together do."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+Row = dict[str, Any]
 
 
-def pairwise(*choices: Iterable[str]) -> list[tuple[str, ...]]:
-    """Rows with one of each `choices`, so that every two values of two choices stand together in some row.
+def pairwise(choices: Mapping[str, Sequence[Any]], sound: Callable[[Row], bool]) -> list[Row]:
+    """Rows with one value of each choice. Greedy: each begins with a pair that no row has yet, and gathers others.
 
-    Greedy: of all combinations, each time the first one that has the most pairs that no row has yet.
+    Args:
+        choices: name -> values.
+        sound: whether these values, of some names or of all, can stand together. It may look at pairs only.
     """
-    rows = list(itertools.product(*choices))
-    missing = {pair for row in rows for pair in _pairs(row)}
-    found = []
+
+    def chosen(row: Mapping[str, int]) -> Row:
+        return {name: choices[name][number] for name, number in row.items()}
+
+    numbers = {name: range(len(values)) for name, values in choices.items()}
+    every = (
+        {one: i, other: j}
+        for one, other in itertools.combinations(choices, 2)
+        for i, j in itertools.product(numbers[one], numbers[other])
+    )
+    missing = {frozenset(pair.items()): pair for pair in every if sound(chosen(pair))}
+    draw, rows = Random(0), []
     while missing:
-        best = max(rows, key=lambda row: len(missing.intersection(_pairs(row))))
-        missing.difference_update(_pairs(best))
-        found.append(best)
-    return found
-
-
-def _pairs(row: tuple[str, ...]) -> set[tuple[tuple[int, str], tuple[int, str]]]:
-    return set(itertools.combinations(enumerate(row), 2))
+        row = dict(next(iter(missing.values())))
+        for name in draw.sample(list(choices), len(choices)):
+            if name in row:
+                continue
+            possible = [number for number in numbers[name] if sound(chosen({**row, name: number}))]
+            covers = {n: sum(frozenset({(name, n), item}) in missing for item in row.items()) for n in possible}
+            row[name] = max(draw.sample(possible, len(possible)), key=covers.__getitem__)
+        for pair in itertools.combinations(row.items(), 2):
+            missing.pop(frozenset(pair), None)
+        rows.append(chosen(row))
+    return rows

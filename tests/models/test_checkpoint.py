@@ -125,7 +125,7 @@ def test_a_failed_first_write_leaves_no_checkpoint(tmp_path: Path) -> None:
         with largest_file(3000), pytest.raises(OSError, match=r"could not be written \(.*File too large"):
             save_checkpoint(tmp_path / form, checkpoint())
     assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
-    refuses(tmp_path / "folder", r".*no config\.json in this folder.*")
+    refuses(tmp_path / "folder", "no config.json in this folder")
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_killed_between_weights_and_spec(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "folder", checkpoint())
     command = [sys.executable, "-c", KILLED_BETWEEN_RENAMES, str(tmp_path / "other.pt"), str(tmp_path / "folder")]
     assert subprocess.run(command, check=False).returncode == 9
-    refuses(tmp_path / "folder", r".*no config\.json in this folder.*")
+    refuses(tmp_path / "folder", "no config.json in this folder")
     save_checkpoint(tmp_path / "folder", random_checkpoint(SPEC, 1))
     assert_same(load_checkpoint(tmp_path / "folder"), random_checkpoint(SPEC, 1))
 
@@ -181,11 +181,6 @@ def test_files_have_the_permissions_of_any_other_file(tmp_path: Path, form: str)
     save_checkpoint(tmp_path / form, checkpoint())
     expected = stat.S_IMODE((tmp_path / "other").stat().st_mode)
     assert {stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*") if p.is_file()} == {expected}
-
-
-def test_missing_folders_are_made(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "a" / "b" / "model.pt", checkpoint())
-    assert_same(load_checkpoint(tmp_path / "a" / "b" / "model.pt"), checkpoint())
 
 
 def test_plain_data_comes_back(tmp_path: Path) -> None:

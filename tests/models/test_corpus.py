@@ -63,16 +63,6 @@ def test_a_python_without_sources(sources: Path) -> None:
     assert read_split("held_out").dtype == torch.uint8
 
 
-@pytest.mark.parametrize("split", ["train", "held_out"])
-def test_read_once_and_the_same(split: str) -> None:
-    text_N = read_split(split)
-    assert text_N.dtype == torch.uint8
-    assert len(text_N) > 100_000
-    assert read_split(split) is text_N
-    first = split_files(split)[0].read_bytes()
-    assert bytes(text_N[: len(first) + 1].tolist()) == first + b"\0"
-
-
 @given(st.integers(1, 5), st.integers(1, 20), st.integers(0, 2**40), st.integers(1, 30))
 def test_windows(batch: int, seq: int, seed: int, spare: int) -> None:
     text_N = torch.arange(seq + spare, dtype=torch.uint8)
@@ -83,11 +73,6 @@ def test_windows(batch: int, seq: int, seed: int, spare: int) -> None:
     assert window_BS.dtype == torch.int64
     assert bool((window_BS.diff(dim=1) == 1).all())
     assert torch.equal(window_BS, batch_at(text_N, batch, seq, seed))
-
-
-def test_another_seed_gives_other_windows() -> None:
-    text_N = read_split("train")
-    assert not torch.equal(batch_at(text_N, 4, 32, 0), batch_at(text_N, 4, 32, 1))
 
 
 # A text of one's own.

@@ -12,10 +12,8 @@ from variants import experts
 
 from mod_models.cache import cache_layout
 from mod_models.decoding import DecodingGraphs
-from mod_models.generation_spec import GenerationError
-from mod_models.prefill import prefill_outputs
 from mod_models.spec import ModelSpec
-from mod_models.step import step_inputs, step_outputs
+from mod_models.step import prefill_outputs, step_inputs, step_outputs
 
 ATTENTION = 8 + 16 * 8 + 2 * 8 * 8 + 8 * 16
 """Numbers of a block's attention: norm, queries of 4 x 4, keys and values of 2 x 4, and the way back."""
@@ -111,16 +109,3 @@ def test_sources(name: str) -> None:
     shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in step.examples[0][2:]]
     assert shapes == [(one.shape, one.dtype) for one in cache_layout(graphs.spec, 3, 12)]
     assert [tuple(tensor.shape) for tensor in prefill.examples[0]] == [(2, 9), (2,)]
-
-
-def test_slots_of_a_step() -> None:
-    graphs = DecodingGraphs(GENERATING["predictor"], WINDOW)
-    assert graphs.slots_in_step(4, WINDOW, "all") is None
-    assert graphs.slots_in_step(4, WINDOW, "fair") == {0: 2, 2: 2}
-
-
-def test_what_cannot_generate_has_no_graphs() -> None:
-    with pytest.raises(GenerationError, match=r"routing\.selection=topk"):
-        DecodingGraphs(make_spec(), WINDOW)
-    with pytest.raises(GenerationError, match="17"):
-        DecodingGraphs(GENERATING["predictor"], 17)

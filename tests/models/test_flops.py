@@ -14,7 +14,7 @@ from mod_models.flops import LayerCost, layer_costs
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec
 from mod_models.transformer import Transformer
 
-SHAPES = ((1, 1), (1, 2), (1, 16), (3, 7))
+SHAPES = ((1, 1), (3, 7))
 MIDDLE = ModelSpec(
     vocab_size=8192, d_model=512, n_layers=12, n_heads=8, n_kv_heads=4, d_head=64, d_ff=1408, max_positions=2048,
     routing=RoutingSpec(),
@@ -33,8 +33,8 @@ LARGER = {
 MORE = {
     **VARIANTS,
     "MLP router": make_spec(router="mlp"),
-    "no token selected": make_spec(capacity=0.01),
-    "no token selected, MLP": make_spec(parts="mlp", capacity=0.01, experts=experts()),
+    "no slot": make_spec(capacity=0.01),
+    "no slot, MLP": make_spec(parts="mlp", capacity=0.01, experts=experts()),
     "gate that ignores the score": make_spec(selection="predictor", predictor_hidden=3, gate="ones"),
     "untied, every head its own keys": make_spec(tie_embeddings=False, n_kv_heads=4),
     "predictor that does not decide": make_spec(predictor_hidden=3),
@@ -69,10 +69,9 @@ def test_torch_counts_the_same(spec: ModelSpec, batch: int, seq: int) -> None:
     assert total(layer_costs(spec, batch, seq)) == flops_by_torch(spec, batch, seq)
 
 
-@pytest.mark.parametrize(("batch", "seq"), [(1, 128), (2, 2048), (3, 515)])
 @pytest.mark.parametrize("spec", LARGER.values(), ids=LARGER)
-def test_torch_counts_the_same_of_a_size_that_is_used(spec: ModelSpec, batch: int, seq: int) -> None:
-    assert total(layer_costs(spec, batch, seq)) == flops_by_torch(spec, batch, seq)
+def test_torch_counts_the_same_of_a_size_that_is_used(spec: ModelSpec) -> None:
+    assert total(layer_costs(spec, 3, 515)) == flops_by_torch(spec, 3, 515)
 
 
 @pytest.mark.parametrize("spec", [*MORE.values(), *LARGER.values()], ids=[*MORE, *(f"large {n}" for n in LARGER)])
@@ -87,7 +86,7 @@ def test_weights_are_those_of_the_module(spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", VARIANTS.values(), ids=VARIANTS)
-def test_every_place_of_routing_is_in_one_row(spec: ModelSpec) -> None:
+def test_every_routing_site_is_in_one_row(spec: ModelSpec) -> None:
     selected = [item for cost in layer_costs(spec, 1, 16) for item in cost.selected.items()]
     assert selected == list(spec.k_by_layer(16).items())
 

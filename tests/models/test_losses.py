@@ -9,12 +9,13 @@ from tiny_models import make_spec
 from torch.nn import functional
 from variants import VARIANTS
 
-from mod_models.losses import LossModule, LossWeights, losses
+from mod_models.losses import losses
 from mod_models.routing import MlpRouter
+from mod_models.train_config import TrainConfig
 from mod_models.transformer import RoutedBlock, Transformer
 
 SPEC = make_spec(vocab_size=256, d_model=16, predictor_hidden=4, layers=(0, 2), capacity=0.25, max_positions=32)
-NEXT_TOKEN_ONLY = LossWeights(predictor=0.0)
+NEXT_TOKEN_ONLY = TrainConfig(predictor_loss=0.0)
 
 
 def fresh(spec=SPEC) -> Transformer:
@@ -23,8 +24,8 @@ def fresh(spec=SPEC) -> Transformer:
     return model
 
 
-def some_rows(batch: int = 2) -> torch.Tensor:
-    return torch.randint(0, 256, (batch, 17), generator=torch.Generator().manual_seed(3))
+def some_rows(batch: int = 2, vocabulary: int = 256) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (batch, 17), generator=torch.Generator().manual_seed(3))
 
 
 def with_gradient(model: Transformer) -> set[str]:
@@ -42,7 +43,7 @@ def test_next_token_is_the_models_cross_entropy() -> None:
 
 
 def test_total_is_the_weighted_sum() -> None:
-    found = losses(fresh(), some_rows(), LossWeights(predictor=0.5, router=0.25, balance=7.0))
+    found = losses(fresh(), some_rows(), TrainConfig(predictor_loss=0.5, router_loss=0.25, balance_loss=7.0))
     expected = found.next_token + 0.5 * found.metrics["predictor_loss"] + 0.25 * found.metrics["router_loss"]
     assert found.total.item() == pytest.approx(expected.item(), rel=1e-6)
     assert losses(fresh(), some_rows()).total.item() == pytest.approx(
@@ -84,7 +85,7 @@ def test_predictors_see_what_the_router_sees(router_input: str) -> None:
 
 def test_router_loss_is_binary_cross_entropy_of_membership() -> None:
     model, rows = fresh(), some_rows()
-    found = losses(model, rows, LossWeights(predictor=0.0, router=1.0))
+    found = losses(model, rows, TrainConfig(predictor_loss=0.0, router_loss=1.0))
     _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
     expected = 0.0
     for layer, routing in decided.items():
@@ -102,7 +103,7 @@ def test_router_loss_reaches_the_router_and_the_stream() -> None:
     losses(model, some_rows()).total.backward()
     assert "layers.1.router.projection.weight" not in with_gradient(model)
     model.zero_grad()
-    found = losses(model, some_rows(), LossWeights(router=1.0))
+    found = losses(model, some_rows(), TrainConfig(router_loss=1.0))
     (found.total - found.next_token).backward()
     touched = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
     assert {"layers.1.router.projection.weight", "embedding.weight", "layers.0.attention.q_proj.weight"} <= touched
@@ -112,7 +113,7 @@ def test_router_loss_reaches_the_router_and_the_stream() -> None:
 def test_router_loss_centres_the_scores() -> None:
     """Trained with it, the sign of a score says whether top-k takes the token."""
     model, rows = fresh(make_spec(vocab_size=256, layers=(0,), router="linear_bias", d_model=32)), some_rows(4)
-    weights = LossWeights(router=1.0)
+    weights = TrainConfig(router_loss=1.0)
     before = losses(model, rows, weights).metrics["router_accuracy/0"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(80):
@@ -123,18 +124,8 @@ def test_router_loss_centres_the_scores() -> None:
     assert after > 0.95 > before
 
 
-def test_a_weight_of_zero_leaves_no_gradient() -> None:
-    """Not a gradient of zeros either: the optimizer would decay parameters that nothing trains."""
-    model = fresh()
-    found = losses(model, some_rows(), NEXT_TOKEN_ONLY)
-    found.total.backward()
-    assert not any(".predictor." in name for name in with_gradient(model))
-    assert "predictor_loss" in found.metrics
-    assert "router_loss" not in found.metrics
-
-
 def test_only_what_the_model_has_is_metered() -> None:
-    everything = LossWeights(router=1.0)
+    everything = TrainConfig(router_loss=1.0)
     dense = losses(fresh(make_spec(vocab_size=256, routing=None)), some_rows(), everything)
     assert dense.metrics == {}
     assert torch.equal(dense.total, dense.next_token)
@@ -147,36 +138,25 @@ def test_only_what_the_model_has_is_metered() -> None:
 
 def test_halves_of_a_batch_average_to_the_batch() -> None:
     """What makes several processes equal one."""
-    model, rows, weights = fresh(), some_rows(4), LossWeights(router=1.0)
+    model, rows, weights = fresh(), some_rows(4), TrainConfig(router_loss=1.0)
     whole, first, second = (losses(model, part, weights) for part in (rows, rows[:2], rows[2:]))
     assert whole.total.item() == pytest.approx((first.total.item() + second.total.item()) / 2, abs=1e-6)
     for name, value in whole.metrics.items():
         assert value == pytest.approx((first.metrics[name] + second.metrics[name]) / 2, abs=1e-6)
 
 
-def test_module_gives_the_same() -> None:
-    model, weights = fresh(), LossWeights(router=1.0)
-    called, module = losses(model, some_rows(), weights), LossModule(model, weights)(some_rows())
-    assert torch.equal(called.total, module.total)
-    assert called.metrics == module.metrics
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_trains(name: str) -> None:
     """A loss that every weight feels, apart from those that nothing asks."""
-    model = Transformer(VARIANTS[name])
-    model.init_weights(torch.Generator().manual_seed(0))
-    rows = torch.randint(0, 16, (4, 17), generator=torch.Generator().manual_seed(3))
-    found = losses(model, rows % 16, LossWeights(router=1.0))
+    model, rows = fresh(VARIANTS[name]), some_rows(4, 16)
+    found = losses(model, rows, TrainConfig(router_loss=1.0))
     assert math.isfinite(found.total.item())
     found.total.backward()
     assert with_gradient(model) == {name for name, _ in model.named_parameters()}
 
 
 def test_balance_is_one_when_even_and_more_when_not() -> None:
-    model = Transformer(VARIANTS["experts, token choice"])
-    model.init_weights(torch.Generator().manual_seed(0))
-    rows = torch.randint(0, 16, (4, 17), generator=torch.Generator().manual_seed(3))
+    model, rows = fresh(VARIANTS["experts, token choice"]), some_rows(4, 16)
     near_even = losses(model, rows).metrics["balance_loss"] / 2  # Two layers.
     assert near_even == pytest.approx(1.0, abs=0.05)
     for layer in (0, 2):
@@ -190,23 +170,19 @@ def test_balance_is_one_when_even_and_more_when_not() -> None:
 
 
 def test_the_target_of_token_choice_is_the_top_k_of_its_own_scores() -> None:
-    model = Transformer(VARIANTS["threshold"])
-    model.init_weights(torch.Generator().manual_seed(0))
-    rows = torch.randint(0, 16, (2, 17), generator=torch.Generator().manual_seed(3))
-    found = losses(model, rows, LossWeights(router=1.0))
+    model, rows = fresh(VARIANTS["threshold"]), some_rows(2, 16)
+    found = losses(model, rows, TrainConfig(router_loss=1.0))
     _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
     score_BS = decided[0].score_BS
     k = model.spec.k_by_layer(16)[0]
-    taken_BS = torch.zeros(2, 16).scatter(1, score_BS.argsort(1, descending=True)[:, :k], 1.0)
-    agreed = ((score_BS > 0) == (taken_BS > 0)).float().mean().item()
+    selected_BS = torch.zeros(2, 16).scatter(1, score_BS.argsort(1, descending=True)[:, :k], 1.0)
+    agreed = ((score_BS > 0) == (selected_BS > 0)).float().mean().item()
     assert found.metrics["router_accuracy/0"] == pytest.approx(agreed)
 
 
 def test_predictors_decide_when_they_have_learnt() -> None:
     """While it is trained the model runs the top k; evaluated, it runs whom the predictor says, and counts the rest."""
-    model = Transformer(VARIANTS["predictor"])
-    model.init_weights(torch.Generator().manual_seed(0))
-    rows = torch.randint(0, 16, (2, 17), generator=torch.Generator().manual_seed(3))
+    model, rows = fresh(VARIANTS["predictor"]), some_rows(2, 16)
     trained = losses(model, rows).metrics
     assert {value for name, value in trained.items() if name.startswith("overflow")} == {0.0}
     evaluated = losses(model.eval(), rows).metrics
@@ -214,13 +190,11 @@ def test_predictors_decide_when_they_have_learnt() -> None:
     assert evaluated != trained
 
 
-def test_a_row_of_which_nobody_reaches_the_experts_adds_nothing() -> None:
-    model = Transformer(VARIANTS["staged MoDE, threshold"])
-    model.init_weights(torch.Generator().manual_seed(0))
-    rows = torch.randint(0, 16, (2, 17), generator=torch.Generator().manual_seed(3))
+def test_a_row_of_which_no_token_reaches_the_experts_adds_nothing() -> None:
+    model, rows = fresh(VARIANTS["staged MoDE, threshold"]), some_rows(2, 16)
     for layer in (0, 2):
         # x @ 0 = 0, and exactly 0 does not choose.
         torch.nn.init.zeros_(model.layers[layer].router.projection.weight)
-    found = losses(model, rows, LossWeights(router=1.0))
+    found = losses(model, rows, TrainConfig(router_loss=1.0))
     assert found.metrics["balance_loss"] == 0.0
     assert math.isfinite(found.total.item())

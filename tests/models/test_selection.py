@@ -1,4 +1,4 @@
-"""Selection and the stream, each by itself: places of few tokens, seen from outside."""
+"""The two rules of selection, noise, and the stream, each by itself."""
 
 from statistics import NormalDist
 
@@ -7,8 +7,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mod_models.selection import NOISE_SIZE, noise_of_tokens, noise_table, select_first
-from mod_models.stream import Tokens
+from mod_models.selection import NOISE_SIZE, Tokens, noise_of_tokens, noise_table, select_first, select_topk
+
+SCORES = st.sampled_from([float("-inf"), -2.0, -1.0, -0.0, 0.0, 1.0, 1.0000001, 3e38, float("inf")])
+
+
+@given(st.lists(SCORES, min_size=1, max_size=12), st.data())
+def test_the_k_largest_by_a_stable_ranking(scores: list[float], data: st.DataObject) -> None:
+    """The k best real tokens, of equals the earlier; then padding; and -0.0 equals 0.0."""
+    length, k = data.draw(st.integers(0, len(scores))), data.draw(st.integers(1, len(scores)))
+    rows = (scores, scores[::-1])
+    index_BK, live_BK = select_topk(torch.tensor(rows), (torch.arange(len(scores)) < length).expand(2, -1), k)
+    for b, row in enumerate(rows):
+        ranked = sorted(range(length), key=lambda t: (-row[t], t)) + list(range(length, len(row)))
+        assert index_BK[b].tolist() == sorted(ranked[:k])
+        assert live_BK[b].tolist() == [t < length for t in sorted(ranked[:k])]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
@@ -55,13 +68,13 @@ def test_noise_is_the_same_in_every_process() -> None:
     assert of_mlp == pytest.approx([1.0668, -1.1132, 0.9633], abs=1e-4)
 
 
-def test_noise_depends_on_the_text_before_and_the_place() -> None:
+def test_noise_depends_on_the_text_before_and_the_site() -> None:
     table_N = noise_table(0)
     noise_BS = noise_of_tokens(table_N, torch.tensor([[1, 2, 3], [1, 2, 4], [2, 2, 3], [0, 0, 0]]), 1)
     assert torch.equal(noise_BS[0, :2], noise_BS[1, :2])
     assert noise_BS[0, 2] != noise_BS[1, 2]
     assert bool((noise_BS[0] != noise_BS[2]).all())
-    assert len(noise_BS[3].unique()) == 3, "the same token over and over is not chosen together"
+    assert len(noise_BS[3].unique()) == 3, "the same token over and over is not selected together"
     assert not torch.equal(noise_BS, noise_of_tokens(table_N, torch.tensor([[1, 2, 3]] * 4), 2))
 
 
@@ -81,23 +94,23 @@ def inner() -> Tokens:
     return some(whole_row(), [[1, 2, 4], [0, 2, 3]], [[True] * 3, [True, True, False]])
 
 
-def test_taken_and_put_back() -> None:
-    taken = inner()
-    assert taken.x_BTD[..., 0].tolist() == [[1, 2, 4], [10, 12, 13]]
-    assert taken.cos[:, 0, :, 0].tolist() == [[1, 2, 4], [0, 2, 3]]
-    assert taken.sin[:, 0, :, 0].tolist() == [[-1, -2, -4], [0, -2, -3]]
-    # A second time, places are among those that were taken, and positions still those of the row.
-    again = some(taken, [[0, 2], [1, 2]], [[True, True], [True, False]])
+def test_selected_and_put_back() -> None:
+    chosen = inner()
+    assert chosen.x_BTD[..., 0].tolist() == [[1, 2, 4], [10, 12, 13]]
+    assert chosen.cos[:, 0, :, 0].tolist() == [[1, 2, 4], [0, 2, 3]]
+    assert chosen.sin[:, 0, :, 0].tolist() == [[-1, -2, -4], [0, -2, -3]]
+    # A second time, numbers are among those that were selected, and positions still those of the row.
+    again = some(chosen, [[0, 2], [1, 2]], [[True, True], [True, False]])
     assert again.index_BT is not None
     assert again.index_BT.tolist() == [[1, 4], [2, 3]]
     assert again.cos[:, 0, :, 0].tolist() == [[1, 4], [2, 3]]
-    back_BTD = taken.put(taken.rows(torch.tensor([[0, 2], [1, 2]])), -again.x_BTD)
+    back_BTD = chosen.put(chosen.rows(torch.tensor([[0, 2], [1, 2]])), -again.x_BTD)
     assert back_BTD[..., 0].tolist() == [[-1, 2, -4], [10, -12, -13]]
-    assert taken.x_BTD[..., 0].tolist() == [[1, 2, 4], [10, 12, 13]]
+    assert chosen.x_BTD[..., 0].tolist() == [[1, 2, 4], [10, 12, 13]]
 
 
-def test_compact_positions_are_the_numbers_of_the_places() -> None:
-    taken = some(whole_row(), [[1, 4], [0, 2]], [[True] * 2] * 2, "compact")
-    assert taken.cos[:, 0].tolist() == [0, 1]
-    assert taken.index_BT is not None
-    assert taken.index_BT.tolist() == [[1, 4], [0, 2]]
+def test_compact_positions_are_the_numbers_of_the_slots() -> None:
+    chosen = some(whole_row(), [[1, 4], [0, 2]], [[True] * 2] * 2, "compact")
+    assert chosen.cos[:, 0].tolist() == [0, 1]
+    assert chosen.index_BT is not None
+    assert chosen.index_BT.tolist() == [[1, 4], [0, 2]]

@@ -1,6 +1,5 @@
 """TokenizedText: ids of a vocabulary, and how many bytes of the text each stands for."""
 
-import dataclasses
 import json
 import math
 import sys
@@ -152,21 +151,6 @@ def test_a_run_with_a_tokenizer_learns_and_resumes(tokenizer_file: Path, text_fi
 
 
 # What cannot be used.
-
-
-def test_a_vocabulary_larger_than_the_models(tokenizer_file: Path, text_file: Path, tmp_path: Path) -> None:
-    corpus = read_corpus(text_file, tokenizer_file)
-    expected = r"^spec\.vocab_size: the tokens of .*text\.txt need at least 280, got 279$"
-    with pytest.raises(TrainError, match=expected):
-        list(train(dataclasses.replace(SPEC, vocab_size=279), CONFIG, tmp_path / "out", corpus=corpus))
-
-
-def test_a_text_too_short(tokenizer_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the quick " * 30)
-    corpus = read_corpus(tmp_path / "text.txt", tokenizer_file)
-    expected = r"^seq: 16 tokens and the next are too long for .*text\.txt \(\d+ to train on, \d held out\)$"
-    with pytest.raises(TrainError, match=expected):
-        list(train(SPEC, CONFIG, tmp_path / "out", corpus=corpus))
 
 
 def test_files_that_are_no_tokenizer(tmp_path: Path) -> None:

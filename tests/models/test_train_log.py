@@ -1,6 +1,5 @@
 """The log and the display of a run."""
 
-import csv
 import io
 import math
 import sys
@@ -8,17 +7,13 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_runs import rows
 
 from mod_models.train_config import TrainError
 from mod_models.train_log import Event, Log, show
 
 METRICS = {"predictor_loss": 0.5}
 HELD_OUT = {"bits_per_byte": 2.5, "predictor_loss": 0.25}
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "log.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_rows(tmp_path: Path) -> None:

@@ -1,31 +1,44 @@
 """The structure that an exporter relies on: one static graph, whatever is in the input."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from observing import observed
 from tiny_models import lively_checkpoint, make_spec
-from variants import VARIANTS
+from variants import VARIANTS, experts
 
 from mod_models.declarations import CHOICES, COMBINES, GATES, PARTS, POSITIONS, ROUTER_INPUTS, ROUTERS, SELECTIONS
-from mod_models.spec import CAPACITY_RULES, ExpertsSpec, ModelSpec
+from mod_models.spec import CAPACITY_RULES, EveryNth, ModelSpec
 from mod_models.transformer import Transformer, rope_tables
 
 ONE_OF_EACH = {  # every name of every table at least once
-    "paper": make_spec(),
-    "dense": make_spec(routing=None),
-    "no places": make_spec(capacity_rule="floor", capacity=1e-9),
-    "all places": make_spec(
-        capacity_rule="ceil", capacity=1.0, router="linear_bias", gate="sigmoid", combine="replace"
+    "paper": make_spec(capacity=(0.25, 0.6), layers=EveryNth(every=2, offset=0)),
+    "every token, replaced": make_spec(
+        capacity_rule="ceil", capacity=1.0, router="linear_bias", gate="sigmoid", combine="replace", n_kv_heads=4
     ),
-    "compact": make_spec(positions="compact", gate="scaled_sigmoid", combine="double_residual", n_kv_heads=4),
-    "mlp": make_spec(router="mlp", router_input="normed", gate="softmax_selected", combine="replace_ungated"),
-    "ffn": make_spec(gate="tanh_affine", combine="ffn_gated", capacity_rule="floor_min1", tie_embeddings=False),
-    "absolute": make_spec(gate="ones", capacity_rule="absolute", capacity=(2, 5), predictor_hidden=2),
-    **{f"kind: {name}": spec for name, spec in VARIANTS.items()},
-}
+    "compact, apart, by predictors": make_spec(
+        positions="compact", gate="scaled_sigmoid", combine="double_residual", parts="separate",
+        selection="predictor", predictor_hidden=2,
+    ),
+    "attention by threshold": make_spec(
+        router="mlp", router_input="normed", gate="softmax_selected", combine="replace_ungated", parts="attention",
+        selection="threshold", experts=experts(layers=(0,)),
+    ),
+    "MLP gated, at random": make_spec(
+        gate="tanh_affine", combine="ffn_gated", capacity_rule="floor_min1", tie_embeddings=False, parts="mlp",
+        selection="random",
+    ),
+    "absolute, none of some": make_spec(gate="ones", capacity_rule="absolute", capacity=(2, 5), router="noise"),
+    "exits, experts choose": make_spec(
+        selection="exit", capacity_rule="ceil", capacity=(0.75, 0.5), experts=experts(choice="expert", n_experts=2)
+    ),
+    "no slot, two experts of a token or none": make_spec(capacity=1e-9, experts=experts(noop_experts=2, top_k=2)),
+    "dense": make_spec(routing=None),
+}  # fmt: skip
 each_spec = pytest.mark.parametrize("spec", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
+each_kind = pytest.mark.parametrize("spec", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def test_one_of_each_is_complete() -> None:
@@ -111,68 +124,14 @@ def test_a_graph_break_would_be_seen() -> None:
         torch.compile(Careless(make_spec()), fullgraph=True, backend="eager")(*inputs())
 
 
-def test_names_of_the_weights() -> None:
-    """Checkpoints that exist hold these names; a routed block differs from a dense one by its router and predictor."""
+@each_kind
+def test_the_dense_baseline_keeps_all_weights_but_those_of_routing(spec: ModelSpec) -> None:
+    checkpoint = lively_checkpoint(spec)
+    baseline = checkpoint.dense()
+    assert baseline.spec == dataclasses.replace(spec, routing=None)
     with torch.device("meta"):
-        names = set(
-            Transformer(make_spec(n_layers=2, layers=(1,), predictor_hidden=2, tie_embeddings=False)).state_dict()
-        )
-    block = {f"attention.{name}_proj.weight" for name in "qkvo"} | {
-        f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")
-    }
-    block |= {"attention_norm.weight", "mlp_norm.weight"}
-    predictor = {
-        f"layers.1.predictor.{layer}.{kind}" for layer in ("hidden", "projection") for kind in ("weight", "bias")
-    }
-    routed = {"layers.1.router.projection.weight"} | predictor
-    ends = {"embedding.weight", "norm.weight", "head.weight"}
-    assert names == ends | {f"layers.{i}.{name}" for i in (0, 1) for name in block} | routed
-
-
-def test_names_of_the_weights_of_kinds() -> None:
-    """Parts that are routed apart have a router and a predictor each; experts stand in the place of an MLP."""
-    spec = make_spec(
-        n_layers=2, layers=(1,), parts="separate", predictor_hidden=3,
-        experts=ExpertsSpec(layers=(0,), n_experts=2, noop_experts=1),
-    )  # fmt: skip
-    shapes = {name: tuple(tensor.shape) for name, tensor in lively_checkpoint(spec).weights.items()}
-    assert {name: shape for name, shape in shapes.items() if ".experts." in name or ".mlp." in name} == {
-        "layers.0.experts.router.projection.weight": (3, 8), "layers.0.experts.gate_proj": (2, 8, 12),
-        "layers.0.experts.up_proj": (2, 8, 12), "layers.0.experts.down_proj": (2, 12, 8),
-        "layers.1.mlp.gate_proj.weight": (12, 8), "layers.1.mlp.up_proj.weight": (12, 8),
-        "layers.1.mlp.down_proj.weight": (8, 12),
-    }  # fmt: skip
-    for part in ("", "mlp_"):
-        found = {n: shape for n, shape in shapes.items() if n.startswith((f"layers.1.{part}r", f"layers.1.{part}p"))}
-        assert found == {
-            f"layers.1.{part}router.projection.weight": (1, 8),
-            f"layers.1.{part}predictor.hidden.weight": (3, 8), f"layers.1.{part}predictor.hidden.bias": (3,),
-            f"layers.1.{part}predictor.projection.weight": (1, 3), f"layers.1.{part}predictor.projection.bias": (1,),
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [name for name, spec in VARIANTS.items() if spec.experts])
-def test_the_dense_twin_keeps_the_experts(name: str) -> None:
-    checkpoint = lively_checkpoint(VARIANTS[name])
-    twin = checkpoint.dense()
-    assert twin.spec.routing is None
-    assert twin.spec.experts == checkpoint.spec.experts
-    assert {name for name in checkpoint.weights if ".experts." in name} <= set(twin.weights)
-    with torch.device("meta"):
-        assert set(twin.weights) == set(Transformer(twin.spec).state_dict())
-
-
-@pytest.mark.parametrize(
-    ("router", "names"),
-    [
-        ("linear", ["projection.weight"]),
-        ("linear_bias", ["projection.bias", "projection.weight"]),
-        ("mlp", ["hidden.bias", "hidden.weight", "projection.bias", "projection.weight"]),
-    ],
-)
-def test_names_of_the_routers(router: str, names: list[str]) -> None:
-    weights = lively_checkpoint(make_spec(router=router, layers=(0,))).weights
-    assert sorted(name for name in weights if "router" in name) == [f"layers.0.router.{name}" for name in names]
+        assert set(baseline.weights) == set(Transformer(baseline.spec).state_dict())
+    assert all(tensor is checkpoint.weights[name] for name, tensor in baseline.weights.items())
 
 
 def test_initial_weights() -> None:
@@ -205,11 +164,7 @@ def test_rope_tables_are_exact_and_real_on_the_meta_device() -> None:
         assert sin_PE[position, pair].item() == pytest.approx(math.sin(angle), abs=1e-7)
 
 
-def test_tables_are_no_weights() -> None:
-    assert not any("rope" in name for name in Transformer(make_spec()).state_dict())
-
-
-@each_spec
+@each_kind
 def test_outputs_are_parts_of_the_whole(spec: ModelSpec) -> None:
     checkpoint, (ids_BS, lengths_B) = lively_checkpoint(spec), inputs()
     with torch.no_grad():
@@ -225,7 +180,7 @@ def test_outputs_are_parts_of_the_whole(spec: ModelSpec) -> None:
         assert all(torch.equal(one.index_BK, routed[site].index_BK) for site, one in found.items())
 
 
-@each_spec
+@each_kind
 def test_a_skeleton_has_everything_but_values(spec: ModelSpec) -> None:
     checkpoint = lively_checkpoint(spec)
     skeleton, module = checkpoint.skeleton(), checkpoint.module()
@@ -235,13 +190,13 @@ def test_a_skeleton_has_everything_but_values(spec: ModelSpec) -> None:
     assert torch.equal(skeleton.rope_cos, module.rope_cos)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@each_spec
-def test_scores_are_float32_in_every_dtype(spec: ModelSpec, dtype: torch.dtype) -> None:
-    with torch.no_grad():
+@pytest.mark.parametrize("spec", [*VARIANTS.values(), *ONE_OF_EACH.values()], ids=[*VARIANTS, *ONE_OF_EACH])
+def test_scores_are_float32_in_16_bits(spec: ModelSpec) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
         model = lively_checkpoint(spec).module().to(dtype)
-        logits_BSV, decided = observed(model, torch.randint(16, (2, 8)), torch.tensor([8, 3]))
-    assert logits_BSV.dtype == dtype
-    assert {routing.score_BS.dtype for routing in decided.values()} <= {torch.float32}
-    if "noise" in dict(model.named_buffers()):
-        assert len(model.noise.unique()) == len(model.noise)
+        with torch.no_grad():
+            logits_BSV, decided = observed(model, *inputs())
+        assert logits_BSV.dtype == dtype
+        assert {routing.score_BS.dtype for routing in decided.values()} <= {torch.float32}
+        if "noise" in dict(model.named_buffers()):
+            assert len(model.noise.unique()) == len(model.noise)

@@ -36,11 +36,9 @@ def main(spec_file: str, config_file: str, out: str) -> None:
         # Left half-way by one process; two go on.
         list(train(spec, config, folder / "one-half", workers=fsdp))
         list(train(spec, dataclasses.replace(config, precision="bfloat16"), folder / "bfloat16", workers=fsdp))
-        portions = dataclasses.replace(config, micro_batch=2)
+        rows_alone = dataclasses.replace(config, micro_batch=1)
         for workers in (ddp, fsdp):
-            list(train(spec, portions, folder / f"portions-{workers.parallel}", workers=workers))
-        list(train(spec, dataclasses.replace(config, micro_batch=1), folder / "ones-ddp", workers=ddp))
-        list(train(spec, dataclasses.replace(config, micro_batch=1), folder / "ones-fsdp", workers=fsdp))
+            list(train(spec, rows_alone, folder / f"rows-alone-{workers.parallel}", workers=workers))
         own = folder / f"text-{ddp.rank}.txt"
         own.write_text(f"process {ddp.rank} " * 100)
         refused = {

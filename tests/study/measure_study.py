@@ -1,7 +1,7 @@
 """What is measured of a trained model of the study, on held-out text.
 
 Loss as trained, loss when the predictor decides instead of top-k, how well the predictor knows what top-k selects, and
-for the figures: router scores, which tokens each layer took, and how uncertain the model was about each next token.
+for the figures: router scores, which tokens each layer selected, and how uncertain the model was about each next token.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _routing(model: Transformer, batches: list[Tensor]) -> dict[str, Any]:
         depth = {site: one for site, one in decisions.made.items() if not is_expert(site)}
         for site, one in depth.items():
             scores.setdefault(str(site), []).append(one.score_BT.flatten())
-        taken = [torch.zeros(ids_BS.shape).scatter(1, one.position_BK, 1.0) for one in depth.values()]
-        passes.append(torch.stack(taken).mean(0).flatten())
+        selected = [torch.zeros(ids_BS.shape).scatter(1, one.position_BK, 1.0) for one in depth.values()]
+        passes.append(torch.stack(selected).mean(0).flatten())
     entropy, share = torch.cat(entropies), torch.cat(passes)
     edges = torch.quantile(entropy[:: max(1, len(entropy) // 100_000)], torch.linspace(0, 1, BINS + 1))
     inside = [(entropy >= low) & (entropy <= high) for low, high in pairwise(edges)]

@@ -23,7 +23,7 @@ def step_times(rounds: int = 7) -> dict[str, dict[str, list[float]]]:
         model.init_weights(torch.Generator().manual_seed(0))
         models[studied.name] = model
     ids_BS1 = torch.randint(0, 256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
-    taken: dict[str, dict[str, list[float]]] = {name: {"step": [], "forward": []} for name in models}
+    seconds: dict[str, dict[str, list[float]]] = {name: {"step": [], "forward": []} for name in models}
     rng = random.Random(0)
     for _ in range(rounds + 1):
         for name in rng.sample(list(models), len(models)):
@@ -31,9 +31,9 @@ def step_times(rounds: int = 7) -> dict[str, dict[str, list[float]]]:
             begin = time.perf_counter()
             losses(model, ids_BS1).total.backward()
             model.zero_grad()
-            taken[name]["step"].append(time.perf_counter() - begin)
+            seconds[name]["step"].append(time.perf_counter() - begin)
             begin = time.perf_counter()
             with torch.no_grad():
                 model(ids_BS1[:, 1:], torch.full((BATCH,), SEQ))
-            taken[name]["forward"].append(time.perf_counter() - begin)
-    return {name: {kind: values[1:] for kind, values in one.items()} for name, one in taken.items()}
+            seconds[name]["forward"].append(time.perf_counter() - begin)
+    return {name: {kind: values[1:] for kind, values in one.items()} for name, one in seconds.items()}

@@ -26,38 +26,24 @@ ALL = ["dense", "experts", "routed", "routed apart", "staged MoDE", "threshold"]
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_every_row_is_as_long_as_the_head_and_fits(layers: Callable[[str], Layers], kind: str) -> None:
-    found = layers(kind)
+def test_tables_of_every_kind(loaded: Callable[[str], Model], layers: Callable[[str], Layers], kind: str) -> None:
+    """Rows fit their heads, sums are sums, and a dense baseline is shown where it is another model."""
+    found, baseline = layers(kind), kind not in ("dense", "experts")
     for table in (routing_table(found), flops_table(found)):
         assert {len(row) for row in (*table.rows, table.total)} == {len(table.head)}
     lines = layer_lines(found)
     assert max(map(len, lines)) <= 120
     assert all(line.isascii() and line == line.rstrip() for line in lines)
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_sums_are_sums(layers: Callable[[str], Layers], kind: str) -> None:
-    found = layers(kind)
+    assert (found.dense is not None) is any("dense" in line for line in lines) is baseline
     for costs in (*found.mod.values(), *(found.dense or {}).values()):
         assert sum(costs.flops_by_part.values()) == costs.flops == sum(map(flops_of, costs.rows))
         assert 0 < costs.needed_flops < costs.flops
         assert costs.kv_bytes == sum(row.kv_bytes for row in costs.rows)
+    stored = sum(tensor.numel() * 4 for tensor in loaded(kind).loaded.weights.values())
+    assert found.mod[Bucket(1, 128)].weight_bytes == stored
 
 
-def test_weights_are_those_of_the_checkpoint(loaded: Callable[[str], Model], layers: Callable[[str], Layers]) -> None:
-    for kind in ALL:
-        stored = sum(tensor.numel() * 4 for tensor in loaded(kind).loaded.weights.values())
-        assert layers(kind).mod[Bucket(1, 128)].weight_bytes == stored
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_a_twin_is_shown_where_it_is_another_model(layers: Callable[[str], Layers], kind: str) -> None:
-    found, twin = layers(kind), kind not in ("dense", "experts")
-    assert (found.dense is not None) is twin
-    assert any("dense" in line for line in layer_lines(found)) is twin
-
-
-def test_routed_layers_are_held_against_the_twin(layers: Callable[[str], Layers]) -> None:
+def test_routed_layers_are_held_against_the_dense_baseline(layers: Callable[[str], Layers]) -> None:
     found = layers("routed")
     table = routing_table(found)
     assert table.head == ["layer", "routed", "k of 128", "k of 256", "weights", "KV b1s256", "dense KV"]

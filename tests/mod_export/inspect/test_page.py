@@ -65,7 +65,7 @@ def test_it_says_what_the_text_says(loaded: Loaded, layers: Found) -> None:
     assert len(re.findall(r'<span class="t s', page)) == 25
 
 
-def test_what_there_is_no_twin_of_and_no_map(loaded: Loaded, layers: Found) -> None:
+def test_without_dense_baseline_and_map(loaded: Loaded, layers: Found) -> None:
     page = page_of(loaded, layers, "dense")
     assert "dense baseline" not in page
     assert "No map of a text: nothing is routed" in page
@@ -80,7 +80,7 @@ def test_where_a_text_is_from_and_what_was_cut(loaded: Loaded, layers: Found) ->
     assert "From notes.txt, in reading order" in render_html(model, layers("routed"), named)
 
 
-def test_more_places_than_anybody_reads(loaded: Loaded, layers: Found) -> None:
+def test_more_routing_sites_than_can_be_read(loaded: Loaded, layers: Found) -> None:
     model = loaded("routed")
     routed = routed_text(model.loaded, "abc")
     assert routed is not None

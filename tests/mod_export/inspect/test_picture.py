@@ -19,7 +19,7 @@ from mod_export.report.pages import light_colours
 from mod_export.sources.checkpoint import Model
 
 Loaded = Callable[[str], Model]
-ALL = ["dense", "experts", "routed", "staged MoDE"]
+ALL = ["dense", "staged MoDE"]
 
 
 def pixels(png: bytes) -> Any:

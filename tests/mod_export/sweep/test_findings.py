@@ -69,7 +69,7 @@ def test_a_step_is_what_costs_the_same(cell: Any) -> None:
 
 
 def test_a_slow_slope_is_no_flat_step(cell: Any) -> None:
-    """Each k costs what its neighbour does within the noise, and the last is far from the first."""
+    """Each k costs what its neighbour does within its interval, and the last is far from the first."""
     cells = [cell(8 + i, 2.0 - 0.03 * i, width=0.02) for i in range(7)]
     (stair,) = stairs(points_of(cells))
     assert [step.k for step in stair.steps] == [(8, 9), (10, 11), (12, 13), (14,)]
@@ -84,17 +84,17 @@ def test_the_drift_of_the_machine_is_taken_out(cell: Any) -> None:
     assert stair.steps[0].ms == pytest.approx((7.5, 7.5))
 
 
-def test_a_noisy_cell_says_nothing_about_others(cell: Any) -> None:
+def test_an_imprecise_cell_says_nothing_about_others(cell: Any) -> None:
     """Its interval overlaps with everything, so every k would cost the same as it does."""
-    noisy = cell(16, 2.3, width=0.7, perplexity=1.0, name="noisy")
-    cells = [cell(8, 2.0, perplexity=3.0), noisy, cell(32, 1.0, perplexity=2.0)]
+    wide = cell(16, 2.3, width=0.7, perplexity=1.0, name="wide")
+    cells = [cell(8, 2.0, perplexity=3.0), wide, cell(32, 1.0, perplexity=2.0)]
     found = findings_of(cells)
     assert [step.k for stair in found.stairs for step in stair.steps] == [(8,), (32,)]
     assert [point.k for point in found.fronts[0].points] == [8, 32]
     assert found.break_even_capacity[0].tried == (0.0625, 0.125, 0.25)
     (note,) = found.notes
     assert note.startswith(
-        "not precise enough to be compared with other cells (interval wider than 10% of the speed-up): noisy;"
+        "not precise enough to be compared with other cells (interval wider than 10% of the speed-up): wide;"
     )
 
 

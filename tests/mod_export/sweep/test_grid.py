@@ -18,7 +18,7 @@ from mod_models.spec import ModelSpec, RoutingSpec
 
 
 def test_every_combination_in_order(model: Model, config: BuildConfig) -> None:
-    axes = Axes(capacities=("0.5", "0.125, 0.25"), seqs=("64,32",), batches=("1", "2"), targets=("ort-cpu",))
+    axes = Axes(capacities=("0.5", "0.125, 0.25", "0.50"), seqs=("64,32,64",), batches=("1", "2"), targets=("ort-cpu",))
     cells = cells_of(model, config, axes, here=True)
     assert len(cells) == 12
     assert [cell.name for cell in cells[:4]] == [
@@ -41,10 +41,6 @@ def test_defaults_are_the_models_and_the_configurations(model: Model, config: Bu
 def test_without_a_target_the_first_that_runs_here(model: Model, config: BuildConfig) -> None:
     found = cells_of(model, config.model_copy(update={"targets": ()}), Axes(), here=True)
     assert {cell.target for cell in found} == {"ort-cpu"}
-
-
-def test_values_are_taken_once(model: Model, config: BuildConfig) -> None:
-    assert len(cells_of(model, config, Axes(capacities=("0.5,0.5", "0.50"), seqs=("64,64",)), here=True)) == 2
 
 
 def test_names_do_not_collide() -> None:

@@ -25,9 +25,9 @@ def test_everything_lies_in_the_plot(whole: SweepReport) -> None:
     plots = [*speedup_plots(points_of(whole.cells)), *map(stair_plot, found.stairs), *map(front_plot, found.fronts)]
     assert len(plots) == 5
     for plot in plots:
-        places = [float(at) for at in re.findall(r'(?:[xy][12]|c[xy])="([\d.e+-]+)%"', plot)]
-        assert len(places) > 20
-        assert all(0 <= at <= 100 for at in places)
+        positions = [float(at) for at in re.findall(r'(?:[xy][12]|c[xy])="([\d.e+-]+)%"', plot)]
+        assert len(positions) > 20
+        assert all(0 <= at <= 100 for at in positions)
 
 
 def test_speedups_over_capacity(whole: SweepReport) -> None:

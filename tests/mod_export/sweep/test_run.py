@@ -19,6 +19,7 @@ from mod_export.sweep.cell import write_whole
 from mod_export.sweep.grid import Axes
 from mod_export.sweep.run import exit_code_of, sweep
 from mod_export.sweep.schema import CellEntry, SweepReport
+from mod_models.checkpoint import load_checkpoint, save_checkpoint
 
 
 class Recorder:
@@ -96,34 +97,25 @@ def test_exit_codes(cell: Any, failed: CellEntry, missed: CellEntry, report_of: 
     assert exit_code_of(report_of(failed, missed)) == 4
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
-def test_somebody_elses_folder(checkpoint: Path, fast: Path, tmp_path: Path, name: str) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).write_text("mine")
-    found = invoke("sweep", checkpoint, "-c", fast, "-o", tmp_path / "out")
-    assert found.exit_code == 2
-    assert f"out: holds files that are no sweep's ({name}); name an empty or new folder with -o" in found.output
-
-
-def test_a_file_instead_of_a_folder(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine")
-    found = invoke("sweep", checkpoint, "-c", fast, "-o", tmp_path / "out")
-    assert found.exit_code == 2
-    assert "out: cannot be written (" in found.output
-
-
-def test_two_sweeps_in_one_folder(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with (tmp_path / "out/.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ("out/notes.txt", "out: holds files that are no sweep's (notes.txt); name an empty or new folder with -o"),
+        ("out/manifest.json", "out: holds files that are no sweep's (manifest.json); name an empty or new folder"),
+        ("out", "out: cannot be written ("),
+        ("out/.lock", "out: another sweep is at work here; wait for it"),
+    ],
+)
+def test_folders_that_are_refused(checkpoint: Path, fast: Path, tmp_path: Path, there: str, said: str) -> None:
+    (tmp_path / there).parent.mkdir(exist_ok=True)
+    with (tmp_path / there).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         found = invoke("sweep", checkpoint, "-c", fast, "-o", tmp_path / "out")
     assert found.exit_code == 2
-    assert "out: another sweep is at work here; wait for it" in found.output
+    assert said in found.output
 
 
 def test_not_into_the_checkpoint(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
-    from mod_models.checkpoint import load_checkpoint, save_checkpoint
-
     save_checkpoint(tmp_path / "model", load_checkpoint(checkpoint))
     found = invoke("sweep", tmp_path / "model", "-c", fast, "-o", tmp_path / "model/out")
     assert found.exit_code == 2

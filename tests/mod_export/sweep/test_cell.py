@@ -1,7 +1,8 @@
-"""Cells in real processes: measured, refused, killed, and ended with whoever waits for them."""
+"""Cells in real processes: refused, killed, and ended with the process that waits for them; and their perplexity."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import signal
@@ -13,11 +14,24 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
 
-from mod_export.sweep.cell import CellJob, machine_name, write_whole
-from mod_export.sweep.process import finished_cell, log_of, run_cell
+from mod_export.sources.checkpoint import Model, model_from_checkpoint
+from mod_export.sweep.cell import (
+    QUALITY_TOKENS,
+    CellJob,
+    finished_cell,
+    log_of,
+    machine_name,
+    quality_of,
+    run_cell,
+    write_whole,
+)
 from mod_export.sweep.schema import CellEntry
+from mod_models.architecture import MOD_TRANSFORMER
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
 
 
 def test_a_finished_cell_is_reused_while_nothing_has_changed(
@@ -49,13 +63,10 @@ def failed_with(job: CellJob) -> CellEntry:
     return entry
 
 
-def test_code_that_changed_while_the_sweep_ran(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+def test_what_changed_while_the_sweep_ran(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
     entry = failed_with(job_of(checkpoint, tmp_path, fast, code={"mod_export": "other"}))
     assert entry.exit_code == 2
     assert "mod_export: not the source that the sweep was started with" in str(entry.error)
-
-
-def test_a_checkpoint_that_changed_while_the_sweep_ran(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
     entry = failed_with(job_of(checkpoint, tmp_path, fast, checkpoint_sha256="other"))
     assert str(entry.error).endswith("tiny.pt: has changed since the sweep began; start the sweep again")
 
@@ -85,7 +96,7 @@ SCRIPT = """
 import signal, sys
 from pathlib import Path
 from mod_export.sweep.cell import CellJob
-from mod_export.sweep.process import run_cell
+from mod_export.sweep.cell import run_cell
 # Whoever started the tests may have had this signal ignored, and that is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 run_cell(CellJob.model_validate_json(Path(sys.argv[1]).read_text()))
@@ -109,3 +120,30 @@ def test_a_cell_does_not_outlive_the_sweep(
     wait_until(lambda: not cell.is_running() or cell.status() == psutil.STATUS_ZOMBIE)
     assert not (tmp_path / "cells/one.json").exists()
     assert json.loads((tmp_path / "cells/one.job.json").read_text())["name"] == "one"
+
+
+def test_perplexity_by_the_definition(model: Model) -> None:
+    found = quality_of(model.loaded, 100, seed=3)
+    assert found is not None
+    assert found.tokens == 8200 >= QUALITY_TOKENS
+    ids_RT = model.loaded.sample_ids(82, 101, 3)
+    assert ids_RT is not None
+    text_RT = torch.from_numpy(ids_RT)
+    logits_RSV = model.loaded.module()(text_RT[:, :-1], torch.full((82,), 100))[0]
+    probability = torch.softmax(logits_RSV.double(), -1).gather(-1, text_RT[:, 1:, None])
+    assert found.perplexity == pytest.approx(float(torch.exp(-probability.log().mean())), rel=1e-6)
+    assert found == quality_of(model.loaded, 100, seed=3)
+
+
+def test_a_trained_model_knows_more_than_an_untrained_one(model: Model) -> None:
+    trained = quality_of(model_from_checkpoint(MOD_TRANSFORMER.demo_checkpoint()).loaded, 128, seed=0)
+    untrained = quality_of(model.loaded, 128, seed=0)
+    assert trained is not None
+    assert untrained is not None
+    assert trained.perplexity < 6 < 200 < untrained.perplexity
+    assert trained.dense_perplexity != trained.perplexity
+
+
+def test_no_text_no_perplexity(tiny_spec: ModelSpec, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "m.pt", random_checkpoint(dataclasses.replace(tiny_spec, vocab_size=100), 0))
+    assert quality_of(model_from_checkpoint(tmp_path / "m.pt").loaded, 64, seed=0) is None
