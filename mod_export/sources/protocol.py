@@ -144,7 +144,7 @@ class LayerCost(Protocol):
 
     @property
     def flops(self) -> Mapping[str, int]:
-        """Part (`benchmark.cost.PARTS`) -> FLOPs of its matrix products, two for each multiply-add, attention as
+        """Part (`benchmark.model_parts.PARTS`) -> FLOPs of its matrix products, two for each multiply-add, attention as
         the full square, as `torch.utils.flop_counter` counts the eager module.
         """
 
