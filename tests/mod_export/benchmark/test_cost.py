@@ -21,8 +21,7 @@ from mod_export.errors import GraphError
 from mod_export.export.capture import captured_module
 from mod_export.export.onnx_export import INPUTS, onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.weights import bind_weights, state_of, write_weights
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile, bind_weights, state_of, write_weights
 from mod_export.results.cost import CostRow
 from mod_export.types import Bucket
 from mod_models.flops import layer_costs

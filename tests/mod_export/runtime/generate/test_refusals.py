@@ -11,7 +11,7 @@ from build_folders import file_entry, rewrite_manifest
 from writing import engine_path, prompts_of_lengths
 
 from mod_export.errors import BuildFolderError, EngineError, TargetError, UsageError
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile
 from mod_export.memory import limited
 from mod_export.runtime.generate.decoder import Decoder
 from mod_export.runtime.generate.generator import Generator, load_generator
@@ -126,7 +126,9 @@ def test_a_target_that_keeps_no_cache_here(written_copy: Path) -> None:
             engine["target"] = "inductor"
 
     rewrite_manifest(written_copy, change)
-    message = r"no engine that writes text runs on this machine \(inductor: its cache is kept on the device by the server"
+    message = (
+        r"no engine that writes text runs on this machine \(inductor: its cache is kept on the device by the server"
+    )
     with pytest.raises(TargetError, match=message):
         load_generator(written_copy)
 
