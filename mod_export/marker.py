@@ -1,7 +1,8 @@
 """The marker of a routing site: an identity operation that a model calls on what it has just selected.
 
-A marker changes nothing in eager mode, in training, and in any engine: capture finds it in the exported program, reads
-from it which tokens the site selects, can select others in their place, and erases it (`export/routing_sites.py`).
+A marker changes nothing in eager mode, in training, in `torch.onnx.export`, and in any engine: capture finds it in the
+exported program, reads from it which tokens the site selects, can select others in their place, and erases it
+(`export/routing_sites.py`).
 This module imports nothing but torch, so that a model can use it without the exporter.
 """
 
@@ -12,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
 
 __all__ = ["MARKER", "mark_selection"]
 
@@ -74,3 +76,9 @@ def _(
 
 MARKER = torch.ops.mod_export.mark_selection.default
 """The operation, as it stands in an exported program."""
+
+
+@register_decomposition(MARKER)
+def _decomposed(index: Tensor, live: Tensor, *_described: object) -> tuple[Tensor, Tensor]:
+    # For `torch.onnx.export` of a model as it is: the exporter decomposes what ONNX has no operator for.
+    return index.clone(), live.clone()

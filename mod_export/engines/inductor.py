@@ -14,16 +14,15 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.engines.protocol import EngineJob, check_feeds, check_outputs
+from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port
 from mod_export.environment import cpu_features, package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import PRIMARY, Availability, Bucket, Dialect, Engine, Kernel, ModelKind, Profile, Variant
+from mod_export.types import PRIMARY, Availability, Dialect, Engine, Kernel, Profile, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +37,7 @@ KERNEL = re.compile(r"(?:^|_)(aoti_torch_cpu_\w+|cpp_fused_\w+)$")
 Call = tuple[str, tuple[str, ...]]
 
 
-class InductorRunner:
+class InductorRunner(EngineRunner):
     """A loaded package. Its metadata has the shapes of its inputs and the names of its outputs."""
 
     def __init__(
@@ -46,17 +45,12 @@ class InductorRunner:
     ):
         import torch
 
-        self._torch = torch
+        B, S = int(metadata["batch"]), int(metadata["seq"])
+        int64 = np.dtype(np.int64)
+        inputs = {"input_ids": Port((B, S), int64), "lengths": Port((B,), int64)}
+        outputs = metadata["outputs"].split(",")
+        super().__init__(where, inputs, outputs, ["AOTInductor CPU"], threads or torch.get_num_threads())
         self._package = package
-        self._where = where
-        self._shapes = {
-            "input_ids": (int(metadata["batch"]), int(metadata["seq"])),
-            "lengths": (int(metadata["batch"]),),
-        }
-        self.inputs = tuple(self._shapes)
-        self.outputs = tuple(metadata["outputs"].split(","))
-        self.threads = threads or torch.get_num_threads()
-        self.providers: tuple[str, ...] = ("AOTInductor CPU",)
         names = package.get_constant_fqns()
         missing = [name for name in names if name not in weights]
         if missing:
@@ -65,11 +59,9 @@ class InductorRunner:
         self._weights = {name: weights[name] for name in names}
         package.load_constants(self._weights, check_full_update=True, user_managed=True)
 
-    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        check_feeds(self._where, self._shapes, feeds)
-        wanted = list(outputs or self.outputs)
-        check_outputs(self._where, self.outputs, wanted)
-        torch = self._torch
+    def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
+        import torch
+
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         with torch.no_grad():
@@ -77,29 +69,21 @@ class InductorRunner:
         named = dict(zip(self.outputs, results, strict=True))
         return {name: named[name].numpy() for name in wanted}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         del self._package
 
 
-class Inductor:
+class Inductor(EngineBuilder):
     """AOTInductor for the CPU it is built on."""
 
-    name: ClassVar[str] = "inductor"
-    dialect: ClassVar[Dialect] = Dialect(name="AOTInductor", max_opset=0)
-    from_onnx: ClassVar[bool] = False
-    apart: ClassVar[bool] = False
-    binds: ClassVar[bool] = False
-    embeds_weights: ClassVar[bool] = False
-    suffix: ClassVar[str] = ".pt2"
+    name = "inductor"
+    packages = ("torch",)
+    extra = "build"
+    dialect = Dialect(name="AOTInductor", max_opset=0)
+    suffix = ".pt2"
+    from_onnx = False
 
-    def availability(self) -> Availability:
-        if package_version("torch") is None:
-            return Availability(builds=False, runs=False, reason="torch is not installed; install mod-export[build]")
+    def _installed(self) -> Availability:
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
 
@@ -113,12 +97,6 @@ class Inductor:
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.inductor.dtypes]
-
-    def versions(self) -> Mapping[str, str]:
-        return {"torch": package_version("torch") or ""}
-
-    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
-        return []
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
         import torch
@@ -152,12 +130,7 @@ class Inductor:
             raise EngineError(f"{destination.name}: AOTInductor failed: {str(error).splitlines()[0]}") from error
 
     def load(
-        self,
-        root: Path,
-        engine: Engine,
-        config: BuildConfig,
-        threads: int,
-        weights: Mapping[str, np.ndarray] | None = None,
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> InductorRunner:
         import torch
         from safetensors.torch import load_file
@@ -180,13 +153,7 @@ class Inductor:
         return InductorRunner(package, metadata, tensors, f"inductor {engine.path}", threads)
 
     def profile(
-        self,
-        root: Path,
-        engine: Engine,
-        config: BuildConfig,
-        threads: int,
-        feeds: Mapping[str, np.ndarray],
-        runs: int,
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, feeds: Arrays, runs: int
     ) -> Profile:
         with self.load(root, engine, config, threads) as runner:
             calls = calls_of_package(root / engine.path)

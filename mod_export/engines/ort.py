@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import tempfile
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
+from typing import Any
 
 from mod_export.config import BuildConfig
 from mod_export.engines.ort_c import ort_c
 from mod_export.engines.ort_session import CPU, BoundRunner, OrtRunner, session_from_onnx
 from mod_export.engines.ort_shared import shared_runner
-from mod_export.engines.protocol import EngineJob, Runner
+from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, OptionalArrays, Runner
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import Availability, Bucket, Dialect, Engine, Kernel, ModelKind, Profile, Variant, primary_output
-
-if TYPE_CHECKING:
-    import onnxruntime
+from mod_export.types import Availability, Dialect, Engine, Kernel, Profile, Variant, primary_output
 
 __all__ = ["OrtCpu", "OrtCuda", "kernels_from_trace"]
 
@@ -33,22 +27,11 @@ KERNEL_TIME = "_kernel_time"
 US_PER_MS = 1000
 
 
-class _Ort(ABC):
+class _Ort(EngineBuilder):
     """What the two targets have in common: an engine is the graph itself, after a session could be opened on it."""
 
-    name: ClassVar[str]
-    dialect: ClassVar[Dialect]
-    from_onnx: ClassVar[bool] = True
-    apart: ClassVar[bool] = False
-    binds: ClassVar[bool] = False
-    embeds_weights: ClassVar[bool] = False
-    suffix: ClassVar[str] = ".onnx"
-
-    def versions(self) -> Mapping[str, str]:
-        return {"onnxruntime": package_version("onnxruntime") or ""}
-
-    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
-        return []
+    packages = ("onnxruntime",)
+    suffix = ".onnx"
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
         graph = job.root / job.graph.path
@@ -56,35 +39,14 @@ class _Ort(ABC):
         session_from_onnx(graph, graph.parent, [CPU], 1, {"session.disable_prepacking": "1"})
         destination.write_bytes(graph.read_bytes())
 
-    def load(
-        self,
-        root: Path,
-        engine: Engine,
-        config: BuildConfig,
-        threads: int,
-        weights: Mapping[str, np.ndarray] | None = None,
-    ) -> Runner:
-        assert engine.weights is not None
-        session = self._session(root / engine.path, (root / engine.weights).parent, config, threads, weights)
-        return OrtRunner(session, f"{self.name} {engine.path}", threads)
-
-    @abstractmethod
-    def _session(
-        self,
-        path: Path,
-        weights_folder: Path,
-        config: BuildConfig,
-        threads: int,
-        weights: Mapping[str, np.ndarray] | None,
-    ) -> onnxruntime.InferenceSession: ...
-
 
 class OrtCpu(_Ort):
     """ONNX Runtime's CPU execution provider."""
 
-    name: ClassVar[str] = "ort-cpu"
-    binds: ClassVar[bool] = True
-    dialect: ClassVar[Dialect] = Dialect(
+    name = "ort-cpu"
+    extra = "ort"
+    binds = True
+    dialect = Dialect(
         name="ONNX Runtime (CPU)",
         max_opset=26,
         whole_scores=True,
@@ -95,55 +57,28 @@ class OrtCpu(_Ort):
         branches=True,
     )
 
-    def availability(self) -> Availability:
-        if package_version("onnxruntime") is None:
-            return Availability(
-                builds=False, runs=False, reason="onnxruntime is not installed; install mod-export[ort]"
-            )
+    def _installed(self) -> Availability:
         return Availability(builds=True, runs=True, reason=f"onnxruntime {package_version('onnxruntime')}")
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.ort_cpu.dtypes]
 
     def load(
-        self,
-        root: Path,
-        engine: Engine,
-        config: BuildConfig,
-        threads: int,
-        weights: Mapping[str, np.ndarray] | None = None,
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> Runner:
+        where = f"{self.name} {engine.path}"
+        path, file = _paths(root, engine)
         api = ort_c() if weights is None else None
         if api is None:  # Replaced weights belong to one probe and cannot be shared.
-            return super().load(root, engine, config, threads, weights)
-        assert engine.weights is not None
-        where = f"{self.name} {engine.path}"
-        return shared_runner(api, root / engine.path, root / engine.weights, where, threads)
-
-    def _session(
-        self,
-        path: Path,
-        weights_folder: Path,
-        config: BuildConfig,
-        threads: int,
-        weights: Mapping[str, np.ndarray] | None,
-    ) -> onnxruntime.InferenceSession:
-        return session_from_onnx(path, weights_folder, [CPU], threads, {}, weights)
+            return OrtRunner(session_from_onnx(path, file.parent, [CPU], threads, weights=weights), where, threads)
+        return shared_runner(api, path, file, where, threads)
 
     def profile(
-        self,
-        root: Path,
-        engine: Engine,
-        config: BuildConfig,
-        threads: int,
-        feeds: Mapping[str, np.ndarray],
-        runs: int,
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, feeds: Arrays, runs: int
     ) -> Profile:
-        assert engine.weights is not None
+        path, file = _paths(root, engine)
         with tempfile.TemporaryDirectory() as folder:
-            session = session_from_onnx(
-                root / engine.path, (root / engine.weights).parent, [CPU], threads, {}, profile=Path(folder) / "profile"
-            )
+            session = session_from_onnx(path, file.parent, [CPU], threads, profile=Path(folder) / "profile")
             with OrtRunner(session, f"{self.name} {engine.path}", threads) as runner:
                 used = {name: array for name, array in feeds.items() if name in runner.inputs}
                 for _ in range(1 + runs):
@@ -155,13 +90,11 @@ class OrtCpu(_Ort):
 class OrtCuda(_Ort):
     """ONNX Runtime's CUDA execution provider. Refuses a session that would run on the CPU without saying so."""
 
-    name: ClassVar[str] = "ort-cuda"
-    dialect: ClassVar[Dialect] = Dialect(name="ONNX Runtime (CUDA)", max_opset=26)
+    name = "ort-cuda"
+    extra = "ort-gpu"
+    dialect = Dialect(name="ONNX Runtime (CUDA)", max_opset=26)
 
-    def availability(self) -> Availability:
-        if package_version("onnxruntime") is None:
-            reason = "onnxruntime-gpu is not installed; install mod-export[ort-gpu]"
-            return Availability(builds=False, runs=False, reason=reason)
+    def _installed(self) -> Availability:
         import onnxruntime as ort
 
         if CUDA not in ort.get_available_providers():
@@ -178,49 +111,33 @@ class OrtCuda(_Ort):
         return [Variant(dtype=dtype) for dtype in config.target.ort_cuda.dtypes]
 
     def load(
-        self,
-        root: Path,
-        engine: Engine,
-        config: BuildConfig,
-        threads: int,
-        weights: Mapping[str, np.ndarray] | None = None,
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> Runner:
-        assert engine.weights is not None
-        session = self._session(root / engine.path, (root / engine.weights).parent, config, threads, weights)
-        where = f"{self.name} {engine.path}"
-        return BoundRunner(session, where, threads, "cuda", config.target.ort_cuda.device)
-
-    def _session(
-        self,
-        path: Path,
-        weights_folder: Path,
-        config: BuildConfig,
-        threads: int,
-        weights: Mapping[str, np.ndarray] | None,
-    ) -> onnxruntime.InferenceSession:
         import onnxruntime as ort
 
         if CUDA not in ort.get_available_providers():
             raise TargetError(f"ort-cuda: {NO_CUDA}")
+        path, file = _paths(root, engine)
+        device = config.target.ort_cuda.device
         # TF32 rounds float32 products to 10 bits, which no float32 parity gate would pass. Probes with replaced weights
         # run once, so recording a CUDA graph for them would only cost time.
-        options = {"device_id": str(config.target.ort_cuda.device), "use_tf32": "0"}
+        options = {"device_id": str(device), "use_tf32": "0"}
         if weights is None and config.target.ort_cuda.cuda_graph:
             options["enable_cuda_graph"] = "1"
+        entries = {"session.disable_cpu_ep_fallback": "1"}
         try:
-            session = session_from_onnx(
-                path,
-                weights_folder,
-                [(CUDA, options)],
-                threads,
-                {"session.disable_cpu_ep_fallback": "1"},
-                weights,
-            )
+            session = session_from_onnx(path, file.parent, [(CUDA, options)], threads, entries, weights)
         except EngineError as error:
             raise TargetError(f"ort-cuda: no CUDA session on this machine: {error}") from error
         if CUDA not in session.get_providers():
             raise TargetError(f"ort-cuda: the session runs on {', '.join(session.get_providers())}, not on CUDA")
-        return session
+        return BoundRunner(session, f"{self.name} {engine.path}", threads, "cuda", device)
+
+
+def _paths(root: Path, engine: Engine) -> tuple[Path, Path]:
+    """Of an engine and of its weights file."""
+    assert engine.weights is not None
+    return root / engine.path, root / engine.weights
 
 
 def kernels_from_trace(path: Path, runs: int) -> tuple[Kernel, ...]:

@@ -7,18 +7,18 @@ the processor's caches and on the length, so the sizes are timed one after the o
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mod_export.engines.ort_session import CPU, session_from_onnx
 from mod_export.export.passes.query_blocks import QueryBlocks
 from mod_export.types import Dialect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    import onnx_ir as ir
 
 __all__ = ["AttentionShape", "default_block", "fastest_block", "is_measured", "time_blocks"]
 
@@ -98,33 +98,16 @@ def fastest_block(shape: AttentionShape, ms: Mapping[int, float]) -> int:
 
 def _run(shape: AttentionShape, block: int, threads: int) -> Callable[[], object]:
     import onnx_ir as ir
-    import onnxruntime as ort
 
-    model = _attention(shape)
-    dialect = replace(Dialect(name="timed", max_opset=23), query_blocks=((shape.tokens, block),))
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 23]>
+        attention (float[{batch},{heads},{tokens},{width}] q, float[{batch},{kv_heads},{tokens},{width}] k,
+        float[{batch},{kv_heads},{tokens},{width}] v) => (float[{batch},{heads},{tokens},{width}] y)
+        {{ y = Attention <is_causal = 1> (q, k, v) }}""".format(**asdict(shape))
+    )
+    dialect = Dialect(name="timed", max_opset=23, query_blocks=((shape.tokens, block),))
     QueryBlocks().run(model, dialect, "float32")
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    graph = ir.to_proto(model).SerializeToString()
-    session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    session = session_from_onnx(ir.to_proto(model).SerializeToString(), Path(), [CPU], threads)
     rng = np.random.default_rng(0)
     feeds = {item.name: rng.standard_normal(item.shape, np.float32) for item in session.get_inputs()}
     return lambda: session.run(None, feeds)
-
-
-def _attention(shape: AttentionShape) -> ir.Model:
-    import onnx_ir as ir
-
-    heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
-    float32 = ir.TensorType(ir.DataType.FLOAT)
-    q, k, v = (
-        ir.Value(name=name, type=float32, shape=ir.Shape([shape.batch, count, shape.tokens, shape.width]))
-        for name, count in heads.items()
-    )
-    node = ir.node("Attention", [q, k, v], {"is_causal": 1}, num_outputs=1, name="attention")
-    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "y", float32, q.shape
-    graph = ir.Graph([q, k, v], node.outputs, nodes=[node], opset_imports={"": 23}, name="attention")
-    return ir.Model(graph, ir_version=10)

@@ -16,7 +16,7 @@ from typing import Any
 
 from mod_export.errors import EngineError
 
-__all__ = ["Handle", "OrtC", "library_path", "ort_c"]
+__all__ = ["Handle", "OrtC", "ort_c"]
 
 Handle = ctypes.c_void_p
 VERSION = 8
@@ -130,16 +130,11 @@ class OrtC:
         raise EngineError(message.splitlines()[0])
 
 
-def library_path() -> Path | None:
-    """The C library of the installed ONNX Runtime; None where there is none."""
-    found = importlib.util.find_spec("onnxruntime")
-    folders: Sequence[str] = (found.submodule_search_locations or ()) if found is not None else ()
-    paths = (path for folder in folders for name in LIBRARIES for path in sorted(Path(folder, "capi").glob(name)))
-    return next(paths, None)
-
-
 @cache
 def ort_c() -> OrtC | None:
     """The C interface of the installed ONNX Runtime, loaded once; None where it has no library of its own."""
-    path = library_path()
+    found = importlib.util.find_spec("onnxruntime")
+    folders: Sequence[str] = (found.submodule_search_locations or ()) if found is not None else ()
+    paths = (path for folder in folders for name in LIBRARIES for path in sorted(Path(folder, "capi").glob(name)))
+    path = next(paths, None)
     return None if path is None else OrtC(path)

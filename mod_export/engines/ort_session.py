@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mod_export.engines.protocol import Port, check_bound, check_feeds, check_outputs
+from mod_export.engines.protocol import Arrays, EngineRunner, OptionalArrays, Port, check_bound
 from mod_export.errors import EngineError
 
 if TYPE_CHECKING:
@@ -30,30 +30,13 @@ FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 """Session option that lets a graph in engines/ use weights in graphs/: ONNX only allows files beside the graph."""
 
 
-class OrtRunner:
+class OrtRunner(EngineRunner):
     """A session with inputs and outputs of static shape."""
 
     def __init__(self, session: onnxruntime.InferenceSession, where: str, threads: int) -> None:
+        outputs = [item.name for item in session.get_outputs()]
+        super().__init__(where, _ports(session.get_inputs()), outputs, session.get_providers(), threads)
         self._session_or_none: onnxruntime.InferenceSession | None = session
-        self._where = where
-        self._shapes = {item.name: tuple(item.shape) for item in session.get_inputs()}
-        self._dtypes = {item.name: np.dtype(DTYPES[item.type]) for item in session.get_inputs() if item.type in DTYPES}
-        self.inputs = tuple(self._shapes)
-        self.outputs = tuple(item.name for item in session.get_outputs())
-        self.providers = tuple(session.get_providers())
-        self.threads = threads
-
-    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        check_feeds(self._where, self._shapes, feeds, self._dtypes)
-        wanted = list(outputs or self.outputs)
-        check_outputs(self._where, self.outputs, wanted)
-        try:
-            return self._results(feeds, wanted)
-        except self._errors() as error:
-            raise EngineError(f"{self._where}: ONNX Runtime failed: {str(error).splitlines()[0]}") from error
-
-    def _results(self, feeds: Mapping[str, np.ndarray], wanted: list[str]) -> dict[str, np.ndarray]:
-        return dict(zip(wanted, self._session.run(wanted, dict(feeds)), strict=True))
 
     @property
     def _session(self) -> onnxruntime.InferenceSession:
@@ -61,13 +44,16 @@ class OrtRunner:
             raise EngineError(f"{self._where}: the session is closed; open another one")
         return self._session_or_none
 
+    def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
+        with self._errors():
+            return dict(zip(wanted, self._session.run(wanted, dict(feeds)), strict=True))
+
     @property
     def ports(self) -> Mapping[str, Port]:
-        """Element type of an input or output -> NumPy dtype."""
-        both = (*self._session.get_inputs(), *self._session.get_outputs())
-        return {item.name: Port(tuple(item.shape), np.dtype(DTYPES[item.type])) for item in both}
+        """Every input and output by name."""
+        return _ports([*self._session.get_inputs(), *self._session.get_outputs()])
 
-    def bind(self, feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)
         binding, held = self._session.io_binding(), (*feeds.values(), *outputs.values())
         for name, array in feeds.items():
@@ -75,26 +61,22 @@ class OrtRunner:
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
-        errors: tuple[type[Exception], ...] = (RuntimeError, *_vendor_errors())
-
         def run() -> None:
             assert held
-            try:
-                self._session.run_with_iobinding(binding)
-            except errors as error:
-                raise EngineError(f"{self._where}: ONNX Runtime failed: {str(error).splitlines()[0]}") from error
+            session = self._session
+            with self._errors():
+                session.run_with_iobinding(binding)
 
         return run
 
-    def _errors(self) -> tuple[type[Exception], ...]:
-        return _vendor_errors()
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except _vendor_errors() as error:
+            raise EngineError(f"{self._where}: ONNX Runtime failed: {str(error).splitlines()[0]}") from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._session_or_none = None
 
 
@@ -119,38 +101,37 @@ class BoundRunner(OrtRunner):
             item.name: ort.OrtValue.ortvalue_from_shape_and_type(item.shape, DTYPES[item.type], device, device_id)
             for item in (*session.get_inputs(), *session.get_outputs())
         }
-        for item in session.get_inputs():
-            self._binding.bind_ortvalue_input(item.name, self._values[item.name])
-        for item in session.get_outputs():
-            self._binding.bind_ortvalue_output(item.name, self._values[item.name])
+        for name in self.inputs:
+            self._binding.bind_ortvalue_input(name, self._values[name])
+        for name in self.outputs:
+            self._binding.bind_ortvalue_output(name, self._values[name])
 
-    def _results(self, feeds: Mapping[str, np.ndarray], wanted: list[str]) -> dict[str, np.ndarray]:
-        with self._turn:
+    def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
+        with self._turn, self._errors():
             for name, array in feeds.items():
                 self._values[name].update_inplace(np.ascontiguousarray(array))
             self._session.run_with_iobinding(self._binding)
             # A copy, even if the device is this CPU: the next run writes to the same address.
             return {name: np.array(self._values[name].numpy()) for name in wanted}
 
-    def _errors(self) -> tuple[type[Exception], ...]:
-        # `run_with_iobinding` raises this instead of ONNX Runtime's own errors.
-        return (RuntimeError,)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._values.clear()
         del self._binding
-        super().__exit__(kind, error, trace)
+        super().close()
+
+
+def _ports(items: Iterable[onnxruntime.NodeArg]) -> dict[str, Port]:
+    # A type that NumPy does not have is none that an array could be fed as.
+    return {item.name: Port(tuple(item.shape), np.dtype(DTYPES.get(item.type, np.void))) for item in items}
 
 
 def session_from_onnx(
-    path: Path,
+    path: Path | bytes,
     weights_folder: Path,
     providers: Sequence[Any],
     threads: int,
-    entries: Mapping[str, str],
-    weights: Mapping[str, np.ndarray] | None = None,
+    entries: Mapping[str, str] | None = None,
+    weights: OptionalArrays = None,
     *,
     optimized: bool = True,
     profile: Path | None = None,
@@ -158,7 +139,7 @@ def session_from_onnx(
     """Opens a session on a graph whose weights are in another folder.
 
     Args:
-        path: the graph.
+        path: the graph, or its bytes.
         weights_folder: where its external data is.
         providers: execution providers, each a name or (name, options).
         threads: threads inside one operator; 0 leaves ONNX Runtime's choice.
@@ -184,21 +165,24 @@ def session_from_onnx(
     options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights_folder.resolve()))
     # Threads of an idle session must not spin on the cores of the session that is being timed.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    for key, value in entries.items():
+    for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
     try:
         if weights:
             values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
             options.add_external_initializers(list(weights), values)
-        return ort.InferenceSession(str(path), options, providers=list(providers))
+        graph = path if isinstance(path, bytes) else str(path)
+        return ort.InferenceSession(graph, options, providers=list(providers))
     except _vendor_errors() as error:
-        raise EngineError(f"{path.name}: ONNX Runtime refuses this graph: {str(error).splitlines()[0]}") from error
+        name = "a graph in memory" if isinstance(path, bytes) else path.name
+        raise EngineError(f"{name}: ONNX Runtime refuses this graph: {str(error).splitlines()[0]}") from error
 
 
 def _vendor_errors() -> tuple[type[Exception], ...]:
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
+    # `run_with_iobinding` raises RuntimeError instead of ONNX Runtime's own errors.
     return (
-        state.Fail, state.InvalidGraph, state.InvalidArgument, state.InvalidProtobuf, state.NotImplemented,
-        state.RuntimeException, state.EPFail, state.NoSuchFile, state.NoModel,
+        RuntimeError, state.Fail, state.InvalidGraph, state.InvalidArgument, state.InvalidProtobuf,
+        state.NotImplemented, state.RuntimeException, state.EPFail, state.NoSuchFile, state.NoModel,
     )  # fmt: skip

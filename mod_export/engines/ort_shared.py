@@ -9,24 +9,22 @@ read again only where a kernel looks rows up in it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple
 
 import numpy as np
 
 from mod_export.engines.ort_c import Handle, OrtC
-from mod_export.engines.protocol import Port, check_bound, check_feeds, check_outputs
+from mod_export.engines.protocol import Arrays, EngineRunner, Port, check_bound
 from mod_export.errors import BuildFolderError, EngineError
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile
 
 __all__ = ["SharedRunner", "shared_runner"]
 
@@ -48,18 +46,29 @@ def _environment(api: OrtC) -> tuple[Handle, Handle]:
     return environment, memory
 
 
+def _tensor(api: OrtC, array: np.ndarray, shape: Sequence[int], code: int) -> Handle:
+    """An array as a value of ONNX Runtime, which knows no more than its address."""
+    made, address = Handle(), array.__array_interface__["data"][0]
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    memory = _environment(api)[1]
+    api.check(api.tensor(memory, address, array.nbytes, sizes, len(shape), code, ctypes.byref(made)))
+    return made
+
+
 class _Weights:
     """One weights file in memory: mapped, each tensor wrapped as a value of ONNX Runtime, and the packed copies."""
 
     def __init__(self, api: OrtC, path: Path) -> None:
+        entries = WeightsFile.open(path).entries
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.container = api.make("CreatePrepackedWeightsContainer")
-        self.values: dict[str, Handle] = {}
         mapped = np.frombuffer(self._map, np.uint8)
-        for name, (dtype, shape, offset, length) in WeightsFile.open(path).entries.items():
-            if length:
-                self.values[name] = _tensor(api, mapped[offset : offset + length], shape, CODES[dtype])
+        self.values = {
+            name: _tensor(api, mapped[offset : offset + length], shape, CODES[dtype])
+            for name, (dtype, shape, offset, length) in entries.items()
+            if length
+        }
         weakref.finalize(self, _release, api, self.values, self.container, mapped)
 
     def release_pages(self) -> None:
@@ -76,9 +85,13 @@ class _Weights:
 
 def _release(api: OrtC, values: Mapping[str, Handle], container: Handle, mapped: np.ndarray) -> None:
     # The reference `mapped` keeps the file mapped until here.
-    for value in values.values():
-        api.release("Value", value)
+    _release_values(api, values.values())
     api.release("PrepackedWeightsContainer", container)
+
+
+def _release_values(api: OrtC, values: Iterable[Handle]) -> None:
+    for value in values:
+        api.release_value(value)
 
 
 _weights_in_use: weakref.WeakValueDictionary[tuple[str, int, int], _Weights] = weakref.WeakValueDictionary()
@@ -87,7 +100,6 @@ _opening = threading.Lock()
 
 
 def _weights(api: OrtC, path: Path) -> _Weights:
-    WeightsFile.open(path)  # Raises where the file is damaged.
     status = path.stat()
     key = (str(path.resolve()), status.st_ino, status.st_mtime_ns)
     with _opening:
@@ -95,12 +107,6 @@ def _weights(api: OrtC, path: Path) -> _Weights:
         if weights is None:
             weights = _weights_in_use[key] = _Weights(api, path)
     return weights
-
-
-def _tensor(api: OrtC, array: np.ndarray, shape: Sequence[int], code: int) -> Handle:
-    sizes = (ctypes.c_int64 * len(shape))(*shape)
-    memory = _environment(api)[1]
-    return api.make("CreateTensorWithDataAsOrtValue", memory, array.ctypes.data, array.nbytes, sizes, len(shape), code)
 
 
 def shared_runner(api: OrtC, graph: Path, weights: Path, where: str, threads: int) -> SharedRunner:
@@ -146,52 +152,43 @@ def shared_runner(api: OrtC, graph: Path, weights: Path, where: str, threads: in
     return SharedRunner(api, session, shared, where, threads)
 
 
-class SharedRunner:
+class SharedRunner(EngineRunner):
     """A session with inputs and outputs of static shape. It reads feeds in place and returns arrays over ONNX Runtime's
     own memory, without a copy. Several threads may run it at once.
     """
 
-    providers: tuple[str, ...] = ("CPUExecutionProvider",)
-
     def __init__(self, api: OrtC, session: Handle, weights: _Weights, where: str, threads: int) -> None:
+        inputs = _ports(api, session, "Input")
+        self._ports = {**inputs, **_ports(api, session, "Output")}
+        outputs = [name for name in self._ports if name not in inputs]
+        given = {name: self.ports[name] for name in inputs}
+        super().__init__(where, given, outputs, ["CPUExecutionProvider"], threads)
         self._api = api
         self._session: Handle | None = session
         self._running = 0
         self._state_changed = threading.Condition()
         self._close = weakref.finalize(self, _close, api, session, weights)
-        self._where = where
-        self._inputs = _ports(api, session, "Input")
-        self._outputs = _ports(api, session, "Output")
-        self._shapes = {name: port.shape for name, port in self._inputs.items()}
-        self._dtypes = {name: np.dtype(port.dtype) for name, port in self._inputs.items()}
-        self.inputs = tuple(self._inputs)
-        self.outputs = tuple(self._outputs)
-        self.threads = threads
 
-    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        check_feeds(self._where, self._shapes, feeds, self._dtypes)
-        wanted = list(outputs or self.outputs)
-        check_outputs(self._where, self.outputs, wanted)
+    def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
         given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
-        values = [self._inputs[name].value(self._api, array) for name, array in given.items()]
+        values = self._values(given)
         # Null for each output: ONNX Runtime then allocates it from the arena, whose memory is in the cache after a run.
         results = (Handle * len(wanted))()
         try:
-            self._run(
-                (
-                    None, _names(tuple(given)), (Handle * len(values))(*values), len(values),
-                    _names(tuple(wanted)), len(wanted), results,
-                )
-            )  # fmt: skip
+            self._call(_arguments(given, values, wanted, results))
         finally:
-            for value in values:
-                self._api.release_value(value)
+            _release_values(self._api, values)
         return {
-            name: np.asarray(_Result(self._api, Handle(value), self._outputs[name]))
+            name: np.asarray(_Result(self._api, Handle(value), self._ports[name]))
             for name, value in zip(wanted, results, strict=True)
         }
 
-    def _run(self, arguments: tuple[object, ...]) -> None:
+    def _values(self, arrays: Arrays) -> list[Handle]:
+        return [
+            _tensor(self._api, array, self._ports[name].shape, self._ports[name].code) for name, array in arrays.items()
+        ]
+
+    def _call(self, arguments: tuple[object, ...]) -> None:
         with self._state_changed:
             session = self._session
             if session is None:
@@ -208,55 +205,28 @@ class SharedRunner:
 
     @property
     def ports(self) -> Mapping[str, Port]:
-        """ONNXTensorElementDataType of an input or output -> NumPy dtype."""
-        both = {**self._inputs, **self._outputs}
-        return {name: Port(port.shape, np.dtype(port.dtype)) for name, port in both.items()}
+        """Every input and output by name."""
+        return {name: Port(port.shape, np.dtype(DTYPES[port.code])) for name, port in self._ports.items()}
 
-    def bind(self, feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)
-        given = [self._inputs[name].value(self._api, array) for name, array in feeds.items()]
-        results = [self._outputs[name].value(self._api, array) for name, array in outputs.items()]
-        return _Bound(self, (tuple(feeds), given), (tuple(outputs), results), (*feeds.values(), *outputs.values()))
+        given, results = self._values(feeds), self._values(outputs)
+        arguments = _arguments(feeds, given, outputs, (Handle * len(results))(*results))
+        arrays = (*feeds.values(), *outputs.values())
 
-    def __enter__(self) -> Self:
-        return self
+        def run() -> None:
+            assert arrays  # Kept alive here: ONNX Runtime only has their addresses.
+            self._call(arguments)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+        weakref.finalize(run, _release_values, self._api, (*given, *results))
+        return run
+
+    def close(self) -> None:
         with self._state_changed:
             self._session = None
             # Other threads may still be running the session.
             self._state_changed.wait_for(lambda: not self._running)
         self._close()
-
-
-class _Bound:
-    """A run on the same arrays each time: one call, without copies or new objects."""
-
-    def __init__(
-        self,
-        runner: SharedRunner,
-        feeds: tuple[tuple[str, ...], list[Handle]],
-        outputs: tuple[tuple[str, ...], list[Handle]],
-        arrays: Sequence[np.ndarray],
-    ) -> None:
-        self._runner = runner
-        self._arrays = arrays  # Kept alive here: ONNX Runtime only has their addresses.
-        (inputs, given), (wanted, results) = feeds, outputs
-        self._arguments = (
-            None, _names(inputs), (Handle * len(given))(*given), len(given), _names(wanted), len(wanted),
-            (Handle * len(results))(*results),
-        )  # fmt: skip
-        weakref.finalize(self, _release_values, runner._api, (*given, *results))
-
-    def __call__(self) -> None:
-        self._runner._run(self._arguments)
-
-
-def _release_values(api: OrtC, values: Sequence[Handle]) -> None:
-    for value in values:
-        api.release_value(value)
 
 
 def _close(api: OrtC, session: Handle, weights: _Weights) -> None:
@@ -269,6 +239,15 @@ def _names(names: tuple[str, ...]) -> ctypes.Array[ctypes.c_char_p]:
     return (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
 
 
+def _arguments(
+    inputs: Iterable[str], values: Sequence[Handle], wanted: Iterable[str], results: ctypes.Array[ctypes.c_void_p]
+) -> tuple[object, ...]:
+    """Of the function Run, after the session."""
+    given = (Handle * len(values))(*values)
+    names, outputs = _names(tuple(inputs)), _names(tuple(wanted))
+    return (None, names, given, len(given), outputs, len(outputs), results)
+
+
 class _Result:
     """The memory of an output, returned to the arena when the last array over it is deleted."""
 
@@ -277,30 +256,22 @@ class _Result:
         self._value = value
         address = Handle()
         api.check(api.data(value, ctypes.byref(address)))
-        kind = np.dtype(port.dtype)
         self.__array_interface__ = {
-            "shape": port.shape, "typestr": kind.str, "data": (address.value, False), "version": 3,
-        }  # fmt: skip
+            "shape": port.shape,
+            "typestr": np.dtype(DTYPES[port.code]).str,
+            "data": (address.value, False),
+            "version": 3,
+        }
 
     def __del__(self) -> None:
         self._api.release_value(self._value)
 
 
-class _Port:
-    """An input or output: its shape and dtype, and how an array of both is wrapped as a value of ONNX Runtime."""
+class _Port(NamedTuple):
+    """An input or output: its shape, and its ONNXTensorElementDataType."""
 
-    def __init__(self, shape: tuple[int, ...], code: int) -> None:
-        self.shape = shape
-        self.dtype = DTYPES[code]
-        self._sizes = (ctypes.c_int64 * len(shape))(*shape)
-        self._code = code
-
-    def value(self, api: OrtC, array: np.ndarray) -> Handle:
-        made, memory = Handle(), _environment(api)[1]
-        address: int = array.__array_interface__["data"][0]
-        sizes, count = self._sizes, len(self.shape)
-        api.check(api.tensor(memory, address, array.nbytes, sizes, count, self._code, ctypes.byref(made)))
-        return made
+    shape: tuple[int, ...]
+    code: int
 
 
 def _ports(api: OrtC, session: Handle, kind: str) -> dict[str, _Port]:
@@ -312,22 +283,11 @@ def _ports(api: OrtC, session: Handle, kind: str) -> dict[str, _Port]:
         name = ctypes.string_at(text.value or 0).decode()
         api.call("AllocatorFree", allocator, text)
         about = api.make(f"SessionGet{kind}TypeInfo", session, index)
-        with contextlib.closing(_Released(api, "TypeInfo", about)):
-            tensor = api.make("CastTypeInfoToTensorInfo", about)
-            sizes = (ctypes.c_int64 * api.number("GetDimensionsCount", tensor))()
-            api.call("GetDimensions", tensor, sizes, len(sizes))
-            code = ctypes.c_int()
-            api.call("GetTensorElementType", tensor, ctypes.byref(code))
+        tensor = api.make("CastTypeInfoToTensorInfo", about)
+        sizes = (ctypes.c_int64 * api.number("GetDimensionsCount", tensor))()
+        api.call("GetDimensions", tensor, sizes, len(sizes))
+        code = ctypes.c_int()
+        api.call("GetTensorElementType", tensor, ctypes.byref(code))
+        api.release("TypeInfo", about)
         found[name] = _Port(tuple(sizes), code.value)
     return found
-
-
-class _Released:
-    """Releases an object of ONNX Runtime when it is closed."""
-
-    def __init__(self, api: OrtC, kind: str, handle: Handle) -> None:
-        self._arguments = (kind, handle)
-        self._api = api
-
-    def close(self) -> None:
-        self._api.release(*self._arguments)

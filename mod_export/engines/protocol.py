@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,34 +11,28 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self, runtime_
 import numpy as np
 
 from mod_export.config import BuildConfig
+from mod_export.environment import package_version
 from mod_export.errors import EngineError
-from mod_export.types import (
-    Availability,
-    Bucket,
-    Dialect,
-    Engine,
-    Graph,
-    ModelKind,
-    Profile,
-    Variant,
-)
+from mod_export.types import Availability, Bucket, Dialect, Engine, Graph, ModelKind, Profile, Variant
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Arrays",
     "BindableRunner",
     "EngineBuilder",
     "EngineJob",
     "EngineProfiler",
+    "EngineRunner",
+    "OptionalArrays",
     "Port",
     "Runner",
     "check_bound",
-    "check_feeds",
-    "check_outputs",
 ]
 
-INT64: np.dtype[np.generic] = np.dtype(np.int64)
+Arrays = Mapping[str, np.ndarray]
+OptionalArrays = Arrays | None
 
 
 class Port(NamedTuple):
@@ -67,21 +62,85 @@ class EngineJob(Protocol):
 
 
 class Runner(Protocol):
-    """A loaded engine. A context manager; `run` checks its feeds against the engine's own inputs."""
+    """What runs like a loaded engine. A context manager."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     providers: tuple[str, ...]
     threads: int
 
-    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        """Runs once, and returns after the device has finished. `outputs` names the wanted outputs, all by default."""
+    def run(self, feeds: Arrays, outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """As `EngineRunner.run`."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+class EngineRunner(ABC):
+    """A loaded engine: a Runner that checks what it is given."""
+
+    def __init__(
+        self, where: str, inputs: Mapping[str, Port], outputs: Sequence[str], providers: Sequence[str], threads: int
+    ) -> None:
+        """Describes the engine.
+
+        Args:
+            where: what messages call it.
+            inputs: all of them.
+            outputs: all of them.
+            providers: what it runs on.
+            threads: inside one operator; 0 where the library chose.
+        """
+        self._where = where
+        self._feeds = inputs
+        self.inputs: tuple[str, ...] = tuple(inputs)
+        self.outputs: tuple[str, ...] = tuple(outputs)
+        self.providers: tuple[str, ...] = tuple(providers)
+        self.threads = threads
+
+    def run(self, feeds: Arrays, outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """Runs once, and returns after the device has finished.
+
+        Args:
+            feeds: exactly the engine's inputs. One that was dropped without notice would make two different
+                computations look comparable.
+            outputs: names of the wanted outputs, all by default.
+
+        Raises:
+            EngineError: names, shapes or dtypes are not the engine's, or the run failed.
+        """
+        if set(feeds) != set(self.inputs):
+            raise EngineError(f"{self._where}: got inputs {sorted(feeds)}, the engine has {sorted(self.inputs)}")
+        for name, array in feeds.items():
+            shape, dtype = self._feeds[name]
+            if array.shape != shape or array.dtype != dtype:
+                raise EngineError(
+                    f"{self._where}: input {name} is {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}"
+                )
+        wanted = list(outputs or self.outputs)
+        unknown, known = [name for name in wanted if name not in self.outputs], ", ".join(self.outputs)
+        if unknown:
+            raise EngineError(f"{self._where}: no output {', '.join(unknown)}; the engine has {known}")
+        return self._run(feeds, wanted)
+
+    @abstractmethod
+    def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
+        """Runs on feeds that were checked."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what the engine holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 @runtime_checkable
@@ -94,7 +153,7 @@ class BindableRunner(Protocol):
     def ports(self) -> Mapping[str, Port]:
         """Every input and output by name."""
 
-    def bind(self, feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         """A function that runs the engine on these arrays each time it is called; inputs and outputs are used in place.
 
         Args:
@@ -106,29 +165,56 @@ class BindableRunner(Protocol):
         """
 
 
-class EngineBuilder(Protocol):
-    """One target, one vendor, one file."""
+class EngineBuilder(ABC):
+    """One target, one vendor, one file.
+
+    Attributes:
+        name: of the target.
+        packages: without which it does nothing; their versions decide whether an engine must be built again.
+        extra: the extra of mod-export that installs them.
+        dialect: what a graph for this target may contain.
+        suffix: of its files.
+        from_onnx: False where it builds from the captured program instead of a graph of its dialect.
+        apart: True where it builds in a process of its own, so that several engines can be built at once.
+        embeds_weights: True where an engine file holds its weights; otherwise it reads a file of graphs/.
+        binds: True where its runners are BindableRunners, so that a cache can stay in place.
+    """
 
     name: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
+    extra: ClassVar[str]
     dialect: ClassVar[Dialect]
-    from_onnx: ClassVar[bool]  # False: builds from the captured program instead of a graph of its dialect
-    apart: ClassVar[bool]  # True: builds in a process of its own, so several engines can be built at once
-    suffix: ClassVar[str]  # of its files
-    embeds_weights: ClassVar[bool]  # True: an engine file holds its weights; False: it reads a file of graphs/
-    binds: ClassVar[bool]  # True: its runners are BindableRunners, so a cache can stay in place
+    suffix: ClassVar[str]
+    from_onnx: ClassVar[bool] = True
+    apart: ClassVar[bool] = False
+    embeds_weights: ClassVar[bool] = False
+    binds: ClassVar[bool] = False
 
     def availability(self) -> Availability:
         """What this machine can do. Found by trying, without building anything."""
+        missing = next((package for package in self.packages if package_version(package) is None), None)
+        if missing is None:
+            return self._installed()
+        reason = f"{missing} is not installed; install mod-export[{self.extra}]"
+        return Availability(builds=False, runs=False, reason=reason)
 
-    def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        """The engines that the configuration asks for."""
+    @abstractmethod
+    def _installed(self) -> Availability:
+        """What this machine can do now that the packages are installed."""
 
     def versions(self) -> Mapping[str, str]:
         """The libraries whose version decides whether an engine must be built again."""
+        return {package: package_version(package) or "" for package in self.packages}
+
+    @abstractmethod
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        """The engines that the configuration asks for."""
 
     def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
         """Reasons why this bucket cannot be built, known without a graph; empty when there are none."""
+        return []
 
+    @abstractmethod
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
         """Writes the engine to `destination`. The caller renames it into place once it is whole.
 
@@ -137,13 +223,9 @@ class EngineBuilder(Protocol):
             LimitError: the target cannot take this graph.
         """
 
+    @abstractmethod
     def load(
-        self,
-        root: Path,
-        engine: Engine,
-        config: BuildConfig,
-        threads: int,
-        weights: Mapping[str, np.ndarray] | None = None,
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> Runner:
         """Loads an engine of the build folder `root`.
 
@@ -166,13 +248,7 @@ class EngineProfiler(Protocol):
     """An engine builder whose engines run on this machine's CPU and can measure the time of each kernel."""
 
     def profile(
-        self,
-        root: Path,
-        engine: Engine,
-        config: BuildConfig,
-        threads: int,
-        feeds: Mapping[str, np.ndarray],
-        runs: int,
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, feeds: Arrays, runs: int
     ) -> Profile:
         """Profiles an engine of the build folder `root`, in a session of its own, apart from the one that is timed.
 
@@ -190,38 +266,7 @@ class EngineProfiler(Protocol):
         """
 
 
-def check_feeds(
-    where: str,
-    inputs: Mapping[str, tuple[int, ...]],
-    feeds: Mapping[str, np.ndarray],
-    dtypes: Mapping[str, np.dtype[np.generic]] | None = None,
-) -> None:
-    """Refuses feeds that are not exactly the engine's inputs, with their shapes and dtypes.
-
-    An input that was dropped without notice would make two different computations look comparable.
-
-    Args:
-        where: the engine, for the message.
-        inputs: name -> static shape.
-        feeds: name -> array.
-        dtypes: of inputs that are not int64, by name.
-
-    Raises:
-        EngineError: names, shapes or dtypes differ.
-    """
-    if set(feeds) != set(inputs):
-        raise EngineError(f"{where}: got inputs {sorted(feeds)}, the engine has {sorted(inputs)}")
-    for name, array in feeds.items():
-        expected = (dtypes or {}).get(name, INT64)
-        if tuple(array.shape) != inputs[name] or array.dtype != expected:
-            raise EngineError(
-                f"{where}: input {name} is {array.dtype} {list(array.shape)}, expected {expected} {list(inputs[name])}"
-            )
-
-
-def check_bound(
-    where: str, ports: Mapping[str, Port], feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
-) -> None:
+def check_bound(where: str, ports: Mapping[str, Port], feeds: Arrays, outputs: Arrays) -> None:
     """Refuses arrays that cannot be used in place: each must have its port's shape and dtype, and be contiguous.
 
     Raises:
@@ -231,19 +276,8 @@ def check_bound(
         port = ports.get(name)
         if port is None:
             raise EngineError(f"{where}: no input or output is called {name}; the engine has {', '.join(ports)}")
-        if tuple(array.shape) != port.shape or array.dtype != port.dtype or not array.flags.c_contiguous:
+        if array.shape != port.shape or array.dtype != port.dtype or not array.flags.c_contiguous:
             raise EngineError(
                 f"{where}: {name} is {array.dtype} {list(array.shape)}, expected {port.dtype} {list(port.shape)}, "
                 "contiguous"
             )
-
-
-def check_outputs(where: str, known: Sequence[str], wanted: Sequence[str]) -> None:
-    """Refuses names of outputs that the engine does not have.
-
-    Raises:
-        EngineError: one does not.
-    """
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise EngineError(f"{where}: no output {', '.join(unknown)}; the engine has {', '.join(known)}")

@@ -17,13 +17,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.engines.protocol import EngineJob, check_feeds, check_outputs
+from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port
 from mod_export.environment import cache_folder, package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.types import Availability, Bucket, Dialect, Engine, ModelKind, Variant
@@ -99,7 +98,7 @@ def polygraphy_cuda() -> Any:
     return cuda
 
 
-class TensorRTRunner:
+class TensorRTRunner(EngineRunner):
     """An engine of static shape on the first CUDA device, with buffers that live as long as the runner.
 
     A cache that the engine updates in place is one buffer, both input and output, as TensorRT demands. `run` copies its
@@ -109,40 +108,30 @@ class TensorRTRunner:
     def __init__(self, trt: Any, cuda_engine: Any, where: str, provider: str, keep: Sequence[object] = ()) -> None:
         # The engine uses its logger and its runtime as long as it exists, which Python cannot see.
         self._keep = (cuda_engine, *keep)
-        self._where = where
         self._context = cuda_engine.create_execution_context()
         if self._context is None:
             raise EngineError(f"{where}: no execution context; the GPU may be short of memory")
-        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {"in": {}, "out": {}}
-        self._dtypes: dict[str, Any] = {}
+        inputs: dict[str, Port] = {}
+        self._ports: dict[str, Port] = {}
         self._buffers: dict[str, Any] = {}
         with _cuda_errors(where):
             cuda = polygraphy_cuda()
             self._stream = cuda.Stream()
             for i in range(cuda_engine.num_io_tensors):
                 name = cuda_engine.get_tensor_name(i)
-                shape = tuple(cuda_engine.get_tensor_shape(name))
                 is_input = cuda_engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
-                self._shapes["in" if is_input else "out"][name] = shape
-                self._dtypes[name] = np.dtype(trt.nptype(cuda_engine.get_tensor_dtype(name)))
-            for name, shape in (*self._shapes["in"].items(), *self._shapes["out"].items()):
-                source = None if name in self._shapes["in"] else _updated_input(cuda_engine, name)
-                self._buffers[name] = (
-                    cuda.DeviceArray(shape, self._dtypes[name]) if source is None else self._buffers[source]
-                )
+                dtype = np.dtype(trt.nptype(cuda_engine.get_tensor_dtype(name)))
+                (inputs if is_input else self._ports)[name] = Port(tuple(cuda_engine.get_tensor_shape(name)), dtype)
+            for name, port in (*inputs.items(), *self._ports.items()):
+                source = None if name in inputs else _updated_input(cuda_engine, name)
+                self._buffers[name] = cuda.DeviceArray(*port) if source is None else self._buffers[source]
                 self._context.set_tensor_address(name, self._buffers[name].ptr)
-        self.inputs = tuple(self._shapes["in"])
-        self.outputs = tuple(self._shapes["out"])
-        self.providers: tuple[str, ...] = (provider,)
-        self.threads = 0
+        super().__init__(where, inputs, tuple(self._ports), [provider], 0)
 
-    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        check_feeds(self._where, self._shapes["in"], feeds)
-        wanted = list(outputs or self.outputs)
-        check_outputs(self._where, self.outputs, wanted)
+    def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
         # Kept until the stream has finished, because the copies read them asynchronously.
         sources = [np.ascontiguousarray(feeds[name]) for name in self.inputs]
-        results = {name: np.empty(self._shapes["out"][name], self._dtypes[name]) for name in wanted}
+        results = {name: np.empty(*self._ports[name]) for name in wanted}
         with _cuda_errors(self._where):
             for name, array in zip(self.inputs, sources, strict=True):
                 self._buffers[name].copy_from(array, self._stream)
@@ -153,12 +142,7 @@ class TensorRTRunner:
             self._stream.synchronize()
         return results
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         for buffer in {id(buffer): buffer for buffer in self._buffers.values()}.values():
             buffer.free()
         self._buffers.clear()
@@ -189,34 +173,20 @@ def _cuda_errors(where: str) -> Iterator[None]:
         ) from error
 
 
-class _Base:
+class _Base(EngineBuilder):
     """What the two targets have in common."""
 
-    name: ClassVar[str]
     library: ClassVar[str]
     title: ClassVar[str]
-    dialect: ClassVar[Dialect]
-    from_onnx: ClassVar[bool] = True
-    apart: ClassVar[bool] = True
-    binds: ClassVar[bool] = False
-    embeds_weights: ClassVar[bool] = True
-    suffix: ClassVar[str] = ".engine"
+    apart = True
+    embeds_weights = True
+    suffix = ".engine"
 
-    def availability(self) -> Availability:
-        for package in (self.library, "polygraphy"):
-            if package_version(package) is None:
-                reason = f"{package} is not installed; install mod-export[{self.name}]"
-                return Availability(builds=False, runs=False, reason=reason)
+    def _installed(self) -> Availability:
         found = _probe(self.library)
         runs = not (found["build_problem"] or self._run_problem(found))
         arch = found["devices"][0] if found["devices"] else None
         return Availability(builds=not found["build_problem"], runs=runs, reason=self._reason(found), arch=arch)
-
-    def versions(self) -> Mapping[str, str]:
-        return {name: package_version(name) or "" for name in (self.library, "polygraphy")}
-
-    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
-        return []
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
         from mod_export.export.dialect import check_external_data
@@ -235,12 +205,7 @@ class _Base:
             raise EngineError(f"{job.graph.path}: {self.title} cannot build it: {errors or result['error']}")
 
     def load(
-        self,
-        root: Path,
-        engine: Engine,
-        config: BuildConfig,
-        threads: int,
-        weights: Mapping[str, np.ndarray] | None = None,
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> TensorRTRunner:
         if weights:
             raise EngineError(f"{engine.path}: a plan holds its own weights, which cannot be replaced")
@@ -299,10 +264,10 @@ def runner_from_engine(library: str, path: Path, where: str, provider: str) -> T
 class TensorRT(_Base):
     """TensorRT 10 and 11."""
 
-    name: ClassVar[str] = "tensorrt"
-    library: ClassVar[str] = "tensorrt"
-    title: ClassVar[str] = "TensorRT"
-    dialect: ClassVar[Dialect] = DIALECT
+    name = extra = library = "tensorrt"
+    packages = ("tensorrt", "polygraphy")
+    title = "TensorRT"
+    dialect = DIALECT
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.tensorrt.dtypes]
@@ -321,10 +286,11 @@ class TensorRT(_Base):
 class TensorRTRTX(_Base):
     """TensorRT for RTX: plans for consumer and workstation GPUs, finished by a compiler on the GPU that runs them."""
 
-    name: ClassVar[str] = "tensorrt-rtx"
-    library: ClassVar[str] = "tensorrt_rtx"
-    title: ClassVar[str] = "TensorRT-RTX"
-    dialect: ClassVar[Dialect] = dataclasses.replace(DIALECT, name="TensorRT-RTX")
+    name = extra = "tensorrt-rtx"
+    library = "tensorrt_rtx"
+    packages = ("tensorrt_rtx", "polygraphy")
+    title = "TensorRT-RTX"
+    dialect = dataclasses.replace(DIALECT, name="TensorRT-RTX")
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         options = config.target.tensorrt_rtx

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 
 from mod_export.errors import GraphError, LimitError
-from mod_export.export.nodes import constant_array, is_standard, label_of
+from mod_export.export.nodes import branches_of, constant_array, graph_from_file, is_standard, label_of
 from mod_export.types import Dialect, DType
 
 __all__ = ["check_dialect", "check_external_data"]
@@ -18,7 +17,6 @@ __all__ = ["check_dialect", "check_external_data"]
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
 DATA_DEPENDENT = ("Compress", "NonMaxSuppression", "NonZero", "Unique")
 SCATTERS = ("ScatterND", "ScatterElements")
-GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 DTYPES: dict[ir.DataType | None, DType] = {
     ir.DataType.FLOAT: "float32",
     ir.DataType.FLOAT16: "float16",
@@ -69,9 +67,7 @@ def _foreign(node: ir.Node, dialect: Dialect) -> str | None:
 
 
 def _nested(node: ir.Node, dialect: Dialect) -> str | None:
-    if not any(attribute.type in GRAPHS for attribute in node.attributes.values()):
-        return None
-    if dialect.branches and is_standard(node, "If"):
+    if not branches_of(node) or (dialect.branches and is_standard(node, "If")):
         return None
     return (
         f"{node.op_type} holds a graph of its own, expected one static graph; write the branch or loop of the model "
@@ -167,13 +163,9 @@ def check_external_data(path: Path) -> None:
     all of them take is a regular file beside the graph that holds the bytes it is said to hold.
 
     Raises:
-        GraphError: not an ONNX file, or a weight lies elsewhere, in a link, or beyond the end of its file.
+        GraphError: not an ONNX graph, or a weight lies elsewhere, in a link, or beyond the end of its file.
     """
-    try:
-        model = ir.load(path)
-    except (OSError, DecodeError) as error:
-        raise GraphError(f"{path}: cannot be read as ONNX ({error}); build again") from error
-    for tensor in _external_tensors(model):
+    for tensor in _external_tensors(graph_from_file(path)):
         problem = _location_problem(path.parent, tensor)
         if problem is not None:
             raise GraphError(

@@ -1,10 +1,15 @@
-"""Graphs and their nodes: reading a graph, what passes and checks ask of it, and how passes put nodes into it."""
+"""Graphs and their nodes: reading a graph, what passes and checks ask of it, and how passes put nodes into it.
+
+The one vocabulary of all passes: `made_by`, `only_reader`, `constant_array` and the like read a graph, `NodeWriter`
+writes into it, and `substitute` puts a new value in the place of an old one.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +29,28 @@ __all__ = [
     "graph_from_bytes",
     "graph_from_file",
     "is_standard",
+    "is_used",
     "label_of",
     "late_zero",
+    "made_by",
     "module_of",
     "numbered_layer",
+    "only_reader",
     "require_static_shape",
     "static_shape",
+    "substitute",
 ]
+
+Input = ir.Value | np.ndarray | Sequence[int] | None
+"""Of a node to be written. Arrays, and integers as int64, become constants; None is an input that is left out."""
 
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 """The metadata in which the exporter notes the modules that a node came from, outermost first."""
 NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
+NEWEST_OPSET = 24
+"""Of the operators that passes write."""
+MOST_SIZES = 16
+"""Elements of a constant that its name spells out, and that shapes can depend on."""
 UNNUMBERED = -1
 """The number of modules that are no layers: they count as before the first one."""
 
@@ -63,6 +79,23 @@ def graph_from_bytes(data: bytes) -> ir.Model:
 def is_standard(node: ir.Node, *op_types: str) -> bool:
     """Whether the node is one of these standard ONNX operators."""
     return node.domain in ("", "ai.onnx") and node.op_type in op_types
+
+
+def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """The node that computes a value, where it is one of these standard ONNX operators."""
+    node = None if value is None else value.producer()
+    return node if node is not None and is_standard(node, *op_types) else None
+
+
+def is_used(value: ir.Value) -> bool:
+    """Whether a node reads the value, or it is an output of its graph."""
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def only_reader(value: ir.Value) -> ir.Node | None:
+    """The node that reads a value, where nothing else does."""
+    users = [use.node for use in value.uses()]
+    return users[0] if len(users) == 1 and not value.is_graph_output() else None
 
 
 def constant_array(value: ir.Value | None) -> np.ndarray | None:
@@ -144,9 +177,10 @@ def _nearest(node: ir.Node, neighbours: Callable[[ir.Node], Iterable[ir.Node]]) 
     return found
 
 
-def _is_tied_table(transpose: ir.Node | None) -> bool:
-    """Whether a node transposes a table that rows are gathered from: embedding and head in one."""
-    table = transpose.inputs[0] if transpose is not None and transpose.op_type == "Transpose" else None
+def _is_tied_table(value: ir.Value | None) -> bool:
+    """Whether a value is the transpose of a table that rows are gathered from: embedding and head in one."""
+    transpose = made_by(value, "Transpose")
+    table = None if transpose is None else transpose.inputs[0]
     return table is not None and any(use.node.op_type == "Gather" for use in table.uses())
 
 
@@ -156,7 +190,7 @@ def _noted_module(node: ir.Node) -> tuple[int, str] | None:
     layer = next(filter(None, map(numbered_layer, [node.metadata_props.get(NAME_SCOPES, ""), *weights])), None)
     if layer is not None:
         return layer
-    if any(_is_tied_table(value.producer()) for value in node.inputs if value is not None):
+    if any(map(_is_tied_table, node.inputs)):
         return UNNUMBERED, "head"
     module = next((name.rpartition(".")[0] for name in weights if "." in name), None)
     return (UNNUMBERED, module) if module else None
@@ -203,7 +237,7 @@ class Branches:
 
 
 class NodeWriter:
-    """Puts typed nodes before `anchor`, carrying its metadata, so that messages about them still name the layer."""
+    """Puts nodes before `anchor`, typed, and with its metadata, so that messages about them still name the layer."""
 
     def __init__(self, graph: ir.Graph, anchor: ir.Node, purpose: str) -> None:
         self._graph = graph
@@ -212,69 +246,94 @@ class NodeWriter:
         self._count = 0
 
     def op(
-        self,
-        op_type: str,
-        inputs: Sequence[ir.Value | None],
-        dtype: ir.DataType,
-        shape: Sequence[int] | ir.Shape | None,
-        attributes: Mapping[str, Any] | None = None,
-        *,
-        domain: str = "",
+        self, op_type: str, *inputs: Input, domain: str = "", like: ir.Value | None = None, **attributes: Any
     ) -> ir.Value:
-        """One node with one output of this dtype and shape."""
-        return self.ops(op_type, inputs, [(dtype, shape)], attributes, domain=domain)[0]
+        """One node with one output, whose dtype and shape are those of `like`, or else inferred."""
+        value = self._values(op_type, inputs, domain, attributes, 1)[0]
+        if like is None:
+            self._infer([value])
+        else:
+            # Copies: a type that two values share would be cast for both of them.
+            assert like.dtype is not None
+            value.dtype, value.shape = like.dtype, None if like.shape is None else like.shape.copy()
+        return value
 
-    def ops(
-        self,
-        op_type: str,
-        inputs: Sequence[ir.Value | None],
-        outputs: Sequence[tuple[ir.DataType, Sequence[int] | ir.Shape | None]],
-        attributes: Mapping[str, Any] | None = None,
-        *,
-        domain: str = "",
+    def ops(self, op_type: str, count: int, *inputs: Input, **attributes: Any) -> Sequence[ir.Value]:
+        """One standard node with `count` outputs."""
+        values = self._values(op_type, inputs, "", attributes, count)
+        self._infer(values)
+        return values
+
+    def _values(
+        self, op_type: str, inputs: Sequence[Input], domain: str, attributes: dict[str, Any], count: int
     ) -> Sequence[ir.Value]:
-        """One node with several outputs, each (dtype, shape)."""
         name = f"{self._prefix}_{op_type}_{self._count}"
         self._count += 1
-        values = [
-            ir.Value(name=f"{name}_{i}", type=ir.TensorType(dtype), shape=None if shape is None else ir.Shape(shape))
-            for i, (dtype, shape) in enumerate(outputs)
-        ]
-        node = ir.Node(
-            domain, op_type, inputs, ir.convenience.convert_attributes(attributes or {}), outputs=values, name=name
-        )
+        read = [one if one is None or isinstance(one, ir.Value) else self.constant(np.asarray(one)) for one in inputs]
+        values = [ir.Value(name=f"{name}_{i}") for i in range(count)]
+        node = ir.Node(domain, op_type, read, ir.convenience.convert_attributes(attributes), outputs=values, name=name)
         node.metadata_props.update(self._anchor.metadata_props)
         self._graph.insert_before(self._anchor, node)
         return values
 
-    def replace(self, value: ir.Value) -> None:
-        """Replaces the anchor's only output by a value, which gets the same name, and removes the anchor."""
-        old = self._anchor.outputs[0]
-        name = old.name
-        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
-        self._graph.remove(self._anchor, safe=True)
-        value.name = name
+    def _infer(self, values: Sequence[ir.Value]) -> None:
+        """Types the outputs of a standard node by ONNX's own rules."""
+        node = values[0].producer()
+        assert node is not None
+        opset = self._graph.opset_imports.get("", NEWEST_OPSET)
+        read = [value for value in node.inputs if value is not None]
+        held = {str(value.name): value.const_value for value in read if value.const_value is not None}
+        found = onnx.shape_inference.infer_node_outputs(
+            onnx.defs.get_schema(node.op_type, opset),
+            ir.to_proto(node),
+            {str(value.name): ir.to_proto(value).type for value in read},
+            {
+                name: ir.to_proto(ir.tensor(one.numpy(), name=name))
+                for name, one in held.items()
+                if one.size <= MOST_SIZES
+            },
+            opset_imports=[onnx.helper.make_opsetid("", opset)],
+        )
+        for value in values:
+            value.type = ir.serde.deserialize_type_proto_for_type(found[str(value.name)])
+            value.shape = ir.serde.deserialize_type_proto_for_shape(found[str(value.name)])
 
-    def constant(self, name: str, array: np.ndarray) -> ir.Value:
-        """An initializer, shared by all who ask for this name; `name` must say all of its content."""
-        name = f"constant/{name}"  # A slash, because no exporter's names have one.
-        known = self._graph.initializers.get(name)
-        if known is not None:
-            held = constant_array(known)
-            assert held is not None, name
-            assert held.dtype == array.dtype, name
-            assert np.array_equal(held, array), name
-            return known
-        tensor = ir.tensor(array, name=name)
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
-        self._graph.register_initializer(value)
-        return value
+    def replace(self, value: ir.Value) -> None:
+        """Replaces the anchor's only output by a value, and removes the anchor."""
+        substitute(self._anchor.outputs[0], value, self._anchor)
+
+    def constant(self, array: np.ndarray) -> ir.Value:
+        """An initializer, shared by all who ask for the same content."""
+        if array.size <= MOST_SIZES:
+            content = "_".join(map(str, array.ravel().tolist()))
+        else:
+            content = hashlib.sha256(array.tobytes()).hexdigest()[:16]
+        # A slash, because no exporter's names have one.
+        name = f"constant/{array.dtype}_{'x'.join(map(str, array.shape))}_{content}"
+        if name not in self._graph.initializers:
+            tensor = ir.tensor(array, name=name)
+            shape = ir.Shape(array.shape)
+            self._graph.register_initializer(
+                ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+            )
+        return self._graph.initializers[name]
+
+
+def substitute(old: ir.Value, new: ir.Value, *computed_by: ir.Node) -> None:
+    """Gives `new` the place and the name of `old`, and removes the nodes that computed `old`, readers first."""
+    name = old.name
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    for node in computed_by:
+        assert node.graph is not None
+        node.graph.remove(node, safe=True)
+    new.name = name
 
 
 def late_zero(writer: NodeWriter, value: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
     """An integer 0 that is only there after a float value is.
 
-    It is abs(x) < 0 of one number: false for every number and for NaN, but no engine builder knows that.
+    It is abs(x) < 0 of one number: false for every number and for NaN, but neither a builder of engines nor constant
+    folding knows that.
 
     Args:
         writer: puts the nodes.
@@ -284,12 +343,7 @@ def late_zero(writer: NodeWriter, value: ir.Value, dtype: ir.DataType, shape: Se
     """
     assert value.shape is not None
     assert value.dtype is not None
-    rank, kind = len(value.shape), value.dtype
-    ones = (1,) * rank
-    start = writer.constant(f"start_{rank}", np.zeros(rank, np.int64))
-    one = writer.op("Slice", [value, start, writer.constant(f"end_{rank}", np.ones(rank, np.int64))], kind, ones)
-    zero = writer.constant(f"zero_{kind.name}", np.array(0, kind.numpy()))
-    never = writer.op("Less", [writer.op("Abs", [one], kind, ones), zero], ir.DataType.BOOL, ones)
-    nought = writer.op("Cast", [never], dtype, ones, {"to": dtype})
-    wanted = writer.constant(f"shape_{'x'.join(map(str, shape))}", np.array(shape, np.int64))
-    return writer.op("Reshape", [nought, wanted], dtype, shape)
+    rank = len(value.shape)
+    one = writer.op("Slice", value, [0] * rank, [1] * rank)
+    never = writer.op("Less", writer.op("Abs", one), np.array(0, value.dtype.numpy()))
+    return writer.op("Reshape", writer.op("Cast", never, to=dtype), list(shape))

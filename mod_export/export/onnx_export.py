@@ -22,7 +22,6 @@ from mod_export.export.nodes import NAME_SCOPES
 from mod_export.types import Bucket, Site, routed_output
 
 __all__ = [
-    "EXPORTERS",
     "INPUTS",
     "IR_VERSION",
     "OPSET",
@@ -31,8 +30,6 @@ __all__ = [
     "onnx_from_captured",
 ]
 
-EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
-"""What an exported graph depends on beside the model."""
 OPSET = 23
 """The lowest opset with Attention and RMSNormalization as single operators, taken by every target."""
 INPUTS = ("input_ids", "lengths")

@@ -16,10 +16,9 @@ from mod_export.errors import GraphError
 from mod_export.export.capture import captured, prove_static
 from mod_export.export.onnx_export import assert_capacity, check_model, onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.passes.quantize_weights import quantizable_weights
+from mod_export.export.passes.products import quantizable_weights
 from mod_export.export.routing_sites import RoutingSite
-from mod_export.export.weights import bind_weights, files_for, state_of, stored_state, write_weights
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, stored_state, write_weights
 from mod_export.results.cost import CostRow
 from mod_export.stages.context import BuildContext
 from mod_export.types import DTYPES, KINDS, PRIMARY, QUANTIZED, DType, Graph, ModelKind
@@ -102,7 +101,7 @@ def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[
     save_graph(context, model, graph, paths[0])
     cost = cost_row(model, graph.model, graph.bucket) if graph.role == "forward" else None
     return {
-        "passes": {item.name: item.rewrites for item in applied},
+        "passes": applied,
         "cost": None if cost is None else cost.model_dump(mode="json"),
     }
 

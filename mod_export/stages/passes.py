@@ -98,7 +98,7 @@ def _rewrite(
         assert_capacity(model, graph.bucket, graph.k_by_layer, PRIMARY[graph.outputs])
     save_graph(context, model, graph, destination)
     proof = _prove_rewrite(context, builder, graph, destination, needed)
-    return {"passes": {item.name: item.rewrites for item in applied}, "proof": proof}
+    return {"passes": applied, "proof": proof}
 
 
 def _prove_rewrite(context: BuildContext, builder: EngineBuilder, graph: Graph, path: Path, needed: int) -> str:

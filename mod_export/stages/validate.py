@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.errors import BuildError, BuildFolderError
-from mod_export.export.quantize import source_of
-from mod_export.export.weights import digests_of_tensors, state_of
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile, digests_of_tensors, source_of, state_of
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow

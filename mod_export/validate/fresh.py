@@ -21,8 +21,7 @@ from mod_export.export.capture import captured_module
 from mod_export.export.nodes import graph_from_bytes, graph_from_file, module_of
 from mod_export.export.onnx_export import INPUTS, onnx_from_captured
 from mod_export.export.passes import PORTABLE, needs_rewrite, run_passes
-from mod_export.export.weights import bind_weights, files_for, state_of
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of
 from mod_export.results.structure import StructureRow
 from mod_export.types import PRIMARY, Graph
 from mod_export.validate.reference import Reference

@@ -21,8 +21,8 @@ from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.export.dialect import check_dialect
 from mod_export.export.nodes import graph_from_file, is_standard, label_of, static_shape
 from mod_export.export.passes import PORTABLE
-from mod_export.export.weights import FLOATS, ONNX_DTYPES, digests_of_file
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.passes.cast_floats import NARROW
+from mod_export.export.weights import ONNX_TYPES, WeightsFile, digests_of_file
 from mod_export.results.structure import StructureRow
 from mod_export.types import PRIMARY, DType, Graph
 
@@ -145,7 +145,7 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
         if (tensor.offset, tensor.length) != (offset, length):
             other = next((n for n, e in file.entries.items() if e[2] == tensor.offset), "other bytes")
             yield f"{name}: refers to {other} in {tensor.location}"
-        elif (ONNX_DTYPES.get(stored), stored_shape) != (value.dtype, shape):
+        elif (ONNX_TYPES.get(stored), stored_shape) != (value.dtype and value.dtype.name, shape):
             yield f"{name}: is {value.dtype} {shape} in the graph and {stored} {stored_shape} in {tensor.location}"
 
 
@@ -155,7 +155,7 @@ def _external(value: ir.Value) -> ir.ExternalTensor | None:
 
 def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
     """No float of another width than the graph's and float32; and scores are compared in float32."""
-    allowed = {ir.DataType.FLOAT, FLOATS.get(dtype, ir.DataType.FLOAT)}
+    allowed = {ir.DataType.FLOAT, NARROW.get(dtype, ir.DataType.FLOAT)}
     for node in model.graph:
         made = {value.dtype for value in node.outputs if value.dtype is not None}
         if is_standard(node, "Cast"):

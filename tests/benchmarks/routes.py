@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnxscript import opset23 as op
 
 from mod_export.benchmark.cost import cost_row
 from mod_export.engines.ort import OrtCpu
@@ -31,10 +30,8 @@ from mod_export.engines.ort_shared import shared_runner
 from mod_export.export.capture import captured_module
 from mod_export.export.onnx_export import INPUTS, onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.passes.quantize_weights import quantizable_weights
-from mod_export.export.weights import bind_weights, state_of, write_weights
-from mod_export.export.weights_file import WeightsFile
-from mod_export.marker import MARKER
+from mod_export.export.passes.products import quantizable_weights
+from mod_export.export.weights import WeightsFile, bind_weights, state_of, write_weights
 from mod_export.results.cost import CostRow
 from mod_export.stages.passes import attention_shapes
 from mod_export.types import PRIMARY, QUANTIZED, Bucket, DType, Outputs, primary_output
@@ -170,11 +167,6 @@ def _ort(path: Path, threads: int) -> Run:
     return run
 
 
-def _unmarked(index: Any, live: Any, *_others: Any) -> Any:
-    """A plain export knows nothing of markers of routing sites: they return what they are given."""
-    return op.Identity(index), op.Identity(live)
-
-
 def _plain_file(case: Case, name: str, folder: Path) -> Path:
     path = folder / f"{name}.plain.onnx"
     if path.exists():
@@ -189,7 +181,6 @@ def _plain_file(case: Case, name: str, folder: Path) -> Path:
             external_data=True,
             input_names=["input_ids", "lengths"],
             output_names=["logits"],
-            custom_translation_table={MARKER: _unmarked},
         )
     return path
 

@@ -20,8 +20,7 @@ from mod_export.config import BuildConfig, config_from_toml
 from mod_export.export.capture import captured_module
 from mod_export.export.onnx_export import INPUTS, onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.weights import bind_weights, state_of
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile, bind_weights, state_of
 from mod_export.pipeline import build
 from mod_export.results.report import Stage
 from mod_export.types import Bucket

@@ -8,7 +8,6 @@ weights, that a rewrite kept the meaning; the pass's own tests prove it on small
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import onnx_ir as ir
@@ -18,17 +17,14 @@ from mod_export.errors import GraphError
 from mod_export.export.passes.cache_in_place import CacheInPlace
 from mod_export.export.passes.cast_floats import CastFloats
 from mod_export.export.passes.decompose_attention import DecomposeAttention
-from mod_export.export.passes.flat_heads import FlatHeads
+from mod_export.export.passes.heads import FlatHeads, RotaryEmbedding
 from mod_export.export.passes.plain_scatter import PlainScatter
-from mod_export.export.passes.quantize_weights import QuantizeWeights
+from mod_export.export.passes.products import QuantizeWeights, StoredWeights
 from mod_export.export.passes.query_blocks import QueryBlocks
-from mod_export.export.passes.rotary_embedding import RotaryEmbedding
-from mod_export.export.passes.select_topk import SelectTopk
-from mod_export.export.passes.stored_weights import StoredWeights
-from mod_export.export.passes.threshold_selection import ThresholdSelection
+from mod_export.export.passes.selection import SelectTopk, ThresholdSelection
 from mod_export.types import Dialect, DType
 
-__all__ = ["PASSES", "PORTABLE", "Applied", "GraphPass", "needs_rewrite", "run_passes"]
+__all__ = ["PASSES", "PORTABLE", "GraphPass", "needs_rewrite", "run_passes"]
 
 
 class GraphPass(Protocol):
@@ -68,36 +64,31 @@ PORTABLE = Dialect(name="portable ONNX", max_opset=23)
 """Standard operators only; the graph of every target is rewritten from this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """One pass that ran, and the number of its rewrites."""
-
-    name: str
-    rewrites: int
-
-
 def needs_rewrite(dialect: Dialect, dtype: DType) -> bool:
     """Whether a dialect's graph can differ from the portable float32 one."""
     return any(one.applies(dialect, dtype) and not one.applies(PORTABLE, "float32") for one in PASSES)
 
 
-def run_passes(model: ir.Model, dialect: Dialect, dtype: DType) -> list[Applied]:
+def run_passes(model: ir.Model, dialect: Dialect, dtype: DType) -> dict[str, int]:
     """Runs every pass that applies, in place.
+
+    Returns:
+        Name of each pass that ran -> number of its rewrites.
 
     Raises:
         GraphError: a pass left what it promises to remove; the message names the passes that ran before it.
         LimitError: the graph has something that the dialect cannot take.
     """
-    applied: list[Applied] = []
+    applied: dict[str, int] = {}
     for graph_pass in PASSES:
         if not graph_pass.applies(dialect, dtype):
             continue
         rewrites = graph_pass.run(model, dialect, dtype)
         problems = graph_pass.ensures(model, dialect, dtype)
         if problems:
-            before = ", ".join(item.name for item in applied) or "none"
+            before = ", ".join(applied) or "none"
             raise GraphError(f"pass {graph_pass.name} left: {'; '.join(problems)} (passes before it: {before})")
-        applied.append(Applied(graph_pass.name, rewrites))
+        applied[graph_pass.name] = rewrites
         if rewrites:
             common.RemoveUnusedNodesPass()(model)
             common.TopologicalSortPass()(model)

@@ -28,7 +28,6 @@ __all__ = ["LOGITS", "SLOTS", "CacheInPlace", "cache_of_row", "is_cache", "layer
 
 OPSET = 24
 """The first opset with TensorScatter."""
-BOOL, INT64 = ir.DataType.BOOL, ir.DataType.INT64
 SEQUENCE = -2
 """The axis of slots, the only one that TensorRT accepts."""
 LOGITS = "logits"
@@ -49,13 +48,6 @@ class _Write(NamedTuple):
     slots: ir.Value
     logits: ir.Value
     shape: tuple[int, int, int, int]
-
-
-class _Target(NamedTuple):
-    """The slots of the rows of one layer, and (B, 1, 1, 1) which of the rows are to be kept."""
-
-    slot_B: ir.Value
-    kept_B111: ir.Value
 
 
 class CacheInPlace:
@@ -84,15 +76,15 @@ class CacheInPlace:
         writes = [_write(graph, index, cache) for index, cache in _rows(graph)]
         if not writes:
             return 0
-        zero = late_zero(_writer(graph, writes[0], "wait"), writes[0].logits, INT64, (1,))
-        targets: dict[int, _Target] = {}
+        graph.opset_imports[""] = max(OPSET, graph.opset_imports.get("", 0))
+        zero = late_zero(_writer(graph, writes[0], "wait"), writes[0].logits, ir.DataType.INT64, (1,))
+        slots: dict[int, tuple[ir.Value, ir.Value]] = {}
         for write in writes:
             layer = layer_of_cache(str(write.cache.name))
-            if layer not in targets:
-                targets[layer] = _target(_writer(graph, write, "target"), write, layer, zero)
-            _rewrite(graph, write, targets[layer])
+            if layer not in slots:
+                slots[layer] = _slot(_writer(graph, write, "slot"), write, layer, zero)
+            graph.outputs[write.number] = _present(_writer(graph, write, "write"), write, *slots[layer])
         graph.sort()
-        graph.opset_imports[""] = max(OPSET, graph.opset_imports.get("", 0))
         return len(writes)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -131,30 +123,22 @@ def _writer(graph: ir.Graph, write: _Write, purpose: str) -> NodeWriter:
     return NodeWriter(graph, producer, f"{write.cache.name}_{purpose}")
 
 
-def _rewrite(graph: ir.Graph, write: _Write, target: _Target) -> None:
-    B, G, L, E = write.shape
-    name, dtype, writer = str(write.cache.name), write.row.dtype, _writer(graph, write, "write")
-    assert dtype is not None
-    axis = writer.constant("axis_2", np.array([2]))
-    start, end = writer.constant(f"from_{L - 1}", np.array([L - 1])), writer.constant(f"to_{L}", np.array([L]))
-    new_BG1E = writer.op("Unsqueeze", [write.row, axis], dtype, (B, G, 1, E))
-    old_BG1E = writer.op("Slice", [write.cache, start, end, axis], dtype, (B, G, 1, E))
-    update_BG1E = writer.op("Where", [target.kept_B111, new_BG1E, old_BG1E], dtype, (B, G, 1, E))
-    inputs = [write.cache, update_BG1E, target.slot_B]
-    present = writer.op("TensorScatter", inputs, dtype, write.shape, {"axis": SEQUENCE})
-    present.name = present_of(name)
-    graph.outputs[write.number] = present
-
-
-def _target(writer: NodeWriter, write: _Write, layer: int, zero: ir.Value) -> _Target:
+def _slot(writer: NodeWriter, write: _Write, layer: int, zero: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The slots (B,) that rows of one layer are written to, and (B, 1, 1, 1) which of the rows are to be kept."""
     B, _, L, _ = write.shape
-    column = writer.constant(f"column_{layer}", np.array(layer))
-    slot_B = writer.op("Gather", [write.slots, column], INT64, (B,), {"axis": 1})
-    kept_B = writer.op("GreaterOrEqual", [slot_B, zero], BOOL, (B,))
-    shape = writer.constant(f"shape_{B}x1x1x1", np.array([B, 1, 1, 1]))
-    kept_B111 = writer.op("Reshape", [kept_B, shape], BOOL, (B, 1, 1, 1))
-    last = writer.constant(f"slot_{L - 1}", np.array(L - 1))
-    return _Target(writer.op("Where", [kept_B, slot_B, last], INT64, (B,)), kept_B111)
+    slot_B = writer.op("Gather", write.slots, np.array(layer), axis=1)
+    kept_B = writer.op("GreaterOrEqual", slot_B, zero)
+    return writer.op("Where", kept_B, slot_B, np.array(L - 1)), writer.op("Reshape", kept_B, [B, 1, 1, 1])
+
+
+def _present(writer: NodeWriter, write: _Write, slot_B: ir.Value, kept_B111: ir.Value) -> ir.Value:
+    L = write.shape[2]
+    new_BG1E = writer.op("Unsqueeze", write.row, [2])
+    old_BG1E = writer.op("Slice", write.cache, [L - 1], [L], [2])
+    update_BG1E = writer.op("Where", kept_B111, new_BG1E, old_BG1E)
+    present = writer.op("TensorScatter", write.cache, update_BG1E, slot_B, axis=SEQUENCE)
+    present.name = present_of(str(write.cache.name))
+    return present
 
 
 def is_cache(name: str | None) -> bool:

@@ -26,15 +26,16 @@ from mod_export.export.nodes import (
     constant_array,
     is_standard,
     label_of,
+    made_by,
     static_shape,
 )
 from mod_export.export.passes.cache_in_place import is_cache
 from mod_export.types import Dialect, DType
 
-__all__ = ["CastFloats", "float32_island", "narrowed_initializers"]
+__all__ = ["NARROW", "CastFloats", "float32_island"]
 
 FLOAT = ir.DataType.FLOAT
-NARROW: dict[str, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+NARROW: dict[DType, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 GATHERS = ("GatherElements", "Gather", "GatherND")
 FOLLOWING = (
     "Abs", "Add", "Cast", "Clip", "Concat", "Cos", "Div", "Exp", "Expand", "Gather", "GatherElements", "GatherND",
@@ -47,7 +48,6 @@ GATES = ("Clip", "Exp", "Neg", "Sigmoid", "Softmax", "Tanh")
 PRODUCTS = ("Conv", "Gemm", "MatMul")
 COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 INTEGERS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8})
-NARROWED = "mod_export.narrowed"
 MASK = 1e9
 """A constant at least this large is a mask's value, not a weight; any other number as large has the same effect."""
 
@@ -58,7 +58,7 @@ class CastFloats:
     Graph inputs and outputs keep their dtype, so a caller always gets float32 logits. Keys and values, known by their
     names, are the exception: only the next step reads them, and they are most of its memory. Weights that only float32
     nodes use stay float32. An initializer keeps its name, and one without data (a weight that is bound to a file later)
-    only changes its dtype; `narrowed_initializers` lists them. Infinite constants stay infinite.
+    only changes its dtype. Infinite constants stay infinite.
 
     Operators keep their own precision attributes: RMSNormalization has `stash_type` 1 (float32) from the exporter, and
     Attention gets no `softmax_precision`, which TensorRT's parser refuses and whose kernels sum in float32 anyway.
@@ -98,10 +98,8 @@ class CastFloats:
             for value in values
             if (value.dtype == FLOAT if is_cache(value.name) else kind == "output" and value.dtype == narrow)
         ]
-        for node in model.graph.all_nodes():
-            if is_standard(node, "TopK") and node.inputs[0] is not None and node.inputs[0].dtype == narrow:
-                problems.append(f"{label_of(node)} compares scores in {narrow}")
-        for node in _deciding_comparisons(model.graph, Branches(model.graph)):
+        deciding = [node for node in model.graph.all_nodes() if is_standard(node, "TopK")]
+        for node in (*deciding, *_deciding_comparisons(model.graph, Branches(model.graph))):
             if any(value is not None and value.dtype == narrow for value in node.inputs):
                 problems.append(f"{label_of(node)} compares scores in {narrow}")
         for node in model.graph.all_nodes():
@@ -112,11 +110,6 @@ class CastFloats:
                 if [value.dtype for value in branch.outputs] != [value.dtype for value in node.outputs]:
                     problems.append(f"{label_of(node)} returns other types than its branch {branch.name}")
         return problems
-
-
-def narrowed_initializers(model: ir.Model) -> tuple[str, ...]:
-    """Names of the initializers that this pass turned from float32 into 16 bit."""
-    return tuple(name for name, value in model.graph.initializers.items() if NARROWED in value.meta)
 
 
 def _is_float(value: ir.Value | None) -> bool:
@@ -216,9 +209,7 @@ def _is_from_integers(node: ir.Node) -> bool:
 
 
 def _is_computed(value: ir.Value) -> bool:
-    producer = value.producer()
-    is_constant = value.is_initializer() or (producer is not None and is_standard(producer, "Constant"))
-    return _is_float(value) and not is_constant
+    return _is_float(value) and not value.is_initializer() and made_by(value, "Constant") is None
 
 
 def _narrow_initializers(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType) -> None:
@@ -229,11 +220,14 @@ def _narrow_initializers(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataT
         array = constant_array(value)
         if array is not None and array.size == 1 and len(outside) < len(value.uses()):
             # Both float32 and 16-bit nodes use it: the float32 nodes keep the exact number.
-            value = _copy_of(graph, value, f"{name}/{narrow.name.lower()}")
+            narrow_name = f"{name}/{narrow.name.lower()}"
+            value = ir.Value(
+                name=narrow_name, type=ir.TensorType(FLOAT), shape=value.shape, const_value=value.const_value
+            )
+            graph.register_initializer(value)
             for use in outside:
                 use.node.replace_input_with(use.idx, value)
         value.dtype = narrow
-        value.meta[NARROWED] = True
         if array is not None:
             value.const_value = _narrowed_tensor(value, array, narrow)
 
@@ -249,12 +243,6 @@ def _narrowed_tensor(value: ir.Value, array: np.ndarray, narrow: ir.DataType) ->
     return ir.LazyTensor(
         lambda: ir.tensor(_narrowed(name, array, narrow), dtype=narrow, name=name), dtype=narrow, shape=shape, name=name
     )
-
-
-def _copy_of(graph: ir.Graph, value: ir.Value, name: str) -> ir.Value:
-    copy = ir.Value(name=name, type=ir.TensorType(FLOAT), shape=value.shape, const_value=value.const_value)
-    graph.register_initializer(copy)
-    return copy
 
 
 def _narrowed(name: str, array: np.ndarray, narrow: ir.DataType) -> np.ndarray:
@@ -317,8 +305,7 @@ def _match_inputs(graph: ir.Graph, node: ir.Node, wanted: ir.DataType, casts: Ch
         if value is None or not _is_float(value) or value.dtype == wanted:
             continue
         if value not in casts:
-            writer = NodeWriter(graph, node, f"input{i}")
-            casts[value] = writer.op("Cast", [value], wanted, value.shape, {"to": wanted})
+            casts[value] = NodeWriter(graph, node, f"input{i}").op("Cast", value, to=wanted)
         node.replace_input_with(i, casts[value])
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import onnx_ir as ir
 
 from mod_export.errors import GraphError
-from mod_export.export.nodes import NodeWriter, is_standard, label_of, late_zero, require_static_shape
+from mod_export.export.nodes import NodeWriter, is_standard, is_used, label_of, late_zero, require_static_shape
 from mod_export.types import Dialect, DType
 
 __all__ = ["DecomposeAttention"]
 
-BOOL, INT32 = ir.DataType.BOOL, ir.DataType.INT32
+INT32 = ir.DataType.INT32
 KNOWN_ATTRIBUTES = frozenset({"is_causal", "scale", "softcap", "qk_matmul_output_mode"})
 
 
@@ -32,8 +32,6 @@ class _Attention(NamedTuple):
     k: ir.Value
     v: ir.Value
     sizes: tuple[int, int, int, int, int]
-    is_causal: bool
-    scale: float
 
 
 class DecomposeAttention:
@@ -76,7 +74,7 @@ def _unwanted(model: ir.Model, dialect: Dialect, dtype: DType) -> list[ir.Node]:
 
 def _read(node: ir.Node) -> _Attention:
     problems = [f"input {i} ({value.name})" for i, value in enumerate(node.inputs) if i > 2 and value is not None]
-    problems += [f"output {i} ({value.name})" for i, value in enumerate(node.outputs) if i > 0 and _is_used(value)]
+    problems += [f"output {i} ({value.name})" for i, value in enumerate(node.outputs) if i > 0 and is_used(value)]
     problems += [f"attribute {name}" for name in node.attributes if name not in KNOWN_ATTRIBUTES]
     softcap = node.attributes.get_float("softcap", 0.0)
     if softcap:
@@ -99,41 +97,27 @@ def _read(node: ir.Node) -> _Attention:
     assert q is not None
     assert k is not None
     assert v is not None
-    scale = node.attributes.get_float("scale", 1 / math.sqrt(E))
-    return _Attention(node, q, k, v, (B, H, G, T, E), bool(node.attributes.get_int("is_causal", 0)), scale)
-
-
-def _is_used(value: ir.Value) -> bool:
-    return bool(value.uses()) or value.is_graph_output()
+    return _Attention(node, q, k, v, (B, H, G, T, E))
 
 
 def _rewrite(graph: ir.Graph, attention: _Attention, visible: dict[int, ir.Value]) -> None:
-    node, q = attention.node, attention.q
-    B, H, G, T, E = attention.sizes
-    dtype = q.dtype
-    assert dtype is not None
+    node, q, k, v, (B, H, G, T, E) = attention
+    assert q.dtype is not None
+    number = q.dtype.numpy()
     writer = NodeWriter(graph, node, "decomposed")
-    scale = writer.constant(f"scale_{attention.scale!r}_{dtype.name}", np.array(attention.scale, dtype.numpy()))
-    q = writer.op("Mul", [q, scale], dtype, (B, H, T, E))
-    k = writer.op("Transpose", [attention.k], dtype, (B, G, E, T), {"perm": [0, 1, 3, 2]})
-    v = attention.v
-    heads: tuple[int, ...] = (H,)
+    if node.attributes.get_int("is_causal", 0) and T not in visible:
+        visible[T] = _causal(writer, T, q)
+    q = writer.op("Mul", q, np.array(node.attributes.get_float("scale", 1 / math.sqrt(E)), number))
+    k = writer.op("Transpose", k, perm=[0, 1, 3, 2])
     if G != H:
-        heads = (G, H // G)
-        q = _reshape(writer, q, (B, *heads, T, E))
-        k = _reshape(writer, k, (B, G, 1, E, T))
-        v = _reshape(writer, v, (B, G, 1, T, E))
-    weight = writer.op("MatMul", [q, k], dtype, (B, *heads, T, T))
-    if attention.is_causal:
-        if T not in visible:
-            visible[T] = _causal(writer, T, attention.q)
-        hidden = writer.constant(f"hidden_low_{dtype.name}", np.array(-math.inf, dtype.numpy()))
-        weight = writer.op("Where", [visible[T], weight, hidden], dtype, (B, *heads, T, T))
-    weight = writer.op("Softmax", [weight], dtype, (B, *heads, T, T), {"axis": -1})
-    y = writer.op("MatMul", [weight, v], dtype, (B, *heads, T, E))
-    if G != H:
-        y = _reshape(writer, y, (B, H, T, E))
-    writer.replace(y)
+        q = writer.op("Reshape", q, [B, G, H // G, T, E])
+        k = writer.op("Reshape", k, [B, G, 1, E, T])
+        v = writer.op("Reshape", v, [B, G, 1, T, E])
+    weight = writer.op("MatMul", q, k)
+    if node.attributes.get_int("is_causal", 0):
+        weight = writer.op("Where", visible[T], weight, np.array(-math.inf, number))
+    y = writer.op("MatMul", writer.op("Softmax", weight, axis=-1), v)
+    writer.replace(y if G == H else writer.op("Reshape", y, [B, H, T, E]))
 
 
 def _causal(writer: NodeWriter, T: int, q: ir.Value) -> ir.Value:
@@ -143,12 +127,5 @@ def _causal(writer: NodeWriter, T: int, q: ir.Value) -> ir.Value:
     at 5,120 tokens. So the numbers of the queries are made to depend on the data.
     """
     token = np.arange(T, dtype=np.int32)
-    zero = late_zero(writer, q, INT32, (1, 1))
-    query = writer.op("Add", [writer.constant(f"query_{T}", token[:, None]), zero], INT32, (T, 1))
-    return writer.op("GreaterOrEqual", [query, writer.constant(f"key_{T}", token[None, :])], BOOL, (T, T))
-
-
-def _reshape(writer: NodeWriter, value: ir.Value, shape: tuple[int, ...]) -> ir.Value:
-    assert value.dtype is not None
-    wanted = writer.constant(f"shape_{'x'.join(map(str, shape))}", np.array(shape, np.int64))
-    return writer.op("Reshape", [value, wanted], value.dtype, shape)
+    query = writer.op("Add", token[:, None], late_zero(writer, q, INT32, (1, 1)))
+    return writer.op("GreaterOrEqual", query, token[None, :])

@@ -11,29 +11,24 @@ are different numbers in [0, span). Reshaping, concatenating and adding constant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
 
 from mod_export.errors import LimitError
-from mod_export.export.nodes import (
-    NodeWriter,
-    constant_array,
-    is_standard,
-    label_of,
-    require_static_shape,
-    static_shape,
-)
+from mod_export.export.nodes import NodeWriter, constant_array, is_standard, label_of, static_shape
 from mod_export.types import Dialect, DType
 
-__all__ = ["PlainScatter", "has_unique_targets", "reduction_of"]
+__all__ = ["PlainScatter", "has_unique_targets"]
 
 ARITHMETIC = {"add": "Add", "mul": "Mul", "max": "Max", "min": "Min"}
 GATHERS = {"ScatterND": "GatherND", "ScatterElements": "GatherElements"}
 CONSTANT = -1
+INDEX = np.dtype([(name, np.int64) for name in ("draw", "slot", "offset", "span")])
+"""An index. `draw` is CONSTANT where the index is `offset` alone; `span` is then 1."""
 SAME_ORDER = ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity", "Cast")
 
 
@@ -54,65 +49,43 @@ class PlainScatter:
         Raises:
             LimitError: a scatter whose targets are not provably unique.
         """
-        reducing = [node for node in model.graph if reduction_of(node) != "none"]
+        reducing = _reducing(model)
         for node in reducing:
             if not has_unique_targets(node):
+                indices = node.inputs[1]
                 raise LimitError(
-                    f"{label_of(node)}: {node.op_type} with reduction {reduction_of(node)!r} cannot run on "
-                    f"{dialect.name}, and its indices {_name(node)} are not provably unique, so that gather, "
-                    f"{ARITHMETIC[reduction_of(node)]} and a plain scatter could give another result; write back with "
-                    "index_put(accumulate=False) at the positions of one top-k, or build another target"
+                    f"{label_of(node)}: {node.op_type} with reduction {_reduction(node)!r} cannot run on "
+                    f"{dialect.name}, and its indices {indices and indices.name!r} are not provably unique, so "
+                    f"that gather, {ARITHMETIC[_reduction(node)]} and a plain scatter could give another result; write "
+                    "back with index_put(accumulate=False) at the positions of one top-k, or build another target"
                 )
         for node in reducing:
             _rewrite(model.graph, node)
         return len(reducing)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [
-            f"{label_of(node)} still scatters with reduction {reduction_of(node)!r}"
-            for node in model.graph
-            if reduction_of(node) != "none"
-        ]
+        return [f"{label_of(node)} still scatters with reduction {_reduction(node)!r}" for node in _reducing(model)]
 
 
-def reduction_of(node: ir.Node) -> str:
-    """The reduction of a scatter; `none` for plain scatters and for all other nodes."""
-    return node.attributes.get_string("reduction", "none") if is_standard(node, *GATHERS) else "none"
+def _reducing(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if is_standard(node, *GATHERS) and _reduction(node) != "none"]
 
 
-def _name(node: ir.Node) -> str:
-    value = node.inputs[1]
-    return "of no name" if value is None else repr(value.name)
+def _reduction(scatter: ir.Node) -> str:
+    return scatter.attributes.get_string("reduction", "none")
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     data, indices, updates = node.inputs[:3]
-    assert data is not None
-    assert data.dtype is not None
-    shape = require_static_shape(updates, node)
     writer = NodeWriter(graph, node, "plain")
-    axis = node.attributes.get("axis")
-    attributes = {} if axis is None else {"axis": axis.as_int()}
-    old = writer.op(GATHERS[node.op_type], [data, indices], data.dtype, shape, attributes)
-    node.replace_input_with(2, writer.op(ARITHMETIC[reduction_of(node)], [old, updates], data.dtype, shape))
+    axis = {name: value.value for name, value in node.attributes.items() if name == "axis"}
+    old = writer.op(GATHERS[node.op_type], data, indices, **axis)
+    node.replace_input_with(2, writer.op(ARITHMETIC[_reduction(node)], old, updates))
     del node.attributes["reduction"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """int64 arrays of the value's shape. `draw` is CONSTANT where the index is `offset` alone; `span` is then 1."""
-
-    draw: np.ndarray
-    slot: np.ndarray
-    offset: np.ndarray
-    span: np.ndarray
-
-    def each(self, change: Callable[[np.ndarray], np.ndarray]) -> _Index:
-        return _Index(change(self.draw), change(self.slot), change(self.offset), change(self.span))
-
-
 def has_unique_targets(node: ir.Node) -> bool:
-    """Whether no two updates of a ScatterND or ScatterElements can hit the same place, whatever the inputs are.
+    """Whether no two updates of a ScatterND or ScatterElements can hit the same element, whatever the inputs are.
 
     False also where that cannot be proven.
     """
@@ -120,27 +93,24 @@ def has_unique_targets(node: ir.Node) -> bool:
     if found is None:
         return False
     if node.op_type == "ScatterND":
-        return _distinct(found.each(lambda a: a.reshape(-1, a.shape[-1])))
+        return _distinct(found.reshape(-1, found.shape[-1]))
     axis = node.attributes.get_int("axis", 0)
-    # Along a broadcast axis every place repeats the first, so one of them stands for all.
-    strides = zip(*(a.strides for a in (found.draw, found.slot, found.offset, found.span)), strict=True)
+    # Along a broadcast axis every element repeats the first, so one of them stands for all.
     once = tuple(
-        slice(0, 1) if not any(stride) and i != axis % found.draw.ndim else slice(None)
-        for i, stride in enumerate(strides)
+        slice(0, 1) if not stride and i != axis % found.ndim else slice(None) for i, stride in enumerate(found.strides)
     )
-    lines = found.each(lambda a: np.moveaxis(a[once], axis, -1).reshape(-1, a.shape[axis]))
-    # mypy infers no type of a lambda with a default.
-    return all(_distinct(lines.each(lambda a, i=i: a[i, :, None])) for i in range(len(lines.draw)))  # type: ignore[misc]  # mypy infers no lambda with a default.
+    lines = np.moveaxis(found[once], axis, -1).reshape(-1, found.shape[axis])
+    return all(_distinct(line[:, None]) for line in lines)
 
 
 class _Tracer:
-    """Follows indices upwards; numbers the draws it meets."""
+    """Follows indices upwards, and numbers the draws it meets. An index is an array of INDEX of the value's shape."""
 
     def __init__(self) -> None:
-        self._known: dict[ir.Value, _Index | None] = {}
+        self._known: dict[ir.Value, np.ndarray | None] = {}
         self._draws = 0
 
-    def index(self, value: ir.Value | None) -> _Index | None:
+    def index(self, value: ir.Value | None) -> np.ndarray | None:
         """What is known of an integer value; None if nothing."""
         if value is None:
             return None
@@ -148,99 +118,95 @@ class _Tracer:
             self._known[value] = self._trace(value)
         return self._known[value]
 
-    def _trace(self, value: ir.Value) -> _Index | None:
+    def _trace(self, value: ir.Value) -> np.ndarray | None:
         array, shape, node = constant_array(value), static_shape(value), value.producer()
         if array is not None:
-            return _constant(array) if np.issubdtype(array.dtype, np.integer) else None
+            return _index(array.shape, offset=array) if np.issubdtype(array.dtype, np.integer) else None
         if node is None or shape is None:
             return None
         if is_standard(node, "TopK"):
             return self._selected(node, value, shape)
-        inputs = [self.index(item) for item in node.inputs[:1]]
-        if is_standard(node, "Add", "Concat"):
-            inputs = [self.index(item) for item in node.inputs]
-        if None in inputs:
-            return None
-        return _follow(node, [item for item in inputs if item is not None], shape)
+        read = node.inputs if is_standard(node, "Add", "Concat") else node.inputs[:1]
+        inputs = [one for item in read if (one := self.index(item)) is not None]
+        return _follow(node, inputs, shape) if len(inputs) == len(read) else None
 
-    def _selected(self, node: ir.Node, value: ir.Value, shape: tuple[int, ...]) -> _Index | None:
-        """TopK: its indices are a new draw for each row, its values a part of the draw that they are taken from."""
+    def _selected(self, node: ir.Node, value: ir.Value, shape: tuple[int, ...]) -> np.ndarray | None:
+        """TopK: its indices are a new draw for each row, its values a part of the draw that they come from."""
         axis = node.attributes.get_int("axis", -1) % len(shape)
         source = static_shape(node.inputs[0])
         if source is None:
             return None
-        offset = np.zeros(shape, np.int64)
-        span = np.full(shape, source[axis], np.int64)
+        offset, span = np.array(0), np.array(source[axis])
         if value is node.outputs[0]:
-            taken = self.index(node.inputs[0])
-            if taken is None or not _one_draw_each(taken, axis):
+            sorted_index = self.index(node.inputs[0])
+            if sorted_index is None or not _one_draw_each(sorted_index, axis):
                 return None
-            first = taken.each(lambda a: np.broadcast_to(a.take([0], axis), shape))
-            offset, span = first.offset, first.span
-        rows = np.array([1 if i == axis else size for i, size in enumerate(shape)])
-        draw = self._draws + np.arange(rows.prod(), dtype=np.int64).reshape(rows)
-        self._draws += int(rows.prod())
-        slot = np.arange(shape[axis], dtype=np.int64).reshape([-1 if i == axis else 1 for i in range(len(shape))])
-        return _Index(np.broadcast_to(draw, shape), np.broadcast_to(slot, shape), offset, span)
+            first = sorted_index.take([0], axis)
+            offset, span = first["offset"], first["span"]
+        rows = [1 if i == axis else size for i, size in enumerate(shape)]
+        draw = self._draws + np.arange(math.prod(rows)).reshape(rows)
+        self._draws += math.prod(rows)
+        slot = np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+        return _index(shape, draw=draw, slot=slot, offset=offset, span=span)
 
 
-def _constant(array: np.ndarray) -> _Index:
-    offset = array.astype(np.int64)
-    return _Index(np.full_like(offset, CONSTANT), np.zeros_like(offset), offset, np.ones_like(offset))
+def _index(shape: tuple[int, ...], **fields: np.ndarray) -> np.ndarray:
+    found = np.zeros(shape, INDEX)
+    found["draw"], found["span"] = CONSTANT, 1
+    for name, field in fields.items():
+        found[name] = field
+    return found
 
 
-def _one_draw_each(index: _Index, axis: int) -> bool:
+def _one_draw_each(index: np.ndarray, axis: int) -> bool:
     """Whether each line along the axis holds different slots of one draw at one offset."""
-    slots = np.sort(index.slot, axis=axis)
-    same = all((a == a.take([0], axis)).all() for a in (index.draw, index.offset))
-    return bool(same and (index.draw != CONSTANT).all() and (np.diff(slots, axis=axis) != 0).all())
+    slots = np.sort(index["slot"], axis=axis)
+    same = all((index[name] == index[name].take([0], axis)).all() for name in ("draw", "offset"))
+    return bool(same and (index["draw"] != CONSTANT).all() and (np.diff(slots, axis=axis) != 0).all())
 
 
-def _follow(node: ir.Node, inputs: list[_Index], shape: tuple[int, ...]) -> _Index | None:
+def _follow(node: ir.Node, inputs: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray | None:
     first = inputs[0]
     if is_standard(node, *SAME_ORDER):
-        return first.each(lambda a: a.reshape(shape))
+        return first.reshape(shape)
     if is_standard(node, "Expand"):
-        return first.each(lambda a: np.broadcast_to(a, shape))
+        return np.broadcast_to(first, shape)
     if is_standard(node, "Transpose"):
-        perm = node.attributes.get_ints("perm", tuple(reversed(range(len(shape)))))
-        return first.each(lambda a: a.transpose(perm))
+        return first.transpose(node.attributes.get_ints("perm", tuple(reversed(range(len(shape))))))
     if is_standard(node, "Concat"):
-        axis = node.attributes.get_int("axis")
-        parts = zip(*((i.draw, i.slot, i.offset, i.span) for i in inputs), strict=True)
-        return _Index(*(np.concatenate(arrays, axis) for arrays in parts))
+        return np.concatenate(inputs, node.attributes.get_int("axis"))
     return _sum(first, inputs[1], shape) if is_standard(node, "Add") else None
 
 
-def _sum(a: _Index, b: _Index, shape: tuple[int, ...]) -> _Index | None:
-    """The sum of two, at most one of which is unknown at each place."""
-    a, b = (item.each(lambda array: np.broadcast_to(array, shape)) for item in (a, b))
-    if ((a.draw != CONSTANT) & (b.draw != CONSTANT)).any():
+def _sum(a: np.ndarray, b: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
+    """The sum of two, at most one of which is unknown at each element."""
+    a, b = (np.broadcast_to(item, shape) for item in (a, b))
+    if ((a["draw"] != CONSTANT) & (b["draw"] != CONSTANT)).any():
         return None
-    known = a.draw == CONSTANT
-    draw, slot, span = (np.where(known, y, x) for x, y in ((a.draw, b.draw), (a.slot, b.slot), (a.span, b.span)))
-    return _Index(draw, slot, a.offset + b.offset, span)
+    total = np.where(a["draw"] == CONSTANT, b, a)
+    total["offset"] = a["offset"] + b["offset"]
+    return total
 
 
-def _distinct(tuples: _Index) -> bool:
+def _distinct(tuples: np.ndarray) -> bool:
     """Whether the N index tuples (N, q) are pairwise different.
 
     Tuples differ if in some column their ranges do not meet. Those whose ranges meet in every column differ if in one
     of the columns they are different slots of the same draw at the same offset.
     """
-    if (tuples.offset < 0).any():
+    if (tuples["offset"] < 0).any():
         return False  # Negative indices count from the end and may meet any other.
-    ranges = np.stack([_range_number(tuples.offset[:, c], tuples.span[:, c]) for c in range(tuples.draw.shape[1])], 1)
+    columns = list(tuples.T)
+    ranges = np.stack([_range_number(column["offset"], column["span"]) for column in columns], 1)
     _, group = np.unique(ranges, axis=0, return_inverse=True)
     group = group.reshape(-1)
     size = np.bincount(group)
     proven = size == 1
-    for c in range(tuples.draw.shape[1]):
-        draw, slot, offset = tuples.draw[:, c], tuples.slot[:, c], tuples.offset[:, c]
-        draws = np.unique(np.stack([group, draw, offset], 1), axis=0)
-        slots = np.unique(np.stack([group, slot], 1), axis=0)
+    for column in columns:
+        draws = np.unique(np.stack([group, column["draw"], column["offset"]], 1), axis=0)
+        slots = np.unique(np.stack([group, column["slot"]], 1), axis=0)
         one_draw = np.bincount(draws[:, 0], minlength=len(size)) == 1
-        unknown = np.bincount(group, draw == CONSTANT, minlength=len(size)) == 0
+        unknown = np.bincount(group, column["draw"] == CONSTANT, minlength=len(size)) == 0
         proven |= one_draw & unknown & (np.bincount(slots[:, 0], minlength=len(size)) == size)
     return bool(proven.all())
 

@@ -15,14 +15,13 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from mod_export.export.nodes import NodeWriter, is_standard, label_of, require_static_shape, static_shape
+from mod_export.export.nodes import NodeWriter, is_standard, label_of, late_zero, require_static_shape, static_shape
 from mod_export.types import Dialect, DType
 
 __all__ = ["QueryBlocks", "splittable_tokens"]
 
 SHARED_MASK_BYTES = 2**24
 """Masks up to this size are constants that all layers share. Larger ones are computed in each layer and freed again."""
-INT64 = ir.DataType.INT64
 
 
 class QueryBlocks:
@@ -56,7 +55,7 @@ def splittable_tokens(node: ir.Node) -> int | None:
     shapes = [static_shape(value) for value in node.inputs[:3]]
     if any(shape is None or len(shape) not in (3, 4) for shape in shapes):
         return None
-    tokens = {shape[-2 if len(shape) == 4 else 1] for shape in shapes if shape is not None}
+    tokens = {shape[-2] for shape in shapes if shape is not None}
     return tokens.pop() if len(tokens) == 1 else None
 
 
@@ -69,9 +68,7 @@ def _unsplit(model: ir.Model, dialect: Dialect) -> list[tuple[ir.Node, int]]:
 
 def _split(graph: ir.Graph, node: ir.Node, block: int, shared: dict[tuple[int, int], ir.Value]) -> None:
     q, k, v = node.inputs[:3]
-    whole = require_static_shape(node.outputs[0], node)
-    axis = len(whole) - 2  # Of the tokens: (B, heads, T, E), or (B, T, heads * E).
-    T = whole[axis]
+    T = require_static_shape(q, node)[-2]
     assert q is not None
     assert q.dtype is not None
     writer = NodeWriter(graph, node, "blocks")
@@ -81,58 +78,33 @@ def _split(graph: ir.Graph, node: ir.Node, block: int, shared: dict[tuple[int, i
     band = None
     parts = []
     for start, end in pairwise([*range(0, T, block), T]):
-        queries = _cut(writer, q, start, end, axis=axis)
-        keys, values = (_cut(writer, value, 0, end, axis=axis) for value in (k, v))
+        queries = _cut(writer, q, start, end, axis=-2)
+        keys, values = (_cut(writer, value, 0, end, axis=-2) for value in (k, v))
         if (T, end) not in masks:
             band = _band(writer, q, T, block, hide=large) if band is None else band
             # The last rows of the band, shifted until its triangle ends where the block's keys end.
             rows = _cut(writer, band, block - (end - start), block, axis=0)
             masks[T, end] = _cut(writer, rows, T - end, T, axis=1)
-        mask = masks[T, end]
-        shape = (*whole[:axis], end - start, *whole[axis + 1 :])
-        parts.append(writer.op("Attention", [queries, keys, values, mask], q.dtype, shape, kept))
-    writer.replace(writer.op("Concat", parts, q.dtype, whole, {"axis": axis}))
+        parts.append(writer.op("Attention", queries, keys, values, masks[T, end], **kept))
+    writer.replace(writer.op("Concat", *parts, axis=-2))
 
 
 def _band(writer: NodeWriter, q: ir.Value, T: int, block: int, *, hide: bool) -> ir.Value:
     """What is added to the scores, (b, T): 0 where key <= T - b + query, else minus infinity.
 
     A comparison of two short ranges, which a runtime computes once while loading. With `hide` the ranges depend on the
-    data, by adding abs(q) < 0 of one number, which is never true: then the result is computed when it is needed, and
-    neither kept nor shared between layers.
+    data: then the result is computed when it is needed, and neither kept nor shared between layers.
     """
     assert q.dtype is not None
-    query = writer.constant(f"band_query_{T}_{block}", np.arange(T - block, T, dtype=np.int64)[:, None])
-    key = writer.constant(f"band_key_{T}", np.arange(T, dtype=np.int64)[None, :])
-    if hide:
-        query = writer.op("Add", [query, _late_zero(writer, q)], INT64, (block, 1))
-    visible = writer.op("GreaterOrEqual", [query, key], ir.DataType.BOOL, (block, T))
-    zero = writer.constant(f"visible_{q.dtype.name}", np.array(0, q.dtype.numpy()))
-    hidden = writer.constant(f"hidden_{q.dtype.name}", np.array(-np.inf, q.dtype.numpy()))
-    return writer.op("Where", [visible, zero, hidden], q.dtype, (block, T))
-
-
-def _late_zero(writer: NodeWriter, q: ir.Value) -> ir.Value:
-    """An int64 0 of shape (1, 1) that constant folding cannot recognise."""
-    assert q.dtype is not None
-    rank = len(static_shape(q) or ())
-    ones = (1,) * rank
-    start, end = (writer.constant(f"corner_{rank}_{size}", np.full(rank, size, np.int64)) for size in (0, 1))
-    one = writer.op("Slice", [q, start, end], q.dtype, ones)
-    zero = writer.constant(f"visible_{q.dtype.name}", np.array(0, q.dtype.numpy()))
-    never = writer.op("Less", [writer.op("Abs", [one], q.dtype, ones), zero], ir.DataType.BOOL, ones)
-    number = writer.op("Cast", [never], INT64, ones, {"to": INT64})
-    return writer.op("Reshape", [number, writer.constant("shape_1_1", np.array([1, 1], np.int64))], INT64, (1, 1))
+    query, key = np.arange(T - block, T)[:, None], np.arange(T)[None, :]
+    late = writer.op("Add", query, late_zero(writer, q, ir.DataType.INT64, (1, 1))) if hide else query
+    zero, hidden = (np.array(number, q.dtype.numpy()) for number in (0, -np.inf))
+    return writer.op("Where", writer.op("GreaterOrEqual", late, key), zero, hidden)
 
 
 def _cut(writer: NodeWriter, value: ir.Value | None, start: int, end: int, *, axis: int) -> ir.Value:
     """[start, end) along one axis; the value itself where that is the whole axis."""
     assert value is not None
-    assert value.dtype is not None
     shape = static_shape(value)
     assert shape is not None
-    if (start, end) == (0, shape[axis]):
-        return value
-    bounds = [writer.constant(f"at_{at}", np.array([at], np.int64)) for at in (start, end, axis)]
-    sizes = (*shape[:axis], end - start, *shape[axis + 1 :])
-    return writer.op("Slice", [value, *bounds], value.dtype, sizes)
+    return value if (start, end) == (0, shape[axis]) else writer.op("Slice", value, [start], [end], [axis])

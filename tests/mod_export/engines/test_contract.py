@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from importlib.metadata import metadata
 
 import pytest
 
 from mod_export.config import TargetOptions, config_from_toml
-from mod_export.engines import ENGINES
+from mod_export.engines import ENGINES, protocol
 from mod_export.engines.protocol import EngineBuilder
+from mod_export.environment import package_version
 from mod_export.errors import ModExportError
-from mod_export.types import DTYPES, Availability, Bucket, Dialect, Engine, Variant
+from mod_export.types import DTYPES, Availability, Bucket, Engine, Variant
 
 CONFIG = config_from_toml(None)
-METHODS: tuple[Callable[..., object], ...] = (
-    EngineBuilder.availability,
-    EngineBuilder.variants,
-    EngineBuilder.versions,
-    EngineBuilder.check,
-    EngineBuilder.build,
-    EngineBuilder.load,
-)
+EXTRAS_OF_THIS_PACKAGE = metadata("mod-export").get_all("Provides-Extra") or []
 each_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
 
@@ -31,24 +24,9 @@ def test_the_table_is_by_name_and_every_target_has_options() -> None:
 
 
 @each_engine
-def test_attributes(engine: EngineBuilder) -> None:
-    assert isinstance(engine.dialect, Dialect)
-    assert isinstance(engine.from_onnx, bool)
-    assert isinstance(engine.binds, bool)
-    assert isinstance(engine.embeds_weights, bool)
+def test_availability_always_has_a_reason_and_builds_nothing(engine: EngineBuilder) -> None:
     assert engine.suffix.startswith(".")
     assert type(engine).__doc__
-
-
-@each_engine
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
-def test_methods_are_those_of_the_protocol(engine: EngineBuilder, method: Callable[..., object]) -> None:
-    own = getattr(type(engine), method.__name__)
-    assert list(inspect.signature(own).parameters) == list(inspect.signature(method).parameters)
-
-
-@each_engine
-def test_availability_always_has_a_reason_and_builds_nothing(engine: EngineBuilder) -> None:
     found = engine.availability()
     assert isinstance(found, Availability)
     assert found.reason
@@ -69,15 +47,21 @@ def test_variants_are_what_the_configuration_asks_for(engine: EngineBuilder) -> 
 
 
 @each_engine
-def test_versions_are_plain_text(engine: EngineBuilder) -> None:
-    versions = engine.versions()
-    assert versions
-    assert all(isinstance(name, str) and isinstance(version, str) for name, version in versions.items())
+def test_versions_are_those_of_its_packages_and_a_usual_bucket_has_no_problem(engine: EngineBuilder) -> None:
+    assert engine.versions() == {name: package_version(name) or "" for name in engine.packages}
+    assert engine.packages
+    assert list(engine.check(CONFIG, "mod", Bucket(1, 512))) == []
 
 
 @each_engine
-def test_a_usual_bucket_has_no_problem(engine: EngineBuilder) -> None:
-    assert list(engine.check(CONFIG, "mod", Bucket(1, 512))) == []
+def test_each_package_that_is_not_installed_is_named(engine: EngineBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for absent in engine.packages:
+        # What is installed is the environment of an engine.
+        monkeypatch.setattr(protocol, "package_version", lambda name, absent=absent: None if name == absent else "1")
+        found = engine.availability()
+        assert (found.builds, found.runs) == (False, False)
+        assert found.reason == f"{absent} is not installed; install mod-export[{engine.extra}]"
+        assert engine.extra in EXTRAS_OF_THIS_PACKAGE
 
 
 @each_engine

@@ -1,23 +1,27 @@
-"""AOTInductor for real: one compilation for each of two buckets, and everything that can be wrong with a package."""
+"""AOTInductor for real: what a package and its profile say, and everything that can be wrong with it."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import mod_export
+import mod_models
+from mod_export.benchmark.model_parts import ms_by_part, part_of_kernel
 from mod_export.config import config_from_toml
 from mod_export.engines import inductor
-from mod_export.engines.inductor import Inductor, InductorRunner
+from mod_export.engines.inductor import Inductor, InductorRunner, calls_of_package, kernels_of_calls
 from mod_export.errors import EngineError, TargetError
 from mod_export.export.capture import captured_module
 from mod_export.export.weights import state_of, write_weights
 from mod_export.stages.engines import Job
-from mod_export.types import Bucket, Engine, Graph, Variant
+from mod_export.types import Bucket, Engine, Graph, Kernel, Variant
 from mod_export.validate.inputs import parity_batches
 from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
@@ -207,9 +211,72 @@ def test_without_a_compiler() -> None:
     assert found.reason == "no C++ compiler; install g++ to build, running needs none"
 
 
-def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is installed is the environment of an engine.
-    monkeypatch.setattr(inductor, "package_version", lambda name: None)
-    found = Inductor().availability()
-    assert (found.builds, found.runs) == (False, False)
-    assert found.reason == "torch is not installed; install mod-export[build]"
+def test_calls_name_the_weights_they_read(root: Path) -> None:
+    calls = calls_of_package(root / engine_of(BUCKETS[0]).path)
+    products = Counter(weights for name, weights in calls if name == "aoti_torch_cpu_mm_out")
+    assert {weights for weights in products if len(weights) != 1} == set()
+    names = {name for (name,) in products}
+    block = {f"layers.0.attention.{p}_proj.weight" for p in "qkvo"} | {
+        f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")
+    }
+    assert block <= names
+    assert names - block == {"layers.0.router.projection.weight", "embedding.weight"}
+
+
+def test_a_profile_places_every_kernel(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    profile = Inductor().profile(root, engine_of(BUCKETS[0]), CONFIG, 1, feeds(BUCKETS[0]), 3)
+    assert capfd.readouterr() == ("", "")
+    assert profile.runs == 3
+    assert profile.profiler == f"torch.profiler {torch.__version__}"
+    assert all(kernel.ms > 0 for kernel in profile.kernels)
+    placed = {kernel: part_of_kernel(kernel, {}) for kernel in profile.kernels}
+    # The norms of this one block are fused with the gather before them, or with the scatter.
+    assert {"routing", "attention_projections", "attention", "mlp", "head"} <= set(placed.values())
+    assert "other" not in placed.values()
+    assert sum(ms_by_part(profile, {}).values()) == pytest.approx(sum(kernel.ms for kernel in profile.kernels))
+
+
+def test_a_package_names_no_files_of_the_machine_it_was_built_on(root: Path) -> None:
+    with zipfile.ZipFile(root / engine_of(BUCKETS[0]).path) as package:
+        for name in package.namelist():
+            for source in (mod_export, mod_models):
+                # The compiler's own command line may name the environment that it ran in.
+                assert str(Path(source.__file__ or "").parent).encode() not in package.read(name), name
+
+
+def marked(*names: str) -> Callable[[], None]:
+    """Something that leaves these marks in torch's profile."""
+
+    def run() -> None:
+        for name in names:
+            with torch.profiler.record_function(name):
+                torch.ones(1)
+
+    return run
+
+
+def test_calls_are_matched_by_their_order() -> None:
+    names = ("aoti_torch_cpu_mm_out", "graph_0_cpp_fused_add_0", "aoti_torch_cpu_mm_out")
+    calls = (("aoti_torch_cpu_mm_out", ("a",)), ("cpp_fused_add_0", ("n",)), ("aoti_torch_cpu_mm_out", ("b",)))
+    kernels = kernels_of_calls(marked(*names), 2, calls, "test")
+    assert [(kernel.name, kernel.weights) for kernel in kernels] == list(calls)
+
+
+def test_without_the_same_calls_no_weights_are_known() -> None:
+    names = ("aoti_torch_cpu_mm_out", "graph_0_cpp_fused_add_0", "aoti_torch_cpu_mm_out")
+    kernels = kernels_of_calls(marked(*names), 2, (("aoti_torch_cpu_mm_out", ("a",)),), "test")
+    assert [(kernel.name, kernel.weights) for kernel in kernels] == [
+        ("aoti_torch_cpu_mm_out", ()), ("cpp_fused_add_0", ()),
+    ]  # fmt: skip
+    assert isinstance(kernels[0], Kernel)
+
+
+@pytest.mark.parametrize("names", [(), ("something_else",)])
+def test_a_package_without_marks_shows_nothing(names: tuple[str, ...]) -> None:
+    assert kernels_of_calls(marked(*names), 2, (), "test") == ()
+
+
+def test_runs_that_differ_are_refused() -> None:
+    names = iter([("aoti_torch_cpu_mm_out",), ("cpp_fused_add_0",)])
+    with pytest.raises(EngineError, match=r"saw 2 kernels in 2 runs, .*; build the engine again with this mod-export"):
+        kernels_of_calls(lambda: marked(*next(names))(), 2, (), "test")

@@ -9,8 +9,7 @@ from small_graphs import make_model, portable_graph
 
 from mod_export.export.dialect import check_dialect
 from mod_export.export.passes import run_passes
-from mod_export.export.weights import bind_weights, files_for, state_of, write_weights
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, write_weights
 from mod_export.types import Bucket, Dialect, DType, Graph
 from mod_models.spec import ModelSpec
 

@@ -43,8 +43,11 @@ def make_model(spec: ModelSpec) -> Transformer:
     return module
 
 
-def portable_graph(spec: ModelSpec, batch: int, seq: int) -> ir.Model:
-    """The graph of `make_model(spec)` as the exporter hands it on, but with the weights in it."""
+def portable_graph(spec: ModelSpec, batch: int = 2, seq: int = 16) -> ir.Model:
+    """The graph of `make_model(spec)` as the exporter hands it on, but with the weights in it.
+
+    An export takes a second or more, and is done once for each spec and bucket: most tests use those of `make_spec()`.
+    """
     return ir.from_proto(_portable_proto(spec, batch, seq))
 
 
@@ -80,6 +83,17 @@ def session(model: ir.Model) -> Any:
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def random_feeds(model: ir.Model) -> dict[str, np.ndarray]:
+    """Float32 for every input."""
+    rng = np.random.default_rng(0)
+    return {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs if v.shape}
+
+
+def feeds() -> dict[str, np.ndarray]:
+    """Ids and lengths for the graphs of two rows of 16 tokens; the second row is mostly padding."""
+    return {"input_ids": np.random.default_rng(0).integers(0, 40, (2, 16)), "lengths": np.array([16, 5])}
 
 
 def op_types(model: ir.Model) -> list[str]:

@@ -1,5 +1,6 @@
-"""A 16-bit graph routes by float32 scores, returns float32, and is as close as its dtype allows."""
+"""A 16-bit graph routes by float32 scores, returns float32, and is as close as its dtype allows, in branches too."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -10,14 +11,12 @@ import onnx_ir as ir
 import pytest
 import torch
 from observing import observed
-from small_graphs import TENSORRT, make_model, make_spec, parsed, portable_graph, run
+from small_graphs import TENSORRT, feeds, make_model, make_spec, parsed, portable_graph, run
 from variants import VARIANTS
 
-from mod_export.errors import LimitError
-from mod_export.export.passes.cast_floats import CastFloats, narrowed_initializers
-from mod_export.export.passes.select_topk import SelectTopk
-from mod_export.export.passes.threshold_selection import ThresholdSelection
-from mod_export.types import DTYPES
+from mod_export.errors import GraphError, LimitError
+from mod_export.export.passes.cast_floats import CastFloats
+from mod_export.export.passes.selection import SelectTopk, ThresholdSelection
 from mod_models.spec import ModelSpec
 
 FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
@@ -33,10 +32,17 @@ SPECS = {
 
 
 def cast(spec: ModelSpec, dtype: str) -> ir.Model:
-    model = portable_graph(spec, 2, 16)
+    model = portable_graph(spec)
     SelectTopk().run(model, TENSORRT, dtype)
     assert CastFloats().run(model, TENSORRT, dtype) > 0
     assert CastFloats().ensures(model, TENSORRT, dtype) == []
+    return model
+
+
+def narrowed(text: str) -> ir.Model:
+    model = parsed(text)
+    CastFloats().run(model, TENSORRT, "float16")
+    assert CastFloats().ensures(model, TENSORRT, "float16") == []
     return model
 
 
@@ -52,10 +58,20 @@ def upstream(node: ir.Node) -> set[ir.Node]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("routing", SPECS.values(), ids=SPECS.keys())
-def test_scores_stay_float32_and_the_blocks_do_not(routing: dict, dtype: str) -> None:
-    model = cast(make_spec(**routing), dtype)
+FAST = ("linear, identity", "mlp, softmax")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[] if (name, dtype) in zip(FAST, NARROW, strict=True) else pytest.mark.slow)
+        for name in SPECS
+        for dtype in NARROW
+    ],
+)
+def test_scores_stay_float32_and_the_blocks_do_not(name: str, dtype: str) -> None:
+    spec = make_spec(**SPECS[name])
+    model = cast(spec, dtype)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     for node in model.graph:
         if node.op_type == "TopK" and node.inputs[0].dtype != ir.DataType.INT64:
@@ -66,16 +82,35 @@ def test_scores_stay_float32_and_the_blocks_do_not(routing: dict, dtype: str) ->
             assert node.outputs[0].dtype == NARROW[dtype]
     # Every float32 product belongs to a router.
     wide = [node for node in model.graph if node.op_type == "MatMul" and node.outputs[0].dtype == FLOAT]
-    assert len(wide) == (2 if routing.get("router") == "mlp" else 1)
+    assert len(wide) == (2 if spec.routing.router == "mlp" else 1)
+    names = set(make_model(spec).state_dict()) | {"rope_cos", "rope_sin"}
+    for weight, value in model.graph.initializers.items():
+        if weight in names:
+            assert value.dtype == value.const_value.dtype == (FLOAT if ".router." in weight else NARROW[dtype])
+    assert {value.dtype for value in model.graph.inputs} == {ir.DataType.INT64}
+    assert [(v.name, v.dtype) for v in model.graph.outputs] == [("logits", FLOAT), ("routed_1", ir.DataType.INT64)]
+    if dtype == "float16":  # ONNX Runtime's CPU kernels have no bfloat16.
+        check_logits(model, spec)
+
+
+def check_logits(model: ir.Model, spec: ModelSpec) -> None:
+    """Nearly those of the model, from the same selection."""
+    given = {name: torch.from_numpy(array) for name, array in feeds().items()}
+    logits, routed = run(model, feeds())
+    with torch.no_grad():
+        reference, selections = observed(make_model(spec), *given.values())
+    np.testing.assert_array_equal(routed, selections[1].index_BK.numpy())
+    for row, length in enumerate(given["lengths"]):
+        scale = reference.abs().max().item()
+        np.testing.assert_allclose(logits[row, :length], reference[row, :length].numpy(), atol=0.01 * scale)
 
 
 DECIDED = [name for name, spec in VARIANTS.items() if not spec.looks_ahead and spec.k_by_layer(16)]
 """Kinds in which tokens choose: a comparison decides, or the router of experts, which a softmax reads too."""
-FAST = ("routed apart by predictors", "staged MoDE, threshold", "experts, expert choice")
 
 
 @pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in DECIDED if name not in FAST)]
+    "name", [pytest.param(name, marks=[] if name == "staged MoDE, threshold" else pytest.mark.slow) for name in DECIDED]
 )
 def test_where_tokens_choose_scores_are_compared_in_float32(name: str) -> None:
     spec = VARIANTS[name]
@@ -93,7 +128,7 @@ def test_where_tokens_choose_scores_are_compared_in_float32(name: str) -> None:
 
 
 def test_a_narrow_comparison_that_decides_is_seen() -> None:
-    model = cast(VARIANTS["threshold"], "float16")
+    model = cast(VARIANTS["staged MoDE, threshold"], "float16")
     compared = next(node for node in model.graph if node.op_type == "Greater")
     for value in compared.inputs:
         value.dtype = FLOAT16
@@ -101,45 +136,9 @@ def test_a_narrow_comparison_that_decides_is_seen() -> None:
     assert any("compares scores in FLOAT16" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_inputs_and_outputs_keep_their_dtypes_and_names(dtype: str) -> None:
-    model = cast(make_spec(), dtype)
-    assert [(v.name, v.dtype) for v in model.graph.inputs] == [
-        ("input_ids", ir.DataType.INT64),
-        ("lengths", ir.DataType.INT64),
-    ]
-    assert [(v.name, v.dtype) for v in model.graph.outputs] == [("logits", FLOAT), ("routed_1", ir.DataType.INT64)]
-
-
-@pytest.mark.parametrize("routing", SPECS.values(), ids=SPECS.keys())
-def test_float16_gives_nearly_the_same_logits(routing: dict) -> None:
-    spec = make_spec(**routing)
-    module = make_model(spec)
-    ids, lengths = torch.randint(0, 40, (2, 16)), torch.tensor([16, 3])
-    logits, routed = run(cast(spec, "float16"), {"input_ids": ids.numpy(), "lengths": lengths.numpy()})
-    with torch.no_grad():
-        reference, selections = observed(module, ids, lengths)
-    np.testing.assert_array_equal(routed, selections[1].index_BK.numpy())
-    assert logits.dtype == np.float32
-    scale = reference.abs().max().item()
-    for row, length in enumerate(lengths):
-        np.testing.assert_allclose(logits[row, :length], reference[row, :length].numpy(), atol=0.01 * scale)
-
-
-def test_weights_are_narrowed_but_for_the_routers() -> None:
-    spec = make_spec(router="mlp", router_hidden=8)
-    model = cast(spec, "bfloat16")
-    narrowed = set(narrowed_initializers(model))
-    names = set(make_model(spec).state_dict()) | {"rope_cos", "rope_sin"}
-    assert names - narrowed == {name for name in names if ".router." in name}
-    for name in names:
-        value = model.graph.initializers[name]
-        assert value.dtype == value.const_value.dtype == (FLOAT if ".router." in name else BFLOAT16)
-
-
 def test_a_weight_without_data_only_changes_its_dtype() -> None:
     """Weights are bound to a file after the passes."""
-    model = portable_graph(make_spec(), 2, 16)
+    model = portable_graph(make_spec())
     for name, value in model.graph.initializers.items():
         if name.endswith("weight"):
             value.const_value = None
@@ -167,23 +166,22 @@ def test_a_weight_in_a_file_is_not_held_in_memory_but_checked(tmp_path: Path) ->
 
 
 def test_order_with_threshold_selection_does_not_matter() -> None:
-    limit = TENSORRT.__class__(name="small", max_opset=23, topk_limit=3)
-    ids, lengths = torch.randint(0, 40, (2, 16)), torch.tensor([16, 3])
+    limit = dataclasses.replace(TENSORRT, topk_limit=3)
     results = []
     for passes in itertools.permutations([ThresholdSelection(), CastFloats()]):
-        model = portable_graph(make_spec(), 2, 16)
+        model = portable_graph(make_spec())
         SelectTopk().run(model, limit, "float16")
         for one in passes:
             assert one.run(model, limit, "float16") > 0
             assert one.ensures(model, limit, "float16") == []
-        results.append(run(model, {"input_ids": ids.numpy(), "lengths": lengths.numpy()}))
+        results.append(run(model, feeds()))
     for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_numbers_made_from_integers_stay_float32() -> None:
     """Rotary angles of far positions: 2,049 has no exact float16, and neither has 2,049 / 10,000 ** 0.5 by far."""
-    model = parsed(
+    model = narrowed(
         """g (int64[1,3] position, float16[1,3,2] unused, float[1,3,2] x) => (float[1,3,2] y)
         <float[2] inverse = {1.0, 0.01}, int64[1] last = {-1}> {
             real = Cast <to = 1> (position)
@@ -194,8 +192,6 @@ def test_numbers_made_from_integers_stay_float32() -> None:
             y = Mul (h, turn)
         }"""
     )
-    CastFloats().run(model, TENSORRT, "float16")
-    assert CastFloats().ensures(model, TENSORRT, "float16") == []
     types = {node.op_type: node.outputs[0].dtype for node in model.graph}
     assert types["Cos"] == FLOAT
     assert types["Neg"] == FLOAT16
@@ -207,7 +203,7 @@ def test_numbers_made_from_integers_stay_float32() -> None:
 
 
 def test_a_number_that_both_sides_use_stays_exact_on_the_float32_side() -> None:
-    model = parsed(
+    model = narrowed(
         """g (float[1,4] x) => (float[1,2] y, int64[1,2] positions) <float tenth = {0.1}, int64[1] k = {2}> {
             scores = Mul (x, tenth)
             values, positions = TopK (scores, k)
@@ -216,15 +212,14 @@ def test_a_number_that_both_sides_use_stays_exact_on_the_float32_side() -> None:
             y = GatherElements <axis = 1> (h, positions)
         }"""
     )
-    CastFloats().run(model, TENSORRT, "float16")
     assert model.graph.initializers["tenth"].const_value.numpy() == np.float32(0.1)
+    assert [model.graph.initializers[name].dtype for name in ("tenth", "tenth/float16")] == [FLOAT, FLOAT16]
     assert model.graph.initializers["tenth/float16"].const_value.numpy() == np.float16(0.1)
-    assert CastFloats().ensures(model, TENSORRT, "float16") == []
 
 
 def test_a_weight_that_both_sides_use_is_stored_once() -> None:
     """The block's norm, whose weight a router on normed input uses too."""
-    model = parsed(
+    model = narrowed(
         """g (float[1,4,2] x) => (float[1,4,2] y, int64[1,2] positions)
         <float[2] w = {0.1, 0.2}, int64[1] last = {-1}, int64[1] k = {2}, float[2,1] r = {1.0, 2.0}> {
             n = RMSNormalization (x, w)
@@ -235,9 +230,7 @@ def test_a_weight_that_both_sides_use_is_stored_once() -> None:
             y = RMSNormalization (h, w)
         }"""
     )
-    CastFloats().run(model, TENSORRT, "float16")
-    assert narrowed_initializers(model) == ("w",)
-    assert CastFloats().ensures(model, TENSORRT, "float16") == []
+    assert [name for name, value in model.graph.initializers.items() if value.dtype == FLOAT16] == ["w"]
     run(model, {"x": np.ones((1, 4, 2), np.float32)})
 
 
@@ -259,7 +252,7 @@ def test_masks_keep_their_meaning(dtype: str) -> None:
 
 
 def test_constants_inside_the_graph_are_cast_too() -> None:
-    model = parsed(
+    model = narrowed(
         """g (float[2] x, bool[2] flag) => (float[2] y, float[2] z) <int64[1] size = {2}> {
             one = Constant <value = float {1.5}> ()
             two = Constant <value_float = 2.5> ()
@@ -274,15 +267,13 @@ def test_constants_inside_the_graph_are_cast_too() -> None:
             z = Neg (x)
         }"""
     )
-    CastFloats().run(model, TENSORRT, "float16")
-    assert CastFloats().ensures(model, TENSORRT, "float16") == []
     y, z = run(model, {"x": np.array([1, 2], np.float32), "flag": np.array([True, False])})
     np.testing.assert_array_equal(y, np.array([7.75, 9.25], np.float32))
     np.testing.assert_array_equal(z, np.array([-1, -2], np.float32))
 
 
 def test_a_score_that_is_an_output_stays_float32() -> None:
-    model = parsed(
+    model = narrowed(
         """g (float[1,4,2] x, float[1,4,2] z) => (float[1,4] scores, int64[1,2] positions, float[1,4,2] y)
         <int64[1] k = {2}, int64[1] last = {-1}, float[2,1] r = {1.0, 2.0}> {
             h = Neg (x)
@@ -292,13 +283,7 @@ def test_a_score_that_is_an_output_stays_float32() -> None:
             y = Add (h, z)
         }"""
     )
-    CastFloats().run(model, TENSORRT, "float16")
     assert [node.op_type for node in model.graph if node.outputs[0].name == "scores"] == ["Squeeze"]
-    assert CastFloats().ensures(model, TENSORRT, "float16") == []
-
-
-def test_applies_to_16_bit() -> None:
-    assert [dtype for dtype in DTYPES if CastFloats().applies(TENSORRT, dtype)] == ["float16", "bfloat16"]
 
 
 def test_says_what_is_left() -> None:
@@ -317,3 +302,107 @@ def test_says_what_is_left() -> None:
         "TopK compares scores in FLOAT16",
         "sum mixes float32 and FLOAT16",
     ]
+
+
+BRANCHES = """g (bool flag, int64[2] count, float[2] x, float[2] keys_0) =>
+(float[2] y, float[2] z, float[2] keys_row_0)
+<float[2] w = {0.5, 3.0}, int64[1] size = {2}> {
+    h = Mul (x, w)
+    y, z, keys_row_0 = If (flag) <
+        then_branch = a () => (float[2] p, float[2] p2, float[2] p3)
+            { p = Mul (h, w) wide = Cast <to = 1> (count) p2 = Neg (wide) p3 = Add (keys_0, h) },
+        else_branch = b () => (float[2] q, float[2] q2, float[2] q3)
+            { q = Abs (h) q2 = Mul (h, w) q3 = ConstantOfShape (size) }>
+}"""
+
+
+def test_refuses_a_weight_beyond_the_range() -> None:
+    text = "g (float[2] x) => (float[2] y) <float[2] w = {1.0, 70000.0}> { y = Add (x, w) }"
+    with pytest.raises(
+        LimitError, match=r"^w: contains 70000, beyond the largest float16 number 65504; build .* bfloat16"
+    ):
+        CastFloats().run(parsed(text), TENSORRT, "float16")
+    CastFloats().run(parsed(text), TENSORRT, "bfloat16")
+
+
+def test_branches_are_cast_as_what_stands_around_them() -> None:
+    """What comes from an integer stays float32, and with it what the other branch hands out in its place."""
+    model = parsed(BRANCHES)
+    given = {
+        "x": np.array([1, -2], np.float32),
+        "count": np.array([2049, 1]),
+        "keys_0": np.array([7, 8], np.float32),
+    }
+    expected = {flag: run(model, {**given, "flag": np.array(flag)}) for flag in (True, False)}
+    assert CastFloats().run(model, TENSORRT, "float16") == 6
+    assert CastFloats().ensures(model, TENSORRT, "float16") == []
+    assert CastFloats().run(model, TENSORRT, "float16") == 0
+    (condition,) = [node for node in model.graph if node.op_type == "If"]
+    assert [value.dtype for value in condition.outputs] == [FLOAT16, FLOAT, FLOAT16]
+    for name in ("then_branch", "else_branch"):
+        outputs = condition.attributes[name].as_graph().outputs
+        assert [value.dtype for value in outputs] == [FLOAT16, FLOAT, FLOAT16]
+    given["keys_0"] = given["keys_0"].astype(np.float16)
+    for flag, wanted in expected.items():
+        found = run(model, {**given, "flag": np.array(flag)})
+        assert [array.dtype for array in found] == [np.float32, np.float32, np.float16]
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_cast_in_a_branch_is_not_used_outside() -> None:
+    model = parsed(
+        """g (bool flag, float[2] x, float[2,1] r) => (float[1] y, bool[1] wanted) <float zero = {0.0}> {
+            h = Neg (x)
+            y = If (flag) <
+                then_branch = a () => (float[1] p) { a1 = MatMul (x, r) p = Abs (a1) },
+                else_branch = b () => (float[1] q) { b1 = MatMul (h, r) q = Neg (b1) }>
+            score = MatMul (h, r)
+            wanted = Greater (score, zero)
+        }"""
+    )
+    given = {"flag": np.array(True), "x": np.array([1, 2], np.float32), "r": np.array([[1], [2]], np.float32)}
+    expected = run(model, given)
+    CastFloats().run(model, TENSORRT, "float16")
+    assert CastFloats().ensures(model, TENSORRT, "float16") == []
+    casts = [node.inputs[0].name for node in model.graph.all_nodes() if node.op_type == "Cast"]
+    # x for h and the first branch, r for each of the branches, and the float32 h for `wanted` again.
+    assert sorted(casts) == ["h", "r", "r", "x", "y/inner"]
+    for found, wanted in zip(run(model, given), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_score_that_also_weighs_something_is_compared_as_it_was_computed() -> None:
+    """The gate of the model's own routers: used by a comparison, and by a product."""
+    model = narrowed(
+        """g (float[1,4] x) => (float[1,4] y, bool[1] ran) <float[4,1] r = {1.0, 2.0, 3.0, 4.0}, float zero = {0.0},
+        int64[1] last = {-1}> {
+            h = Neg (x)
+            score = MatMul (h, r)
+            flat = Squeeze (score, last)
+            ran = Greater (flat, zero)
+            gated = Mul (h, score)
+            y = Add (x, gated)
+        }"""
+    )
+    types = {node.op_type: node.outputs[0].dtype for node in model.graph}
+    assert (types["MatMul"], types["Squeeze"], types["Mul"]) == (FLOAT, FLOAT, FLOAT16)
+    assert model.graph.initializers["r"].dtype == FLOAT
+
+
+def test_refuses_loops() -> None:
+    model = parsed(
+        """g (int64 n, bool go, float[2] x) => (float[2] y) {
+            y = Loop (n, go, x) <body = b (int64 i, bool on, float[2] h) => (bool still, float[2] k)
+            { still = Identity (on) k = Neg (h) }>
+        }"""
+    )
+    with pytest.raises(GraphError, match=r"^Loop: Loop contains a graph, which cannot be cast .* without loops"):
+        CastFloats().run(model, TENSORRT, "float16")
+
+
+def test_refuses_values_without_a_type() -> None:
+    model = parsed("g (float[2] x) => (float[2] y) { a = Neg (x) y = Abs (a) }")
+    model.graph[0].outputs[0].type = None
+    with pytest.raises(GraphError, match=r"^Neg: the type of a is unknown, so whether to cast it is unknown; run"):
+        CastFloats().run(model, TENSORRT, "float16")

@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 import pytest
-import torch
-from small_graphs import TENSORRT, make_model, make_spec, op_types, parsed, portable_graph, run
+from small_graphs import TENSORRT, feeds, make_spec, op_types, parsed, portable_graph, random_feeds, run
 
 from mod_export.errors import GraphError
 from mod_export.export.passes.decompose_attention import DecomposeAttention
@@ -22,50 +21,38 @@ def attention(B: int, H: int, G: int, T: int, E: int, attributes: str = "is_caus
     )
 
 
-@pytest.mark.parametrize("attributes", ["is_causal = 1", "is_causal = 0", "is_causal = 1, scale = 0.3"])
 @pytest.mark.parametrize(
-    "sizes", [(2, 4, 2, 16, 8), (1, 3, 3, 7, 6), (2, 6, 1, 5, 4), (1, 1, 1, 1, 2)], ids=["gqa", "mha", "mqa", "one"]
+    ("sizes", "attributes"),
+    [
+        ((2, 4, 2, 16, 8), "is_causal = 1, scale = 0.3"),
+        ((2, 4, 2, 16, 8), "is_causal = 0"),
+        ((1, 3, 3, 7, 6), "is_causal = 1"),
+        ((2, 6, 1, 5, 4), "is_causal = 1"),
+        ((1, 1, 1, 1, 2), "is_causal = 1"),
+    ],
+    ids=["gqa", "gqa, not causal", "mha", "mqa", "one"],
 )
 def test_gives_the_same_numbers(sizes: tuple[int, int, int, int, int], attributes: str) -> None:
     model = attention(*sizes, attributes)
-    rng = np.random.default_rng(0)
-    feeds = {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs}
+    feeds = random_feeds(model)
     before = run(model, feeds)[0]
     assert DecomposeAttention().run(model, TENSORRT, "float32") == 1
     assert DecomposeAttention().ensures(model, TENSORRT, "float32") == []
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
 
 
-def test_first_token_sees_only_itself() -> None:
-    model = attention(1, 2, 1, 6, 4)
-    DecomposeAttention().run(model, TENSORRT, "float32")
-    rng = np.random.default_rng(0)
-    feeds = {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs}
-    y = run(model, feeds)[0]
-    for head in range(2):
-        np.testing.assert_allclose(y[0, head, 0], feeds["v"][0, 0, 0], rtol=1e-6)
-
-
 def test_blocks_of_one_length_share_one_comparison_and_store_no_square_mask() -> None:
-    module = make_model(make_spec())
-    model = portable_graph(make_spec(), 2, 24)
-    attentions = op_types(model).count("Attention")
-    assert DecomposeAttention().run(model, TENSORRT, "float32") == attentions == 2
-    assert op_types(model).count("GreaterOrEqual") == 2  # T = 24 in the dense block, 6 in the routed one
-    stored = [v.shape.numpy() for v in model.graph.initializers.values() if v.name and v.name.startswith("constant/")]
-    assert all(np.prod(shape, dtype=int) <= 24 for shape in stored)
-    ids, lengths = torch.randint(0, 40, (2, 24)), torch.tensor([24, 5])
-    logits = run(model, {"input_ids": ids.numpy(), "lengths": lengths.numpy()})[0]
-    with torch.no_grad():
-        reference = module(ids, lengths)[0].numpy()
-    np.testing.assert_allclose(logits[0], reference[0], atol=2e-5)
-    np.testing.assert_allclose(logits[1, :5], reference[1, :5], atol=2e-5)
-
-
-def test_two_dense_blocks_share_it_too() -> None:
-    model = portable_graph(make_spec().dense(), 1, 12)
+    model = portable_graph(make_spec())
+    before = run(model, feeds())
     assert DecomposeAttention().run(model, TENSORRT, "float32") == 2
-    assert op_types(model).count("GreaterOrEqual") == 1
+    assert op_types(model).count("GreaterOrEqual") == 2  # T = 16 in the dense block, 4 in the routed one
+    stored = [v.shape.numpy() for v in model.graph.initializers.values() if v.name and v.name.startswith("constant/")]
+    assert all(np.prod(shape, dtype=int) <= 16 for shape in stored)
+    for found, expected in zip(run(model, feeds()), before, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    dense = portable_graph(make_spec().dense())
+    assert DecomposeAttention().run(dense, TENSORRT, "float32") == 2
+    assert op_types(dense).count("GreaterOrEqual") == 1
 
 
 def test_keeps_where_the_node_came_from() -> None:
@@ -86,63 +73,49 @@ def test_says_what_is_left() -> None:
     ]
 
 
+QKV = "float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v"
+FLAT = "float[1,4,16] q, float[1,4,16] k, float[1,4,16] v"
+
+
 @pytest.mark.parametrize(
-    ("signature", "call", "message"),
+    ("inputs", "call", "message"),
     [
         (
-            "(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v, bool[4,4] mask)",
-            "Attention (q, k, v, mask)",
-            r"^Attention: Attention with input 3 \(mask\) cannot be put into primitive operators; expected query,",
+            QKV + ", bool[4,4] m",
+            "y = Attention (q, k, v, m)",
+            r"^Attention: Attention with input 3 \(m\) cannot be put into",
         ),
+        (QKV, "y = Attention <softcap = 20.0> (q, k, v)", r"Attention with softcap 20.0 cannot be put into primitive"),
+        (QKV, "y = Attention <softmax_precision = 10> (q, k, v)", r"with attribute softmax_precision cannot be put"),
+        (QKV, "y, p, z = Attention (q, k, v) w = Neg (p)", r"Attention with output 1 \(p\) cannot be put"),
         (
-            "(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v)",
-            "Attention <softcap = 20.0> (q, k, v)",
-            r"Attention with softcap 20.0 cannot be put",
-        ),
-        (
-            "(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v)",
-            "Attention <softmax_precision = 10> (q, k, v)",
-            r"Attention with attribute softmax_precision cannot be put",
-        ),
-        (
-            "(float[1,4,16] q, float[1,4,16] k, float[1,4,16] v)",
-            "Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v)",
+            FLAT,
+            "y = Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v)",
             r"Attention with attribute .*_num_heads, attribute .*_num_heads cannot be put",
         ),
         (
-            "(float[1,2,4,8] q, float[1,2,6,8] k, float[1,2,6,8] v)",
-            "Attention <is_causal = 1> (q, k, v)",
+            QKV.replace("4,8] k", "6,8] k").replace("4,8] v", "6,8] v"),
+            "y = Attention <is_causal = 1> (q, k, v)",
             r"query \(1, 2, 4, 8\), key \(1, 2, 6, 8\) and value \(1, 2, 6, 8\) is no self-attention over equal",
         ),
         (
-            "(float[1,2,4,8] q, float[1,2,T,8] k, float[1,2,4,8] v)",
-            "Attention <is_causal = 1> (q, k, v)",
+            QKV.replace("4,8] k", "T,8] k"),
+            "y = Attention <is_causal = 1> (q, k, v)",
             r"Attention has k of shape \[1,2,T,8\], expected a static shape",
         ),
     ],
 )
-def test_refuses_what_it_does_not_know(signature: str, call: str, message: str) -> None:
-    model = parsed(f"g {signature} => (float[A,B,C,D] y) {{ y = {call} }}")
+def test_refuses_what_it_does_not_know(inputs: str, call: str, message: str) -> None:
+    model = parsed(f"g ({inputs}) => (float[A,B,C,D] y) {{ {call} }}")
     with pytest.raises(GraphError, match=message):
-        DecomposeAttention().run(model, TENSORRT, "float32")
-
-
-def test_refuses_a_cache_that_is_read_on() -> None:
-    model = parsed(
-        """g (float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v) => (float[1,2,4,8] y, float[1,2,4,8] present)
-        { y, present, value = Attention (q, k, v) }"""
-    )
-    with pytest.raises(GraphError, match=r"Attention with output 1 \(present\) cannot be put"):
         DecomposeAttention().run(model, TENSORRT, "float32")
 
 
 def test_refuses_inputs_that_are_not_four_dimensional() -> None:
     model = parsed("g (float[4,16] q, float[4,16] k, float[4,16] v) => (float[4,16] y) { y = Identity (q) }")
-    node = ir.node("Attention", list(model.graph.inputs))
-    model.graph.append(node)
-    with pytest.raises(
-        GraphError, match=r"on shapes \[\(4, 16\), \(4, 16\), \(4, 16\)\], expected \(batch, heads, tokens"
-    ):
+    model.graph.append(ir.node("Attention", list(model.graph.inputs)))
+    message = r"on shapes \[\(4, 16\), \(4, 16\), \(4, 16\)\], expected \(batch, heads, tokens"
+    with pytest.raises(GraphError, match=message):
         DecomposeAttention().run(model, TENSORRT, "float32")
 
 
@@ -152,8 +125,7 @@ def test_the_mask_does_not_depend_on_the_number_that_it_pretends_to_depend_on(od
     model = attention(2, 2, 1, 5, 4)
     before = attention(2, 2, 1, 5, 4)
     DecomposeAttention().run(model, TENSORRT, "float32")
-    rng = np.random.default_rng(0)
-    feeds = {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs}
+    feeds = random_feeds(model)
     feeds["q"][0, 0, 0, 0] = odd
     np.testing.assert_allclose(run(model, feeds)[0][1], run(before, feeds)[0][1], rtol=1e-5, atol=2e-6)
 

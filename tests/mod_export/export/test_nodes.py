@@ -16,39 +16,41 @@ from mod_export.export.nodes import (
     NodeWriter,
     branches_of,
     constant_array,
+    is_used,
     label_of,
     late_zero,
+    made_by,
     module_of,
     numbered_layer,
+    only_reader,
     require_static_shape,
     static_shape,
+    substitute,
 )
 
+SCOPES = "pkg.torch.onnx.name_scopes"
 
-def test_nodes_of_a_routed_block_are_placed_in_it() -> None:
+
+def test_nodes_of_a_routed_block_are_placed_in_it(graph: ir.Model) -> None:
     """The exporter notes no layer for what `route` does itself, such as the TopK and the scatter."""
-    model = portable_graph(make_spec(layers=(0, 1)), 2, 16)
-    places = [label_of(node) for node in model.graph if node.op_type in ("TopK", "ScatterND")]
-    assert [place.partition(" ")[0] for place in places] == ["layers.0"] * 3 + ["layers.1"] * 3
-    assert places[0] == "layers.0 (node_sort__1)"
-
-
-def test_a_node_outside_all_layers_has_only_its_name() -> None:
-    assert label_of(parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }").graph[0]) == "Neg"
+    places = [label_of(node) for node in graph.graph if node.op_type in ("TopK", "ScatterND")]
+    assert [place.partition(" ")[0] for place in places] == ["layers.1"] * 3
+    assert places[0] == "layers.1 (node_sort__1)"
 
 
 @pytest.mark.parametrize(
-    ("scopes", "place"),
+    ("scopes", "label"),
     [
         ("['', 'layers.12', 'layers.12.mlp', 'linear_3']", "layers.12 (Neg)"),
         ("['', 'model', 'model.layers.3.mlp.experts.5']", "model.layers.3 (Neg)"),
         ("['', 'linear_7']", "Neg"),
+        ("", "Neg"),
     ],
 )
-def test_reads_the_layer_from_the_module_path(scopes: str, place: str) -> None:
+def test_reads_the_layer_from_the_module_path(scopes: str, label: str) -> None:
     node = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }").graph[0]
-    node.metadata_props["pkg.torch.onnx.name_scopes"] = scopes
-    assert label_of(node) == place
+    node.metadata_props[SCOPES] = scopes
+    assert label_of(node) == label
 
 
 def test_reads_the_layer_from_the_weights_where_there_is_no_path() -> None:
@@ -86,25 +88,48 @@ def test_shapes() -> None:
 def test_written_nodes_are_typed_named_and_placed_like_their_anchor() -> None:
     model = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }")
     anchor = model.graph[0]
-    anchor.metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layers.1']"
+    anchor.metadata_props[SCOPES] = "['', 'layers.1']"
     writer = NodeWriter(model.graph, anchor, "extra")
-    doubled = writer.op("Add", [model.graph.inputs[0]] * 2, ir.DataType.FLOAT, (2,))
-    anchor.replace_input_with(0, writer.op("Abs", [doubled], ir.DataType.FLOAT, None))
-    assert [node.name for node in model.graph] == ["Neg/extra_Add_0", "Neg/extra_Abs_1", ""]
-    assert (doubled.dtype, doubled.shape) == (ir.DataType.FLOAT, ir.Shape([2]))
-    assert label_of(model.graph[0]) == "layers.1 (Neg/extra_Add_0)"
+    tall = writer.op("Reshape", model.graph.inputs[0], [2, 1])
+    values, order = writer.ops("TopK", 2, tall, [1], axis=0)
+    vendors = writer.op("Gelu", values, domain="com.microsoft", like=tall)
+    assert [node.name for node in model.graph] == ["Neg/extra_Reshape_0", "Neg/extra_TopK_1", "Neg/extra_Gelu_2", ""]
+    types = [(value.dtype, static_shape(value)) for value in (tall, values, order, vendors)]
+    FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+    assert types == [(FLOAT, (2, 1)), (FLOAT, (1, 1)), (INT64, (1, 1)), (FLOAT, (2, 1))]
+    vendors.dtype = ir.DataType.FLOAT16
+    assert tall.dtype == FLOAT  # Each has a type of its own.
+    assert label_of(model.graph[0]) == "layers.1 (Neg/extra_Reshape_0)"
 
 
-def test_constants_of_one_name_are_shared_and_must_agree() -> None:
+def test_constants_of_one_content_are_shared() -> None:
     model = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }")
     writer = NodeWriter(model.graph, model.graph[0], "extra")
-    first = writer.constant("k", np.array([1, 2]))
-    assert writer.constant("k", np.array([1, 2])) is first
-    assert list(model.graph.initializers) == ["constant/k"]
-    with pytest.raises(AssertionError, match="constant/k"):
-        writer.constant("k", np.array([1, 3]))
-    with pytest.raises(AssertionError, match="constant/k"):
-        writer.constant("k", np.array([1, 2], np.int32))
+    first = writer.constant(np.array([1, 2]))
+    assert writer.constant(np.array([1, 2])) is first
+    long = [np.arange(20), np.arange(20) + 1]
+    others = [np.array([[1, 2]]), np.array([1, 3]), np.array([1, 2], np.int32), np.array([12]), *long]
+    made = [writer.constant(array) for array in (np.array([1, 2]), *others)]
+    assert len(model.graph.initializers) == len(made)
+    for value, array in zip(made[1:], others, strict=True):
+        found = constant_array(value)
+        np.testing.assert_array_equal(found, array)
+        assert found.dtype == array.dtype
+
+
+def test_a_value_in_the_place_of_another_has_its_name() -> None:
+    model = parsed("g (float[2] x) => (float[2] y) { a = Neg (x) y = Neg (a) }")
+    first, second = model.graph
+    assert only_reader(first.outputs[0]) is second
+    assert made_by(second.inputs[0], "Neg", "Abs") is first
+    assert made_by(second.inputs[0], "Abs") is made_by(None, "Abs") is made_by(model.graph.inputs[0], "Abs") is None
+    assert [is_used(value) for value in (first.outputs[0], second.outputs[0])] == [True, True]
+    assert only_reader(second.outputs[0]) is None
+    substitute(
+        second.outputs[0], NodeWriter(model.graph, first, "same").op("Abs", model.graph.inputs[0]), second, first
+    )
+    assert [node.op_type for node in model.graph] == ["Abs"]
+    assert [value.name for value in model.graph.outputs] == ["y"]
 
 
 def test_a_late_zero_is_zero_whatever_it_waits_for() -> None:
@@ -114,9 +139,6 @@ def test_a_late_zero_is_zero_whatever_it_waits_for() -> None:
     negated.replace_input_with(0, zero)
     for x in (np.zeros((2, 3)), np.full((2, 3), np.nan), np.full((2, 3), -np.inf)):
         assert run(model, {"x": x.astype(np.float32), "n": np.array([7])})[0].tolist() == [0]
-
-
-SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +162,7 @@ def test_the_layer_in_a_module_path(path: str, expected: tuple[int, str] | None)
 @pytest.fixture(scope="module")
 def graph() -> ir.Model:
     """Layer 0 is dense, layer 1 is routed."""
-    return portable_graph(make_spec(layers=(1,)), 2, 16)
+    return portable_graph(make_spec())
 
 
 def test_every_node_of_an_export_has_a_place(graph: ir.Model) -> None:
@@ -151,29 +173,16 @@ def test_every_node_of_an_export_has_a_place(graph: ir.Model) -> None:
     # Next to nothing is left: the mask of real tokens, the slices of the tables.
     other = sum(count[name] for name in count.keys() - {"layers.0", "layers.1", "norm", "embedding"})
     assert other < len(graph.graph) / 5
-
-
-def test_routing_belongs_to_its_layer(graph: ir.Model) -> None:
-    for op_type in ("TopK", "ScatterND", "GatherND", "GatherElements"):
-        places = {module_of(node) for node in graph.graph if node.op_type == op_type}
-        assert places <= {"layers.1"}
-    (routed,) = [value for value in graph.graph.outputs if value.name == "routed_1"]
-    producer = routed.producer()
-    assert producer is not None
-    assert module_of(producer) == "layers.1"
-
-
-def test_products_belong_to_the_layer_of_their_weights(graph: ir.Model) -> None:
     for node in graph.graph:
+        if node.op_type in ("TopK", "ScatterND", "GatherND", "GatherElements"):
+            assert module_of(node) == "layers.1"
         for value in node.inputs:
             if value is not None and str(value.name).startswith("layers."):
                 assert module_of(node) == ".".join(str(value.name).split(".")[:2])
-
-
-def test_residuals_belong_to_the_layer_that_adds(graph: ir.Model) -> None:
-    """The exporter says nothing of what a block does itself; what the sum draws on does."""
-    adds = [module_of(node) for node in graph.graph if node.op_type == "Add"]
-    assert {"layers.0", "layers.1"} <= set(adds)
+    (routed,) = [value.producer() for value in graph.graph.outputs if value.name == "routed_1"]
+    assert module_of(routed) == "layers.1"
+    # The exporter says nothing of what a block does itself; what the residual's sum reads does.
+    assert {"layers.0", "layers.1"} <= {module_of(node) for node in graph.graph if node.op_type == "Add"}
 
 
 def chain(*scopes: str) -> ir.Model:
@@ -192,12 +201,16 @@ def places(model: ir.Model) -> list[str]:
     return [module_of(node) for node in model.graph]
 
 
-def test_a_node_without_a_path_is_placed_by_what_it_draws_on() -> None:
-    assert places(chain("layers.0.mlp", "", "layers.1", "")) == ["layers.0", "layers.0", "layers.1", "layers.1"]
-
-
-def test_or_by_the_only_layer_that_draws_on_it() -> None:
-    assert places(chain("", "layers.2", "layers.3")) == ["layers.2", "layers.2", "layers.3"]
+@pytest.mark.parametrize(
+    ("scopes", "expected"),
+    [
+        # By what it reads, or else by the only layer that reads it.
+        (("layers.0.mlp", "", "layers.1", ""), ["layers.0", "layers.0", "layers.1", "layers.1"]),
+        (("", "layers.2", "layers.3"), ["layers.2", "layers.2", "layers.3"]),
+    ],
+)
+def test_a_node_without_a_path(scopes: tuple[str, ...], expected: list[str]) -> None:
+    assert [module_of(node) for node in chain(*scopes).graph] == expected
 
 
 def test_what_two_layers_draw_on_is_of_neither() -> None:

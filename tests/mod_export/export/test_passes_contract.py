@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import onnx_ir as ir
 import pytest
-from small_graphs import TENSORRT, make_model, make_spec, portable_graph, run
+from small_graphs import TENSORRT, feeds, make_model, make_spec, portable_graph, run
 
 from mod_export.engines import ENGINES
 from mod_export.errors import GraphError
 from mod_export.export import passes
 from mod_export.export.dialect import check_dialect
-from mod_export.export.passes import PASSES, PORTABLE, Applied, GraphPass, needs_rewrite, run_passes
+from mod_export.export.passes import PASSES, PORTABLE, GraphPass, needs_rewrite, run_passes
 from mod_export.export.weights import state_of
 from mod_export.types import DTYPES, QUANTIZED, Dialect, DType
 
@@ -26,13 +26,12 @@ SMALL = Dialect(
     attention_dtypes=frozenset(),
     cache_update=True,
 )
-BLOCKED = Dialect(name="a target that takes queries in blocks", max_opset=23, query_blocks=((8, 3), (16, 6)))
+BLOCKED = Dialect(name="a target that takes queries in blocks", max_opset=23, query_blocks=((4, 3), (16, 6)))
 ORT_CPU = ENGINES["ort-cpu"].dialect
 DIALECTS = [PORTABLE, TENSORRT, SMALL, BLOCKED, *(engine.dialect for engine in ENGINES.values() if engine.from_onnx)]
-SPEC = make_spec(capacity=0.5, positions="original")
+SPEC = make_spec()
 # Weights as whole numbers are proven where they have values (test_quantize_weights.py).
 TOLERANCE: dict[DType, float] = {"float32": 1e-5, "float16": 2e-2}
-NAMES = [graph_pass.name for graph_pass in PASSES]
 
 
 def first_of(graph_pass: GraphPass, dtype: DType) -> Dialect | None:
@@ -53,16 +52,11 @@ CASES = [
 
 def graph_for(graph_pass: GraphPass, dialect: Dialect, dtype: DType) -> ir.Model:
     """A graph as this pass finds it: after the passes before it."""
-    model = portable_graph(SPEC, 2, 16)
+    model = portable_graph(SPEC)
     for earlier in PASSES[: PASSES.index(graph_pass)]:
         if earlier.applies(dialect, dtype):
             earlier.run(model, dialect, dtype)
     return model
-
-
-def feeds() -> dict[str, np.ndarray]:
-    ids_BS = np.random.default_rng(0).integers(0, SPEC.vocab_size, (2, 16))
-    return {"input_ids": ids_BS, "lengths": np.array([16, 5])}
 
 
 def outputs_of(model: ir.Model) -> list[np.ndarray]:
@@ -71,46 +65,27 @@ def outputs_of(model: ir.Model) -> list[np.ndarray]:
     return [logits_BSV[0].astype(np.float32), logits_BSV[1, :5].astype(np.float32), index_BK]
 
 
-def test_names_are_unique_and_say_which_file() -> None:
-    assert len(set(NAMES)) == len(PASSES)
-    for graph_pass in PASSES:
-        assert type(graph_pass).__module__ == f"mod_export.export.passes.{graph_pass.name}"
-
-
-@pytest.mark.parametrize("graph_pass", PASSES, ids=NAMES)
-def test_it_says_what_it_does(graph_pass: GraphPass) -> None:
-    assert type(graph_pass).__doc__
-    assert type(graph_pass).run.__annotations__["return"] == "int"
-
-
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-@pytest.mark.parametrize("graph_pass", PASSES, ids=NAMES)
-def test_it_says_where_it_applies(graph_pass: GraphPass, dialect: Dialect) -> None:
-    assert all(isinstance(graph_pass.applies(dialect, dtype), bool) for dtype in DTYPES)
-
-
-def test_every_pass_is_needed_by_some_dialect() -> None:
+def test_every_pass_has_a_name_and_is_needed_by_some_dialect() -> None:
     assert {case.values[0] for case in CASES} == set(PASSES)
+    assert len({one.name for one in PASSES}) == len(PASSES)
+    assert all(type(one).__doc__ for one in PASSES)
 
 
 @pytest.mark.parametrize(("graph_pass", "dialect", "dtype"), CASES)
-def test_it_does_what_it_ensures_once(graph_pass: GraphPass, dialect: Dialect, dtype: DType) -> None:
+def test_it_does_what_it_ensures_once_and_keeps_the_meaning(
+    graph_pass: GraphPass, dialect: Dialect, dtype: DType
+) -> None:
     model = graph_for(graph_pass, dialect, dtype)
+    before = outputs_of(model) if dtype in TOLERANCE else []
     assert graph_pass.run(model, dialect, dtype) >= 0
     assert list(graph_pass.ensures(model, dialect, dtype)) == []
     assert graph_pass.run(model, dialect, dtype) == 0
     assert list(graph_pass.ensures(model, dialect, dtype)) == []
-
-
-@pytest.mark.parametrize(("graph_pass", "dialect", "dtype"), [case for case in CASES if case.values[2] in TOLERANCE])
-def test_it_keeps_the_meaning(graph_pass: GraphPass, dialect: Dialect, dtype: DType) -> None:
-    model = graph_for(graph_pass, dialect, dtype)
-    before = outputs_of(model)
-    graph_pass.run(model, dialect, dtype)
-    after = outputs_of(model)
-    for found, expected in zip(after[:2], before[:2], strict=True):
-        np.testing.assert_allclose(found, expected, atol=TOLERANCE[dtype], rtol=0)
-    np.testing.assert_array_equal(after[2], before[2])
+    if dtype in TOLERANCE:
+        after = outputs_of(model)
+        for found, expected in zip(after[:2], before[:2], strict=True):
+            np.testing.assert_allclose(found, expected, atol=TOLERANCE[dtype], rtol=0)
+        np.testing.assert_array_equal(after[2], before[2])
 
 
 @pytest.mark.parametrize(
@@ -123,10 +98,10 @@ def test_it_keeps_the_meaning(graph_pass: GraphPass, dialect: Dialect, dtype: DT
     ],
 )
 def test_the_table_as_a_whole_gives_every_dialect_its_graph(dialect: Dialect, dtype: DType) -> None:
-    model = portable_graph(SPEC, 2, 16)
+    model = portable_graph(SPEC)
     expected = outputs_of(model)
     applied = run_passes(model, dialect, dtype)
-    assert [item.name for item in applied] == [one.name for one in PASSES if one.applies(dialect, dtype)]
+    assert list(applied) == [one.name for one in PASSES if one.applies(dialect, dtype)]
     check_dialect(model, dialect, dtype)
     if dtype in TOLERANCE:
         for found, wanted in zip(outputs_of(model)[:2], expected[:2], strict=True):
@@ -135,8 +110,8 @@ def test_the_table_as_a_whole_gives_every_dialect_its_graph(dialect: Dialect, dt
     state = set(state_of(make_model(SPEC)))
     if dtype in QUANTIZED:
         return
-    assert state & set(model.graph.initializers) == state & set(portable_graph(SPEC, 2, 16).graph.initializers)
-    assert all(item.rewrites == 0 for item in run_passes(model, dialect, dtype))
+    assert state & set(model.graph.initializers) == state & set(portable_graph(SPEC).graph.initializers)
+    assert set(run_passes(model, dialect, dtype).values()) <= {0}
 
 
 @pytest.mark.parametrize(
@@ -178,10 +153,9 @@ def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch, table: An
     monkeypatch.setattr(passes, "PASSES", table)
     message = rf"^pass forgetful left: one thing; another \(passes before it: {before}\)$"
     with pytest.raises(GraphError, match=message):
-        run_passes(portable_graph(SPEC, 2, 16), PORTABLE, "float32")
+        run_passes(portable_graph(SPEC), PORTABLE, "float32")
 
 
 def test_what_ran_is_reported() -> None:
-    applied = run_passes(portable_graph(SPEC, 2, 16), SMALL, "float32")
-    assert applied[0] == Applied("select_topk", 1)
-    assert {item.name: item.rewrites for item in applied}["threshold_selection"] == 1
+    applied = run_passes(portable_graph(SPEC), SMALL, "float32")
+    assert (applied["select_topk"], applied["threshold_selection"], applied["cache_in_place"]) == (1, 1, 0)

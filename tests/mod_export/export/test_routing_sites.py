@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 
+import numpy as np
 import pytest
 import torch
+from small_graphs import run
 from torch import Tensor, nn
 
 from mod_export import mark_selection
@@ -43,10 +46,10 @@ def _best(score: Tensor, k: int) -> Tensor:
     return torch.sort(rank[..., :k], dim=-1).values
 
 
-@pytest.fixture(params=[torch.float32, torch.float64, torch.float16], ids=str)
-def model(request: pytest.FixtureRequest) -> TwoSites:
+@pytest.fixture
+def model() -> TwoSites:
     torch.manual_seed(0)
-    return TwoSites().to(request.param).eval().requires_grad_(False)
+    return TwoSites().eval().requires_grad_(False)
 
 
 def example(model: nn.Module) -> Tensor:
@@ -54,9 +57,11 @@ def example(model: nn.Module) -> Tensor:
     return torch.randn(2, 5, 4).to(next(model.parameters()).dtype)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_sites_are_listed_and_erased(model: TwoSites, strict: bool) -> None:
-    x_BTD = example(model)
+@pytest.mark.parametrize(
+    ("strict", "dtype"), [(False, torch.float32), (True, torch.float64), (False, torch.float16)], ids=str
+)
+def test_sites_are_listed_and_erased(model: TwoSites, strict: bool, dtype: torch.dtype) -> None:
+    x_BTD = example(model.to(dtype))
     program = exported(model, [x_BTD], "model", strict=strict)
     assert routing_sites(program) == [
         RoutingSite(3, 2, "rank"),
@@ -199,9 +204,27 @@ def test_what_is_forced(inner: bool, forced: list[list[int]], index: list[list[i
     assert (index_BK.tolist(), live_BK.tolist()) == (index, live)
 
 
-def test_the_marker_is_an_identity() -> None:
+class Plain(nn.Module):
+    """A selection as public implementations have it."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        score_BT = x_BTD[..., 0]
+        index_BK, live_BK = mark_selection(torch.topk(score_BT, 2).indices, score_BT)
+        return torch.gather(x_BTD, 1, index_BK[..., None].expand(-1, -1, 4)) * live_BK[..., None]
+
+
+def test_the_marker_is_an_identity_in_eager_mode_and_in_a_users_own_onnx_export() -> None:
     index_BK, score_BT = torch.tensor([[0, 2]]), torch.randn(1, 3)
     index, live = mark_selection(index_BK, score_BT)
     assert torch.equal(index, index_BK)
     assert live.tolist() == [[True, True]]
     assert "mark_selection" in str(MARKER)
+    x_BTD = torch.randn(2, 5, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported_by_user = torch.onnx.export(Plain(), (x_BTD,), dynamo=True, verbose=False)
+    assert exported_by_user is not None
+    graph = exported_by_user.model.graph
+    assert {node.domain for node in graph.all_nodes()} == {""}
+    (found,) = run(exported_by_user.model, {str(graph.inputs[0].name): x_BTD.numpy()})
+    np.testing.assert_array_equal(found, Plain()(x_BTD).numpy())

@@ -1,30 +1,44 @@
+"""A weights file is safetensors with known fingerprints; rounding to eight and four bits stays near the weights."""
+
 from __future__ import annotations
 
-import hashlib
 import json
-import resource
-import subprocess
-import sys
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from command_line import uncovered
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from small_graphs import parsed
 
 from mod_export.errors import BuildFolderError
-from mod_export.export.weights import bind_weights, digests_of_file, digests_of_tensors, state_of, write_weights
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import (
+    BLOCK,
+    WeightsFile,
+    bind_weights,
+    digests_of_file,
+    digests_of_tensors,
+    quantize,
+    quantized_tensors,
+    source_of,
+    state_of,
+    write_weights,
+)
 from mod_export.sources.checkpoint import Model
-from mod_export.types import FLOAT_DTYPES, DType
+from mod_export.types import FLOAT_DTYPES, QUANTIZED, DType, QuantizedDType
 
+TABLE = torch.arange(12.0).reshape(3, 4) / 7
 TENSORS = {
-    "a.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "a.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7,
     "b.weight": torch.tensor([1.5, -2.5]),
-    "unused": torch.zeros(5),
+    "view": TABLE[:, 1:3],
+    "parameter": torch.nn.Parameter(TABLE.T),
+    "scalar": torch.tensor(3.0),
 }
 
 
@@ -38,20 +52,12 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_the_file_is_safetensors_in_the_wanted_dtype(tmp_path: Path, dtype: DType) -> None:
     path = tmp_path / "weights.data"
-    write_weights(path, TENSORS, dtype)
+    written = write_weights(path, TENSORS, dtype)
+    assert digests_of_file(path) == written == digests_of_tensors(TENSORS, dtype)
     found = load_file(path)
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert torch.equal(found[name], tensor.to(getattr(torch, dtype)))
-
-
-def test_views_and_parameters_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "weights.data"
-    table = torch.arange(12.0).reshape(3, 4)
-    write_weights(path, {"view": table[:, 1:3], "parameter": torch.nn.Parameter(table.T)}, "float32")
-    found = load_file(path)
-    assert torch.equal(found["view"], table[:, 1:3])
-    assert torch.equal(found["parameter"], table.T)
 
 
 def test_the_table_of_contents_points_at_the_bytes(file: Path) -> None:
@@ -62,7 +68,7 @@ def test_the_table_of_contents_points_at_the_bytes(file: Path) -> None:
     for name, (dtype, shape, offset, length) in contents.entries.items():
         assert dtype == "F32"
         held = np.frombuffer(data[offset : offset + length], np.float32).reshape(shape)
-        np.testing.assert_array_equal(held, TENSORS[name].numpy())
+        np.testing.assert_array_equal(held, TENSORS[name].detach().numpy())
 
 
 def test_initializers_are_bound_by_name_and_dtype(file: Path) -> None:
@@ -84,12 +90,30 @@ def test_the_state_holds_all_buffers(model: Model) -> None:
     assert set(state) == {*module.state_dict(), "rope_cos", "rope_sin"}
 
 
-def test_a_link_is_no_weights_file(file: Path) -> None:
+@pytest.mark.parametrize("opens", [WeightsFile.open, digests_of_file])
+def test_a_link_is_no_weights_file(file: Path, opens: Callable[[Path], object]) -> None:
     link = file.with_name("link.data")
     link.symlink_to(file)
     for path in (link, file.with_name("absent.data"), file.parent):
         with pytest.raises(BuildFolderError, match=r": expected a regular file of weights; links are refused by ONNX"):
-            WeightsFile.open(path)
+            opens(path)
+
+
+@pytest.mark.parametrize("bit", [0, 31])
+def test_one_bit_of_one_element(file: Path, bit: int) -> None:
+    before = digests_of_file(file)
+    tensors = load_file(file)
+    tensors["a.weight"].view(torch.int32)[1, 2] ^= (1 << bit) if bit < 31 else -(2**31)
+    save_file(tensors, file)
+    after = digests_of_file(file)
+    assert {name for name in before if before[name] != after[name]} == {"a.weight"}
+
+
+def test_a_file_that_is_cut_off(file: Path) -> None:
+    before = digests_of_file(file)
+    file.write_bytes(file.read_bytes()[:-4])
+    after = digests_of_file(file)
+    assert sum(before[name] != after[name] for name in before) == 1
 
 
 @pytest.mark.parametrize(
@@ -118,87 +142,78 @@ def test_metadata_of_other_writers_is_no_tensor(tmp_path: Path) -> None:
     assert WeightsFile.open(path).entries == {"x": ("F32", (1,), 8 + len(text), 4)}
 
 
-def test_weights_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(BuildFolderError, match=r"absent/weights\.data: the weights could not be written \(.*No such"):
-        write_weights(tmp_path / "absent" / "weights.data", TENSORS, "float32")
+@pytest.mark.parametrize(("path", "reason"), [("absent/weights.data", "No such file"), ("/dev/full", "No space left")])
+def test_weights_that_cannot_be_written(tmp_path: Path, path: str, reason: str) -> None:
+    with pytest.raises(BuildFolderError, match=rf"{path}: the weights could not be written \(.*{reason}"):
+        write_weights(tmp_path / path, TENSORS, "float32")
 
 
-def test_weights_that_do_not_fit_on_the_disk(tmp_path: Path) -> None:
-    code = """
-import sys, torch
-from pathlib import Path
-from mod_export.errors import BuildFolderError
-from mod_export.export.weights import write_weights
-try:
-    write_weights(Path(sys.argv[1]), {"large": torch.zeros(2**20)}, "float32")
-except BuildFolderError as error:
-    print(error)
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "weights.data")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=uncovered(),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16)),
-    )
-    assert "weights.data: the weights could not be written (" in found.stdout, found
-    assert "File too large" in found.stdout
+SHAPES = [(1, 1), (3, 32), (48, 33), (40, 100)]
 
 
-DIGESTED = {
-    "matrix": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7,
-    "vector": torch.tensor([1.5, -2.5]),
-    "transposed": (torch.arange(12, dtype=torch.float32).reshape(3, 4) / 3).T,
-    "parameter": torch.nn.Parameter(torch.ones(2, 2)),
-    "scalar": torch.tensor(3.0),
-}
+def restored(whole: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: QuantizedDType) -> torch.Tensor:
+    """The weight (N, K) that the stored numbers stand for."""
+    N, K = shape
+    if dtype == "int8":
+        return whole.float().T * scale[:, None]
+    numbers = torch.stack((whole & 15, whole >> 4), -1).reshape(N, -1, BLOCK).float() - 8
+    return (numbers * scale[..., None]).reshape(N, -1)[:, :K]
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_a_file_has_the_digests_of_the_tensors_that_were_written_to_it(tmp_path: Path, dtype: DType) -> None:
-    write_weights(tmp_path / "w.data", DIGESTED, dtype)
-    expected = digests_of_tensors(DIGESTED, dtype)
-    assert digests_of_file(tmp_path / "w.data") == expected
-    assert list(expected) == list(DIGESTED)
+@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], dtype: QuantizedDType) -> None:
+    weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole, scale = quantize(weight_NK, dtype)
+    stored = quantized_tensors("w", shape, dtype)
+    assert [tuple(whole.shape), tuple(scale.shape)] == [kind[1] for kind in stored.values()]
+    assert whole.is_contiguous()
+    assert scale.dtype == torch.float32
+    assert scale.is_contiguous()
+    # Half a step; of four bits a whole one at the end of the range that has one number less.
+    steps = scale.abs()[:, None] if dtype == "int8" else scale.abs().repeat_interleave(BLOCK, 1)[:, : shape[1]]
+    error = (restored(whole, scale, shape, dtype) - weight_NK).abs()
+    assert bool((error <= (0.5 if dtype == "int8" else 1.0) * steps * 1.0001).all())
 
 
-def test_a_digest_is_of_the_bytes_row_by_row() -> None:
-    tensor = DIGESTED["transposed"]
-    assert digests_of_tensors({"t": tensor}, "float32") == {
-        "t": hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
-    }
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_zeros_stay_zeros(dtype: QuantizedDType) -> None:
+    whole, scale = quantize(torch.zeros(3, 64), dtype)
+    assert bool((restored(whole, scale, (3, 64), dtype) == 0).all())
+    assert bool(torch.isfinite(scale).all())
 
 
-def test_dtypes_have_digests_of_their_own() -> None:
-    assert len({digests_of_tensors(DIGESTED, dtype)["matrix"] for dtype in FLOAT_DTYPES}) == 3
+@given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40))
+def test_no_two_neighbours_saturate_sixteen_bits(numbers: list[float]) -> None:
+    """vpmaddubsw adds two products of an unsigned and a signed byte: 255 times both must fit into 16 bits."""
+    whole_KN, _ = quantize(torch.tensor([numbers]), "int8")
+    column = whole_KN[:, 0].int().abs().tolist()
+    column += [0] * (len(column) % 2)
+    assert max(first + second for first, second in zip(column[::2], column[1::2], strict=True)) * 255 <= 32_767
 
 
-@pytest.mark.parametrize("bit", [0, 31])
-def test_one_bit_of_one_element(tmp_path: Path, bit: int) -> None:
-    write_weights(tmp_path / "w.data", DIGESTED, "float32")
-    before = digests_of_file(tmp_path / "w.data")
-    tensors = load_file(tmp_path / "w.data")
-    tensors["matrix"].view(torch.int32)[1, 2] ^= (1 << bit) if bit < 31 else -(2**31)
-    save_file(tensors, tmp_path / "w.data")
-    after = digests_of_file(tmp_path / "w.data")
-    assert {name for name in before if before[name] != after[name]} == {"matrix"}
+def test_finer_than_seven_bits_where_no_two_large_ones_meet() -> None:
+    weight_NK = torch.tensor([[1.0, 0.0, 0.25, 0.0]])
+    whole_KN, scale_N = quantize(weight_NK, "int8")
+    assert whole_KN[:, 0].tolist() == [127, 0, 32, 0]
+    assert math.isclose(scale_N.item(), 1 / 127, rel_tol=1e-6)
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
-    write_weights(tmp_path / "w.data", DIGESTED, "float32")
-    before = digests_of_file(tmp_path / "w.data")
-    data = (tmp_path / "w.data").read_bytes()
-    (tmp_path / "w.data").write_bytes(data[:-4])
-    after = digests_of_file(tmp_path / "w.data")
-    assert sum(before[name] != after[name] for name in before) == 1
+def test_the_largest_of_a_block_is_exact_in_four_bits() -> None:
+    weight_NK = torch.zeros(2, 2 * BLOCK)
+    weight_NK[0, 3], weight_NK[1, BLOCK] = -7.25, 3.5
+    assert torch.equal(restored(*quantize(weight_NK, "int4"), (2, 2 * BLOCK), "int4"), weight_NK)
 
 
 @pytest.mark.parametrize(
-    ("data", "message"), [(None, "expected a regular file"), (b"no weights", "not a weights file")]
+    ("stored", "source"),
+    [
+        ("layers.0.mlp.up_proj.weight.int8", "layers.0.mlp.up_proj.weight"),
+        ("a.weight.int4", "a.weight"),
+        ("a.weight.int8_scale", None),
+        ("a.weight", None),
+        ("int8", ""),
+    ],
 )
-def test_what_is_no_weights_file(tmp_path: Path, data: bytes | None, message: str) -> None:
-    if data is not None:
-        (tmp_path / "w.data").write_bytes(data)
-    with pytest.raises(BuildFolderError, match=message):
-        digests_of_file(tmp_path / "w.data")
+def test_the_weight_that_was_rounded(stored: str, source: str | None) -> None:
+    assert source_of(stored) == source

@@ -86,8 +86,7 @@ def change_engine(folder: Path, layer: int, op_type: str, factor: float) -> None
     value = node.inputs[0]
     assert value is not None
     writer = NodeWriter(model.graph, node, "fault")
-    constant = writer.constant("factor", np.array(factor, np.float32))
-    node.replace_input_with(0, writer.op("Mul", [value, constant], ir.DataType.FLOAT, value.shape))
+    node.replace_input_with(0, writer.op("Mul", value, np.array(factor, np.float32)))
     (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
 
 
@@ -121,8 +120,8 @@ def test_ties_that_go_to_the_later_token(
     model = ir.load(folder / ENGINE)
     take = next(node for node in model.graph if node.op_type == "TopK" and node.attributes.get_int("largest", 1))
     writer = NodeWriter(model.graph, take, "fault")
-    rising = writer.constant("rising", np.arange(16, dtype=np.float32)[None] * np.float32(1e-12))
-    scores = writer.op("Add", [take.inputs[0], rising], ir.DataType.FLOAT, (2, 16))
+    rising = np.arange(16, dtype=np.float32)[None] * np.float32(1e-12)
+    scores = writer.op("Add", take.inputs[0], rising)
     take.replace_input_with(0, scores)
     (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
     row = parity_of(folder, candidate, reference, config)

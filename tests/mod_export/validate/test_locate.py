@@ -51,8 +51,7 @@ def scaled(model: ir.Model, node: ir.Node, factor: float) -> None:
     assert value is not None
     assert value.dtype is not None
     writer = NodeWriter(model.graph, node, "fault")
-    constant = writer.constant(f"{node.name}_factor", np.array(factor, np.float32))
-    node.replace_input_with(0, writer.op("Mul", [value, constant], value.dtype, value.shape))
+    node.replace_input_with(0, writer.op("Mul", value, np.array(factor, np.float32)))
 
 
 def test_a_graph_that_is_right_has_no_place(found: Found) -> None:
@@ -133,7 +132,7 @@ def test_a_value_of_another_shape_has_no_difference_in_numbers(found: Found) -> 
         last = logits.producer()
         assert last is not None
         writer = NodeWriter(model.graph, last, "fault")
-        last.replace_input_with(0, writer.op("Concat", [last.inputs[0]] * 2, ir.DataType.FLOAT, None, {"axis": 1}))
+        last.replace_input_with(0, writer.op("Concat", *[last.inputs[0]] * 2, axis=1))
         logits.shape = None
 
     row = found(change)

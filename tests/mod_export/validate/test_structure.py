@@ -211,8 +211,8 @@ def test_a_float_of_another_width(reasons_of: Reasons, dtype: ir.DataType) -> No
     def cast(model: ir.Model) -> None:
         (router, *_) = [node for node in model.graph if node.op_type == "MatMul"]
         writer = NodeWriter(model.graph, router, "coarse")
-        value = writer.op("Cast", [router.inputs[0]], dtype, (2, 16, 32), {"to": int(dtype)})
-        router.replace_input_with(0, writer.op("Cast", [value], ir.DataType.FLOAT, (2, 16, 32), {"to": 1}))
+        value = writer.op("Cast", router.inputs[0], to=int(dtype))
+        router.replace_input_with(0, writer.op("Cast", value, to=1))
 
     (reason,) = [reason for reason in reasons_of(cast) if "computes in" in reason]
     assert reason.startswith("layers.0 (")
@@ -223,7 +223,7 @@ def test_scores_that_are_compared_in_half_precision(reasons_of: Reasons) -> None
     def coarse(model: ir.Model) -> None:
         take = next(node for node in model.graph if node.op_type == "TopK" and node.attributes.get_int("largest", 1))
         writer = NodeWriter(model.graph, take, "coarse")
-        half = writer.op("Cast", [take.inputs[0]], ir.DataType.FLOAT16, (2, 16), {"to": 10})
+        half = writer.op("Cast", take.inputs[0], to=10)
         take.replace_input_with(0, half)
 
     reasons = reasons_of(coarse)

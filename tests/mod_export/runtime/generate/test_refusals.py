@@ -12,7 +12,7 @@ from writing import engine_path, prompts_of_lengths
 
 from mod_export.environment import limited
 from mod_export.errors import BuildFolderError, EngineError, TargetError, UsageError
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile
 from mod_export.runtime.generate.generator import Generator, load_generator
 
 

@@ -1,0 +1,136 @@
+"""Rotation and attention become one operator each over heads side by side, and what only looks alike is left alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx_ir.passes import common
+from small_graphs import make_spec, op_types, parsed, portable_graph, random_feeds, run
+
+from mod_export.engines.ort import OrtCpu
+from mod_export.export.passes.heads import FlatHeads, RotaryEmbedding
+
+ROTATION = (
+    "parts = Constant <value_ints: ints = [4, 4]> () a, b = Split <axis = -1> (x, parts) "
+    "ac = Mul (a, cos) bs = Mul (b, sin) d = Sub (ac, bs) bc = Mul (b, cos) as = Mul (a, sin) s = Add (bc, as) "
+    "y = Concat <axis = -1> (d, s)"
+)
+
+
+def rotation(table: str, body: str = ROTATION) -> ir.Model:
+    return parsed(f"g (float[2,3,5,8] x, float[{table}] cos, float[{table}] sin) => (float[2,3,5,8] y) {{ {body} }}")
+
+
+def rotated(model: ir.Model) -> int:
+    found = RotaryEmbedding().run(model, OrtCpu.dialect, "float32")
+    assert list(RotaryEmbedding().ensures(model, OrtCpu.dialect, "float32")) == []
+    return found
+
+
+SWAPPED = ROTATION.replace("(a, cos)", "(cos, a)").replace("(b, sin)", "(sin, b)").replace("(bc, as)", "(as, bc)")
+
+
+@pytest.mark.parametrize("body", [ROTATION, SWAPPED], ids=["as exported", "factors and terms in another order"])
+@pytest.mark.parametrize("table", ["5,4", "2,1,5,4", "1,1,5,4"])
+def test_the_rotation_is_the_same(table: str, body: str) -> None:
+    model = rotation(table, body)
+    feeds = random_feeds(model)
+    expected = run(model, feeds)[0]
+    assert rotated(model) == 1
+    assert op_types(model).count("RotaryEmbedding") == 1
+    np.testing.assert_allclose(run(model, feeds)[0], expected, atol=1e-6)
+
+
+OTHER_VALUE = ROTATION.replace("parts) ", "parts) c = Neg (a) ").replace("Mul (a, sin)", "Mul (c, sin)")
+
+
+@pytest.mark.parametrize(
+    ("table", "body", "opset"),
+    [
+        ("5,4", ROTATION.replace("Sub (ac, bs)", "Add (ac, bs)"), 23),
+        ("5,4", ROTATION.replace("Mul (b, cos)", "Mul (a, cos)"), 23),
+        ("5,4", ROTATION.replace("Concat <axis = -1> (d, s)", "Concat <axis = -1> (s, d)"), 23),
+        ("5,4", ROTATION.replace("Sub (ac, bs)", "Sub (bs, ac)"), 23),
+        ("5,4", ROTATION.replace("as = Mul (a, sin)", "as = Mul (a, cos)"), 23),
+        ("5,4", OTHER_VALUE, 23),
+        ("3,5,4", ROTATION, 23),
+        ("5,4", ROTATION, 22),
+    ],
+    ids=["sum of both", "one half twice", "halves swapped", "the other sign", "cosine twice", "another value",
+         "cosines of each head", "an opset without the operator"],
+)  # fmt: skip
+def test_what_is_no_rotation_stays(table: str, body: str, opset: int) -> None:
+    model = rotation(table, body)
+    model.opset_imports[""] = opset
+    assert rotated(model) == 0
+
+
+def test_tables_are_prepared_once_for_all_layers() -> None:
+    model = portable_graph(make_spec().dense())
+    assert rotated(model) == 4
+    assert [op_types(model).count(name) for name in ("RotaryEmbedding", "Expand")] == [4, 2]
+
+
+SPLIT = (
+    "q4 = Constant <value_ints: ints = [2,6,4,8]> () k4 = Constant <value_ints: ints = [2,6,2,8]> () "
+    "y3 = Constant <value_ints: ints = [2,6,32]> () "
+    "qs = Reshape (q, q4) ks = Reshape (k, k4) vs = Reshape (v, k4) "
+    "qh = Transpose <perm: ints = [0,2,1,3]> (qs) kh = Transpose <perm: ints = [0,2,1,3]> (ks) "
+    "vh = Transpose <perm: ints = [0,2,1,3]> (vs) "
+)
+ATTENTION = "a = Attention <is_causal = 1, scale = 0.3> (qh, kh, vh) "
+JOIN = "t = Transpose <perm: ints = [0,2,1,3]> (a) y = Reshape (t, y3)"
+
+
+def heads(body: str = SPLIT + ATTENTION + JOIN) -> ir.Model:
+    return parsed(f"g (float[2,6,32] q, float[2,6,16] k, float[2,6,16] v) => (float[2,6,32] y) {{ {body} }}")
+
+
+def flattened(model: ir.Model) -> int:
+    found = FlatHeads().run(model, OrtCpu.dialect, "float32")
+    assert list(FlatHeads().ensures(model, OrtCpu.dialect, "float32")) == []
+    return found
+
+
+def test_the_attention_is_the_same() -> None:
+    model = heads()
+    feeds = random_feeds(model)
+    assert flattened(model) == 1
+    (attention,) = (node for node in model.graph if node.op_type == "Attention")
+    assert [value.name for value in attention.inputs[:3] if value] == ["q", "k", "v"]
+    assert {name: attribute.value for name, attribute in attention.attributes.items()} == {
+        "is_causal": 1, "scale": pytest.approx(0.3), "q_num_heads": 4, "kv_num_heads": 2,
+    }  # fmt: skip
+    np.testing.assert_allclose(run(model, feeds)[0], run(heads(), feeds)[0], atol=1e-6)
+
+
+CHANGED = SPLIT.replace("vh = Transpose <perm: ints = [0,2,1,3]> (vs)", "vt = Transpose <perm: ints = [0,2,1,3]> (vs)")
+MASK = (
+    "one = Constant <value_float: float = 0.0> () shape = Constant <value_ints: ints = [6,6]> () "
+    "m = Expand (one, shape) a = Attention (qh, kh, vh, m) "
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        SPLIT + ATTENTION + JOIN.replace("[0,2,1,3]", "[0,2,3,1]"),
+        CHANGED + "vh = Neg (vt) " + ATTENTION + JOIN,
+        SPLIT + ATTENTION + "n = Neg (a) " + JOIN.replace("(a)", "(n)"),
+        SPLIT + MASK + JOIN,
+    ],
+    ids=["another order of the result", "values that were changed", "a result that is changed", "a mask"],
+)
+def test_any_other_attention_is_left(body: str) -> None:
+    assert flattened(heads(body)) == 0
+
+
+def test_nothing_is_transposed_any_more() -> None:
+    model = portable_graph(make_spec())
+    rotated(model)
+    assert flattened(model) == 2
+    common.RemoveUnusedNodesPass()(model)
+    assert [node for node in model.graph if node.op_type == "Transpose" and not node.inputs[0].is_initializer()] == []
+    rotations = [node for node in model.graph if node.op_type == "RotaryEmbedding"]
+    assert sorted(node.attributes["num_heads"].as_int() for node in rotations) == [1, 1, 2, 2]
