@@ -19,7 +19,7 @@ from mod_export.sources.checkpoint import Model
 from mod_export.sources.protocol import GeneratingModel, LoadedModel
 from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Site, Variant
 
-__all__ = ["KINDS", "GenerationPlan", "Plan", "check_names", "make_plan"]
+__all__ = ["KINDS", "GenerationPlan", "Plan", "check_names", "generating_form", "make_plan"]
 
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
@@ -96,6 +96,15 @@ class Plan:
 
 def _loaded(model: Model, baseline: Model | None, kind: ModelKind) -> LoadedModel:
     return baseline.loaded if kind == "dense" and baseline is not None else model.of_kind(kind)
+
+
+def generating_form(loaded: LoadedModel, kind: ModelKind, window: int, config: BuildConfig) -> GeneratingModel:
+    """A model in the form that decides about one token at a time; a dense baseline needs no further slots.
+
+    Raises:
+        ValueError: it cannot generate, or not in this window.
+    """
+    return loaded.generating(window, config.generation.slack if kind == "mod" else 0)
 
 
 def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequence[Variant]:
@@ -217,8 +226,7 @@ def _generation(
         raise ConfigError(problems)
     try:
         models: dict[ModelKind, GeneratingModel] = {
-            "mod": model.loaded.generating(window, options.slack),
-            "dense": (baseline.loaded if baseline else model.of_kind("dense")).generating(window),
+            kind: generating_form(_loaded(model, baseline, kind), kind, window, config) for kind in KINDS
         }
     except ValueError as error:
         raise ConfigError([f"generation: {error}"]) from error
@@ -245,7 +253,7 @@ def _graphs(
     for kind in KINDS:
         loaded = generation.models[kind].loaded
         for bucket in prefills:
-            yield _portable(kind, "prefill", bucket, loaded.k_by_layer(bucket.seq), "logits")
+            yield _portable(kind, "prefill", bucket, loaded.k_by_layer(bucket.seq), "last")
         for bucket in decodes:
             yield _portable(kind, "decode", bucket, loaded.k_by_layer(bucket.seq), "logits")
 

@@ -25,7 +25,7 @@ from mod_export.stages.context import BuildContext
 from mod_export.stages.graphs import save_graph
 from mod_export.types import PRIMARY, Dialect, DType, Graph, Setting
 from mod_export.validate.inputs import parity_batches
-from mod_export.validate.rows import judge_runner
+from mod_export.validate.parity import judge_runner
 
 __all__ = ["attention_shapes", "check_memory", "passes"]
 

@@ -19,16 +19,17 @@ from mod_export.build_folder.manifest import FileEntry, changed_file
 from mod_export.engines import ENGINES
 from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.export.dialect import check_dialect
-from mod_export.export.nodes import graph_from_file, is_standard, label_of, static_shape
+from mod_export.export.nodes import graph_from_bytes, graph_from_file, is_standard, label_of, module_of, static_shape
 from mod_export.export.passes import PORTABLE
 from mod_export.export.weights import FLOATS, ONNX_DTYPES, digests_of_file
 from mod_export.export.weights_file import WeightsFile
 from mod_export.results.structure import StructureRow
 from mod_export.types import PRIMARY, DType, Graph
 
-__all__ = ["structure_of_file", "structure_of_graph", "structure_of_weights"]
+__all__ = ["structure_of_export", "structure_of_file", "structure_of_graph", "structure_of_weights"]
 
 SHOWN = 4
+FRESH = ("what a fresh export gives",)
 
 
 def structure_of_file(root: Path, path: str, entry: FileEntry) -> StructureRow:
@@ -40,7 +41,7 @@ def structure_of_file(root: Path, path: str, entry: FileEntry) -> StructureRow:
         entry: of the manifest.
     """
     problem = changed_file(root, path, entry)
-    return structure_row(path, ("the bytes that were built",), [problem] if problem else [])
+    return _row(path, ("the bytes that were built",), [problem] if problem else [])
 
 
 def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> StructureRow:
@@ -54,7 +55,7 @@ def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> 
     try:
         found = digests_of_file(root / path)
     except BuildFolderError as error:
-        return structure_row(path, ("tensors",), [str(error)])
+        return _row(path, ("tensors",), [str(error)])
     wrong = [name for name, digest in expected.items() if name in found and found[name] != digest]
     missing = [name for name in expected if name not in found]
     more = [name for name in found if name not in expected]
@@ -67,7 +68,7 @@ def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> 
         )
         if names
     ]
-    return structure_row(path, (f"{len(expected)} tensors are the checkpoint's, bit for bit",), reasons)
+    return _row(path, (f"{len(expected)} tensors are the checkpoint's, bit for bit",), reasons)
 
 
 def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, weights: Collection[str]) -> StructureRow:
@@ -94,7 +95,7 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, wei
         reasons = [str(error)]
     outputs = ("outputs",) if graph.role == "forward" else ()
     checked = (*outputs, "every weight is a reference to the checkpoint's tensor", "operators", "precision")
-    return structure_row(path, checked, list(dict.fromkeys(reasons)))
+    return _row(path, checked, list(dict.fromkeys(reasons)))
 
 
 def _outputs(model: ir.Model, graph: Graph, vocab_size: int) -> Iterator[str]:
@@ -180,10 +181,61 @@ def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
     return []
 
 
-def structure_row(path: str, checked: tuple[str, ...], reasons: Sequence[str]) -> StructureRow:
+def _row(path: str, checked: tuple[str, ...], reasons: Sequence[str]) -> StructureRow:
     return StructureRow(path=path, checked=checked, passed=not reasons, reasons=tuple(reasons))
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def structure_of_export(root: Path, path: str, fresh: bytes) -> StructureRow:
+    """Whether an ONNX file is what a fresh export of its model gives, byte for byte; and if not, what differs.
+
+    Exporting is deterministic: the same spec, bucket and versions give the same bytes, whatever the weights' values. So
+    a graph that differs has been changed since, or was never made from this model, and if the change is too small to
+    be seen in any output, it is seen here.
+    """
+    file = root / path
+    if file.is_file() and file.read_bytes() == fresh:
+        return _row(path, FRESH, [])
+    try:
+        found, expected = (_entries(ir.to_proto(one)) for one in (graph_from_file(file), graph_from_bytes(fresh)))
+    except GraphError as error:
+        return _row(path, FRESH, [str(error)])
+    # Functions, sparse weights, a second definition of a name: what cannot be named here is still another file.
+    differences = _differences(found, expected) or ["bytes that are no node, input, output or initializer"]
+    reasons = [f"not what a fresh export gives: {difference}" for difference in differences]
+    return _row(path, FRESH, reasons)
+
+
+def _entries(proto: onnx.ModelProto) -> dict[str, tuple[str, ir.Node | None]]:
+    """Everything a graph holds: where -> (what it is, the node if it is one)."""
+    model = ir.from_proto(proto)
+    entries: dict[str, tuple[str, ir.Node | None]] = {"opset": (str(dict(model.opset_imports)), None)}
+    for value in (*proto.graph.input, *proto.graph.output):
+        entries[f"input or output {value.name}"] = (value.SerializeToString(deterministic=True).hex(), None)
+    for tensor in proto.graph.initializer:
+        entries[f"initializer {tensor.name}"] = (tensor.SerializeToString(deterministic=True).hex(), None)
+    for node, written in zip(model.graph, proto.graph.node, strict=True):
+        written.ClearField("metadata_props")
+        entries[f"node {node.name or node.op_type}"] = (written.SerializeToString(deterministic=True).hex(), node)
+    return entries
+
+
+def _differences(
+    found: Mapping[str, tuple[str, ir.Node | None]], expected: Mapping[str, tuple[str, ir.Node | None]]
+) -> list[str]:
+    """The first few entries that one graph has and the other has not, or has differently."""
+    listed = []
+    for name in dict.fromkeys((*found, *expected)):
+        if found.get(name, ("",))[0] == expected.get(name, ("",))[0]:
+            continue
+        what = "added" if name not in expected else "missing" if name not in found else "changed"
+        node = (found.get(name) or expected[name])[1]
+        listed.append(f"{name} {what}" + (f" in {module_of(node)}" if node is not None else ""))
+    # Nodes first: they say where.
+    listed.sort(key=lambda text: not text.startswith("node "))
+    more = [f"and {len(listed) - SHOWN} more differences"] if len(listed) > SHOWN else []
+    return listed[:SHOWN] + more

@@ -13,8 +13,8 @@ from mod_export.benchmark.profile import can_profile
 from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
 from mod_export.results.cost import CostRow, PartRow, Roofline
+from mod_export.stages.benchmark import profile
 from mod_export.stages.folder import FolderContext
-from mod_export.stages.profile import profile
 
 
 def profiled(root: Path, config: BuildConfig, runs: int) -> FolderContext:
@@ -58,7 +58,7 @@ for name in ("torch", "onnx", "onnx_ir", "safetensors"):
 from pathlib import Path
 from mod_export.results.cost import PartRow, Roofline
 from mod_export.stages.folder import FolderContext
-from mod_export.stages.profile import profile
+from mod_export.stages.benchmark import profile
 context = FolderContext(Path(sys.argv[1]), None, (), verify=True)
 profile(context)
 print(len(context.rows(Roofline)), all(row.measured_ms for row in context.rows(PartRow)))

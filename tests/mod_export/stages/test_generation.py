@@ -23,7 +23,7 @@ from mod_export.plan import KINDS
 from mod_export.results.report import BuildReport
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.sources.checkpoint import Model, model_from_checkpoint
-from mod_export.validate.written import prompts_of
+from mod_export.validate.inputs import prompts_of
 from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.checkpoint import save_checkpoint
 
@@ -173,7 +173,7 @@ def test_the_shipped_checkpoint(tmp_path: Path) -> None:
 def check_texts(generator: Generator, shipped: Model) -> None:
     """Two hundred tokens after each of several held-out prompts are those of the eager model."""
     eager = shipped.loaded.generating(512)
-    prompt_NS = prompts_of(shipped.loaded, 6, 32, 0)
+    prompt_NS = prompts_of(shipped.loaded, 256, 6, 32, 0)
     found = generator.generate(prompt_NS.tolist(), 200)
     expected = [eager.write(prompt, 200) for prompt in prompt_NS.tolist()]
     assert [one.ids for one in found] == expected
@@ -182,7 +182,7 @@ def check_texts(generator: Generator, shipped: Model) -> None:
 
 def check_steps(generator: Generator, shipped: Model) -> None:
     """Logits after some positions of a held-out text, read by steps, as a prompt, and by the eager model."""
-    ids_S = prompts_of(shipped.loaded, 1, 300, 3)[0]
+    ids_S = prompts_of(shipped.loaded, 256, 1, 300, 3)[0]
     loaded = shipped.loaded.generating(512).loaded
     with torch.no_grad():
         logits_SV = observed(loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([300]))[0][0].numpy()
@@ -221,7 +221,7 @@ def test_fair_places_are_judged_in_turns_and_counted(
     assert report.places == "fair"
     assert [row.reasons for row in report.parity if not row.passed] == []
     assert {(row.texts, row.equal) for row in report.texts} == {(2, 2)}
-    prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 4, 9, 0).tolist()
+    prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 256, 4, 9, 0).tolist()
     with load_generator(tmp_path / "fair") as generator:
         together = generator.generate(prompts, 30)
         alone = [generator.generate([prompt], 30)[0] for prompt in prompts]

@@ -15,10 +15,10 @@ from mod_export.engines.ort_session import OrtRunner
 from mod_export.export.nodes import NodeWriter, constant_array
 from mod_export.results.parity import ParityRow
 from mod_export.types import Bucket, Setting
+from mod_export.validate.checks import judge
 from mod_export.validate.inputs import Batch, parity_batches
 from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import judge
 from mod_models.architecture import LoadedTransformer
 from mod_models.spec import ModelSpec
 
@@ -145,7 +145,7 @@ def test_swapped_routers_are_named_with_their_layers(graph: ir.Model, row_of: Ju
         assert row.routing.layers[layer].faults > 0
 
 
-def test_one_place_too_few_is_named_with_its_layer(row_of: Judge, spec: ModelSpec) -> None:
+def test_one_slot_too_few_is_named_with_its_layer(row_of: Judge, spec: ModelSpec) -> None:
     assert spec.routing is not None
     fewer = portable_graph(replace(spec, routing=replace(spec.routing, capacity=0.2)), 2, 16)
     row = row_of(fewer)
@@ -289,6 +289,6 @@ def test_rounding_is_measured_on_one_input_of_each_kind_first(
 ) -> None:
     with OrtRunner(session(graph), "candidate", 1) as runner:
         some, every = (compare_runner(runner, reference, batches, rounding) for rounding in ("some", "all"))
-    assert [one.kind for one in some if one.noise] == ["text", "random", "ties"]
-    assert all(one.noise for one in every)
+    assert [one.kind for one in some if one.rounding] == ["text", "random", "ties"]
+    assert all(one.rounding for one in every)
     assert [one.error for one in some] == [one.error for one in every]

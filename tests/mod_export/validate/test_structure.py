@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -22,7 +23,12 @@ from mod_export.results.structure import StructureRow
 from mod_export.types import Bucket, Graph
 from mod_export.validate.candidates import Candidate
 from mod_export.validate.reference import Reference
-from mod_export.validate.structure import structure_of_file, structure_of_graph, structure_of_weights
+from mod_export.validate.structure import (
+    structure_of_export,
+    structure_of_file,
+    structure_of_graph,
+    structure_of_weights,
+)
 
 WEIGHTS = "graphs/weights-float32.data"
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
@@ -246,9 +252,12 @@ def test_an_operator_that_the_dialect_has_not(reasons_of: Reasons) -> None:
 def test_what_is_no_graph(folder: Path, candidate: Candidate, data: bytes | None) -> None:
     assert candidate.graph is not None
     (folder / ENGINE).unlink() if data is None else (folder / ENGINE).write_bytes(data)
-    row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS])
-    assert not row.passed
-    assert row.reasons[0].startswith(f"{folder / ENGINE}: not a readable ONNX graph (")
+    for row in (
+        structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS]),
+        structure_of_export(folder, ENGINE, (folder / candidate.graph.path).read_bytes()),
+    ):
+        assert not row.passed
+        assert row.reasons[0].startswith(f"{folder / ENGINE}: not a readable ONNX graph (")
 
 
 def test_a_graph_in_half_precision(tmp_path: Path) -> None:
@@ -281,3 +290,87 @@ def test_a_function_in_the_graph(folder: Path, candidate: Candidate) -> None:
     (folder / ENGINE).write_bytes(proto.SerializeToString())
     row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS])
     assert any("holds a function" in reason and "Sigmoid" in reason for reason in row.reasons), row.reasons
+
+
+@pytest.fixture
+def differences_of(folder: Path) -> Callable[[Change], tuple[str, ...]]:
+    """How the engine's graph differs from a fresh export once it is changed."""
+
+    def reasons(change: Change) -> tuple[str, ...]:
+        fresh = (folder / ENGINE).read_bytes()
+        model = ir.load(folder / ENGINE)
+        change(model)
+        (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
+        row = structure_of_export(folder, ENGINE, fresh)
+        assert (row.path, row.checked) == (ENGINE, ("what a fresh export gives",))
+        assert row.passed == (not row.reasons)
+        return row.reasons
+
+    return reasons
+
+
+def test_what_was_not_changed(differences_of: Reasons) -> None:
+    assert differences_of(lambda model: None) == ()
+
+
+def test_a_changed_attribute(differences_of: Reasons) -> None:
+    def change(model: ir.Model) -> None:
+        attention = [node for node in model.graph if node.op_type == "Attention"][1]
+        attention.attributes["scale"] = ir.AttrFloat32("scale", 0.2500001)
+
+    (reason,) = differences_of(change)
+    assert reason.startswith("not what a fresh export gives: node ")
+    assert reason.endswith(" changed in layers.1")
+
+
+def test_a_node_too_many_and_one_that_is_missing(differences_of: Reasons) -> None:
+    def change(model: ir.Model) -> None:
+        add = [node for node in model.graph if node.op_type == "Add"][-1]
+        add.name = "another"
+
+    assert sorted(reason.split()[-3] for reason in differences_of(change)) == ["added", "missing"]
+
+
+def test_a_changed_constant(differences_of: Reasons) -> None:
+    def change(model: ir.Model) -> None:
+        name, value = next(
+            (name, value)
+            for name, value in model.graph.initializers.items()
+            if value.dtype == ir.DataType.INT64 and not isinstance(value.const_value, ir.ExternalTensor)
+        )
+        assert value.const_value is not None
+        value.const_value = ir.tensor(value.const_value.numpy() + np.int64(1), name=name)
+
+    (reason,) = differences_of(change)
+    assert reason.startswith("not what a fresh export gives: initializer ")
+    assert reason.endswith(" changed")
+
+
+def test_shape_of_an_output_and_opset(differences_of: Reasons) -> None:
+    def change(model: ir.Model) -> None:
+        model.graph.outputs[1].shape = ir.Shape([2, 5])
+        model.opset_imports[""] = 22
+
+    assert {reason.removeprefix("not what a fresh export gives: ") for reason in differences_of(change)} >= {
+        "opset changed", "input or output routed_0 changed"
+    }  # fmt: skip
+
+
+def test_only_the_first_few_are_named(differences_of: Reasons) -> None:
+    def change(model: ir.Model) -> None:
+        for node in model.graph:
+            node.name = f"{node.name}_renamed"
+
+    reasons = differences_of(change)
+    assert len(reasons) == 5
+    assert reasons[-1].startswith("not what a fresh export gives: and ")
+    assert reasons[-1].endswith(" more differences")
+
+
+def test_what_is_neither_node_nor_weight_is_another_file_still(folder: Path) -> None:
+    fresh = (folder / ENGINE).read_bytes()
+    model = onnx.load_from_string(fresh)
+    model.producer_name = "somebody else"
+    (folder / ENGINE).write_bytes(model.SerializeToString())
+    row = structure_of_export(folder, ENGINE, fresh)
+    assert row.reasons == ("not what a fresh export gives: bytes that are no node, input, output or initializer",)
