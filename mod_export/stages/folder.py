@@ -39,7 +39,6 @@ class _Finished:
         return Step(name=name, outputs=(), result=json.loads(json.dumps(make([]))), reused=False, seconds=0.0)
 
     def hash_of(self, output: str) -> str:
-        """SHA-256 of a file as it was built."""
         return self._manifest.files[output].sha256
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mod_export.benchmark.profile import flops_by_engine, roofline_ms
 from mod_export.benchmark.speedup import Known, speedup_rows
@@ -25,14 +24,13 @@ __all__ = ["compare_with_baseline", "verdict_of", "write_report"]
 
 def compare_with_baseline(context: Context) -> None:
     """The speed-up of every setting that was timed: measured, predicted, and explained."""
-    k_by_layer = {
-        graph.bucket.name: graph.k_by_layer
-        for graph in context.graphs
-        if (graph.model, graph.role, graph.target) == ("mod", "forward", None)
-    }
     parts = context.rows(PartRow)
     known = Known(
-        k_by_layer=k_by_layer,
+        k_by_layer={
+            graph.bucket.name: graph.k_by_layer
+            for graph in context.graphs
+            if (graph.model, graph.role, graph.target) == ("mod", "forward", None)
+        },
         flops=flops_by_engine(context.engines, context.work),
         roofline_ms=roofline_ms(parts),
         parts=parts,
@@ -128,26 +126,20 @@ def _generation(context: BuildContext) -> GenerationReport:
 
 
 def _artifacts(context: BuildContext) -> list[Artifact]:
-    files = context.workspace.files()
-    rows: list[dict[str, Any]] = []
-    for kind, made in (("graph", context.graphs), ("engine", context.engines)):
-        for one in made:
-            about = {"target": one.target, "model": one.model, "bucket": one.bucket.name, "dtype": one.dtype}
-            rows.append({"kind": kind, "path": one.path, "role": one.role, **about})
+    files = {path: entry.model_dump() for path, entry in context.workspace.files().items()}
+    found = [
+        Artifact(
+            kind=kind, path=one.path, role=one.role, target=one.target, model=one.model, bucket=one.bucket.name,
+            dtype=one.dtype, **files[one.path],
+        )
+        for kind, made in (("graph", context.graphs), ("engine", context.engines))
+        for one in made
+    ]  # fmt: skip
+    nothing = dict.fromkeys(("target", "model", "bucket", "role"))
     for path in context.weight_digests:
         dtype = path.rpartition("-")[2].removesuffix(".data")
-        rows.append(
-            {
-                "kind": "weights",
-                "path": path,
-                "target": None,
-                "model": None,
-                "bucket": None,
-                "dtype": dtype,
-                "role": None,
-            }
-        )
-    return [Artifact(**row, **files[row["path"]].model_dump()) for row in rows]
+        found.append(Artifact(kind="weights", path=path, dtype=dtype, **nothing, **files[path]))
+    return found
 
 
 def _targets(context: BuildContext) -> list[Target]:

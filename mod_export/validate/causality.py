@@ -86,7 +86,7 @@ def probe_causality(
         batch: full rows of the bucket.
         setting: of the engine.
         suffixes: endings to try; fewer where the bucket is short.
-        tolerance: change of a logit that rounding can explain, in the units of the logits.
+        tolerance: change of a logit that rounding can explain.
         seed: of the endings.
 
     Raises:
@@ -137,4 +137,4 @@ def _logits(runner: Runner, reference: Reference, ids_BS: np.ndarray, lengths_B:
     found = runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs}, [name])
     if name == "logits":
         return found[name]
-    return reference.head.head(found[name].reshape(ids_BS.size, -1)).reshape(*ids_BS.shape, -1)
+    return reference.output_head.head(found[name].reshape(ids_BS.size, -1)).reshape(*ids_BS.shape, -1)

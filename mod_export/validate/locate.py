@@ -53,8 +53,9 @@ def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch
                 found, expected = ours.run(feeds, chunk), theirs.run(feeds, chunk)
                 for name in chunk:
                     if not np.array_equal(found[name], expected[name], equal_nan=True):
-                        rewired, module = _rewired(ours_by[name], theirs_by[name], theirs_by)
-                        operator = ", which ".join(filter(None, (_operator(ours_by[name]), rewired)))
+                        node = ours_by[name]
+                        rewired, module = _rewired(node, theirs_by[name], theirs_by)
+                        operator = ", which ".join(filter(None, (f"{node.op_type} {node.name}", rewired)))
                         error = _largest(found[name], expected[name])
                         return Located(layer=module, operator=operator, input=batch.kind, error=error, allowed=0.0)
     return None
@@ -98,10 +99,6 @@ def _opened(model: ir.Model, root: Path, names: Sequence[str]) -> Iterator[OrtRu
         session = session_from_onnx(path, root / "graphs", [CPU], 1, {}, optimized=False)
         with OrtRunner(session, "values of a graph", 1) as runner:
             yield runner
-
-
-def _operator(node: ir.Node) -> str:
-    return f"{node.op_type} {node.name}"
 
 
 def _largest(found: np.ndarray, expected: np.ndarray) -> float | None:

@@ -192,7 +192,7 @@ def _logits_of(
     kind, name = reference.outputs, PRIMARY[reference.outputs]
     B, S = tokens_BS.shape
     shapes = {"logits": (B, S, vocab_size), "last": (B, vocab_size)}
-    shape = shapes[kind] if kind != "none" else (B, S, reference.head.d_model)
+    shape = shapes[kind] if kind != "none" else (B, S, reference.output_head.d_model)
     array = outputs.get(name)
     if array is None or array.shape != shape:
         found = f"no {name}" if array is None else f"{name} of shape {list(array.shape)}"
@@ -200,7 +200,7 @@ def _logits_of(
         return nothing_NV, (f"the engine gives {found}, expected {list(shape)}",)
     if kind == "last":
         return array, ()
-    return (array[tokens_BS] if kind == "logits" else reference.head.head(array[tokens_BS])), ()
+    return (array[tokens_BS] if kind == "logits" else reference.output_head.head(array[tokens_BS])), ()
 
 
 def _foreign(outputs: Mapping[str, np.ndarray], free: Traced, reference: Reference) -> tuple[str, ...]:

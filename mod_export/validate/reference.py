@@ -165,7 +165,7 @@ class Reference:
         return Reference(self.loaded, outputs, self._programs, self._replaced)
 
     @property
-    def head(self) -> OutputHead:
+    def output_head(self) -> OutputHead:
         """Makes logits of what candidates return, where that is hidden states."""
         assert isinstance(self.loaded, OutputHead)
         return self.loaded

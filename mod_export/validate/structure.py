@@ -33,53 +33,32 @@ FRESH = ("what a fresh export gives",)
 
 
 def structure_of_file(root: Path, path: str, entry: FileEntry) -> StructureRow:
-    """Whether a file is the one that was built.
-
-    Args:
-        root: the build folder.
-        path: relative to it.
-        entry: of the manifest.
-    """
+    """Whether a file is the one that was built; `entry` is the manifest's."""
     problem = changed_file(root, path, entry)
     return _row(path, ("the bytes that were built",), [problem] if problem else [])
 
 
 def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> StructureRow:
-    """Every tensor of a weights file against its fingerprint.
-
-    Args:
-        root: the build folder.
-        path: relative to it.
-        expected: name -> SHA-256 of the checkpoint's tensor in the file's dtype, taken before the file was written.
+    """Every tensor of a weights file against its fingerprint: name -> SHA-256 of the checkpoint's tensor in the file's
+    dtype, taken before the file was written.
     """
     try:
         found = digests_of_file(root / path)
     except BuildFolderError as error:
         return _row(path, ("tensors",), [str(error)])
-    wrong = [name for name, digest in expected.items() if name in found and found[name] != digest]
-    missing = [name for name in expected if name not in found]
-    more = [name for name in found if name not in expected]
-    reasons = [
-        f"{_listed(names)}: {what}"
-        for names, what in (
-            (wrong, "not the checkpoint's values"),
-            (missing, "missing"),
-            (more, "not a tensor of the checkpoint"),
-        )
-        if names
-    ]
+    problems = {
+        "not the checkpoint's values": [name for name in expected if found.get(name, expected[name]) != expected[name]],
+        "missing": [name for name in expected if name not in found],
+        "not a tensor of the checkpoint": [name for name in found if name not in expected],
+    }
+    reasons = [f"{_listed(names)}: {what}" for what, names in problems.items() if names]
     return _row(path, (f"{len(expected)} tensors are the checkpoint's, bit for bit",), reasons)
 
 
 def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, weights: Collection[str]) -> StructureRow:
-    """Weights, outputs, operators and precision of an ONNX file.
+    """Weights, outputs, operators and precision of an ONNX file, which may be an engine, and is meant to be `graph`.
 
-    Args:
-        root: the build folder.
-        path: of the file: `graph.path`, or an engine that is such a graph.
-        graph: what it is meant to be.
-        vocab_size: of the model.
-        weights: the folder's weights files, whose tensors have fingerprints.
+    `weights` are the folder's weights files whose tensors have fingerprints.
     """
     try:
         model = graph_from_file(root / path)
@@ -128,9 +107,8 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
     files = {name: WeightsFile.open(path) for name, path in known.items()}
     tensors = {name: (file.name, *entry) for file in files.values() for name, entry in file.entries.items()}
     for name, value in model.graph.initializers.items():
-        shape = static_shape(value)
-        tensor = _external(value)
-        if tensor is None:
+        shape, tensor = static_shape(value), value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
             if name in tensors:
                 yield f"{name}: a value of its own in the graph instead of the shared weights"
             continue
@@ -148,10 +126,6 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
             yield f"{name}: refers to {other} in {tensor.location}"
         elif (ONNX_DTYPES.get(stored), stored_shape) != (value.dtype, shape):
             yield f"{name}: is {value.dtype} {shape} in the graph and {stored} {stored_shape} in {tensor.location}"
-
-
-def _external(value: ir.Value) -> ir.ExternalTensor | None:
-    return value.const_value if isinstance(value.const_value, ir.ExternalTensor) else None
 
 
 def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:

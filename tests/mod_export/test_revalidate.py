@@ -137,31 +137,27 @@ def test_a_missing_file_is_one_too(name: str, moved: Path) -> None:
     )
 
 
-def change_weight(root: Path, *, sign: bool) -> None:
+def change_weight(root: Path, factor: float, *, sign: bool) -> None:
     tensors = load_file(root / WEIGHTS)
-    tensors[DOWN][1, 2] *= 1.01
+    tensors[DOWN][1, 2:] *= factor
     save_file(tensors, root / WEIGHTS)
     if sign:
         rewrite_manifest(root, lambda manifest: manifest["files"].update({WEIGHTS: file_entry(root / WEIGHTS)}))
 
 
-@pytest.mark.parametrize("sign", [True, False])
-def test_one_element_of_one_weight(moved: Path, sign: bool) -> None:
-    """The reference is rebuilt from the same file, so that nothing but its fingerprint can give it away."""
-    change_weight(moved, sign=sign)
+def test_a_changed_weight_is_given_away_by_its_fingerprint(moved: Path) -> None:
+    """The reference is rebuilt from the same file, so that nothing else can."""
+    change_weight(moved, 1.01, sign=True)
     found = validate_folder(moved, None, ["ort-cpu"])
-    assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
-    assert (f"{WEIGHTS}: has been changed since it was built (SHA-256 differs)" in found.verdict.reasons) != sign
-    assert failed(found) == {WEIGHTS}
+    assert found.verdict.reasons == (f"{WEIGHTS}: {DOWN}: not the checkpoint's values",)
     assert all(row.passed for row in found.rows(ParityRow))
 
 
 def test_with_the_checkpoint_a_changed_weight_is_seen_in_the_logits_too(moved: Path, checkpoint: Path) -> None:
-    tensors = load_file(moved / WEIGHTS)
-    tensors[DOWN] *= 1.5
-    save_file(tensors, moved / WEIGHTS)
+    change_weight(moved, 50.0, sign=False)
     found = validate_folder(moved, None, ["ort-cpu"], checkpoint)
     assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
+    assert f"{WEIGHTS}: has been changed since it was built (SHA-256 differs)" in found.verdict.reasons
     assert [row.passed for row in found.rows(ParityRow)] == [False, True]
     # The model's file is held against its fingerprints and the checkpoint; the baseline came from another checkpoint.
     looked = [row.path for row in found.rows(StructureRow) if any("bit for bit" in what for what in row.checked)]
@@ -227,9 +223,7 @@ def test_compiled_code_that_was_changed_is_not_run(moved: Path) -> None:
 
 
 def test_weights_and_fingerprints_changed_together_are_found_with_the_checkpoint(moved: Path, checkpoint: Path) -> None:
-    tensors = load_file(moved / WEIGHTS)
-    tensors[DOWN][0, 0] += 1e-6
-    save_file(tensors, moved / WEIGHTS)
+    change_weight(moved, 1.001, sign=False)
 
     def sign(manifest: dict[str, Any]) -> None:
         manifest["files"][WEIGHTS] = file_entry(moved / WEIGHTS)

@@ -113,21 +113,27 @@ def test_padding_has_no_score() -> None:
     assert (found.routed, found.agreed, found.malformed, found.min_margin) == (2, 2, "", None)
 
 
+ORDER = "positions are not ascending, or not unique"
+LEFT = "row 0 leaves 1 of 2 slots empty while tokens are left that could be chosen"
+
+
 @pytest.mark.parametrize(
-    ("index", "malformed"),
+    ("index", "ranked", "choosing"),
     [
-        ([1, 0], "positions are not ascending, or not unique"),
-        ([1, 1], "positions are not ascending, or not unique"),
-        ([-2, 0], "positions from -2 to 0 in a row of 4"),
-        ([0, -1], "row 0 leaves 1 of 2 slots empty while tokens are left that could be chosen"),
-        ([-1, 0], "positions are not ascending, or not unique"),
-        ([0, 4], "positions from 0 to 4 in a row of 4"),
-        ([0, 3], "row 0 leaves 1 of 2 slots empty while tokens are left that could be chosen"),
+        ([1, 0], ORDER, ORDER),
+        ([1, 1], ORDER, ORDER),
+        ([-1, 0], ORDER, ORDER),
+        ([-2, 0], "positions from -2 to 0 in a row of 4", "positions from -2 to 0 in a row of 4"),
+        ([0, 4], "positions from 0 to 4 in a row of 4", "positions from 0 to 4 in a row of 4"),
+        ([0, -1], LEFT, ""),
+        ([0, 3], LEFT, "row 0 gives 1 slots to tokens that cannot be chosen"),
     ],
 )
-def test_what_is_no_selection_is_named(index: list[int], malformed: str) -> None:
+def test_what_is_no_selection_is_named(index: list[int], ranked: str, choosing: str) -> None:
     score_BS = np.array([[3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
-    assert routing_of_site(0, np.array([index]), by_rank(score_BS, np.array([3]))).malformed == malformed
+    assert routing_of_site(0, np.array([index]), by_rank(score_BS, np.array([3]))).malformed == ranked
+    judged = first_come(1.0, 1.0, 1.0, 1.0, length=3)
+    assert routing_of_site(0, np.array([index]), judged).malformed == choosing
 
 
 def test_a_position_outside_the_row_is_infinitely_far() -> None:
@@ -171,20 +177,6 @@ def test_where_tokens_choose(
     assert found.routed == min(2, sum(score > 0 for score in scores))
     assert found.min_margin == min(map(abs, scores))
     assert found.malformed == ""
-
-
-@pytest.mark.parametrize(
-    ("index", "malformed"),
-    [
-        ([1, 0], "positions are not ascending, or not unique"),
-        ([-1, 1], "positions are not ascending, or not unique"),
-        ([0, 3], "row 0 gives 1 slots to tokens that cannot be chosen"),
-        ([0, 4], "positions from 0 to 4 in a row of 4"),
-    ],
-)
-def test_what_is_no_selection_where_tokens_choose(index: list[int], malformed: str) -> None:
-    judged = first_come(1.0, 1.0, 1.0, 1.0, length=3)
-    assert routing_of_site(0, np.array([index]), judged).malformed == malformed
 
 
 def test_a_row_in_which_nobody_can_be_chosen() -> None:

@@ -130,122 +130,108 @@ def reasons_of(folder: Path, candidate: Candidate) -> Callable[[Change], tuple[s
 Reasons = Callable[[Change], tuple[str, ...]]
 
 
-def test_a_sound_graph(reasons_of: Reasons) -> None:
-    assert reasons_of(lambda model: None) == ()
-
-
-def test_outputs_are_those_of_the_spec(reasons_of: Reasons) -> None:
-    def change(model: ir.Model) -> None:
-        logits, first, second = model.graph.outputs
-        logits.shape = ir.Shape([2, 16, 255])
-        second.name = "routed_7"
-        model.graph.outputs[:] = [logits, first, second]
-
-    assert reasons_of(change)[:3] == (
-        "output logits has shape (2, 16, 255), expected (2, 16, 256)",
-        "no output routed_1",
-        "output routed_7 is not one of this model",
-    )
-
-
-def test_a_weight_of_the_graphs_own(reasons_of: Reasons, reference: Reference) -> None:
-    def embed(model: ir.Model) -> None:
-        array = state_of(reference.module)[DOWN].detach().numpy()
-        model.graph.initializers[DOWN].const_value = ir.tensor(array, name=DOWN)
-
-    assert reasons_of(embed) == (f"{DOWN}: a value of its own in the graph instead of the shared weights",)
-
-
 def external(model: ir.Model, name: str) -> ir.ExternalTensor:
     tensor = model.graph.initializers[name].const_value
     assert isinstance(tensor, ir.ExternalTensor)
     return tensor
 
 
-def moved(tensor: ir.ExternalTensor, offset: int, name: str = "weights-float32.data") -> ir.ExternalTensor:
-    return ir.ExternalTensor(name, offset, tensor.length, tensor.dtype, shape=tensor.shape, name=str(tensor.name))
+def point(model: ir.Model, name: str, offset: int | None, file: str = "weights-float32.data") -> None:
+    """Makes a weight refer to another place."""
+    tensor = external(model, name)
+    value = model.graph.initializers[name]
+    value.const_value = ir.ExternalTensor(file, offset, tensor.length, tensor.dtype, shape=value.shape, name=name)
 
 
-def test_references_that_point_elsewhere(reasons_of: Reasons) -> None:
-    def swap(model: ir.Model) -> None:
-        down, up = external(model, DOWN), external(model, "norm.weight")
-        assert up.offset is not None
-        assert down.offset is not None
-        model.graph.initializers[DOWN].const_value = moved(down, up.offset)
-        model.graph.initializers["norm.weight"].const_value = moved(up, down.offset + 4)
-
-    assert set(reasons_of(swap)) == {
-        f"{DOWN}: refers to norm.weight in weights-float32.data",
-        "norm.weight: refers to other bytes in weights-float32.data",
-    }
+def other_outputs(model: ir.Model) -> None:
+    model.graph.outputs[0].shape = ir.Shape([2, 16, 255])
+    model.graph.outputs[2].name = "routed_7"
 
 
-def test_references_under_another_name(reasons_of: Reasons) -> None:
-    def rename(model: ir.Model) -> None:
-        value = model.graph.initializers.pop(DOWN)
-        tensor = value.const_value
-        assert isinstance(tensor, ir.ExternalTensor)
-        value.name = "renamed"
-        value.const_value = moved(tensor, tensor.offset or 0)
-        model.graph.initializers["renamed"] = value
-
-    assert reasons_of(rename) == ("renamed: refers to weights-float32.data, which has no tensor of this name",)
+def own_value(model: ir.Model) -> None:
+    model.graph.initializers[DOWN].const_value = ir.tensor(np.zeros((32, 48), np.float32), name=DOWN)
 
 
-def test_a_weight_of_another_shape(reasons_of: Reasons, folder: Path) -> None:
-    def reshape(model: ir.Model) -> None:
-        tensor = external(model, UP)
-        value = model.graph.initializers[UP]
-        value.shape = ir.Shape([32, 48])
-        value.const_value = ir.ExternalTensor(
-            "weights-float32.data", tensor.offset, tensor.length, tensor.dtype, shape=ir.Shape([32, 48]), name=UP
-        )
-
-    assert reasons_of(reshape) == (f"{UP}: is FLOAT (32, 48) in the graph and F32 (48, 32) in weights-float32.data",)
+def swapped(model: ir.Model) -> None:
+    down, norm = external(model, DOWN).offset, external(model, "norm.weight").offset
+    assert down is not None
+    point(model, DOWN, norm)
+    point(model, "norm.weight", down + 4)
 
 
-def test_weights_from_a_file_that_is_not_there(reasons_of: Reasons) -> None:
-    def elsewhere(model: ir.Model) -> None:
-        model.graph.initializers[DOWN].const_value = moved(external(model, DOWN), 0, "stale.data")
-
-    (reason,) = reasons_of(elsewhere)
-    assert reason == f"{DOWN}: refers to stale.data, which is no weights file of this folder"
+def renamed(model: ir.Model) -> None:
+    value = model.graph.initializers.pop(DOWN)
+    value.name = "renamed"
+    model.graph.initializers["renamed"] = value
 
 
-@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE])
-def test_a_float_of_another_width(reasons_of: Reasons, dtype: ir.DataType) -> None:
-    def cast(model: ir.Model) -> None:
-        (router, *_) = [node for node in model.graph if node.op_type == "MatMul"]
+def another_shape(model: ir.Model) -> None:
+    model.graph.initializers[UP].shape = ir.Shape([32, 48])
+    point(model, UP, external(model, UP).offset)
+
+
+def cast(dtype: ir.DataType) -> Change:
+    def change(model: ir.Model) -> None:
+        router = next(node for node in model.graph if node.op_type == "MatMul")
         writer = NodeWriter(model.graph, router, "coarse")
         value = writer.op("Cast", [router.inputs[0]], dtype, (2, 16, 32), {"to": int(dtype)})
         router.replace_input_with(0, writer.op("Cast", [value], ir.DataType.FLOAT, (2, 16, 32), {"to": 1}))
 
-    (reason,) = [reason for reason in reasons_of(cast) if "computes in" in reason]
-    assert reason.startswith("layers.0 (")
-    assert reason.endswith(f": Cast computes in {dtype}, this graph is float32")
+    return change
 
 
-def test_scores_that_are_compared_in_half_precision(reasons_of: Reasons) -> None:
-    def coarse(model: ir.Model) -> None:
-        take = next(node for node in model.graph if node.op_type == "TopK" and node.attributes.get_int("largest", 1))
-        writer = NodeWriter(model.graph, take, "coarse")
-        half = writer.op("Cast", [take.inputs[0]], ir.DataType.FLOAT16, (2, 16), {"to": 10})
-        take.replace_input_with(0, half)
-
-    reasons = reasons_of(coarse)
-    assert any(
-        reason.startswith("layers.0 (") and reason.endswith(": TopK compares FLOAT16 scores, expected float32")
-        for reason in reasons
-    )
+def coarse_scores(model: ir.Model) -> None:
+    take = next(node for node in model.graph if node.op_type == "TopK" and node.attributes.get_int("largest", 1))
+    writer = NodeWriter(model.graph, take, "coarse")
+    take.replace_input_with(0, writer.op("Cast", [take.inputs[0]], ir.DataType.FLOAT16, (2, 16), {"to": 10}))
 
 
-def test_an_operator_that_the_dialect_has_not(reasons_of: Reasons) -> None:
-    def foreign(model: ir.Model) -> None:
-        node = next(node for node in model.graph if node.op_type == "Sigmoid")
-        node.domain = "com.vendor"
-        model.opset_imports["com.vendor"] = 1
+def foreign(model: ir.Model) -> None:
+    next(node for node in model.graph if node.op_type == "Sigmoid").domain = "com.vendor"
+    model.opset_imports["com.vendor"] = 1
 
-    assert any("com.vendor" in reason for reason in reasons_of(foreign))
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            other_outputs,
+            (
+                "output logits has shape (2, 16, 255), expected (2, 16, 256)",
+                "no output routed_1",
+                "output routed_7 is not one of this model",
+            ),
+        ),
+        (own_value, (f"{DOWN}: a value of its own in the graph instead of the shared weights",)),
+        (
+            swapped,
+            (
+                f"{DOWN}: refers to norm.weight in weights-float32.data",
+                "norm.weight: refers to other bytes in weights-float32.data",
+            ),
+        ),
+        (renamed, ("renamed: refers to weights-float32.data, which has no tensor of this name",)),
+        (another_shape, (f"{UP}: is FLOAT (32, 48) in the graph and F32 (48, 32) in weights-float32.data",)),
+        (
+            lambda model: point(model, DOWN, 0, "stale.data"),
+            (f"{DOWN}: refers to stale.data, which is no weights file of this folder",),
+        ),
+        *(
+            (cast(dtype), (f": Cast computes in {dtype}, this graph is float32",))
+            for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+        ),
+        (coarse_scores, (": TopK compares FLOAT16 scores, expected float32",)),
+        (foreign, ("com.vendor",)),
+    ],
+)
+def test_what_is_wrong_in_a_graph(reasons_of: Reasons, change: Change, expected: tuple[str, ...]) -> None:
+    reasons = reasons_of(change)
+    for words in expected:
+        assert any(words in reason for reason in reasons), reasons
+
+
+def test_a_sound_graph(reasons_of: Reasons) -> None:
+    assert reasons_of(lambda model: None) == ()
 
 
 @pytest.mark.parametrize("data", [None, b"", b"not a graph at all", b"\x08\x0a"])
@@ -309,62 +295,53 @@ def differences_of(folder: Path) -> Callable[[Change], tuple[str, ...]]:
     return reasons
 
 
-def test_what_was_not_changed(differences_of: Reasons) -> None:
-    assert differences_of(lambda model: None) == ()
+def attribute(model: ir.Model) -> None:
+    attention = [node for node in model.graph if node.op_type == "Attention"][1]
+    attention.attributes["scale"] = ir.AttrFloat32("scale", 0.2500001)
 
 
-def test_a_changed_attribute(differences_of: Reasons) -> None:
-    def change(model: ir.Model) -> None:
-        attention = [node for node in model.graph if node.op_type == "Attention"][1]
-        attention.attributes["scale"] = ir.AttrFloat32("scale", 0.2500001)
-
-    (reason,) = differences_of(change)
-    assert reason.startswith("not what a fresh export gives: node ")
-    assert reason.endswith(" changed in layers.1")
-
-
-def test_a_node_too_many_and_one_that_is_missing(differences_of: Reasons) -> None:
-    def change(model: ir.Model) -> None:
-        add = [node for node in model.graph if node.op_type == "Add"][-1]
-        add.name = "another"
-
-    assert sorted(reason.split()[-3] for reason in differences_of(change)) == ["added", "missing"]
+def constant(model: ir.Model) -> None:
+    name, value = next(
+        (name, value)
+        for name, value in model.graph.initializers.items()
+        if value.dtype == ir.DataType.INT64 and not isinstance(value.const_value, ir.ExternalTensor)
+    )
+    assert value.const_value is not None
+    value.const_value = ir.tensor(value.const_value.numpy() + np.int64(1), name=name)
 
 
-def test_a_changed_constant(differences_of: Reasons) -> None:
-    def change(model: ir.Model) -> None:
-        name, value = next(
-            (name, value)
-            for name, value in model.graph.initializers.items()
-            if value.dtype == ir.DataType.INT64 and not isinstance(value.const_value, ir.ExternalTensor)
-        )
-        assert value.const_value is not None
-        value.const_value = ir.tensor(value.const_value.numpy() + np.int64(1), name=name)
-
-    (reason,) = differences_of(change)
-    assert reason.startswith("not what a fresh export gives: initializer ")
-    assert reason.endswith(" changed")
+def port_and_opset(model: ir.Model) -> None:
+    model.graph.outputs[1].shape = ir.Shape([2, 5])
+    model.opset_imports[""] = 22
 
 
-def test_shape_of_an_output_and_opset(differences_of: Reasons) -> None:
-    def change(model: ir.Model) -> None:
-        model.graph.outputs[1].shape = ir.Shape([2, 5])
-        model.opset_imports[""] = 22
-
-    assert {reason.removeprefix("not what a fresh export gives: ") for reason in differences_of(change)} >= {
-        "opset changed", "input or output routed_0 changed"
-    }  # fmt: skip
+def another_node(model: ir.Model) -> None:
+    [node for node in model.graph if node.op_type == "Add"][-1].name = "another"
 
 
-def test_only_the_first_few_are_named(differences_of: Reasons) -> None:
-    def change(model: ir.Model) -> None:
-        for node in model.graph:
-            node.name = f"{node.name}_renamed"
+def all_nodes(model: ir.Model) -> None:
+    for node in model.graph:
+        node.name = f"{node.name}_renamed"
 
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda model: None, []),
+        (attribute, ["node .* changed in layers.1"]),
+        (constant, ["initializer .* changed"]),
+        (another_node, ["node .* added in", "node .* missing in"]),
+        (port_and_opset, ["opset changed", "input or output routed_0 changed"]),
+        # Only the first few are named.
+        (all_nodes, ["node .* missing"] * 4 + ["and .* more differences"]),
+    ],
+)
+def test_what_differs_from_a_fresh_export(differences_of: Reasons, change: Change, expected: list[str]) -> None:
     reasons = differences_of(change)
-    assert len(reasons) == 5
-    assert reasons[-1].startswith("not what a fresh export gives: and ")
-    assert reasons[-1].endswith(" more differences")
+    assert len(reasons) >= len(expected)
+    assert bool(reasons) == bool(expected)
+    for words in expected:
+        assert any(re.match(f"not what a fresh export gives: {words}", reason) for reason in reasons), reasons
 
 
 def test_what_is_neither_node_nor_weight_is_another_file_still(folder: Path) -> None:
