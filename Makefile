@@ -47,7 +47,7 @@ figures: install
 	PYTHONPATH=tests/mod_export $(BIN)/python tests/figures/make_figures.py
 
 faults: install
-	$(BIN)/python tests/faults/rates.py
+	PYTHONPATH=tests/mod_export $(BIN)/python tests/faults/rates.py
 
 floors: install
 	$(BIN)/python tests/floors/run.py

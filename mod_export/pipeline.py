@@ -20,12 +20,11 @@ from mod_export.errors import ModExportError
 from mod_export.plan import make_plan
 from mod_export.results.report import BuildReport, Stage
 from mod_export.sources.checkpoint import model_from_checkpoint
-from mod_export.stages.benchmark import benchmark
+from mod_export.stages.benchmark import benchmark, count_work, profile
 from mod_export.stages.context import BuildContext
 from mod_export.stages.engines import build_engines
 from mod_export.stages.graphs import capture, onnx
 from mod_export.stages.passes import passes
-from mod_export.stages.profile import count_work, profile
 from mod_export.stages.report import write_report
 from mod_export.stages.validate import validate
 from mod_export.types import KINDS

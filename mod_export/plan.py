@@ -19,7 +19,7 @@ from mod_export.sources.checkpoint import Model
 from mod_export.sources.protocol import GeneratingModel, LoadedModel
 from mod_export.types import KINDS, Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
 
-__all__ = ["GenerationPlan", "Plan", "check_names", "make_plan"]
+__all__ = ["GenerationPlan", "Plan", "check_names", "generating_form", "make_plan"]
 
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
@@ -88,6 +88,15 @@ class Plan:
             for graph in self.graphs:
                 for variant in _variants(builder, graph, self.config):
                     yield builder, variant, graph
+
+
+def generating_form(loaded: LoadedModel, kind: ModelKind, window: int, config: BuildConfig) -> GeneratingModel:
+    """A model in the form that decides about one token at a time; a dense baseline needs no further slots.
+
+    Raises:
+        ValueError: it cannot generate, or not in this window.
+    """
+    return loaded.generating(window, config.generation.slack if kind == "mod" else 0)
 
 
 def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequence[Variant]:
@@ -214,7 +223,7 @@ def _generation(
     if problems:
         raise ConfigError(problems)
     try:
-        models = {kind: loaded[kind].generating(window, options.slack if kind == "mod" else 0) for kind in KINDS}
+        models = {kind: generating_form(loaded[kind], kind, window, config) for kind in KINDS}
     except ValueError as error:
         raise ConfigError([f"generation: {error}"]) from error
     return GenerationPlan(models=models, window=window)
@@ -235,11 +244,11 @@ def _graphs(
     options, window = config.generation, generation.window
     prefills = [Bucket(1, length) for length in options.prompt_lengths(window)]
     decodes = sorted(Bucket(batch, cache) for batch in options.batches for cache in options.cache_lengths(window))
-    roles: list[tuple[Role, list[Bucket]]] = [("prefill", prefills), ("decode", decodes)]
+    roles: list[tuple[Role, Outputs, list[Bucket]]] = [("prefill", "last", prefills), ("decode", "logits", decodes)]
     for kind in KINDS:
-        for role, role_buckets in roles:
+        for role, outputs, role_buckets in roles:
             for bucket in role_buckets:
-                yield _portable(kind, role, bucket, generation.models[kind].loaded, "logits")
+                yield _portable(kind, role, bucket, generation.models[kind].loaded, outputs)
 
 
 def _portable(kind: ModelKind, role: Role, bucket: Bucket, loaded: LoadedModel, outputs: Outputs) -> Graph:

@@ -10,9 +10,8 @@ from typing import Protocol, TypeVar
 from mod_export.config import BuildConfig
 from mod_export.results.base import Result
 from mod_export.results.report import Verdict
-from mod_export.stages.benchmark import benchmark
+from mod_export.stages.benchmark import benchmark, profile
 from mod_export.stages.folder import FolderContext, notes
-from mod_export.stages.profile import profile
 from mod_export.stages.report import compare_with_baseline, verdict_of
 
 Row = TypeVar("Row", bound=Result)

@@ -89,8 +89,7 @@ def _names_a_file(given: str) -> bool:
 def _routed(loaded: LoadedModel, ids_S: np.ndarray, source: str, left_out: int) -> RoutedText | None:
     import numpy as np
 
-    from mod_export.validate.maps import routing_map
-    from mod_export.validate.reference import Reference
+    from mod_export.validate.reference import Reference, routing_map
 
     batch = Batch("text", ids_S[None], np.array([len(ids_S)], dtype=np.int64))
     found = routing_map(Reference(loaded), Bucket(1, len(ids_S)), [batch])

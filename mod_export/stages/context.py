@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -23,7 +24,7 @@ from mod_export.results.base import Result
 from mod_export.results.cost import Work
 from mod_export.results.generation import StepBytes
 from mod_export.runtime.generate.decoder import DecodingEngines
-from mod_export.sources.protocol import GeneratingModel, LoadedModel
+from mod_export.sources.protocol import ExportableModel, GeneratingModel, LoadedModel
 from mod_export.types import (
     KINDS,
     PRIMARY,
@@ -33,12 +34,11 @@ from mod_export.types import (
     Engine,
     Graph,
     ModelKind,
-    Outputs,
     Role,
     graph_of,
 )
+from mod_export.validate.inputs import prompts_of
 from mod_export.validate.reference import Reference
-from mod_export.validate.written import prompts_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,24 +61,28 @@ class Store(Protocol):
     def hash_of(self, output: str) -> str: ...
 
 
-class _ForwardSource:
-    """Whole rows, as `GraphSource` wants them."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A `GraphSource` of whole rows."""
 
-    def __init__(self, loaded: LoadedModel, graph: Graph) -> None:
-        import torch
+    module: torch.nn.Module
+    examples: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
-        B, S = graph.bucket.batch, graph.bucket.seq
-        self.module = loaded.skeleton(graph.outputs).to("meta")
-        ids_BS = [torch.zeros((B, S), dtype=torch.int64, device="meta") for _ in range(2)]
-        # A row may be full or down to one token; neither may change the graph.
-        lengths_B = [torch.full((B,), length, device="meta") for length in (S, 1)]
-        self.examples = ((ids_BS[0], lengths_B[0]), (ids_BS[1], lengths_B[1]))
-        self.inputs = ("input_ids", "lengths")
-        self.outputs = (PRIMARY[graph.outputs],)
+
+def _forward_source(model: ExportableModel, graph: Graph) -> GraphSource:
+    from mod_export.export.capture import bucket_example
+    from mod_export.export.onnx_export import INPUTS
+
+    module = model.skeleton(graph.outputs).to("meta")
+    # A row may be full or down to one token; neither may change the graph.
+    full, short = (bucket_example(module, graph.bucket, length) for length in (graph.bucket.seq, 1))
+    return _Source(module, (full, short), INPUTS, (PRIMARY[graph.outputs],))
 
 
 class Models:
-    """The two models, their references and what is captured of them, each made when it is first asked for.
+    """The two models, their references and the sources of their graphs, each made when it is first asked for.
 
     A build that reuses everything needs none of them, and neither does a benchmark on a server without PyTorch.
     """
@@ -89,53 +93,44 @@ class Models:
         generating: Callable[[ModelKind], GeneratingModel],
         config: BuildConfig,
     ) -> None:
-        self._load, self._as_generating, self._config = loaded, generating, config
-        self._made: dict[tuple[object, ...], Any] = {}
-
-    def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    def loaded(self, kind: ModelKind) -> LoadedModel:
+        self._config = config
+        self.loaded: Callable[[ModelKind], LoadedModel] = cache(loaded)
         """The model as it reads whole rows."""
-        loaded: LoadedModel = self._once(("loaded", kind), lambda: self._load(kind))
-        return loaded
-
-    def generating(self, kind: ModelKind) -> GeneratingModel:
+        self.generating: Callable[[ModelKind], GeneratingModel] = cache(generating)
         """The model as it decides about one token at a time."""
-        generating: GeneratingModel = self._once(("generating", kind), lambda: self._as_generating(kind))
-        return generating
+        self._references: dict[tuple[ModelKind, Role], Reference] = {}
+        self._sources: dict[tuple[ModelKind, Role, Bucket], GraphSource] = {}
 
     def reference(self, kind: ModelKind, role: Role = "forward") -> Reference:
-        """The eager model that graphs of a role are judged by. Those of one kind share weights and captures."""
-        outputs: Outputs = {"forward": self._config.outputs, "prefill": "last", "decode": "logits"}[role]
-        generates = role != "forward"
-
-        def make() -> Reference:
-            loaded = self.generating(kind).loaded if generates else self.loaded(kind)
-            captures: Reference = self._once(("captures", kind, generates), lambda: Reference(loaded))
-            return captures.returning(outputs)
-
-        reference: Reference = self._once(("reference", kind, generates, outputs), make)
-        return reference
+        """The eager model that graphs of a role are judged by. Prefill and decode share captured programs."""
+        if (kind, role) not in self._references:
+            if role == "prefill":
+                found = self.reference(kind, "decode").returning("last")
+            elif role == "decode":
+                found = Reference(self.generating(kind).loaded)
+            else:
+                found = Reference(self.loaded(kind), self._config.outputs)
+            self._references[kind, role] = found
+        return self._references[kind, role]
 
     def source(self, graph: Graph) -> GraphSource:
         """What a portable graph is captured from: a module on the meta device, example inputs, and names."""
-
-        def make() -> GraphSource:
+        key = (graph.model, graph.role, graph.bucket)
+        if key not in self._sources:
             B, S = graph.bucket.batch, graph.bucket.seq
             if graph.role == "prefill":
-                return self.generating(graph.model).prefill(B, S)
-            if graph.role == "decode":
-                return self.generating(graph.model).step(B, S, self._config.generation.slots)
-            return _ForwardSource(self.loaded(graph.model), graph)
-
-        source: GraphSource = self._once(("source", graph.model, graph.role, graph.bucket), make)
-        return source
+                found = self.generating(graph.model).prefill(B, S)
+            elif graph.role == "decode":
+                found = self.generating(graph.model).step(B, S, self._config.generation.slots)
+            else:
+                found = _forward_source(self.loaded(graph.model), graph)
+            self._sources[key] = found
+        return self._sources[key]
 
     def program(self, graph: Graph) -> torch.export.ExportedProgram:
-        """The eager float32 module with its weights, captured for the bucket of a graph of whole rows."""
+        """The eager float32 module with its weights, captured for the bucket of a graph of whole rows. Not kept: the
+        one target that asks for it makes one engine of it.
+        """
         from mod_export.export.capture import captured_module
 
         module = self.loaded(graph.model).module(graph.outputs)
@@ -225,13 +220,16 @@ class Context:
 
     def identity(self, kind: ModelKind) -> dict[str, Any]:
         """Which weights and which spec a model is made of, as an input of steps."""
-        facts = self.facts[kind]
-        return {
-            "checkpoint": facts.checkpoint_sha256,
-            "architecture": facts.architecture,
-            "spec": facts.spec,
-            "kind": kind,
-        }
+        about = self.facts[kind].model_dump(include={"checkpoint_sha256", "architecture", "spec"})
+        return {**about, "kind": kind}
+
+    def source_inputs(self, graph: Graph) -> dict[str, Any]:
+        """What the source of a portable graph depends on, as an input of steps."""
+        about: dict[str, Any] = {"role": graph.role, "bucket": asdict(graph.bucket), "outputs": graph.outputs}
+        if graph.role != "forward":
+            model = self.models.generating(graph.model)
+            about["generation"] = [model.loaded.spec, model.window, self.config.generation.slots]
+        return {**self.identity(graph.model), **about}
 
     def runnable(self, *roles: Role) -> list[Engine]:
         """Engines of these roles that run here: their target does, and it is their GPU if they were built for one.
@@ -249,8 +247,8 @@ class Context:
         return found.can_run(engine) and (engine.role == "forward" or ENGINES[engine.target].binds)
 
     def texts(self, rows: int, length: int) -> np.ndarray:
-        """Beginnings of held-out text for timing decode steps, int64 (rows, length); random ids where there is none."""
-        return prompts_of(self.models.generating("mod").loaded, rows, length, self.config.seed)
+        """Beginnings of texts for timing, int64 (rows, length): random ids, for which no model is needed."""
+        return prompts_of(None, self.facts["mod"].vocab_size, rows, length, self.config.seed)
 
     def decoding_engines(self) -> DecodingEngines:
         """The prefill and decode engines, as they are served."""
@@ -302,6 +300,11 @@ class BuildContext(Context):
 
     def identity(self, kind: ModelKind) -> dict[str, Any]:
         return {**super().identity(kind), "code": self.plan.source_of(kind).code_sha256}
+
+    def texts(self, rows: int, length: int) -> np.ndarray:
+        """Held-out text where the model has text."""
+        model = self.models.loaded("mod")
+        return prompts_of(model, model.vocab_size, rows, length, self.config.seed)
 
 
 def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:

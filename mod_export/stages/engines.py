@@ -45,14 +45,12 @@ def build_engines(context: BuildContext) -> None:
     _ = context.machine  # Looked at once, before several threads ask for it.
     context.engines += [_engine(context, builder, variant, portable) for builder, variant, portable in planned]
     with ThreadPoolExecutor(_at_once(context)) as pool:
+        jobs = [(context, *one[:2], engine) for one, engine in zip(planned, context.engines, strict=True)]
         try:
-            waiting = []
-            for (builder, variant, _), engine in zip(planned, context.engines, strict=True):
-                if builder.apart:
-                    waiting.append(pool.submit(_build, context, builder, variant, engine))
-            for (builder, variant, _), engine in zip(planned, context.engines, strict=True):
-                if not builder.apart:
-                    _build(context, builder, variant, engine)
+            waiting = [pool.submit(_build, *job) for job in jobs if job[1].apart]
+            for job in jobs:
+                if not job[1].apart:
+                    _build(*job)
             for future in waiting:
                 future.result()
         except BaseException:  # Interrupted as well: what has not begun must not be waited for.

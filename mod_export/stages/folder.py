@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mod_export.build_folder.manifest import MANIFEST, GenerationFacts, Manifest, ModelFacts, open_folder
 from mod_export.build_folder.workspace import Step
 from mod_export.config import BuildConfig
 from mod_export.environment import EXPORTERS, versions
 from mod_export.errors import BuildFolderError, CheckpointError
+from mod_export.plan import generating_form
 from mod_export.results.parity import ParityRow
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.sources.checkpoint import model_from_checkpoint, model_from_weights
@@ -40,7 +39,6 @@ class _Finished:
         return Step(name=name, result=json.loads(json.dumps(make([]))))
 
     def hash_of(self, output: str) -> str:
-        """SHA-256 of a file as it was built."""
         return self._manifest.files[output].sha256
 
 
@@ -88,11 +86,6 @@ class FolderContext(Context):
         """Whether a fresh export here must give the same graphs: other versions differ for good reasons."""
         return self.manifest.exporters == versions(*EXPORTERS)
 
-    def texts(self, rows: int, length: int) -> np.ndarray:
-        # Timing needs no PyTorch, and without the model there is no text.
-        shape = (rows, length)
-        return np.random.default_rng(self.config.seed).integers(0, self.facts["mod"].vocab_size, shape, dtype=np.int64)
-
     def _restored(self, kind: ModelKind) -> LoadedModel:
         facts = self.facts[kind]
         weights = self._checkpoint_weights(kind) or _weights_of_folder(self.root, facts)
@@ -108,8 +101,7 @@ class FolderContext(Context):
 
     def _generating(self, kind: ModelKind) -> GeneratingModel:
         assert isinstance(self.generation, GenerationFacts)
-        slack = self.config.generation.slack if kind == "mod" else 0
-        return self.models.loaded(kind).generating(self.generation.window, slack)
+        return generating_form(self.models.loaded(kind), kind, self.generation.window, self.config)
 
     def _checkpoint_weights(self, kind: ModelKind) -> Mapping[str, torch.Tensor]:
         """The weights of the checkpoint that was named, if this model was built from it.

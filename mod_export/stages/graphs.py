@@ -1,9 +1,14 @@
-"""Stages capture and onnx: one static graph per model, role and bucket, and the weights files that they share."""
+"""Stages capture and onnx: one static graph per model, role and bucket, and the weights files that they share.
+
+Exporting is deterministic, so validation exports again and compares: `fresh_graph` gives the bytes of any graph of a
+finished folder by the functions that a build uses.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,40 +16,32 @@ from typing import Any
 import onnx_ir as ir
 
 from mod_export.benchmark.cost import cost_row
+from mod_export.engines import ENGINES
 from mod_export.environment import EXPORTERS, versions
 from mod_export.errors import GraphError
 from mod_export.export.capture import captured, prove_static
+from mod_export.export.nodes import graph_from_bytes
 from mod_export.export.onnx_export import assert_capacity, check_model, onnx_from_captured
-from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.export.passes import PORTABLE, needs_rewrite, run_passes
 from mod_export.export.passes.products import quantizable_weights
-from mod_export.export.routing_sites import RoutingSite
 from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, stored_state, write_weights
 from mod_export.results.cost import CostRow
-from mod_export.stages.context import BuildContext
+from mod_export.stages.context import BuildContext, Context
 from mod_export.types import DTYPES, KINDS, PRIMARY, QUANTIZED, DType, Graph, ModelKind
 
-__all__ = ["capture", "onnx", "save_graph"]
+__all__ = ["capture", "fresh_graph", "onnx", "save_graph"]
+
+SHOWN = 4
+MOST_KEPT = 32
+"""Fresh portable graphs that a process keeps: they are small without weights, and an export takes seconds."""
+_kept: dict[str, bytes] = {}
 
 
 def capture(context: BuildContext) -> None:
     """Proves that every bucket is one static graph."""
     for graph in context.plan.graphs:
-        inputs = {**_source_inputs(context, graph), **context.versions("torch")}
+        inputs = {**context.source_inputs(graph), **context.versions("torch")}
         context.step(f"capture/{graph.stem}", inputs, [], partial(_prove, context, graph))
-
-
-def _source_inputs(context: BuildContext, graph: Graph) -> dict[str, Any]:
-    """What the source of a portable graph depends on."""
-    inputs = {
-        **context.identity(graph.model),
-        "role": graph.role,
-        "bucket": asdict(graph.bucket),
-        "outputs": graph.outputs,
-    }
-    if graph.role != "forward":
-        generation = context.plan.generating(graph.model)
-        inputs["generation"] = [generation.loaded.spec, generation.window, context.config.generation.slots]
-    return inputs
 
 
 def _prove(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, int]:
@@ -54,15 +51,16 @@ def _prove(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[s
 
 def onnx(context: BuildContext) -> None:
     """Weights files, and the portable graph of every model, role and bucket."""
-    dtypes = _dtypes(context)
-    kinds = {context.facts[kind].weights: kind for kind in reversed(KINDS)}
-    for kind in kinds.values():
+    kinds = {context.facts[kind].weights: kind for kind in reversed(KINDS)}.values()
+    wanted = {"float32", *(variant.dtype for _, variant, _ in context.plan.engines())}
+    dtypes = [dtype for dtype in DTYPES if dtype in wanted]
+    for kind in kinds:
         for dtype in dtypes:
             if dtype not in QUANTIZED:
                 _write_weights(context, kind, dtype)
     for graph in context.plan.graphs:
         inputs = {
-            **_source_inputs(context, graph),
+            **context.source_inputs(graph),
             "weights": context.hash_of(context.weights_path(graph.model, "float32")),
             "versions": versions(*EXPORTERS),
         }
@@ -71,7 +69,7 @@ def onnx(context: BuildContext) -> None:
         if step.result["cost"] is not None:
             context.add([CostRow.model_validate(step.result["cost"])])
     # Which weights can become whole numbers is read from the graphs.
-    for kind in kinds.values():
+    for kind in kinds:
         for dtype in dtypes:
             if dtype in QUANTIZED:
                 _write_weights(context, kind, dtype, _quantized(context, kind, dtype))
@@ -88,16 +86,7 @@ def _quantized(context: BuildContext, kind: ModelKind, dtype: DType) -> frozense
 
 
 def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
-    source = context.models.source(graph)
-    # Conditions are captured with everything else where strict; otherwise each is compiled alone, which takes longer.
-    found = captured(source.module, source.examples[0], graph.stem, strict=graph.role == "decode")
-    model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
-    applied = run_passes(model, PORTABLE, "float32")
-    _check_ports(graph, model, source.inputs, [*source.outputs, *found.routed])
-    if graph.role != "decode":
-        _check_sites(graph, found.sites)
-    if graph.role == "forward":
-        assert_capacity(model, graph.bucket, graph.k_by_layer, PRIMARY[graph.outputs])
+    model, applied = _portable(context, graph)
     save_graph(context, model, graph, paths[0])
     cost = cost_row(model, graph.model, graph.bucket) if graph.role == "forward" else None
     return {
@@ -106,16 +95,25 @@ def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[
     }
 
 
-def _check_sites(graph: Graph, sites: Sequence[RoutingSite]) -> None:
-    """The captured program must mark the sites that the spec declares, with their slots.
+def _portable(context: Context, graph: Graph) -> tuple[ir.Model, dict[str, int]]:
+    """The portable graph, its weights without values.
 
     Raises:
-        GraphError: it marks others.
+        BuildError: it cannot be exported, or is not what the plan says.
     """
-    found = {site.name: site.k for site in sites}
+    source = context.models.source(graph)
+    # Conditions are captured with everything else where strict; otherwise each is compiled alone, which takes longer.
+    found = captured(source.module, source.examples[0], graph.stem, strict=graph.role == "decode")
+    model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
+    applied = run_passes(model, PORTABLE, "float32")
+    _check_ports(graph, model, source.inputs, [*source.outputs, *found.routed])
     declared = {site: k for site, k in graph.k_by_layer.items() if k}
-    if found != declared:
-        raise GraphError(f"{graph.path}: marks the routing sites {found}, and the spec declares {declared}")
+    marked = {site.name: site.k for site in found.sites}
+    if graph.role != "decode" and marked != declared:
+        raise GraphError(f"{graph.path}: marks the routing sites {marked}, and the spec declares {declared}")
+    if graph.role == "forward":
+        assert_capacity(model, graph.bucket, graph.k_by_layer, PRIMARY[graph.outputs])
+    return model, applied
 
 
 def _check_ports(graph: Graph, model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -132,25 +130,63 @@ def _check_ports(graph: Graph, model: ir.Model, inputs: Sequence[str], outputs: 
         raise GraphError(f"{graph.path}: {', '.join(map(str, loose))} has no fixed size; write the model without one")
 
 
-def save_graph(context: BuildContext, model: ir.Model, graph: Graph, destination: Path) -> None:
-    """Binds the weights, writes the graph, and has onnx.checker look at it where its weights are."""
-    folder = context.root / "graphs"
-    files = [
-        WeightsFile.open(context.root / context.weights_path(graph.model, dtype)) for dtype in files_for(graph.dtype)
-    ]
-    bind_weights(model, files, folder)
+def _bind(context: Context, model: ir.Model, graph: Graph) -> None:
+    """Makes the weights of a graph references to the weights files of the folder.
+
+    Raises:
+        GraphError: a weights file does not hold one of them.
+        BuildFolderError: a weights file is missing, or is none.
+    """
+    paths = [context.weights_path(graph.model, dtype) for dtype in files_for(graph.dtype)]
+    bind_weights(model, [WeightsFile.open(context.root / path) for path in paths], context.root / "graphs")
     unbound = [name for name, value in model.graph.initializers.items() if value.const_value is None]
     if unbound:
-        raise GraphError(f"{graph.path}: no value for {', '.join(unbound[:3])}; the weights file does not hold it")
-    data = ir.to_proto(model).SerializeToString()
+        raise GraphError(f"{graph.path}: no value for {', '.join(unbound[:SHOWN])} in {', '.join(paths)}")
+
+
+def _bytes(model: ir.Model) -> bytes:
+    return ir.to_proto(model).SerializeToString()
+
+
+def save_graph(context: BuildContext, model: ir.Model, graph: Graph, destination: Path) -> None:
+    """Binds the weights, writes the graph, and has onnx.checker look at it where its weights are."""
+    _bind(context, model, graph)
+    data = _bytes(model)
     # External data must lie beside the graph, so the check runs on a copy there.
-    probe = folder / f".partial-{destination.name}"
+    probe = context.root / "graphs" / f".partial-{destination.name}"
     try:
         probe.write_bytes(data)
         check_model(str(probe))
     finally:
         probe.unlink(missing_ok=True)
     destination.write_bytes(data)
+
+
+def fresh_graph(context: Context, graph: Graph) -> bytes:
+    """A graph as a build would write it now.
+
+    Raises:
+        BuildError: it cannot be exported, or the weights files do not hold its weights.
+        BuildFolderError: a weights file is missing, or is none.
+    """
+    portable = replace(graph, dtype="float32", target=None)
+    weights = context.weights_path(graph.model, "float32")
+    entries = WeightsFile.open(context.root / weights).entries
+    key = json.dumps([context.source_inputs(graph), weights, sorted(entries.items())], default=str)
+    if key not in _kept:
+        model, _ = _portable(context, portable)
+        _bind(context, model, portable)
+        _kept[key] = _bytes(model)
+        if len(_kept) > MOST_KEPT:
+            del _kept[next(iter(_kept))]
+    dialect = PORTABLE if graph.target is None else graph.dialect(ENGINES[graph.target].dialect)
+    if graph.target is None or not needs_rewrite(dialect, graph.dtype):
+        return _kept[key]
+    model = graph_from_bytes(_kept[key])
+    _bind(context, model, portable)
+    run_passes(model, dialect, graph.dtype)
+    _bind(context, model, graph)
+    return _bytes(model)
 
 
 def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, quantized: Collection[str] = ()) -> None:
@@ -163,8 +199,3 @@ def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, quantiz
     inputs = {**context.identity(kind), "dtype": dtype, "quantized": sorted(quantized), **context.versions()}
     step = context.step(f"weights/{Path(path).stem}", inputs, [path], make)
     context.weight_digests[path] = step.result
-
-
-def _dtypes(context: BuildContext) -> Sequence[DType]:
-    wanted = {"float32", *(variant.dtype for _, variant, _ in context.plan.engines())}
-    return [dtype for dtype in DTYPES if dtype in wanted]

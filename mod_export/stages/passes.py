@@ -24,7 +24,7 @@ from mod_export.stages.context import BuildContext
 from mod_export.stages.graphs import save_graph
 from mod_export.types import PRIMARY, Dialect, DType, Graph, Setting
 from mod_export.validate.inputs import parity_batches
-from mod_export.validate.rows import judge_runner
+from mod_export.validate.parity import judge_runner
 
 __all__ = ["attention_shapes", "check_memory", "passes"]
 
@@ -72,14 +72,14 @@ def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
 
 def _rewrite_step(context: BuildContext, builder: EngineBuilder, graph: Graph, portable: Graph) -> None:
     dialect = asdict(graph.dialect(builder.dialect))
-    dialect = {key: sorted(value) if isinstance(value, frozenset) else value for key, value in dialect.items()}
+    proven = _is_proven(builder, graph)
     inputs = {
         "portable": context.hash_of(portable.path),
         "weights": context.hash_of(context.weights_path(graph.model, graph.dtype)),
-        "dialect": dialect,
+        "dialect": {key: sorted(value) if isinstance(value, frozenset) else value for key, value in dialect.items()},
         "dtype": graph.dtype,
-        "gate": context.config.parity.gate(graph.dtype).model_dump() if _is_proven(builder, graph) else None,
-        "versions": versions("mod_export", "onnx_ir", *(["onnxruntime"] if _is_proven(builder, graph) else [])),
+        "gate": context.config.parity.gate(graph.dtype).model_dump() if proven else None,
+        "versions": versions("mod_export", "onnx_ir", *(["onnxruntime"] if proven else [])),
     }
     name = f"rewrite/{builder.name}/{graph.stem}-{graph.dtype}"
     context.step(name, inputs, [graph.path], lambda paths: _rewrite(context, builder, graph, portable, paths[0]))
@@ -148,12 +148,8 @@ def _attention_bytes(model: ir.Model) -> int:
 
 
 def _chosen_dialect(context: BuildContext, builder: EngineBuilder, model: ir.Model) -> Dialect:
-    """The dialect of a target for one graph: with the blocks that its attentions are computed in, where blocks help.
-
-    Args:
-        context: of the build.
-        builder: of the target.
-        model: the portable graph.
+    """The dialect of a target for a portable graph: with the blocks that its attentions are computed in, where blocks
+    help.
     """
     if not builder.dialect.whole_scores:
         return builder.dialect

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mod_export.benchmark.cost import flops_of
 from mod_export.benchmark.speedup import speedup_rows
@@ -126,26 +125,20 @@ def _generation(context: BuildContext) -> GenerationReport:
 
 
 def _artifacts(context: BuildContext) -> list[Artifact]:
-    files = context.workspace.files()
-    rows: list[dict[str, Any]] = []
-    for kind, made in (("graph", context.graphs), ("engine", context.engines)):
-        for one in made:
-            about = {"target": one.target, "model": one.model, "bucket": one.bucket.name, "dtype": one.dtype}
-            rows.append({"kind": kind, "path": one.path, "role": one.role, **about})
+    files = {path: entry.model_dump() for path, entry in context.workspace.files().items()}
+    found = [
+        Artifact(
+            kind=kind, path=one.path, role=one.role, target=one.target, model=one.model, bucket=one.bucket.name,
+            dtype=one.dtype, **files[one.path],
+        )
+        for kind, made in (("graph", context.graphs), ("engine", context.engines))
+        for one in made
+    ]  # fmt: skip
+    nothing = dict.fromkeys(("target", "model", "bucket", "role"))
     for path in context.weight_digests:
         dtype = path.rpartition("-")[2].removesuffix(".data")
-        rows.append(
-            {
-                "kind": "weights",
-                "path": path,
-                "target": None,
-                "model": None,
-                "bucket": None,
-                "dtype": dtype,
-                "role": None,
-            }
-        )
-    return [Artifact(**row, **files[row["path"]].model_dump()) for row in rows]
+        found.append(Artifact(kind="weights", path=path, dtype=dtype, **nothing, **files[path]))
+    return found
 
 
 def _targets(context: BuildContext) -> list[Target]:

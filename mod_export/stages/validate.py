@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
+from mod_export.stages.graphs import fresh_graph
 from mod_export.types import DTYPES, KINDS, Bucket, Graph
 from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
-from mod_export.validate.decoding import parity_of_decoding, texts_of_decoding
-from mod_export.validate.findings import causality_of, parity_of
-from mod_export.validate.fresh import FreshGraphs, structure_of_export
+from mod_export.validate.causality import causality_of
+from mod_export.validate.checks import failed_row
+from mod_export.validate.findings import parity_of
 from mod_export.validate.inputs import parity_batches
-from mod_export.validate.maps import routing_map
-from mod_export.validate.reference import Reference
-from mod_export.validate.rows import failed_row
-from mod_export.validate.structure import structure_of_file, structure_of_graph, structure_of_weights
-from mod_export.validate.written import quality_of
+from mod_export.validate.reference import routing_map
+from mod_export.validate.structure import (
+    structure_of_export,
+    structure_of_file,
+    structure_of_graph,
+    structure_of_weights,
+)
+from mod_export.validate.texts import parity_of_decoding, quality_of, texts_of_decoding
 
 __all__ = ["validate"]
 
@@ -43,30 +48,22 @@ def validate(context: Context) -> None:
     for candidate in engines:
         if candidate.setting.role == "forward":
             _causality(context, candidate, ran[candidate.path].allowed_max_abs)
-    if context.config.generation.compared_texts:
-        for candidate in engines:
-            if candidate.setting.role == "decode":
-                _texts(context, candidate, candidates)
-    if not isinstance(context.generation, str):
+        elif candidate.setting.role == "decode" and context.config.generation.compared_texts:
+            _texts(context, candidate, candidates)
+    # A finished folder of which only some targets were asked for is asked for nothing else.
+    if not isinstance(context.generation, str) and not context.targets:
         _quality(context)
     if not isinstance(context, FolderContext):
         _maps(context)  # For the report, which only a build writes.
 
 
 def _structure(context: Context) -> None:
-    graphs = _graph_files(context)
+    """Also of every engine that is an ONNX graph."""
+    graphs = {graph.path: graph for graph in context.graphs}
+    graphs |= {one.path: context.graph_of(one) for one in context.engines if one.path.endswith(".onnx")}
     files = {path: context.hash_of(path) for path in (*context.weight_digests, *graphs)}
     inputs = {"files": files, "weights": context.weight_digests, **context.versions("onnx_ir")}
     context.measure(StructureRow, "structure", inputs, lambda: list(_structure_rows(context, graphs)))
-
-
-def _graph_files(context: Context) -> dict[str, Graph]:
-    """Every ONNX file, engines that are one included, and what it is meant to be."""
-    graphs = {graph.path: graph for graph in context.graphs}
-    for engine in context.engines:
-        if engine.path.endswith(".onnx"):
-            graphs[engine.path] = context.graph_of(engine)
-    return graphs
 
 
 def _structure_rows(context: Context, graphs: Mapping[str, Graph]) -> Iterator[StructureRow]:
@@ -80,24 +77,18 @@ def _structure_rows(context: Context, graphs: Mapping[str, Graph]) -> Iterator[S
         yield structure_of_graph(root, path, graph, context.facts[graph.model].vocab_size, context.weight_digests)
     # A build has just exported; a finished folder is compared with a fresh export, and with a checkpoint that is named.
     if isinstance(context, FolderContext):
-        yield from _fresh_exports(context, graphs)
-        yield from _against_checkpoint(context)
+        if context.exports_alike:
+            for path, graph in graphs.items():
+                yield _against_export(context, path, graph)
+        if context.checkpoint is not None:
+            yield from _against_checkpoint(context)
 
 
-def _fresh_exports(context: FolderContext, graphs: Mapping[str, Graph]) -> Iterator[StructureRow]:
-    if not context.exports_alike:
-        return
-    fresh = FreshGraphs(context.root)
-    for path, graph in graphs.items():
-        if graph.role != "forward":
-            continue
-        weights = context.weights_path(graph.model, graph.dtype)
-        try:
-            yield structure_of_export(
-                context.root, path, fresh.graph(graph, weights, context.models.reference(graph.model))
-            )
-        except (BuildError, BuildFolderError) as error:
-            yield StructureRow(path=path, checked=(), passed=False, reasons=(f"no fresh export: {error}",))
+def _against_export(context: FolderContext, path: str, graph: Graph) -> StructureRow:
+    try:
+        return structure_of_export(context.root, path, fresh_graph(context, graph))
+    except (BuildError, BuildFolderError) as error:
+        return StructureRow(path=path, checked=(), passed=False, reasons=(f"no fresh export: {error}",))
 
 
 def _against_checkpoint(context: FolderContext) -> Iterator[StructureRow]:
@@ -105,8 +96,6 @@ def _against_checkpoint(context: FolderContext) -> Iterator[StructureRow]:
 
     A baseline that came from a checkpoint of its own is left out: its reference is made of the very file.
     """
-    if context.checkpoint is None:
-        return
     # The model comes last: where both share a file, the dense baseline's tensors are a part of its own.
     built_from = context.facts["mod"].checkpoint_sha256
     own = [kind for kind in reversed(KINDS) if context.facts[kind].checkpoint_sha256 == built_from]
@@ -114,9 +103,8 @@ def _against_checkpoint(context: FolderContext) -> Iterator[StructureRow]:
     for path, (kind, dtype) in kinds.items():
         if path in context.weight_digests:
             state = state_of(context.models.reference(kind).module)
-            yield structure_of_weights(
-                context.root, path, digests_of_tensors(state, dtype, _quantized(context.root / path))
-            )
+            digests = digests_of_tensors(state, dtype, _quantized(context.root / path))
+            yield structure_of_weights(context.root, path, digests)
 
 
 def _quantized(path: Path) -> set[str]:
@@ -163,7 +151,7 @@ def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candida
             return [failed_row(why, gate, setting, artifact=candidate.path)]
         reference = context.models.reference(setting.model, setting.role)
         if setting.role == "forward":
-            return [parity_of(context.root, candidate, reference, config)]
+            return [parity_of(context.root, candidate, reference, config, partial(fresh_graph, context))]
         model = context.models.generating(setting.model)
         return [parity_of_decoding(_decoding(context, candidates), candidate.as_engine, model, reference)]
 
@@ -198,11 +186,10 @@ def _causality(context: Context, candidate: Candidate, tolerance: float) -> None
     # What the tolerance follows from, rather than its value, which is a measured number.
     options = parity.gate(setting.dtype).model_dump(include={"rounding_error", "max_abs"})
     options |= {"batches": parity.batches_per_kind, "texts": parity.text_batches, "suffixes": parity.suffixes}
-    inputs = _inputs(context, candidate, **options)
     context.measure(
         CausalityRow,
         f"causality/{setting.target}/{setting.name}",
-        inputs,
+        _inputs(context, candidate, **options),
         lambda: [causality_of(context.root, candidate, context.models.reference(setting.model), config, tolerance)],
     )
 
@@ -210,12 +197,11 @@ def _causality(context: Context, candidate: Candidate, tolerance: float) -> None
 def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidate]) -> None:
     options, setting = context.config.generation, candidate.setting
     wanted = {"texts": options.compared_texts, "tokens": options.compared_tokens}
-    inputs = _inputs(context, candidate, **wanted, **_beside(context, candidate, candidates))
     model = context.models.generating(setting.model)
     context.measure(
         TextsRow,
         f"texts/{setting.target}/{setting.name}",
-        inputs,
+        _inputs(context, candidate, **wanted, **_beside(context, candidate, candidates)),
         lambda: [texts_of_decoding(_decoding(context, candidates), candidate.as_engine, model)],
     )
 
@@ -225,7 +211,7 @@ def _quality(context: Context) -> None:
 
     def make() -> list[QualityRow]:
         models = context.models
-        own, causal = Reference(models.loaded("mod")), models.reference("mod", "decode")
+        own, causal = models.reference("mod").returning("logits"), models.reference("mod", "decode")
         found = quality_of(models.generating("mod"), causal, own, QUALITY_TEXTS, context.config.seed)
         return [] if found is None else [found]
 
@@ -235,8 +221,8 @@ def _quality(context: Context) -> None:
 
 
 def _maps(context: Context) -> None:
+    inputs = {"checkpoint": context.identity("mod"), "seed": context.config.seed, **context.versions("torch")}
     for bucket in context.buckets:
-        inputs = {"checkpoint": context.identity("mod"), "seed": context.config.seed, **context.versions("torch")}
 
         def make(bucket: Bucket = bucket) -> list[RoutingMap]:
             reference = context.models.reference("mod")

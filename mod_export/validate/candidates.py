@@ -21,11 +21,11 @@ from mod_export.types import DType, Engine, Graph, ModelKind, Setting, graph_of
 
 __all__ = ["Candidate", "candidates_from_engines", "candidates_from_graphs"]
 
-PORTABLE_TARGET = "portable"
 MOST_HEADS = 32
+"""Of a model; assumed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """An engine, or a graph that stands on its own.
 
@@ -72,11 +72,11 @@ def candidates_from_engines(engines: Sequence[Engine], graphs: Sequence[Graph]) 
     """The engines, each with the graph that it is where it is one."""
     return [
         Candidate(
-            setting=engine.setting,
-            path=engine.path,
-            weights=engine.weights,
-            graph=graph_of(engine, graphs) if engine.path.endswith(".onnx") else None,
-            engine=engine,
+            engine.setting,
+            engine.path,
+            engine.weights,
+            graph_of(engine, graphs) if engine.path.endswith(".onnx") else None,
+            engine,
         )
         for engine in engines
     ]
@@ -90,46 +90,29 @@ def candidates_from_graphs(
 ) -> list[Candidate]:
     """The graphs that ONNX Runtime can run on this CPU and that no judged engine holds.
 
-    Args:
-        graphs: of the build folder.
-        judged: candidates that are judged anyway.
-        weights_of: the weights file of a model and dtype.
-        hash_of: SHA-256 of a file as it was built.
+    `weights_of` gives the weights file of a model and dtype, `hash_of` the SHA-256 of a file as it was built.
     """
     if package_version("onnxruntime") is None:
         return []
     known = {hash_of(candidate.path) for candidate in judged}
     with_graph = {(one.graph.model, one.graph.role, one.graph.bucket) for one in judged if one.graph is not None}
-    return [
-        Candidate(
-            setting=Setting(
-                target=PORTABLE_TARGET if graph.target is None else f"{graph.target} graph",
-                dtype=graph.dtype,
-                model=graph.model,
-                role=graph.role,
-                bucket=graph.bucket,
-            ),
-            path=graph.path,
-            weights=weights_of(graph.model, graph.dtype),
-            graph=graph,
-            engine=None,
-            engine_judged=graph.target is None and (graph.model, graph.role, graph.bucket) in with_graph,
-        )
-        for graph in graphs
-        if _is_runnable(graph) and (graph.role != "forward" or hash_of(graph.path) not in known)
-    ]
+    found = []
+    for graph in graphs:
+        if not _is_runnable(graph) or (graph.role == "forward" and hash_of(graph.path) in known):
+            continue
+        target = "portable" if graph.target is None else f"{graph.target} graph"
+        setting = Setting(target=target, dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket)
+        judged_with = graph.target is None and (graph.model, graph.role, graph.bucket) in with_graph
+        weights = weights_of(graph.model, graph.dtype)
+        found.append(Candidate(setting, graph.path, weights, graph, None, engine_judged=judged_with))
+    return found
 
 
 def _is_runnable(graph: Graph) -> bool:
     if graph.dtype == "bfloat16":
         return False  # There are no bfloat16 kernels for CPUs.
-    if graph.role == "forward":
-        return _fits(graph)
-    # Portable prefill and decode graphs are judged by the engines that are made of them on this CPU.
-    return graph.target is not None and not ENGINES[graph.target].binds
-
-
-def _fits(graph: Graph) -> bool:
-    """Whether scores of attention over the whole bucket, and their softmax, find room: at most 32 heads are assumed."""
-    needed = 2 * 4 * graph.bucket.batch * MOST_HEADS * graph.bucket.seq**2
-    return needed < free_bytes() // 2
+    if graph.role != "forward":
+        # Portable ones are judged by the engines that are made of them on this CPU.
+        return graph.target is not None and not ENGINES[graph.target].binds
+    # Whether scores of attention over the whole bucket, and their softmax, find room.
+    return 2 * 4 * graph.bucket.batch * MOST_HEADS * graph.bucket.seq**2 < free_bytes() // 2

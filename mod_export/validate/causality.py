@@ -8,23 +8,21 @@ an earlier one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from mod_export.config import BuildConfig
 from mod_export.engines.protocol import Runner
 from mod_export.results.base import setting_fields
 from mod_export.results.structure import CausalityRow
+from mod_export.sources.protocol import DeclaredRouting
 from mod_export.types import PRIMARY, Setting
-from mod_export.validate.inputs import Batch
+from mod_export.validate.candidates import Candidate
+from mod_export.validate.inputs import Batch, parity_batches
 from mod_export.validate.reference import Reference
 
-__all__ = ["LAST", "cuts", "probe_causality", "unprobed"]
-
-
-def cuts(seq: int, count: int) -> list[int]:
-    """Where texts are cut: `count` positions spread over the sequence, the last token alone among them."""
-    return sorted({int(cut) for cut in np.linspace(max(1, seq // 4), seq - 1, count)}) if seq > 1 else []
-
+__all__ = ["causality_of", "cuts", "probe_causality"]
 
 LAST = (
     "only the last token's logits are returned, and nothing comes after it; each further token needs the whole text "
@@ -32,8 +30,29 @@ LAST = (
 )
 
 
-def unprobed(reason: str, setting: Setting) -> CausalityRow:
-    """The row of an engine that cannot be asked."""
+def causality_of(
+    root: Path, candidate: Candidate, reference: Reference, config: BuildConfig, tolerance: float
+) -> CausalityRow:
+    """Asks a candidate whether its logits depend on what comes later; `tolerance` is the largest error of a logit that
+    its parity allows.
+
+    Raises:
+        BuildError: it cannot be run.
+    """
+    if reference.outputs == "last":
+        return _unprobed(LAST, candidate.setting)
+    batch = parity_batches(reference.loaded, candidate.setting.bucket, config.seed, 1)[0]
+    name = PRIMARY[reference.outputs]
+    with candidate.open(root, config) as runner:
+        if name not in runner.outputs:
+            return _unprobed(f"the engine gives no {name}", candidate.setting)
+        return probe_causality(
+            runner, reference, batch, candidate.setting,
+            suffixes=config.parity.suffixes, tolerance=tolerance, seed=config.seed,
+        )  # fmt: skip
+
+
+def _unprobed(reason: str, setting: Setting) -> CausalityRow:
     return CausalityRow(
         **setting_fields(setting),
         suffixes=0,
@@ -44,13 +63,17 @@ def unprobed(reason: str, setting: Setting) -> CausalityRow:
     )
 
 
+def cuts(seq: int, count: int) -> list[int]:
+    """Where texts are cut: `count` positions spread over the sequence, the last token alone among them."""
+    return sorted({int(cut) for cut in np.linspace(max(1, seq // 4), seq - 1, count)}) if seq > 1 else []
+
+
 def probe_causality(
     runner: Runner,
     reference: Reference,
     batch: Batch,
     setting: Setting,
     *,
-    vocab_size: int,
     suffixes: int,
     tolerance: float,
     seed: int,
@@ -62,15 +85,14 @@ def probe_causality(
         reference: makes logits of what it returns.
         batch: full rows of the bucket.
         setting: of the engine.
-        vocab_size: of the model.
         suffixes: endings to try; fewer where the bucket is short.
-        tolerance: change of a logit that rounding can explain, in the units of the logits.
+        tolerance: change of a logit that rounding can explain.
         seed: of the endings.
 
     Raises:
         EngineError: the engine cannot be run.
     """
-    rng = np.random.default_rng(seed)
+    rng, vocab_size = np.random.default_rng(seed), reference.loaded.vocab_size
     base_BSV = _logits(runner, reference, batch.ids_BS, batch.lengths_B)
     # With a single token in the vocabulary no ending is another one.
     tried: Sequence[int] = cuts(batch.ids_BS.shape[1], suffixes) if vocab_size > 1 else []
@@ -94,7 +116,7 @@ def probe_causality(
         earliest_change=earliest,
         largest_change=largest,
         statement=_statement(earliest, len(tried), largest),
-        declared=not reference.loaded.looks_ahead,
+        declared=isinstance(reference.loaded, DeclaredRouting) and not reference.loaded.looks_ahead,
     )
 
 
@@ -115,4 +137,4 @@ def _logits(runner: Runner, reference: Reference, ids_BS: np.ndarray, lengths_B:
     found = runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs}, [name])
     if name == "logits":
         return found[name]
-    return reference.loaded.head(found[name].reshape(ids_BS.size, -1)).reshape(*ids_BS.shape, -1)
+    return reference.output_head.head(found[name].reshape(ids_BS.size, -1)).reshape(*ids_BS.shape, -1)

@@ -1,34 +1,153 @@
-"""The table of checks. Each looks at all comparisons of one candidate and at what is allowed, and gives its reasons to
-fail, none when it holds.
+"""From comparisons to a row of the report: what rounding can explain, the table of checks, and the numbers summed up.
 
-Every condition is written so that a NaN fails it: `not value <= limit`, never `value > limit`.
+A fixed tolerance is too wide for a small, well-conditioned model, where a wrong gate hides below it, and too narrow for
+a deep one with large logits. So the reference is run in float64 as well, and its own float32 error is the unit: the
+error of a float32 candidate is of the same size, whatever the order in which it sums. For 16-bit floats the unit grows
+with the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2: errors are linear in
+it to first order).
+
+Each check looks at all comparisons of one candidate and at what is allowed, and gives its reasons to fail, none when it
+holds. Every condition is written so that a NaN fails it: `not value <= limit`, never `value > limit`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from mod_export.validate.allowance import Allowance
+from mod_export.config import ParityGate
+from mod_export.results.base import setting_fields
+from mod_export.results.parity import (
+    ErrorNumbers,
+    Gate,
+    InputAgreement,
+    LayerAgreement,
+    ParityRow,
+    RoutingAgreement,
+    TextQuality,
+)
+from mod_export.types import QUANTIZED, DType, Setting, Site
+from mod_export.validate.compare import SiteRouting, smallest
 
-if TYPE_CHECKING:
-    from mod_export.validate.parity import Comparison
+__all__ = ["CHECKS", "Allowance", "Comparison", "TextNumbers", "allowance", "failed_row", "judge"]
 
-__all__ = [
-    "CHECKS",
-    "check_divergence",
-    "check_error",
-    "check_next_token",
-    "check_outputs",
-    "check_perplexity",
-    "check_routing",
-]
-
+REFERENCE = "eager float32"
+ROUNDOFF: dict[DType, float] = {
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "int8": 2.0**-7,
+    "int4": 2.0**-4,
+}
+"""Half the distance between 1 and the next number; of whole numbers half a step, as a share of the largest of them."""
+FEWEST_LOGITS = 1000
+"""The root mean square of fewer rounding errors varies too much to be a bound."""
 FEWEST_POSITIONS = 1000
 """A share of fewer is no measurement of a percent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextNumbers:
+    """-log p of the tokens of a text, in nats, summed: the candidate's, the reference's with the candidate's routing,
+    and the reference's with its own; and at how many positions the candidate agrees with that one on the next token.
+    """
+
+    tokens: int
+    nll: float
+    reference_nll: float
+    own_nll: float
+    positions: int
+    agreed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What was found on one batch.
+
+    Attributes:
+        kind: of the input.
+        sites: of every routing site.
+        error: candidate against reference, given the same routing, over the logits of real tokens.
+        logits: how many.
+        rounding: rounding error of the reference: its float32 runs against float64; None where it was not measured.
+        shortfalls: float64 (N,), see `compare.next_token_shortfalls`.
+        kl: mean divergence of the next-token distribution, in nats.
+        text: only for real text.
+        problems: outputs that should be there or should not.
+    """
+
+    kind: str
+    sites: tuple[SiteRouting, ...]
+    error: ErrorNumbers
+    logits: int
+    rounding: ErrorNumbers | None = None
+    shortfalls: np.ndarray = field(repr=False)
+    kl: float
+    text: TextNumbers | None = None
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """What one engine may differ by.
+
+    Attributes:
+        gate: of the configuration.
+        max_abs: largest error of a logit.
+        rms: root mean square of the errors, None where only a fixed tolerance is known.
+        scores: site -> largest distance from the edge of the selection, in the units of the scores, at which a token
+            that only one side selects is a near-tie.
+        scales: site -> largest root mean square of a row's scores, which the report states distances as shares of.
+        rounding: largest rounding error of the reference, None where it was not measured.
+        quantized: whether weights are whole numbers: the model is then another one, near to the reference, and is
+            judged by what it makes of real text, with the routing that either of them chooses.
+    """
+
+    gate: ParityGate
+    max_abs: float
+    rms: float | None
+    scores: Mapping[Site, float]
+    scales: Mapping[Site, float]
+    rounding: float | None
+    quantized: bool = False
+
+    @property
+    def next_token_slack(self) -> float:
+        """Two logits that are nearer than this are equal as far as float32 can tell, whatever the engine's dtype."""
+        return 0.0 if self.rounding is None else 2 * self.gate.rounding_error * self.rounding
+
+    def share(self, site: Site, distance: float) -> float:
+        """A distance of scores as a share of the site's scale."""
+        return distance / (self.scales[site] or 1.0)
+
+
+def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Allowance:
+    """The largest rounding error of the reference over all inputs: on a single small one it can be small by luck."""
+    measured = [one.rounding for one in found if one.rounding is not None]
+    coarser = ROUNDOFF[dtype] / ROUNDOFF["float32"]
+    scores, scales = {}, {}
+    for site, many in _by_site(found).items():
+        scales[site] = _largest([one.scale for one in many])
+        scores[site] = gate.near_tie * scales[site]
+        if measured:
+            # No score is known better than to its last digits. Two are compared, each with its own error.
+            unit = _largest([*(one.rounding or 0.0 for one in many), 2 * ROUNDOFF["float32"] * scales[site]])
+            # np.minimum, unlike min, keeps a NaN.
+            scores[site] = float(np.minimum(scores[site], 2 * gate.rounding_error * coarser * unit))
+    rounding = _largest([one.max_abs for one in measured]) if measured else None
+    enough = measured and sum(one.logits for one in found) >= FEWEST_LOGITS
+    return Allowance(
+        gate=gate,
+        max_abs=gate.max_abs if rounding is None else gate.rounding_error * coarser * rounding,
+        rms=gate.rounding_error_rms * coarser * _largest([one.rms for one in measured]) if enough else None,
+        scores=scores,
+        scales=scales,
+        rounding=rounding,
+        quantized=dtype in QUANTIZED,
+    )
 
 
 def check_outputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
@@ -39,17 +158,17 @@ def check_outputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
 def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Positions are a selection, and every token that is routed differently is a near-tie."""
     reasons = []
-    for kind, layer in ((one.kind, layer) for one in found for layer in one.layers):
-        where = f"{kind}: layer {layer.layer} routing"
-        if layer.malformed:
-            reasons.append(f"{where}: {layer.malformed}")
-        bound = allowed.scores[layer.layer]
-        faults = [distance for distance in layer.distances if not distance <= bound]
+    for kind, one in ((comparison.kind, one) for comparison in found for one in comparison.sites):
+        where = f"{kind}: layer {one.site} routing"
+        if one.malformed:
+            reasons.append(f"{where}: {one.malformed}")
+        bound = allowed.scores[one.site]
+        faults = [distance for distance in one.distances if not distance <= bound]
         if faults:
             reasons.append(
                 f"{where}: {len(faults)} tokens differ by more than a near-tie, "
-                f"the worst is {allowed.share(layer.layer, max(faults)):.3g} from the edge of the selection, "
-                f"allowed {allowed.share(layer.layer, bound):.3g} of the layer's root mean square"
+                f"the worst is {allowed.share(one.site, max(faults)):.3g} from the edge of the selection, "
+                f"allowed {allowed.share(one.site, bound):.3g} of the layer's root mean square"
             )
     return reasons
 
@@ -58,16 +177,12 @@ def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str
     """The largest error of a logit, and the root mean square of all, given the same routing."""
     reasons = []
     for one in found:
-        if not one.error.max_abs <= allowed.max_abs:
-            reasons.append(
-                f"{one.kind}: logits: max abs error {one.error.max_abs:.3g} given the same routing, "
-                f"allowed {allowed.max_abs:.3g}"
-            )
-        if allowed.rms is not None and not one.error.rms <= allowed.rms:
-            reasons.append(
-                f"{one.kind}: logits: root mean square error {one.error.rms:.3g} given the same routing, "
-                f"allowed {allowed.rms:.3g}"
-            )
+        for name, error, limit in (
+            ("max abs error", one.error.max_abs, allowed.max_abs),
+            ("root mean square error", one.error.rms, allowed.rms),
+        ):
+            if limit is not None and not error <= limit:
+                reasons.append(f"{one.kind}: logits: {name} {error:.3g} given the same routing, allowed {limit:.3g}")
     return reasons
 
 
@@ -83,18 +198,12 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     else:
         same = np.concatenate([one.shortfalls for one in found]) <= allowed.next_token_slack
         positions, agreed, how = len(same), int(same.sum()), "agree given the same routing"
-    if not (agreed + _luck(positions, least, allowed)) / positions >= least:
+    # Of a quantized model some differ, and of a few positions how many is chance: two standard deviations are allowed.
+    luck = allowed.quantized and positions < FEWEST_POSITIONS
+    more = 2 * math.sqrt(positions * least * (1 - least)) if luck else 0.0
+    if not (agreed + more) / positions >= least:
         return [f"next token: {agreed / positions:.4%} {how}, at least {least:.4%} must"]
     return []
-
-
-def _luck(positions: int, least: float, allowed: Allowance) -> float:
-    """Positions that may differ beyond the gate: of a quantized model some do, and of a few positions how many is
-    chance. Two standard deviations are allowed then. Of an exact model none may.
-    """
-    if not allowed.quantized or positions >= FEWEST_POSITIONS:
-        return 0.0
-    return 2 * math.sqrt(positions * least * (1 - least))
 
 
 def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
@@ -111,9 +220,8 @@ def check_perplexity(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     texts = [one.text for one in found if one.text is not None]
     if not texts:
         return []
-    tokens = sum(text.tokens for text in texts)
     expected = sum(text.own_nll if allowed.quantized else text.reference_nll for text in texts)
-    nats = abs(sum(text.nll for text in texts) - expected) / tokens
+    nats = abs(sum(text.nll for text in texts) - expected) / sum(text.tokens for text in texts)
     if not nats <= np.log(allowed.gate.max_perplexity_ratio):
         how = "" if allowed.quantized else " given the same routing"
         return [
@@ -131,3 +239,109 @@ CHECKS: tuple[Callable[[Sequence[Comparison], Allowance], Sequence[str]], ...] =
     check_divergence,
     check_perplexity,
 )
+
+
+def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
+    """Applies the gate to every batch; passes only when each check could be evaluated and held."""
+    allowed = allowance(found, gate, setting.dtype)
+    reasons = [reason for check in CHECKS for reason in check(found, allowed)] if found else ["nothing was compared"]
+    return ParityRow(
+        **setting_fields(setting),
+        artifact=artifact,
+        reference=REFERENCE,
+        inputs=tuple(sorted({one.kind for one in found})),
+        routing=_routing(found, allowed),
+        error=ErrorNumbers(
+            **{name: _worst(getattr(one.error, name) for one in found) for name in ErrorNumbers.model_fields}
+        ),
+        rounding_error=allowed.rounding,
+        allowed_max_abs=allowed.max_abs,
+        # Share of the tokens with the same most probable next one.
+        next_token_agreement=min((float(np.mean(one.shortfalls <= 0)) for one in found), default=0.0),
+        kl=_worst(one.kl for one in found),
+        text=_text(found),
+        ties_exact=None,
+        located=None,
+        gate=Gate.model_validate(gate.model_dump()),
+        passed=not reasons,
+        reasons=tuple(dict.fromkeys(reasons)),
+    )
+
+
+def failed_row(reason: str, gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
+    """A row about something that could not be loaded or run at all."""
+    return judge([], gate, setting, artifact).model_copy(update={"reasons": (reason,)})
+
+
+def _by_site(found: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:
+    by_site: dict[Site, list[SiteRouting]] = {}
+    for one in (one for comparison in found for one in comparison.sites):
+        by_site.setdefault(one.site, []).append(one)
+    return by_site
+
+
+def _routing(found: Sequence[Comparison], allowed: Allowance) -> RoutingAgreement:
+    layers = tuple(_layer(many, allowed) for many in _by_site(found).values())
+    return RoutingAgreement(
+        layers=layers,
+        routed=sum(layer.routed for layer in layers),
+        agreed=sum(layer.agreed for layer in layers),
+        near_ties=sum(layer.near_ties for layer in layers),
+        min_margin=smallest([layer.min_margin for layer in layers if layer.min_margin is not None]),
+        by_input=tuple(
+            InputAgreement(
+                input=one.kind,
+                routed=sum(site.routed for site in one.sites),
+                agreed=sum(site.agreed for site in one.sites),
+            )
+            for one in found
+        ),
+    )
+
+
+def _layer(many: Sequence[SiteRouting], allowed: Allowance) -> LayerAgreement:
+    site = many[0].site
+    distances = [distance for one in many for distance in one.distances]
+    near = sum(distance <= allowed.scores[site] for distance in distances)
+    margin = smallest([one.min_margin for one in many if one.min_margin is not None])
+    return LayerAgreement(
+        layer=site,
+        k=many[0].k,
+        routed=sum(one.routed for one in many),
+        agreed=sum(one.agreed for one in many),
+        overflow=sum(one.overflow for one in many),
+        near_ties=near,
+        faults=len(distances) - near,
+        min_margin=None if margin is None else allowed.share(site, margin),
+        score_bound=allowed.share(site, allowed.scores[site]),
+        worst_flip=allowed.share(site, max(distances)) if distances else None,
+    )
+
+
+def _text(found: Sequence[Comparison]) -> TextQuality | None:
+    texts = [one.text for one in found if one.text is not None]
+    if not texts:
+        return None
+    tokens = sum(text.tokens for text in texts)
+    return TextQuality(
+        tokens=tokens,
+        perplexity=_perplexity(sum(text.nll for text in texts) / tokens),
+        reference_perplexity=_perplexity(sum(text.reference_nll for text in texts) / tokens),
+        own_perplexity=_perplexity(sum(text.own_nll for text in texts) / tokens),
+        next_token_agreement=sum(text.agreed for text in texts) / sum(text.positions for text in texts),
+    )
+
+
+def _perplexity(nats: float) -> float:
+    return math.exp(nats) if not nats > 700 else math.inf
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The largest value; NaN of none, and as soon as one is NaN, which max() alone would let slip."""
+    listed = list(values)
+    return float(np.max(listed)) if listed else math.nan
+
+
+def _largest(values: Sequence[float]) -> float:
+    """NaN as soon as one of them is not finite: a reference that overflows would otherwise allow everything."""
+    return float(np.max(values)) if np.isfinite(values).all() else math.nan

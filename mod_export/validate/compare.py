@@ -7,22 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mod_export.results.parity import ErrorNumbers
 from mod_export.runtime.generate.logits import log_softmax
 from mod_export.types import Site
 
 __all__ = [
     "EMPTY",
     "FIRST_COME",
-    "ErrorNumbers",
     "Judged",
-    "LayerRouting",
+    "SiteRouting",
     "divergence",
     "error_between",
     "farthest_from",
     "next_token_shortfalls",
-    "routing_of_layer",
+    "routing_of_site",
     "selected",
     "smallest",
+    "wrong_slots",
 ]
 
 FIRST_COME = "first_come"
@@ -30,51 +31,6 @@ EMPTY = -1
 """Stands in a slot that no token fills."""
 BLOCK = 2**16
 """Logits that are compared at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorNumbers:
-    """max_abs, mean_abs and rms of `count` logits in their units; max_rel is max_abs over the reference's rms."""
-
-    max_abs: float
-    mean_abs: float
-    max_rel: float
-    rms: float
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRouting:
-    """What a candidate selected at one routing site, against the reference with the same selections before it.
-
-    Attributes:
-        layer: which.
-        k: slots of a row.
-        routed: real tokens that the reference routes, over all rows.
-        agreed: of those, how many the candidate routes too.
-        distances: for each token that only one side routes, its distance from the edge of the selection, in the units
-            of the scores: from the k-th score, or from 0 where the first k tokens above 0 are selected. There, a
-            token that finds no slot left, because others came first, is no difference.
-        min_margin: smallest (k-th score - next score) over the rows that have a next one, or smallest |score| where
-            0 is the edge; None if there is none.
-        scale: largest root mean square of the scores of a row. A row of one repeated token can have scores near zero,
-            with rounding as large as that of any other row; so nothing is measured against its own row.
-        noise: rounding error, the largest |score - score in float64| of any real token and run; None where there
-            is no float64 run.
-        malformed: why the candidate's positions are no selection at all (not ascending, out of range); empty if sound.
-        overflow: tokens above 0 that find no slot, over all rows, by the definition.
-    """
-
-    layer: Site
-    k: int
-    routed: int
-    agreed: int
-    distances: tuple[float, ...]
-    min_margin: float | None
-    scale: float = 0.0
-    noise: float | None = None
-    malformed: str = ""
-    overflow: int = 0
 
 
 def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNumbers:
@@ -94,7 +50,6 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
         mean_abs=total / count,
         max_rel=largest / scale if scale else largest,
         rms=float(np.sqrt(squares / count)),
-        count=count,
     )
 
 
@@ -127,86 +82,6 @@ def divergence(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> float:
     return total / len(reference_NV)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Judged:
-    """What a selection is judged by: its rule (see `mark_selection`), scores (B, S), and the tokens that could be
-    chosen, bool (B, S).
-    """
-
-    rule: str
-    score_BS: np.ndarray
-    open_BS: np.ndarray
-
-
-def selected(rule: str, score_L: np.ndarray, k: int) -> np.ndarray:
-    """The definition of both rules: which of the L tokens that could be chosen are, ascending."""
-    if rule == FIRST_COME:
-        return np.flatnonzero(score_L > 0)[:k]
-    return np.sort(np.argsort(-score_L, kind="stable")[:k])
-
-
-def routing_of_layer(
-    layer: Site,
-    candidate_BK: np.ndarray,
-    judged: Judged,
-    exact_BS: np.ndarray | None = None,
-    rounded_BS: np.ndarray | None = None,
-) -> LayerRouting:
-    """Compares a candidate's selection with the definition applied to the reference's scores.
-
-    Args:
-        layer: for the result.
-        candidate_BK: int64, what the candidate routed; surplus slots hold positions that could not be chosen.
-        judged: the reference's scores, float32, computed with the candidate's routing at all sites.
-        exact_BS: float64, the same scores of the same model in float64.
-        rounded_BS: float32, the scores whose rounding error is measured; those of `judged` by
-            default.
-    """
-    B, k = candidate_BK.shape
-    rounded_BS = judged.score_BS if rounded_BS is None else rounded_BS
-    routed = agreed = overflow = 0
-    distances: list[float] = []
-    margins: list[float] = []
-    noises: list[float] = []
-    scales: list[float] = [0.0]
-    problems: list[str] = []
-    for b in range(B):
-        open_L = np.flatnonzero(judged.open_BS[b])
-        score_L = judged.score_BS[b, open_L].astype(np.float64)
-        row_K = candidate_BK[b]
-        got_G = row_K[np.isin(row_K, open_L)]
-        # A position that no row has cannot be a near-tie of anything.
-        distances += [float("inf")] * int(np.sum((row_K < EMPTY) | (row_K >= judged.open_BS.shape[1])))
-        problems += _malformed(judged.rule, row_K, got_G, open_L, judged.open_BS.shape[1], b)
-        if not len(open_L):
-            distances += [float("inf")] * len(got_G)
-            continue
-        wanted_W = open_L[selected(judged.rule, score_L, k)]
-        scales.append(_rms(score_L))
-        routed += len(wanted_W)
-        agreed += int(np.isin(wanted_W, got_G).sum())
-        edge = _edge_of(judged.rule, score_L, k)
-        flipped = _flipped(judged.rule, score_L, open_L, wanted_W, got_G, k)
-        distances += [float(abs(score_L[i] - edge)) for i in flipped]
-        margins += _margins(judged.rule, score_L, k)
-        if judged.rule == FIRST_COME:
-            overflow += max(0, int((score_L > 0).sum()) - k)
-        if exact_BS is not None:
-            noises.append(float(np.abs(rounded_BS[b, open_L].astype(np.float64) - exact_BS[b, open_L]).max()))
-    return LayerRouting(
-        layer=layer,
-        k=k,
-        routed=routed,
-        agreed=agreed,
-        distances=tuple(distances),
-        min_margin=smallest(margins),
-        scale=float(np.max(scales)),
-        noise=None if exact_BS is None else float(np.max(noises, initial=0.0)),
-        malformed=problems[0] if problems else "",
-        overflow=overflow,
-    )
-
-
 def smallest(values: Sequence[float]) -> float | None:
     """The smallest value, None of none. NaN as soon as one is NaN, which min() alone would let slip."""
     return float(np.min(values)) if values else None
@@ -218,35 +93,150 @@ def _blocks(values_NV: np.ndarray) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(values_NV), step))
 
 
-def _rms(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(values**2)))
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """What a selection is judged by: its rule (see `mark_selection`), scores (B, S), and the tokens that could be
+    chosen, bool (B, S).
+    """
+
+    rule: str
+    score_BS: np.ndarray
+    open_BS: np.ndarray
 
 
-def _edge_of(rule: str, score_L: np.ndarray, k: int) -> float:
-    """The score between selected and skipped tokens: 0, or the smallest that is selected."""
-    return 0.0 if rule == FIRST_COME else float(-np.sort(-score_L)[min(k, len(score_L)) - 1])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRouting:
+    """What a candidate selected at one routing site, against the reference with the same selections before it.
+
+    Attributes:
+        site: which.
+        k: slots of a row.
+        routed: real tokens that the reference selects, over all rows.
+        agreed: of those, how many the candidate selects too.
+        distances: for each token that only one side selects, its distance from the edge of the selection, in the units
+            of the scores: from the k-th score, or from 0 where the first k tokens above 0 are selected. There, a
+            token that finds no slot left, because others came first, is no difference.
+        min_margin: smallest (k-th score - next score) over the rows that have a next one, or smallest |score| where
+            0 is the edge; None if there is none.
+        scale: largest root mean square of the scores of a row. A row of one repeated token can have scores near zero,
+            with rounding as large as that of any other row; so nothing is measured against its own row.
+        rounding: rounding error, the largest |score - score in float64| of any real token and run; None where there
+            is no float64 run.
+        malformed: why the candidate's positions are no selection at all (not ascending, out of range); empty if sound.
+        overflow: tokens above 0 that find no slot, over all rows, by the definition.
+    """
+
+    site: Site
+    k: int
+    routed: int
+    agreed: int
+    distances: tuple[float, ...]
+    min_margin: float | None
+    scale: float = 0.0
+    rounding: float | None = None
+    malformed: str = ""
+    overflow: int = 0
+
+
+def selected(rule: str, score_L: np.ndarray, k: int) -> np.ndarray:
+    """The definition of both rules: which of the L tokens that could be chosen are, ascending."""
+    if rule == FIRST_COME:
+        return np.flatnonzero(score_L > 0)[:k]
+    return np.sort(np.argsort(-score_L, kind="stable")[:k])
+
+
+def wrong_slots(index_BK: np.ndarray, judged: Judged) -> int:
+    """Slots that hold another token than the definition says."""
+    wrong = 0
+    for row_K, score_S, open_S in zip(index_BK, judged.score_BS, judged.open_BS, strict=True):
+        open_L = np.flatnonzero(open_S)
+        wanted_W = open_L[selected(judged.rule, score_S[open_L], len(row_K))]
+        wrong += int(np.sum(row_K[: len(wanted_W)] != wanted_W))
+        wrong += int(np.isin(row_K[len(wanted_W) :], open_L).sum())
+    return wrong
+
+
+def routing_of_site(
+    site: Site,
+    candidate_BK: np.ndarray,
+    judged: Judged,
+    exact_BS: np.ndarray | None = None,
+    rounded_BS: np.ndarray | None = None,
+) -> SiteRouting:
+    """Compares a candidate's selection with the definition applied to the reference's scores.
+
+    Args:
+        site: for the result.
+        candidate_BK: int64, what the candidate selected; surplus slots hold positions that could not be chosen.
+        judged: the reference's scores, float32, computed with the candidate's routing at all sites.
+        exact_BS: float64, the same scores of the same model in float64.
+        rounded_BS: float32, the scores whose rounding error is measured; those of `judged` by default.
+    """
+    rule, (B, S), k = judged.rule, judged.open_BS.shape, candidate_BK.shape[1]
+    rounded_BS = judged.score_BS if rounded_BS is None else rounded_BS
+    routed = agreed = overflow = 0
+    distances: list[float] = []
+    margins: list[float] = []
+    roundings: list[float] = [0.0]
+    scales: list[float] = [0.0]
+    problems: list[str] = []
+    for b in range(B):
+        open_L = np.flatnonzero(judged.open_BS[b])
+        score_L = judged.score_BS[b, open_L].astype(np.float64)
+        row_K = candidate_BK[b]
+        got_G = row_K[np.isin(row_K, open_L)]
+        # A position that no row has cannot be a near-tie of anything.
+        distances += [float("inf")] * int(np.sum((row_K < EMPTY) | (row_K >= S)))
+        problems += _malformed(rule, row_K, got_G, open_L, S, b)
+        if not len(open_L):
+            continue
+        wanted_W = open_L[selected(rule, score_L, k)]
+        routed += len(wanted_W)
+        agreed += int(np.isin(wanted_W, got_G).sum())
+        edge, row_margins = _edge(rule, score_L, k)
+        distances += np.abs(score_L[_flipped(rule, score_L, open_L, wanted_W, got_G, k)] - edge).tolist()
+        margins += row_margins
+        scales.append(float(np.sqrt(np.mean(score_L**2))))
+        if rule == FIRST_COME:
+            overflow += max(0, int((score_L > 0).sum()) - k)
+        if exact_BS is not None:
+            roundings.append(float(np.abs(rounded_BS[b, open_L].astype(np.float64) - exact_BS[b, open_L]).max()))
+    return SiteRouting(
+        site=site,
+        k=k,
+        routed=routed,
+        agreed=agreed,
+        distances=tuple(distances),
+        min_margin=smallest(margins),
+        scale=float(np.max(scales)),
+        rounding=None if exact_BS is None else float(np.max(roundings)),
+        malformed=problems[0] if problems else "",
+        overflow=overflow,
+    )
+
+
+def _edge(rule: str, score_L: np.ndarray, k: int) -> tuple[float, list[float]]:
+    """The score between selected and skipped tokens, 0 or the smallest that is selected; and the row's margin, if it
+    has one.
+    """
+    if rule == FIRST_COME:
+        return 0.0, [float(np.abs(score_L).min())]
+    ordered_L = -np.sort(-score_L)
+    with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
+        margins = [float(ordered_L[k - 1] - ordered_L[k])] if k < len(ordered_L) else []
+    return float(ordered_L[min(k, len(ordered_L)) - 1]), margins
 
 
 def _flipped(
     rule: str, score_L: np.ndarray, open_L: np.ndarray, wanted_W: np.ndarray, got_G: np.ndarray, k: int
-) -> list[int]:
+) -> np.ndarray:
     """Which of the open tokens only one side selects, without those that lost their slot to an earlier one."""
     got = np.isin(open_L, got_G)
     if rule != FIRST_COME:
-        return np.flatnonzero(got != np.isin(open_L, wanted_W)).tolist()
+        return np.flatnonzero(got != np.isin(open_L, wanted_W))
     # A token above 0 may be missing only if all slots are filled by then.
     full = np.cumsum(got) >= k
-    return np.flatnonzero((got & ~(score_L > 0)) | (~got & ~full & (score_L > 0))).tolist()
-
-
-def _margins(rule: str, score_L: np.ndarray, k: int) -> list[float]:
-    if rule == FIRST_COME:
-        return [float(np.abs(score_L).min())]
-    if k >= len(score_L):
-        return []
-    ordered_L = -np.sort(-score_L)
-    with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
-        return [float(ordered_L[k - 1] - ordered_L[k])]
+    return np.flatnonzero((got & ~(score_L > 0)) | (~got & ~full & (score_L > 0)))
 
 
 def _malformed(

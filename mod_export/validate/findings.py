@@ -1,42 +1,39 @@
-"""Everything that is found out about one candidate: parity, ties, where it fails, and whether it is causal."""
+"""Everything that is found out about one candidate that reads whole rows: parity, ties, and where it fails.
+
+Who gets a slot when scores are exactly equal: the earlier token, in every engine. Equal tokens seldom have bit-equal
+scores, because kernels sum different rows in different orders. What makes scores equal everywhere is a router whose
+weights are all zero: then every site that ranks tokens must select the first k real tokens of its row, whatever the
+text; and where tokens choose, who is chosen follows from the rule for ties alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.engines.protocol import Runner
 from mod_export.errors import BuildError, BuildFolderError, TargetError
 from mod_export.results.parity import Located, ParityRow
-from mod_export.results.structure import CausalityRow
-from mod_export.types import PRIMARY, Bucket
+from mod_export.sources.protocol import DeclaredRouting, ExportableModel
+from mod_export.types import Graph, Site, is_expert, routed_output
 from mod_export.validate.candidates import Candidate
-from mod_export.validate.causality import LAST, probe_causality, unprobed
-from mod_export.validate.fresh import FreshGraphs
-from mod_export.validate.inputs import Batch, one_of_each_kind, parity_batches
+from mod_export.validate.checks import failed_row
+from mod_export.validate.compare import Judged, wrong_slots
+from mod_export.validate.inputs import Batch, batches_of, one_of_each_kind
 from mod_export.validate.locate import locate_by_depth, locate_in_graph
-from mod_export.validate.near_ties import near_tie_batches
+from mod_export.validate.parity import judge_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import failed_row, judge_runner
-from mod_export.validate.ties import judged_without_routers, ties_of_runs, zeroed_experts, zeroed_routers
 
-__all__ = ["batches_of", "causality_of", "parity_of"]
+__all__ = ["parity_of", "ties_of_runs", "zeroed_routers"]
 
-
-def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig) -> list[Batch]:
-    """The inputs of a bucket."""
-    parity = config.parity
-    batches = parity_batches(reference.loaded, bucket, config.seed, parity.batches_per_kind, parity.text_batches)
-    return batches + reference.remembered(
-        f"near-ties of {bucket.name}, seed {config.seed}", lambda: near_tie_batches(reference, bucket, config.seed)
-    )
+Fresh = Callable[[Graph], bytes]
+"""Gives the bytes that a graph has when it is exported now."""
 
 
-def parity_of(root: Path, candidate: Candidate, reference: Reference, config: BuildConfig) -> ParityRow:
+def parity_of(root: Path, candidate: Candidate, reference: Reference, config: BuildConfig, fresh: Fresh) -> ParityRow:
     """Judges a candidate on inputs of every kind. What cannot be loaded or run has failed, with the reason."""
     batches = batches_of(reference, candidate.setting.bucket, config)
     if candidate.engine_judged:
@@ -45,107 +42,104 @@ def parity_of(root: Path, candidate: Candidate, reference: Reference, config: Bu
     try:
         with candidate.open(root, config) as runner:
             row = judge_runner(runner, reference, batches, gate, candidate.setting, candidate.path)
-        exact, reasons = _ties(root, candidate, reference, batches, config)
+        exact, wrong = _ties(root, candidate, reference, batches, config)
     except (BuildError, TargetError) as error:
         row = failed_row(f"cannot be run: {error}", gate, candidate.setting, candidate.path)
-        return _with_place(row, root, candidate, reference, batches, config)
-    reasons = [*row.reasons, *reasons]
-    row = row.model_copy(update={"ties_exact": exact, "reasons": tuple(reasons), "passed": not reasons})
-    failing = _failing_first(batches, row.reasons)
-    return row if row.passed else _with_place(row, root, candidate, reference, failing, config)
+    else:
+        # Inputs on which something was seen come first: the place is looked for where the fault shows.
+        kinds = {reason.partition(":")[0] for reason in row.reasons}
+        batches = sorted(batches, key=lambda batch: batch.kind not in kinds)
+        reasons = (*row.reasons, *wrong)
+        row = row.model_copy(update={"ties_exact": exact, "reasons": reasons, "passed": not reasons})
+    if row.passed:
+        return row
+    try:
+        place = _place(root, candidate, reference, batches, config, fresh)
+    except (BuildError, BuildFolderError, TargetError) as error:
+        reason = f"the place of the fault was not found: {str(error).splitlines()[0]}"
+        return row.model_copy(update={"reasons": (*row.reasons, reason)})
+    return row if place is None else row.model_copy(update={"located": place, "reasons": (*row.reasons, str(place))})
 
 
-def _ties(
-    root: Path, candidate: Candidate, reference: Reference, batches: Sequence[Batch], config: BuildConfig
-) -> tuple[bool | None, list[str]]:
-    """Whether every tie goes to the earlier token; None where the candidate holds its own weights or routes nothing."""
-    zeros = zeroed_routers(reference.loaded, candidate.setting.bucket.seq)
-    if candidate.weights is None or not zeros:
-        return None, []
-    # Position and length alone decide here which tokens are selected, so one full batch says as much as many.
-    full = [batch for batch in batches if batch.kind == "random"][:1]
-    chosen = full + [batch for batch in batches if batch.kind == "padded"]
-    reasons: list[str] = []
-    for silenced in filter(None, (zeros, zeroed_experts(reference.loaded, zeros))):
-        expected = reference.remembered(
-            f"{len(chosen)} of {candidate.setting.bucket.name}, seed {config.seed}, without {sorted(silenced)}",
-            partial(judged_without_routers, reference, silenced, chosen),
-        )
-        with candidate.open(root, config, silenced) as runner:
-            outputs = [runner.run(_feeds(runner, batch)) for batch in chosen]
-        reasons += ties_of_runs(outputs, chosen, expected)
-    return not reasons, list(dict.fromkeys(reasons))
-
-
-def _with_place(
-    row: ParityRow,
+def _place(
     root: Path,
     candidate: Candidate,
     reference: Reference,
     batches: Sequence[Batch],
     config: BuildConfig,
-) -> ParityRow:
-    """Adds where the candidate parts from what it should be, as far as it can be found out."""
-    try:
-        found = _place(root, candidate, reference, batches, config)
-    except (BuildError, BuildFolderError, TargetError) as error:
-        reason = f"the place of the fault was not found: {str(error).splitlines()[0]}"
-        return row.model_copy(update={"reasons": (*row.reasons, reason)})
-    if found is None:
-        return row
-    return row.model_copy(update={"located": found, "reasons": (*row.reasons, str(found))})
-
-
-def _place(
-    root: Path, candidate: Candidate, reference: Reference, batches: Sequence[Batch], config: BuildConfig
+    fresh: Fresh,
 ) -> Located | None:
+    """Where the candidate parts from what it should be, as far as it can be found out."""
     if candidate.graph is not None and candidate.weights is not None:
-        fresh = FreshGraphs(root).graph(candidate.graph, candidate.weights, reference)
-        return locate_in_graph(root, candidate.path, fresh, batches)
+        return locate_in_graph(root, candidate.path, fresh(candidate.graph), batches)
     if candidate.engine is not None:
         return locate_by_depth(root, candidate.engine, reference, batches, config)
     return None
 
 
-def _failing_first(batches: Sequence[Batch], reasons: Sequence[str]) -> list[Batch]:
-    """Inputs on which something was seen come first: the place is looked for where the fault shows."""
-    kinds = {reason.partition(":")[0] for reason in reasons}
-    return sorted(batches, key=lambda batch: batch.kind not in kinds)
-
-
-def causality_of(
-    root: Path, candidate: Candidate, reference: Reference, config: BuildConfig, tolerance: float
-) -> CausalityRow:
-    """Asks a candidate whether its logits depend on what comes later.
-
-    Args:
-        root: the build folder.
-        candidate: which one.
-        reference: of its model.
-        config: of the build.
-        tolerance: the largest error of a logit that its parity allows.
-
-    Raises:
-        BuildError: it cannot be run.
+def _ties(
+    root: Path, candidate: Candidate, reference: Reference, batches: Sequence[Batch], config: BuildConfig
+) -> tuple[bool | None, list[str]]:
+    """Whether every tie goes to the earlier token; None where the candidate holds its own weights, or where no weights
+    of a router are declared.
     """
-    batch = parity_batches(reference.loaded, candidate.setting.bucket, config.seed, 1)[0]
-    if reference.outputs == "last":
-        return unprobed(LAST, candidate.setting)
-    name = PRIMARY[reference.outputs]
-    with candidate.open(root, config) as runner:
-        if name not in runner.outputs:
-            return unprobed(f"the engine gives no {name}", candidate.setting)
-        return probe_causality(
-            runner,
-            reference,
-            batch,
-            candidate.setting,
-            vocab_size=reference.loaded.vocab_size,
-            suffixes=config.parity.suffixes,
-            tolerance=tolerance,
-            seed=config.seed,
+    silenced = list(zeroed_routers(reference.loaded, candidate.setting.bucket.seq))
+    if candidate.weights is None or not silenced:
+        return None, []
+    # Position and length alone decide here which tokens are selected, so one full batch says as much as many.
+    full = [batch for batch in batches if batch.kind == "random"][:1]
+    chosen = full + [batch for batch in batches if batch.kind == "padded"]
+    reasons: list[str] = []
+    for zeros in silenced:
+        expected = reference.remembered(
+            f"{len(chosen)} of {candidate.setting.bucket.name}, seed {config.seed}, without {sorted(zeros)}",
+            partial(_judged_without, reference, zeros, chosen),
         )
+        with candidate.open(root, config, zeros) as runner:
+            outputs = [
+                runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs})
+                for batch in chosen
+            ]
+        reasons += ties_of_runs(outputs, chosen, expected)
+    return not reasons, list(dict.fromkeys(reasons))
 
 
-def _feeds(runner: Runner, batch: Batch) -> dict[str, np.ndarray]:
-    return {name: array for name, array in batch.feeds.items() if name in runner.inputs}
+def zeroed_routers(model: ExportableModel, seq: int) -> Iterator[dict[str, np.ndarray]]:
+    """Zeros, float32, for every weight of a router that takes tokens out of `seq`: an idle one is in no graph. Then
+    those of experts' routers alone, if there are others too: zeros in front of experts may let no token reach them.
+    """
+    if not isinstance(model, DeclaredRouting):
+        return
+    active = {site for site, k in model.k_by_layer(seq).items() if k}
+    deciding = {name: sites for name, sites in model.router_weights().items() if active.intersection(sites)}
+    zeros = {name: np.zeros(tuple(model.weights[name].shape), np.float32) for name in deciding}
+    experts = {name: array for name, array in zeros.items() if all(map(is_expert, deciding[name]))}
+    if zeros:
+        yield zeros
+    if 0 < len(experts) < len(zeros):
+        yield experts
+
+
+def _judged_without(
+    reference: Reference, zeros: Mapping[str, np.ndarray], batches: Sequence[Batch]
+) -> list[Mapping[Site, Judged]]:
+    """What every selection is judged by in a model whose routers are zeros, for each batch."""
+    silent = reference.with_weights(zeros)
+    return [silent.free(batch).judged for batch in batches]
+
+
+def ties_of_runs(
+    outputs: Sequence[Mapping[str, np.ndarray]], batches: Sequence[Batch], judged: Sequence[Mapping[Site, Judged]]
+) -> list[str]:
+    """Reasons why runs with equal scores did not choose by the rule for ties."""
+    reasons = []
+    for found, batch, expected in zip(outputs, batches, judged, strict=True):
+        for site, one in expected.items():
+            index_BK = found.get(routed_output(site))
+            wrong = 0 if index_BK is None else wrong_slots(index_BK, one)
+            if wrong:
+                reasons.append(
+                    f"{batch.kind}: layer {site} routing: {wrong} slots do not go to the earlier of tokens with equal "
+                    "scores"
+                )
+    return list(dict.fromkeys(reasons))

@@ -3,20 +3,37 @@
 `text` is what the model was trained for. `random` reaches ids and scores that text does not. `padded` has rows that are
 shorter than the bucket, shorter than k, and exactly k long. `ties` repeats one token, so that many scores are equal or
 nearly so and the rule for ties decides. `near_ties` are random rows in which the last selected and the first skipped
-token have the closest scores; `near_ties.py` finds them.
+token have the closest scores: close enough for the rounding of a shorter float to swap them, and too far apart for that
+of float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mod_export.sources.protocol import LoadedModel
-from mod_export.types import Bucket
+from mod_export.config import BuildConfig
+from mod_export.sources.protocol import DeclaredRouting, ExportableModel, Text
+from mod_export.types import Bucket, Site
+from mod_export.validate.compare import FIRST_COME, Judged
 
-__all__ = ["KINDS", "Batch", "affordable_tokens", "one_of_each_kind", "parity_batches"]
+if TYPE_CHECKING:
+    from mod_export.validate.reference import Reference
+
+__all__ = [
+    "KINDS",
+    "Batch",
+    "affordable_tokens",
+    "batches_of",
+    "near_tie_batches",
+    "one_of_each_kind",
+    "parity_batches",
+    "prompts_of",
+    "text_ids",
+]
 
 MOST_LENGTHS = 16
 MOST_RANDOM_BATCHES = 8
@@ -25,6 +42,11 @@ MOST_FLOPS = 200 * 10**9
 """Of the inputs of one kind: about two seconds of one core. It limits models of more than 6 M parameters."""
 LEAST_LENGTHS = 4
 """Lengths of padded rows that are tried however large the model is."""
+SEARCHED_TOKENS = 2**14
+SEARCHED_ROWS = 256
+NEAR_TIE_BATCHES = 4
+FAR = 2.0**-17
+"""A hundred times the unit roundoff of float32: margins below it can be swapped by rounding alone."""
 KINDS = ("text", "random", "padded", "ties", "near_ties")
 
 
@@ -50,32 +72,41 @@ class Batch:
         return np.arange(self.ids_BS.shape[1]) < self.lengths_B[:, None]
 
 
-def parity_batches(loaded: LoadedModel, bucket: Bucket, seed: int, per_kind: int, texts: int = 1) -> list[Batch]:
-    """Batches of every kind; `text` is left out when the model's vocabulary has no text here.
+def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig) -> list[Batch]:
+    """All inputs of a bucket, of every kind."""
+    parity = config.parity
+    batches = parity_batches(reference.loaded, bucket, config.seed, parity.batches_per_kind, parity.text_batches)
+    return batches + reference.remembered(
+        f"near-ties of {bucket.name}, seed {config.seed}", lambda: near_tie_batches(reference, bucket, config.seed)
+    )
+
+
+def parity_batches(model: ExportableModel, bucket: Bucket, seed: int, per_kind: int, texts: int = 1) -> list[Batch]:
+    """Batches of every kind but near-ties; `text` is left out where the model has no text.
 
     Args:
-        loaded: the model.
+        model: that they are for.
         bucket: the shape.
         seed: of everything.
         per_kind: batches of each kind.
         texts: least number of batches of text, which perplexity is averaged over.
     """
     rng = np.random.default_rng(seed)
+    full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
     batches = []
     for i in range(per_kind, texts):
-        text_BS = loaded.sample_ids(bucket.batch, bucket.seq, seed + i)
-        if text_BS is not None:
-            batches.append(Batch("text", text_BS, np.full(bucket.batch, bucket.seq, dtype=np.int64)))
-    for i in range(per_kind):
-        random_BS = rng.integers(0, loaded.vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
-        text_BS = loaded.sample_ids(bucket.batch, bucket.seq, seed + i)
-        full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
+        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i)
         if text_BS is not None:
             batches.append(Batch("text", text_BS, full_B))
-        batches += [Batch("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, loaded)]
-        for lengths_B in _lengths(rng, bucket, loaded):
+    for i in range(per_kind):
+        random_BS = rng.integers(0, model.vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
+        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i)
+        if text_BS is not None:
+            batches.append(Batch("text", text_BS, full_B))
+        batches += [Batch("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, model)]
+        for lengths_B in _lengths(rng, bucket, model):
             batches.append(Batch("padded", random_BS if text_BS is None else text_BS, lengths_B))
-        token_B1 = rng.integers(0, loaded.vocab_size, (bucket.batch, 1), dtype=np.int64)
+        token_B1 = rng.integers(0, model.vocab_size, (bucket.batch, 1), dtype=np.int64)
         batches.append(Batch("ties", np.repeat(token_B1, bucket.seq, axis=1), full_B))
     return batches
 
@@ -88,33 +119,106 @@ def one_of_each_kind(batches: Iterable[Batch]) -> list[Batch]:
     return list(found.values())
 
 
-def affordable_tokens(loaded: LoadedModel) -> int:
+def text_ids(model: object, rows: int, length: int, seed: int) -> np.ndarray | None:
+    """Held-out text, int64 (rows, length); None where the model has no text, or none of that length."""
+    return model.sample_ids(rows, length, seed) if isinstance(model, Text) else None
+
+
+def prompts_of(model: ExportableModel | None, vocab_size: int, rows: int, length: int, seed: int) -> np.ndarray:
+    """Beginnings of held-out text where the model has text, else random ids: int64 (rows, length)."""
+    ids_BS = text_ids(model, rows, length, seed)
+    if ids_BS is not None:
+        return ids_BS
+    return np.random.default_rng(seed).integers(0, vocab_size, (rows, length), dtype=np.int64)
+
+
+def affordable_tokens(model: ExportableModel) -> int:
     """Tokens of one kind of input that a model may be run on, at two FLOPs for each parameter and token."""
-    return int(MOST_FLOPS / (2 * sum(tensor.numel() for tensor in loaded.weights.values())))
+    return int(MOST_FLOPS / (2 * sum(tensor.numel() for tensor in model.weights.values())))
 
 
-def _every_id(rng: np.random.Generator, bucket: Bucket, loaded: LoadedModel) -> list[np.ndarray]:
+def _every_id(rng: np.random.Generator, bucket: Bucket, model: ExportableModel) -> list[np.ndarray]:
     """Batches in which every id stands once, in any order, and others; of a large vocabulary or model a part of it."""
-    size, vocab_size = bucket.batch * bucket.seq, loaded.vocab_size
-    most = min(MOST_RANDOM_TOKENS, affordable_tokens(loaded))
+    size, vocab_size = bucket.batch * bucket.seq, model.vocab_size
+    most = min(MOST_RANDOM_TOKENS, affordable_tokens(model))
     count = max(1, min(-(-vocab_size // size), most // size, MOST_RANDOM_BATCHES))
     ids_N = rng.permutation(vocab_size)[: count * size]
     more_N = rng.integers(0, vocab_size, count * size - len(ids_N))
     return list(np.concatenate([ids_N, more_N]).astype(np.int64).reshape(count, bucket.batch, bucket.seq))
 
 
-def _lengths(rng: np.random.Generator, bucket: Bucket, loaded: LoadedModel) -> list[np.ndarray]:
+def _lengths(rng: np.random.Generator, bucket: Bucket, model: ExportableModel) -> list[np.ndarray]:
     """Lengths at which a selection of k tokens changes its nature, and some others, in batches of the bucket's size.
 
     One less than k, and one more; one token; all but one; k; a sixteenth and half of the bucket; and two at random. Of
-    a large model the first of these.
+    a large model the first of these. Where no k is declared, the others.
     """
     S = bucket.seq
-    ks = rng.permutation(sorted(set(loaded.k_by_layer(S).values()))).tolist()
+    declared = model.k_by_layer(S).values() if isinstance(model, DeclaredRouting) else ()
+    ks = rng.permutation(sorted(set(declared))).tolist()
     edges = [*(k + step for step in (-1, 1) for k in ks), 1, S - 1, *ks, S // 2, S // 16]
     others = rng.integers(max(1, S // 2), S + 1, 2 + bucket.batch).tolist()
     lengths = [length for length in dict.fromkeys(edges) if 1 <= length <= S][:MOST_LENGTHS]
-    most = max(LEAST_LENGTHS, affordable_tokens(loaded) // S)
+    most = max(LEAST_LENGTHS, affordable_tokens(model) // S)
     count = -(-min(len(lengths) + 2, most) // bucket.batch) * bucket.batch
     # In any order, so that no row of the batch has the short ones to itself.
     return list(rng.permutation([*lengths, *others][:count]).astype(np.int64).reshape(-1, bucket.batch))
+
+
+def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Batch]:
+    """Of random rows those with the smallest margins at each routing site; none where nothing is routed.
+
+    Costs one run of the reference for up to SEARCHED_TOKENS tokens, fewer of a large model.
+    """
+    rng = np.random.default_rng(seed)
+    # These runs are not needed again: kept with the others, their logits would take all the memory for kept runs.
+    passing = reference.with_weights({})
+    tokens = min(SEARCHED_TOKENS, affordable_tokens(reference.loaded))
+    # In batches of the bucket's own shape, because another shape would have to be captured first.
+    count = max(2, min(SEARCHED_ROWS, tokens // bucket.seq) // bucket.batch)
+    batches_NBS = rng.integers(0, reference.loaded.vocab_size, (count, bucket.batch, bucket.seq), dtype=np.int64)
+    full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
+    margins: dict[Site, list[float]] = {}
+    for ids_BS in batches_NBS:
+        traced = passing.free(Batch("near_ties", ids_BS, full_B))
+        if not traced.routed:
+            return []
+        for site, index_BK in traced.routed.items():
+            margins.setdefault(site, []).extend(_margins(traced.judged[site], index_BK.shape[1]))
+    # The best row of every site, then the second best: several, because a swap is likely and not certain.
+    ranked = dict.fromkeys(np.argsort(list(margins.values()), axis=1).T.ravel().tolist())
+    chosen_NBS = batches_NBS.reshape(-1, bucket.seq)[list(ranked)].reshape(batches_NBS.shape)
+    return [Batch("near_ties", ids_BS, full_B) for ids_BS in chosen_NBS[: min(NEAR_TIE_BATCHES, count // 2)]]
+
+
+def _margins(judged: Judged, k: int) -> list[float]:
+    """(k-th score - next score) / |k-th score| of each row; infinite where a coarser float would not swap the two.
+
+    Where the first k tokens above 0 are selected, the smallest |score| of a row, as a share of their root mean square.
+
+    Rounding keeps the order of scores or makes them equal, and equal scores go to the earlier token. So only a token
+    that is left out and stands before the k-th one tells a coarse router from an exact one.
+    """
+    rows = zip(judged.score_BS.astype(np.float64), judged.open_BS, strict=True)
+    if judged.rule == FIRST_COME:
+        return [_nearest_to_zero(score_S[open_S]) for score_S, open_S in rows]
+    return [_gap(score_S[open_S], k) for score_S, open_S in rows]
+
+
+def _gap(score_L: np.ndarray, k: int) -> float:
+    if k >= len(score_L):
+        return np.inf
+    order_L = np.argsort(-score_L, kind="stable")
+    last, following = float(score_L[order_L[k - 1]]), float(score_L[order_L[k]])
+    rms = float(np.sqrt(np.mean(score_L**2)))
+    if not (last - following > FAR * rms and order_L[k] < order_L[k - 1]):
+        return np.inf
+    # The distance between neighbouring floats grows with their size.
+    return (last - following) / max(abs(last), FAR * rms)
+
+
+def _nearest_to_zero(score_L: np.ndarray) -> float:
+    """Of the scores that rounding alone does not bring to the other side."""
+    rms = float(np.sqrt(np.mean(score_L**2))) if len(score_L) else 0.0
+    far_L = np.abs(score_L)[np.abs(score_L) > FAR * rms]
+    return float(far_L.min()) / rms if len(far_L) else np.inf

@@ -22,11 +22,11 @@ from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.environment import usable_cores
 from mod_export.export.nodes import graph_from_bytes, graph_from_file, module_of, numbered_layer
 from mod_export.results.parity import Located
-from mod_export.sources.protocol import LoadedModel
+from mod_export.sources.protocol import ExportableModel
 from mod_export.types import Engine
 from mod_export.validate.inputs import Batch
+from mod_export.validate.parity import judge_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import judge_runner
 
 __all__ = ["locate_by_depth", "locate_in_graph"]
 
@@ -37,21 +37,14 @@ AT_ONCE = 64
 def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch]) -> Located | None:
     """Compares an ONNX file of the build folder with a fresh export, on the batches in turn until one tells them apart.
 
-    Args:
-        root: the build folder.
-        path: of the file.
-        fresh: what it is meant to be, from `FreshGraphs`.
-        batches: what failed first.
-
-    Returns:
-        The first difference; None where both give the same bits everywhere, so that the fault is not in the graph.
+    None where both give the same bits everywhere, so that the fault is not in the graph.
 
     Raises:
         BuildError: one of the two cannot be made or run.
     """
     candidate, expected_graph = graph_from_file(root / path), graph_from_bytes(fresh)
-    names = _shared_values(candidate, expected_graph)
     ours_by, theirs_by = _producers(candidate), _producers(expected_graph)
+    names = [name for name in ours_by if name in theirs_by]
     with _opened(candidate, root, names) as ours, _opened(expected_graph, root, names) as theirs:
         for batch in batches:
             feeds = {name: array for name, array in batch.feeds.items() if name in ours.inputs}
@@ -60,17 +53,12 @@ def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch
                 found, expected = ours.run(feeds, chunk), theirs.run(feeds, chunk)
                 for name in chunk:
                     if not np.array_equal(found[name], expected[name], equal_nan=True):
-                        rewired, module = _rewired(ours_by[name], theirs_by[name], theirs_by)
-                        operator = ", which ".join(filter(None, (_operator(ours_by[name]), rewired)))
+                        node = ours_by[name]
+                        rewired, module = _rewired(node, theirs_by[name], theirs_by)
+                        operator = ", which ".join(filter(None, (f"{node.op_type} {node.name}", rewired)))
                         error = _largest(found[name], expected[name])
                         return Located(layer=module, operator=operator, input=batch.kind, error=error, allowed=0.0)
     return None
-
-
-def _shared_values(candidate: ir.Model, fresh: ir.Model) -> list[str]:
-    """Names that both graphs compute, in the candidate's order; a changed shape or dtype counts as a difference too."""
-    theirs = _producers(fresh)
-    return [name for name in _producers(candidate) if name in theirs]
 
 
 def _producers(model: ir.Model) -> dict[str, ir.Node]:
@@ -111,10 +99,6 @@ def _opened(model: ir.Model, root: Path, names: Sequence[str]) -> Iterator[OrtRu
         session = session_from_onnx(path, root / "graphs", [CPU], 1, {}, optimized=False)
         with OrtRunner(session, "values of a graph", 1) as runner:
             yield runner
-
-
-def _operator(node: ir.Node) -> str:
-    return f"{node.op_type} {node.name}"
 
 
 def _largest(found: np.ndarray, expected: np.ndarray) -> float | None:
@@ -161,27 +145,20 @@ def _fails(
     config: BuildConfig,
     silenced: Sequence[str],
 ) -> bool:
-    zeros = dict(_silence(reference.loaded, silenced))
+    """Whether the engine fails with zeros for the weights of these layers. Their scores are then all equal, and go to
+    the first tokens everywhere.
+    """
+    zeros = {
+        name: np.zeros(tuple(tensor.shape), np.float32)
+        for name, tensor in reference.loaded.weights.items()
+        if (layer := numbered_layer(name)) is not None and layer[1] in silenced
+    }
+    gate = config.parity.gate(engine.dtype)
     with ENGINES[engine.target].load(root, engine, config, usable_cores(), zeros) as runner:
-        row = judge_runner(
-            runner,
-            reference.with_weights(zeros),
-            batches,
-            config.parity.gate(engine.dtype),
-            engine.setting,
-        )
-    return not row.passed
+        return not judge_runner(runner, reference.with_weights(zeros), batches, gate, engine.setting).passed
 
 
-def _layers(loaded: LoadedModel) -> list[str]:
+def _layers(model: ExportableModel) -> list[str]:
     """Module paths of the layers, in their order."""
-    found = {numbered_layer(name) for name in loaded.weights}
+    found = {numbered_layer(name) for name in model.weights}
     return [name for _, name in sorted(one for one in found if one is not None)]
-
-
-def _silence(loaded: LoadedModel, layers: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Zeros for the weights of these layers. Their scores are then all equal, and go to the first tokens everywhere."""
-    for name, tensor in loaded.weights.items():
-        layer = numbered_layer(name)
-        if layer is not None and layer[1] in layers:
-            yield name, np.zeros(tuple(tensor.shape), np.float32)

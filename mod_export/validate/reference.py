@@ -1,4 +1,5 @@
-"""The reference: the captured program of the eager model, in float32 and in float64, free or with forced selections.
+"""The reference: the captured program of the eager model, in float32 and in float64, free or with forced selections;
+and what its routing looks like to a person.
 
 The float32 run is what a candidate is compared with. The float64 run says how much of the float32 result is rounding
 error: no candidate in float32 can be asked to be nearer to the reference than the reference is to the truth.
@@ -12,23 +13,24 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import numpy as np
 
 from mod_export.environment import free_bytes
-from mod_export.errors import CaptureError
-from mod_export.sources.protocol import ExportableModel, LoadedModel
+from mod_export.errors import CaptureError, ConfigError
+from mod_export.results.structure import MapLayer, RoutingMap
+from mod_export.sources.protocol import ExportableModel, OutputHead, Text
 from mod_export.types import Bucket, Outputs, Site
-from mod_export.validate.compare import Judged
+from mod_export.validate.compare import EMPTY, Judged
 from mod_export.validate.inputs import Batch
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Reference", "Traced", "check_program"]
+__all__ = ["Reference", "Traced", "check_program", "routing_map"]
 
 Found = TypeVar("Found")
 Precision = Literal["float32", "float64"]
@@ -36,6 +38,8 @@ KEPT_BYTES = 2**30
 """Logits of runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
 FLOAT64_BYTES = 8
 SHAKEN = 2
+MOST_MAPPED_TOKENS = 1024
+"""Of one routing map: more than a person reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +49,6 @@ class Traced:
     logits_BSV: np.ndarray
     routed: Mapping[Site, np.ndarray]
     judged: Mapping[Site, Judged]
-
-    @property
-    def scores(self) -> dict[Site, np.ndarray]:
-        """Site -> scores (B, S)."""
-        return {site: one.score_BS for site, one in self.judged.items()}
 
 
 class Programs:
@@ -125,14 +124,28 @@ class Reference:
 
     name = "eager float32"
 
-    def __init__(self, loaded: LoadedModel, outputs: Outputs = "logits") -> None:
-        """`outputs` is what the candidates return."""
+    def __init__(
+        self,
+        loaded: ExportableModel,
+        outputs: Outputs = "logits",
+        programs: Programs | None = None,
+        replaced: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """`outputs` is what the candidates return, `replaced` other values of some weights, by name.
+
+        Raises:
+            ConfigError: candidates return hidden states, and the model cannot make logits of them.
+        """
+        if outputs == "none" and not isinstance(loaded, OutputHead):
+            raise ConfigError(
+                ["outputs: none, but this model has no head that makes logits of hidden states; build it with logits"]
+            )
         self.loaded = loaded
         self.outputs: Outputs = outputs
-        self._programs = Programs(loaded)
-        self._replaced: dict[str, np.ndarray] = {}
+        self._programs = Programs(loaded) if programs is None else programs
+        self._replaced = dict(replaced or {})
         self._states: dict[Precision, dict[str, torch.Tensor]] = {}
-        self._moved_states: list[dict[str, torch.Tensor]] | None = None
+        self._moved: list[dict[str, torch.Tensor]] | None = None
         self._kept: dict[str, Traced] = {}
         self._remembered: dict[str, object] = {}
 
@@ -145,15 +158,17 @@ class Reference:
 
     def with_weights(self, replaced: Mapping[str, np.ndarray]) -> Reference:
         """The same model with other values of some weights, by name; nothing that is found with it is kept here."""
-        other = self.returning(self.outputs)
-        other._replaced = {**self._replaced, **replaced}
-        return other
+        return Reference(self.loaded, self.outputs, self._programs, {**self._replaced, **replaced})
 
     def returning(self, outputs: Outputs) -> Reference:
         """The same model for candidates that return something else."""
-        other = Reference(self.loaded, outputs)
-        other._programs, other._replaced = self._programs, dict(self._replaced)
-        return other
+        return Reference(self.loaded, outputs, self._programs, self._replaced)
+
+    @property
+    def output_head(self) -> OutputHead:
+        """Makes logits of what candidates return, where that is hidden states."""
+        assert isinstance(self.loaded, OutputHead)
+        return self.loaded
 
     def remembered(self, name: str, find: Callable[[], Found]) -> Found:
         """Something that was found out with this reference and holds as long as it does."""
@@ -180,13 +195,9 @@ class Reference:
         A single run can be exact by luck where a model is ill-conditioned (Monte Carlo arithmetic; Parker, Pierce and
         Eggert, Computing in Science and Engineering 2(4), 2000).
         """
+        if self._moved is None:
+            self._moved = self._move()
         return [self._trace(state, batch, routing, "float32") for state in self._moved]
-
-    @property
-    def _moved(self) -> list[dict[str, torch.Tensor]]:
-        if self._moved_states is None:
-            self._moved_states = self._move()
-        return self._moved_states
 
     def _move(self) -> list[dict[str, torch.Tensor]]:
         import torch
@@ -260,3 +271,37 @@ def _digest(batch: Batch, routing: Mapping[Site, np.ndarray], dtype: str) -> str
         digest.update(f"{site} {index_BK.shape}".encode())
         digest.update(index_BK.tobytes())
     return digest.hexdigest()
+
+
+def routing_map(reference: Reference, bucket: Bucket, batches: Sequence[Batch]) -> RoutingMap | None:
+    """Which token of the first batch of text, or of any, went through which routing site.
+
+    None where nothing is routed, or where the row is too long to be read.
+    """
+    if bucket.seq > MOST_MAPPED_TOKENS or not batches:
+        return None
+    batch = next((one for one in batches if one.kind == "text"), batches[0])
+    traced = reference.free(batch)
+    if not traced.routed:
+        return None
+    ids_S, loaded = batch.ids_BS[0], reference.loaded
+    texts = loaded.token_texts(ids_S) if batch.kind == "text" and isinstance(loaded, Text) else None
+    return RoutingMap(
+        bucket=bucket.name,
+        tokens=tuple(map(str, ids_S)) if texts is None else tuple(texts),
+        layers=tuple(
+            MapLayer(
+                layer=site,
+                k=index_BK.shape[1],
+                routed=tuple(int(position) for position in index_BK[0] if position != EMPTY),
+                scores=_scores(traced.judged[site]),
+            )
+            for site, index_BK in traced.routed.items()
+        ),
+    )
+
+
+def _scores(judged: Judged) -> tuple[float | None, ...]:
+    """Of the first row; None for tokens that did not get this far."""
+    found = zip(judged.score_BS[0], judged.open_BS[0], strict=True)
+    return tuple(float(f"{score:.4g}") if is_open else None for score, is_open in found)

@@ -19,66 +19,46 @@ from mod_export.build_folder.files import FileEntry, changed_file
 from mod_export.engines import ENGINES
 from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.export.dialect import check_dialect
-from mod_export.export.nodes import graph_from_file, is_standard, label_of, static_shape
+from mod_export.export.nodes import graph_from_bytes, graph_from_file, is_standard, label_of, module_of, static_shape
 from mod_export.export.passes import PORTABLE
 from mod_export.export.passes.cast_floats import NARROW
 from mod_export.export.weights import ONNX_TYPES, WeightsFile, digests_of_file
 from mod_export.results.structure import StructureRow
 from mod_export.types import PRIMARY, DType, Graph
 
-__all__ = ["structure_of_file", "structure_of_graph", "structure_of_weights"]
+__all__ = ["structure_of_export", "structure_of_file", "structure_of_graph", "structure_of_weights"]
 
 SHOWN = 4
+FRESH = ("what a fresh export gives",)
 
 
 def structure_of_file(root: Path, path: str, entry: FileEntry) -> StructureRow:
-    """Whether a file is the one that was built.
-
-    Args:
-        root: the build folder.
-        path: relative to it.
-        entry: of the manifest.
-    """
+    """Whether a file is the one that was built; `entry` is the manifest's."""
     problem = changed_file(root, path, entry)
-    return structure_row(path, ("the bytes that were built",), [problem] if problem else [])
+    return _row(path, ("the bytes that were built",), [problem] if problem else [])
 
 
 def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> StructureRow:
-    """Every tensor of a weights file against its fingerprint.
-
-    Args:
-        root: the build folder.
-        path: relative to it.
-        expected: name -> SHA-256 of the checkpoint's tensor in the file's dtype, taken before the file was written.
+    """Every tensor of a weights file against its fingerprint: name -> SHA-256 of the checkpoint's tensor in the file's
+    dtype, taken before the file was written.
     """
     try:
         found = digests_of_file(root / path)
     except BuildFolderError as error:
-        return structure_row(path, ("tensors",), [str(error)])
-    wrong = [name for name, digest in expected.items() if name in found and found[name] != digest]
-    missing = [name for name in expected if name not in found]
-    more = [name for name in found if name not in expected]
-    reasons = [
-        f"{_listed(names)}: {what}"
-        for names, what in (
-            (wrong, "not the checkpoint's values"),
-            (missing, "missing"),
-            (more, "not a tensor of the checkpoint"),
-        )
-        if names
-    ]
-    return structure_row(path, (f"{len(expected)} tensors are the checkpoint's, bit for bit",), reasons)
+        return _row(path, ("tensors",), [str(error)])
+    problems = {
+        "not the checkpoint's values": [name for name in expected if found.get(name, expected[name]) != expected[name]],
+        "missing": [name for name in expected if name not in found],
+        "not a tensor of the checkpoint": [name for name in found if name not in expected],
+    }
+    reasons = [f"{_listed(names)}: {what}" for what, names in problems.items() if names]
+    return _row(path, (f"{len(expected)} tensors are the checkpoint's, bit for bit",), reasons)
 
 
 def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, weights: Collection[str]) -> StructureRow:
-    """Weights, outputs, operators and precision of an ONNX file.
+    """Weights, outputs, operators and precision of an ONNX file, which may be an engine, and is meant to be `graph`.
 
-    Args:
-        root: the build folder.
-        path: of the file: `graph.path`, or an engine that is such a graph.
-        graph: what it is meant to be.
-        vocab_size: of the model.
-        weights: the folder's weights files, whose tensors have fingerprints.
+    `weights` are the folder's weights files whose tensors have fingerprints.
     """
     try:
         model = graph_from_file(root / path)
@@ -94,7 +74,7 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, wei
         reasons = [str(error)]
     outputs = ("outputs",) if graph.role == "forward" else ()
     checked = (*outputs, "every weight is a reference to the checkpoint's tensor", "operators", "precision")
-    return structure_row(path, checked, list(dict.fromkeys(reasons)))
+    return _row(path, checked, list(dict.fromkeys(reasons)))
 
 
 def _outputs(model: ir.Model, graph: Graph, vocab_size: int) -> Iterator[str]:
@@ -127,9 +107,8 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
     files = {name: WeightsFile.open(path) for name, path in known.items()}
     tensors = {name: (file.name, *entry) for file in files.values() for name, entry in file.entries.items()}
     for name, value in model.graph.initializers.items():
-        shape = static_shape(value)
-        tensor = _external(value)
-        if tensor is None:
+        shape, tensor = static_shape(value), value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
             if name in tensors:
                 yield f"{name}: a value of its own in the graph instead of the shared weights"
             continue
@@ -147,10 +126,6 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
             yield f"{name}: refers to {other} in {tensor.location}"
         elif (ONNX_TYPES.get(stored), stored_shape) != (value.dtype and value.dtype.name, shape):
             yield f"{name}: is {value.dtype} {shape} in the graph and {stored} {stored_shape} in {tensor.location}"
-
-
-def _external(value: ir.Value) -> ir.ExternalTensor | None:
-    return value.const_value if isinstance(value.const_value, ir.ExternalTensor) else None
 
 
 def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
@@ -180,10 +155,61 @@ def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
     return []
 
 
-def structure_row(path: str, checked: tuple[str, ...], reasons: Sequence[str]) -> StructureRow:
+def _row(path: str, checked: tuple[str, ...], reasons: Sequence[str]) -> StructureRow:
     return StructureRow(path=path, checked=checked, passed=not reasons, reasons=tuple(reasons))
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def structure_of_export(root: Path, path: str, fresh: bytes) -> StructureRow:
+    """Whether an ONNX file is what a fresh export of its model gives, byte for byte; and if not, what differs.
+
+    Exporting is deterministic: the same spec, bucket and versions give the same bytes, whatever the weights' values. So
+    a graph that differs has been changed since, or was never made from this model, and if the change is too small to
+    be seen in any output, it is seen here.
+    """
+    file = root / path
+    if file.is_file() and file.read_bytes() == fresh:
+        return _row(path, FRESH, [])
+    try:
+        found, expected = (_entries(ir.to_proto(one)) for one in (graph_from_file(file), graph_from_bytes(fresh)))
+    except GraphError as error:
+        return _row(path, FRESH, [str(error)])
+    # Functions, sparse weights, a second definition of a name: what cannot be named here is still another file.
+    differences = _differences(found, expected) or ["bytes that are no node, input, output or initializer"]
+    reasons = [f"not what a fresh export gives: {difference}" for difference in differences]
+    return _row(path, FRESH, reasons)
+
+
+def _entries(proto: onnx.ModelProto) -> dict[str, tuple[str, ir.Node | None]]:
+    """Everything a graph holds: where -> (what it is, the node if it is one)."""
+    model = ir.from_proto(proto)
+    entries: dict[str, tuple[str, ir.Node | None]] = {"opset": (str(dict(model.opset_imports)), None)}
+    for value in (*proto.graph.input, *proto.graph.output):
+        entries[f"input or output {value.name}"] = (value.SerializeToString(deterministic=True).hex(), None)
+    for tensor in proto.graph.initializer:
+        entries[f"initializer {tensor.name}"] = (tensor.SerializeToString(deterministic=True).hex(), None)
+    for node, written in zip(model.graph, proto.graph.node, strict=True):
+        written.ClearField("metadata_props")
+        entries[f"node {node.name or node.op_type}"] = (written.SerializeToString(deterministic=True).hex(), node)
+    return entries
+
+
+def _differences(
+    found: Mapping[str, tuple[str, ir.Node | None]], expected: Mapping[str, tuple[str, ir.Node | None]]
+) -> list[str]:
+    """The first few entries that one graph has and the other has not, or has differently."""
+    listed = []
+    for name in dict.fromkeys((*found, *expected)):
+        if found.get(name, ("",))[0] == expected.get(name, ("",))[0]:
+            continue
+        what = "added" if name not in expected else "missing" if name not in found else "changed"
+        node = (found.get(name) or expected[name])[1]
+        listed.append(f"{name} {what}" + (f" in {module_of(node)}" if node is not None else ""))
+    # Nodes first: they say where.
+    listed.sort(key=lambda text: not text.startswith("node "))
+    more = [f"and {len(listed) - SHOWN} more differences"] if len(listed) > SHOWN else []
+    return listed[:SHOWN] + more

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import torch
+from build_folders import Silent
 
 from mod_export.build_folder.manifest import MANIFEST, with_checksum
 from mod_export.config import BuildConfig, config_from_toml
@@ -22,7 +23,6 @@ from mod_export.export.onnx_export import INPUTS, onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
 from mod_export.export.weights import WeightsFile, bind_weights, state_of
 from mod_export.pipeline import build
-from mod_export.results.report import Stage
 from mod_export.types import Bucket
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
@@ -34,7 +34,6 @@ __all__ = [
     "COMPILED",
     "GRAPHS",
     "SPEC",
-    "Silent",
     "build_folder",
     "checkpoint_with",
     "portable_graph_of",
@@ -45,46 +44,36 @@ SPEC = ModelSpec(
     vocab_size=256, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ff=64, max_positions=64,
     routing=RoutingSpec(capacity=0.25),
 )  # fmt: skip
-BUCKET = "b2s32"
+SHAPE = Bucket(2, 32)
+BUCKET = SHAPE.name
 CAPACITY_ONE_MORE = replace(SPEC, routing=RoutingSpec(capacity=9 / 32))
 CAPACITY_ROUNDED_DOWN = replace(SPEC, routing=RoutingSpec(capacity=7 / 32))
 """What 0.249 x 32 gives when it is rounded in another way than 0.25 x 32."""
 STD = 0.15
 """Of the weights: large enough that every block changes the result, as in a trained model."""
 
-GRAPHS = """
-buckets = [[2, 16], [2, 32]]
+FEW_RUNS = """
+[latency]
+samples = 5
+warmup = 1
+bootstrap = 100
+min_speedup = 0.0
+[cost]
+profile_runs = 0
+[generation]
+build = "never"
+"""
+GRAPHS = f"""
+buckets = [[2, 32]]
 targets = ["ort-cpu", "tensorrt-rtx"]
 [target.tensorrt-rtx]
 dtypes = ["float16"]
 architectures = ["sm89"]
-[latency]
-samples = 5
-warmup = 1
-bootstrap = 100
-min_speedup = 0.0
-[generation]
-build = "never"
-"""
-COMPILED = """
+{FEW_RUNS}"""
+COMPILED = f"""
 buckets = [[2, 32]]
 targets = ["inductor"]
-[latency]
-samples = 5
-warmup = 1
-bootstrap = 100
-min_speedup = 0.0
-[generation]
-build = "never"
-"""
-
-
-class Silent:
-    """Observes a build and says nothing."""
-
-    def stage_started(self, name: str) -> None: ...
-    def step_started(self, name: str) -> None: ...
-    def stage_finished(self, stage: Stage) -> None: ...
+{FEW_RUNS}"""
 
 
 def checkpoint_with(spec: ModelSpec, seed: int, std: float) -> Checkpoint:
@@ -121,10 +110,10 @@ def sign(root: Path) -> None:
     path.write_text(json.dumps(with_checksum(manifest)), encoding="utf-8")
 
 
-def portable_graph_of(root: Path, spec: ModelSpec) -> bytes:
-    """The graph of another spec at BUCKET, with references to the weights of the folder."""
+def portable_graph_of(root: Path, spec: ModelSpec, bucket: Bucket = SHAPE) -> bytes:
+    """The graph of another spec or bucket, with references to the weights of the folder."""
     module = Checkpoint(spec=spec, weights=checkpoint_with(SPEC, 1, STD).weights).module()
-    model = onnx_from_captured(captured_module(module, Bucket(2, 32), "other"), state_of(module), INPUTS, ["logits"])
+    model = onnx_from_captured(captured_module(module, bucket, "other"), state_of(module), INPUTS, ["logits"])
     run_passes(model, PORTABLE, "float32")
     weights = WeightsFile.open(root / "graphs" / "weights-float32.data")
     bind_weights(model, [weights], root / "graphs")

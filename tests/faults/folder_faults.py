@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-from base_folder import BUCKET, CAPACITY_ONE_MORE, CAPACITY_ROUNDED_DOWN, portable_graph_of
+from base_folder import BUCKET, CAPACITY_ONE_MORE, CAPACITY_ROUNDED_DOWN, SPEC, portable_graph_of
 from graph_faults import GRAPH_FAULTS
 from graph_surgery import Surgery
+
+from mod_export.types import Bucket
 
 __all__ = ["COMPILED_FAULTS", "FOLDER_FAULTS"]
 
@@ -137,7 +139,7 @@ def truncated_weights(root: Path) -> None:
 
 @fault("stale bucket", None)
 def stale_bucket(root: Path) -> None:
-    shutil.copy(root / "engines/ort-cpu/mod-b2s16-float32.onnx", root / ENGINE)
+    (root / ENGINE).write_bytes(portable_graph_of(root, SPEC, Bucket(2, 16)))
 
 
 @fault("k is one too many", "layer 1")

@@ -1,6 +1,6 @@
 """How many planted faults are caught, and how many sound builds are suspected: what `make faults` prints.
 
-    python tests/faults/rates.py [--clean N] [--first SEED] [--kinds] [--processes N] [--only TEXT]
+    make faults, or python tests/faults/rates.py [--clean N] [--first SEED] [--kinds] [--processes N] [--only TEXT]
 
 Exit code 1 when a fault was missed, or named in the wrong place, or a sound build was suspected.
 """
@@ -19,7 +19,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from base_folder import COMPILED, GRAPHS, Silent, build_folder
+from base_folder import COMPILED, GRAPHS, build_folder
+from build_folders import Silent
 from compiled_faults import write_packages
 from planting import FAULTS, Outcome, outcome_of
 from random_specs import random_build, random_build_of_any_kind

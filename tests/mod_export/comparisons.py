@@ -7,23 +7,25 @@ from dataclasses import replace
 import numpy as np
 
 from mod_export.config import ParityGate
-from mod_export.validate.allowance import Allowance, allowance
-from mod_export.validate.compare import ErrorNumbers, LayerRouting
-from mod_export.validate.parity import Comparison, TextNumbers
+from mod_export.results.parity import ErrorNumbers
+from mod_export.validate.checks import Allowance, Comparison, TextNumbers, allowance
+from mod_export.validate.compare import SiteRouting
 
 GATE = ParityGate(
     rounding_error=16.0, rounding_error_rms=4.0, max_abs=1e-3, near_tie=1e-2, next_token_agreement=0.9, max_kl=1e-3,
     max_perplexity_ratio=1.01,
 )  # fmt: skip
-LAYER = LayerRouting(layer=3, k=2, routed=4, agreed=4, distances=(), min_margin=0.5, scale=1.0)
+SITE = SiteRouting(site=3, k=2, routed=4, agreed=4, distances=(), min_margin=0.5, scale=1.0)
 TEXT = TextNumbers(tokens=9, nll=18.0, reference_nll=18.0, own_nll=18.0, positions=10, agreed=10)
 
 
-def errors(value: float, count: int = 10_000) -> ErrorNumbers:
-    return ErrorNumbers(max_abs=value, mean_abs=value, max_rel=value, rms=value, count=count)
+def errors(value: float) -> ErrorNumbers:
+    return ErrorNumbers(max_abs=value, mean_abs=value, max_rel=value, rms=value)
 
 
-GOOD = Comparison(kind="text", layers=(LAYER,), error=errors(1e-5), shortfalls=np.zeros(10), kl=1e-9, text=TEXT)
+GOOD = Comparison(
+    kind="text", sites=(SITE,), error=errors(1e-5), logits=10_000, shortfalls=np.zeros(10), kl=1e-9, text=TEXT
+)
 """Everything agrees, and no float64 run says what rounding does."""
 
 
@@ -31,14 +33,14 @@ def with_error(value: float) -> Comparison:
     return replace(GOOD, error=errors(value))
 
 
-def with_noise(value: float, scores: float = 0.0) -> Comparison:
+def with_rounding(value: float, scores: float = 0.0) -> Comparison:
     """The reference is this far from its own float64 run, in logits and in scores."""
-    return replace(GOOD, noise=errors(value), layers=(replace(LAYER, noise=scores),))
+    return replace(GOOD, rounding=errors(value), sites=(replace(SITE, rounding=scores),))
 
 
 def with_routing(*distances: float, malformed: str = "") -> Comparison:
     """Tokens of layer 5 are routed differently, at these distances from the k-th score."""
-    return replace(GOOD, layers=(LAYER, replace(LAYER, layer=5, distances=distances, malformed=malformed)))
+    return replace(GOOD, sites=(SITE, replace(SITE, site=5, distances=distances, malformed=malformed)))
 
 
 def allowed_by(*found: Comparison) -> Allowance:

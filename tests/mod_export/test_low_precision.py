@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from mod_export.report import render_html, render_text
 from mod_export.rerun import validate_folder
 from mod_export.results.report import BuildReport
 from mod_export.types import DType
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
 
 LAX = {"next_token_agreement": 0.0, "max_kl": 100.0, "max_perplexity_ratio": 100.0}
 """The tiny model has random weights: what a few bits do to its next tokens says nothing."""
@@ -31,7 +34,17 @@ def low(config: BuildConfig, dtypes: tuple[DType, ...], **gates: float) -> Build
     parity = config.parity.model_copy(
         update={dtype: config.parity.gate(dtype).model_copy(update=gates) for dtype in dtypes}
     )
-    return config.model_copy(update={"buckets": ((2, 32),), "target": options, "parity": parity})
+    parity = parity.model_copy(update={"text_batches": 1})
+    cost = config.cost.model_copy(update={"profile_runs": 0})
+    return config.model_copy(update={"buckets": ((2, 16),), "target": options, "parity": parity, "cost": cost})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_spec: ModelSpec) -> Path:
+    """Two layers, one of them routed."""
+    path = tmp_path_factory.mktemp("model") / "tiny.pt"
+    save_checkpoint(path, random_checkpoint(replace(tiny_spec, n_layers=2), 0))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +78,7 @@ def test_size_and_speed_stand_beside_float32(report: BuildReport) -> None:
         assert row.ci95[0] <= row.measured <= row.ci95[1]
         assert row.p50_ms > 0
     text = render_text(report, "folder")
-    assert re.search(r"^ort-cpu +b2s32 +int8 +MoD .* pass$", text, flags=re.MULTILINE)
+    assert re.search(r"^ort-cpu +b2s16 +int8 +MoD .* pass$", text, flags=re.MULTILINE)
     assert "Lower precision" in render_html(report)
 
 
@@ -103,7 +116,7 @@ def test_another_number_in_the_weights_is_found(root: Path, report: BuildReport)
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_it_is_served_on_request(dtype: DType, root: Path, report: BuildReport) -> None:
-    ids_BS = np.random.default_rng(0).integers(0, 256, (2, 20))
+    ids_BS = np.random.default_rng(0).integers(0, 256, (2, 12))
     with mod_export.load(root) as usual, mod_export.load(root, dtype=dtype) as narrow:
         assert (usual.dtype, narrow.dtype) == ("float32", dtype)
         difference = np.abs(usual.run(ids_BS) - narrow.run(ids_BS)).max()
@@ -123,7 +136,7 @@ def test_what_misses_its_gate_is_not_served(checkpoint: Path, config: BuildConfi
     with pytest.raises(TargetError, match=message):
         mod_export.load(tmp_path / "build", dtype="int8")
     refused = json.loads((tmp_path / "build/manifest.json").read_text())["refused"]
-    assert set(refused) == {f"engines/ort-cpu/{kind}-b2s32-int8.onnx" for kind in ("mod", "dense")}
+    assert set(refused) == {f"engines/ort-cpu/{kind}-b2s16-int8.onnx" for kind in ("mod", "dense")}
 
 
 @pytest.mark.slow

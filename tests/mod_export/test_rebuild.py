@@ -172,12 +172,17 @@ def _by_steps() -> dict[str, list[str]]:
 
 
 BY_STEPS = _by_steps()
+VALIDATED_TWICE = "parity/float32/noise_rms"
+"""Redoes a part of what parity/batches_per_kind redoes, in as many seconds."""
 ALONE = [field for field, (_, steps) in CHANGES.items() if steps and field not in BY_STEPS]
 
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(name, marks=pytest.mark.slow if len(fields) == 1 else []) for name, fields in BY_STEPS.items()],
+    [
+        pytest.param(name, marks=pytest.mark.slow if len(fields) == 1 or name == VALIDATED_TWICE else [])
+        for name, fields in BY_STEPS.items()
+    ],
 )
 def test_changed_fields_redo_what_depends_on_them_and_nothing_else(
     first: str, built_copy: Path, checkpoint: Path, config: BuildConfig

@@ -22,10 +22,10 @@ from mod_export.export.capture import captured_module
 from mod_export.export.weights import state_of, write_weights
 from mod_export.stages.engines import Job
 from mod_export.types import Bucket, Engine, Graph, Kernel, Variant
+from mod_export.validate.checks import judge
 from mod_export.validate.inputs import parity_batches
 from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import judge
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec

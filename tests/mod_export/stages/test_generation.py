@@ -1,4 +1,6 @@
-"""Stage generation: what it makes again, every kind of model that can write, and the shipped checkpoint."""
+"""Engines that write text: what a build makes again, every kind of model that can, the shipped checkpoint, and plans
+for a GPU that is not here, whose graphs are judged token by token on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from build_folders import Silent, check_files, steps_of
@@ -15,15 +18,18 @@ from command_line import FEW_SAMPLES
 from generating import GENERATING, WINDOW
 from observing import observed
 from tiny_models import lively_checkpoint
+from writing import WINDOW as WRITING_WINDOW
 
-from mod_export.build_folder.manifest import read_manifest
+from mod_export.build_folder.manifest import open_folder, read_manifest
 from mod_export.config import BuildConfig, config_from_toml
+from mod_export.engines import ENGINES
 from mod_export.pipeline import build
+from mod_export.rerun import validate_folder
 from mod_export.results.report import BuildReport
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.sources.checkpoint import Model, model_from_checkpoint
 from mod_export.types import KINDS
-from mod_export.validate.written import prompts_of
+from mod_export.validate.inputs import prompts_of
 from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.checkpoint import save_checkpoint
 
@@ -173,7 +179,7 @@ def test_the_shipped_checkpoint(tmp_path: Path) -> None:
 def check_texts(generator: Generator, shipped: Model) -> None:
     """Two hundred tokens after each of several held-out prompts are those of the eager model."""
     eager = shipped.loaded.generating(512)
-    prompt_NS = prompts_of(shipped.loaded, 6, 32, 0)
+    prompt_NS = prompts_of(shipped.loaded, 256, 6, 32, 0)
     found = generator.generate(prompt_NS.tolist(), 200)
     expected = [eager.write(prompt, 200) for prompt in prompt_NS.tolist()]
     assert [one.ids for one in found] == expected
@@ -182,7 +188,7 @@ def check_texts(generator: Generator, shipped: Model) -> None:
 
 def check_steps(generator: Generator, shipped: Model) -> None:
     """Logits after some positions of a held-out text, read by steps, as a prompt, and by the eager model."""
-    ids_S = prompts_of(shipped.loaded, 1, 300, 3)[0]
+    ids_S = prompts_of(shipped.loaded, 256, 1, 300, 3)[0]
     loaded = shipped.loaded.generating(512).loaded
     with torch.no_grad():
         logits_SV = observed(loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([300]))[0][0].numpy()
@@ -216,14 +222,57 @@ def test_fair_slots_are_judged_in_turns_and_counted(
     writing_folder: Path, writing_config: BuildConfig, tmp_path: Path
 ) -> None:
     config = with_options(writing_config, slots="fair", batches=(4,), prompts=(16,))
-    report = build(writing_folder / "writing.pt", config, tmp_path / "fair", None, Silent(), "test").generation
-    assert report is not None
-    assert report.slots == "fair"
+    report = build(writing_folder / "writing.pt", config, tmp_path / "fair", None, Silent(), "test")
+    assert report.generation is not None
+    assert report.generation.slots == "fair"
     assert [row.reasons for row in report.parity if not row.passed] == []
-    assert {(row.texts, row.equal) for row in report.texts} == {(2, 2)}
-    prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 4, 9, 0).tolist()
+    assert {(row.texts, row.identical) for row in report.generation.texts} == {(2, 2)}
+    prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 256, 4, 9, 0).tolist()
     with load_generator(tmp_path / "fair") as generator:
         together = generator.generate(prompts, 30)
         alone = [generator.generate([prompt], 30)[0] for prompt in prompts]
-    # Two of four rows run in a layer at most: some tokens pass by that would have run alone.
+    # Two of four rows run in a layer at most: some tokens skip it that would have run alone.
     assert sum(sum(one.overflow.values()) for one in together) > sum(sum(one.overflow.values()) for one in alone)
+
+
+TARGETS = ("ort-cpu", "tensorrt-rtx")
+
+
+def with_plans(config: BuildConfig) -> BuildConfig:
+    options = config.target.tensorrt_rtx.model_copy(update={"architectures": ("sm89",), "dtypes": ("float16",)})
+    target = config.target.model_copy(update={"tensorrt_rtx": options})
+    config = with_options(config, targets=TARGETS, prompts=(16,), batches=(3,), compared_texts=0)
+    return config.model_copy(update={"targets": TARGETS, "target": target})
+
+
+@pytest.mark.slow
+def test_plans_are_built_and_their_graphs_judged(
+    writing_folder: Path, writing_config: BuildConfig, tmp_path: Path
+) -> None:
+    if not ENGINES["tensorrt-rtx"].availability().builds:
+        pytest.fail("CI installs tensorrt-rtx, whose builder needs no GPU")
+    root = tmp_path / "plans"
+    report = build(writing_folder / "writing.pt", with_plans(writing_config), root, None, Silent(), "test")
+    assert report.verdict.status == "pass"
+    check_files(root)
+    engines = open_folder(root).engines
+    plans = [one for one in engines if one.target == "tensorrt-rtx" and one.role != "forward"]
+    assert {(one.model, one.role, one.arch, one.dtype) for one in plans} == {
+        (kind, role, "sm89", "float16") for kind in ("mod", "dense") for role in ("prefill", "decode")
+    }
+    assert report.generation is not None
+    judged = {(row.target, row.role, row.model, row.dtype) for row in report.parity if row.passed}
+    assert {
+        ("tensorrt-rtx graph", role, kind, "float16") for kind in ("mod", "dense") for role in ("prefill", "decode")
+    } <= judged
+    step = onnx.load(
+        root / "graphs" / f"mod-decode-b3s{WRITING_WINDOW}.tensorrt-rtx.float16.onnx", load_external_data=False
+    )
+    operators = [node.op_type for node in step.graph.node]
+    assert operators.count("If") == 2
+    assert operators.count("TensorScatter") == 6
+    # What cannot run here is not validated here, and what can writes.
+    assert validate_folder(root, None, []).verdict.status == "pass"
+    with load_generator(root) as generator:
+        assert generator.target == "ort-cpu"
+        assert len(generator.generate("ab", 4)[0].ids) == 4

@@ -39,8 +39,8 @@ def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[Bui
 
 @pytest.fixture
 def asked_again(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[BuildContext]:
-    """Another seed: every input is another one, and nothing else has to be made again."""
-    yield from context_of(built_copy, model, config.model_copy(update={"seed": 1}))
+    """Another seed and one bucket: every input is another one, and nothing else has to be made again."""
+    yield from context_of(built_copy, model, config.model_copy(update={"seed": 1, "buckets": ((1, 64),)}))
 
 
 CELLS = [(bucket, kind) for bucket in ("b1s64", "b2s32") for kind in ("mod", "dense")]
@@ -74,10 +74,10 @@ def test_an_engine_that_cannot_be_run_is_a_result(asked_again: BuildContext) -> 
     """A stage that fails leaves no report, and nobody to tell what the other engines are worth."""
     (asked_again.root / ENGINE).write_bytes(b"")
     validate(asked_again)
-    assert [row.passed for row in asked_again.rows(ParityRow)] == [False, *[True] * 7]
+    assert [row.passed for row in asked_again.rows(ParityRow)] == [False, *[True] * 3]
     assert (
         asked_again.rows(ParityRow)[0]
         .reasons[0]
         .startswith("cannot be run: mod-b1s64-float32.onnx: ONNX Runtime refuses")
     )
-    assert [(row.bucket, row.model) for row in asked_again.rows(CausalityRow)] == CELLS[1:]
+    assert [(row.bucket, row.model) for row in asked_again.rows(CausalityRow)] == CELLS[1:2]

@@ -14,14 +14,14 @@ from small_graphs import make_model, make_spec, portable_graph, session
 from mod_export.config import config_from_toml
 from mod_export.engines.ort_session import OrtRunner
 from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.weights import state_of, write_weights
+from mod_export.export.weights import bind_weights, state_of, write_weights
+from mod_export.export.weights_file import WeightsFile
 from mod_export.results.parity import ParityRow
 from mod_export.types import Bucket, Engine, Graph, Setting
 from mod_export.validate.candidates import Candidate
-from mod_export.validate.fresh import FreshGraphs
 from mod_export.validate.inputs import Batch, parity_batches
+from mod_export.validate.parity import judge_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import judge_runner
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ModelSpec
@@ -98,9 +98,18 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, reference: Reference, cand
     for path in (candidate.path, candidate.graph.path):
         (root / path).parent.mkdir(parents=True)
     write_weights(root / WEIGHTS, state_of(reference.module), "float32")
+    model = portable_graph(SPEC, BUCKET.batch, BUCKET.seq)
+    run_passes(model, PORTABLE, "float32")
+    bind_weights(model, [WeightsFile.open(root / WEIGHTS)], root / "graphs")
     for path in (candidate.path, candidate.graph.path):
-        (root / path).write_bytes(FreshGraphs(root).graph(candidate.graph, WEIGHTS, reference))
+        (root / path).write_bytes(ir.to_proto(model).SerializeToString())
     return root
+
+
+@pytest.fixture
+def fresh(_folder: Path) -> Callable[[Graph], bytes]:
+    """What an export of the folder's one graph gives."""
+    return lambda graph: (_folder / graph.path).read_bytes()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from mod_export.validate.compare import (
     error_between,
     farthest_from,
     next_token_shortfalls,
-    routing_of_layer,
+    routing_of_site,
     smallest,
 )
 
@@ -61,8 +61,8 @@ def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 @given(routings())
 def test_what_follows_the_definition_agrees(case: tuple[np.ndarray, np.ndarray, int]) -> None:
     score_BS, lengths_B, k = case
-    found = routing_of_layer(3, selected(score_BS, lengths_B, k), by_rank(score_BS, lengths_B))
-    assert (found.layer, found.k, found.malformed) == (3, k, "")
+    found = routing_of_site(3, selected(score_BS, lengths_B, k), by_rank(score_BS, lengths_B))
+    assert (found.site, found.k, found.malformed) == (3, k, "")
     assert found.agreed == found.routed == sum(min(k, int(length)) for length in lengths_B)
     assert found.distances == ()
     assert found.min_margin is None or found.min_margin >= 0
@@ -82,7 +82,7 @@ def test_any_other_choice_is_counted(case: tuple[np.ndarray, np.ndarray, int], d
     moved_real = index_BK[row, slot] < length
     index_BK[row, slot] = other
     index_BK[row].sort()
-    found = routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B))
+    found = routing_of_site(0, index_BK, by_rank(score_BS, lengths_B))
     assert found.agreed == found.routed - int(moved_real)
     assert len(found.distances) == int(moved_real) + int(other < length)
     assert all(distance >= 0 for distance in found.distances)
@@ -91,7 +91,7 @@ def test_any_other_choice_is_counted(case: tuple[np.ndarray, np.ndarray, int], d
 
 def test_distances_are_from_the_kth_score() -> None:
     score_BS = np.array([[4.0, 3.0, 2.0, 1.0]], dtype=np.float32)
-    found = routing_of_layer(0, np.array([[0, 3]]), by_rank(score_BS, np.array([4])))
+    found = routing_of_site(0, np.array([[0, 3]]), by_rank(score_BS, np.array([4])))
     assert found.distances == (0.0, 2.0)
     assert found.min_margin == 1.0
     assert found.scale == pytest.approx(math.sqrt((16 + 9 + 4 + 1) / 4))
@@ -100,8 +100,8 @@ def test_distances_are_from_the_kth_score() -> None:
 
 def test_ties_go_to_the_earlier_token() -> None:
     score_BS, lengths_B = np.zeros((1, 4), dtype=np.float32), np.array([4])
-    assert routing_of_layer(0, np.array([[0, 1]]), by_rank(score_BS, lengths_B)).distances == ()
-    later = routing_of_layer(0, np.array([[0, 2]]), by_rank(score_BS, lengths_B))
+    assert routing_of_site(0, np.array([[0, 1]]), by_rank(score_BS, lengths_B)).distances == ()
+    later = routing_of_site(0, np.array([[0, 2]]), by_rank(score_BS, lengths_B))
     assert later.agreed == 1
     assert later.distances == (0.0, 0.0)
     assert later.min_margin == 0.0
@@ -109,41 +109,47 @@ def test_ties_go_to_the_earlier_token() -> None:
 
 def test_padding_has_no_score() -> None:
     score_BS = np.array([[1.0, 2.0, 9.0, 9.0]], dtype=np.float32)
-    found = routing_of_layer(0, np.array([[0, 1, 2]]), by_rank(score_BS, np.array([2])))
+    found = routing_of_site(0, np.array([[0, 1, 2]]), by_rank(score_BS, np.array([2])))
     assert (found.routed, found.agreed, found.malformed, found.min_margin) == (2, 2, "", None)
 
 
+ORDER = "positions are not ascending, or not unique"
+LEFT = "row 0 leaves 1 of 2 slots empty while tokens are left that could be chosen"
+
+
 @pytest.mark.parametrize(
-    ("index", "malformed"),
+    ("index", "ranked", "choosing"),
     [
-        ([1, 0], "positions are not ascending, or not unique"),
-        ([1, 1], "positions are not ascending, or not unique"),
-        ([-2, 0], "positions from -2 to 0 in a row of 4"),
-        ([0, -1], "row 0 leaves 1 of 2 slots empty while tokens are left that could be chosen"),
-        ([-1, 0], "positions are not ascending, or not unique"),
-        ([0, 4], "positions from 0 to 4 in a row of 4"),
-        ([0, 3], "row 0 leaves 1 of 2 slots empty while tokens are left that could be chosen"),
+        ([1, 0], ORDER, ORDER),
+        ([1, 1], ORDER, ORDER),
+        ([-1, 0], ORDER, ORDER),
+        ([-2, 0], "positions from -2 to 0 in a row of 4", "positions from -2 to 0 in a row of 4"),
+        ([0, 4], "positions from 0 to 4 in a row of 4", "positions from 0 to 4 in a row of 4"),
+        ([0, -1], LEFT, ""),
+        ([0, 3], LEFT, "row 0 gives 1 slots to tokens that cannot be chosen"),
     ],
 )
-def test_what_is_no_selection_is_named(index: list[int], malformed: str) -> None:
+def test_what_is_no_selection_is_named(index: list[int], ranked: str, choosing: str) -> None:
     score_BS = np.array([[3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
-    assert routing_of_layer(0, np.array([index]), by_rank(score_BS, np.array([3]))).malformed == malformed
+    assert routing_of_site(0, np.array([index]), by_rank(score_BS, np.array([3]))).malformed == ranked
+    judged = first_come(1.0, 1.0, 1.0, 1.0, length=3)
+    assert routing_of_site(0, np.array([index]), judged).malformed == choosing
 
 
 def test_a_position_outside_the_row_is_infinitely_far() -> None:
     score_BS = np.array([[3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
-    assert routing_of_layer(0, np.array([[-2, 0]]), by_rank(score_BS, np.array([4]))).distances == (math.inf, 0.0)
+    assert routing_of_site(0, np.array([[-2, 0]]), by_rank(score_BS, np.array([4]))).distances == (math.inf, 0.0)
 
 
 def test_scores_that_are_not_numbers_stay_visible() -> None:
     score_BS = np.array([[3.0, np.nan, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
-    found = routing_of_layer(0, np.array([[1, 2], [0, 1]]), by_rank(score_BS, np.array([4, 4])))
+    found = routing_of_site(0, np.array([[1, 2], [0, 1]]), by_rank(score_BS, np.array([4, 4])))
     # What it would be held against is not a number, and allows nothing.
     assert math.isnan(found.scale)
 
 
 def test_all_scores_zero() -> None:
-    found = routing_of_layer(0, np.array([[0]]), by_rank(np.zeros((1, 2), dtype=np.float32), np.array([2])))
+    found = routing_of_site(0, np.array([[0]]), by_rank(np.zeros((1, 2), dtype=np.float32), np.array([2])))
     assert found.min_margin == 0.0
 
 
@@ -166,30 +172,16 @@ def test_all_scores_zero() -> None:
 def test_where_tokens_choose(
     scores: list[float], index: list[int], agreed: int, distances: tuple[float, ...], overflow: int
 ) -> None:
-    found = routing_of_layer("3.mlp", np.array([index]), first_come(*scores))
-    assert (found.layer, found.agreed, found.distances, found.overflow) == ("3.mlp", agreed, distances, overflow)
+    found = routing_of_site("3.mlp", np.array([index]), first_come(*scores))
+    assert (found.site, found.agreed, found.distances, found.overflow) == ("3.mlp", agreed, distances, overflow)
     assert found.routed == min(2, sum(score > 0 for score in scores))
     assert found.min_margin == min(map(abs, scores))
     assert found.malformed == ""
 
 
-@pytest.mark.parametrize(
-    ("index", "malformed"),
-    [
-        ([1, 0], "positions are not ascending, or not unique"),
-        ([-1, 1], "positions are not ascending, or not unique"),
-        ([0, 3], "row 0 gives 1 slots to tokens that cannot be chosen"),
-        ([0, 4], "positions from 0 to 4 in a row of 4"),
-    ],
-)
-def test_what_is_no_selection_where_tokens_choose(index: list[int], malformed: str) -> None:
-    judged = first_come(1.0, 1.0, 1.0, 1.0, length=3)
-    assert routing_of_layer(0, np.array([index]), judged).malformed == malformed
-
-
 def test_a_row_in_which_nobody_can_be_chosen() -> None:
     judged = Judged("first_come", np.ones((1, 2), np.float32), np.zeros((1, 2), bool))
-    assert routing_of_layer(0, np.array([[-1]]), judged).routed == 0
+    assert routing_of_site(0, np.array([[-1]]), judged).routed == 0
 
 
 @pytest.mark.parametrize(
@@ -231,18 +223,18 @@ def test_rounding_of_scores_is_that_of_real_tokens() -> None:
     score_BS = np.array([[3.0, 4.0, 9.0], [1.0, 1.0, 1.0]], dtype=np.float32)
     exact_BS = score_BS + np.array([[0.0, 0.5, 99.0], [0.25, 0.0, 0.0]])
     index_BK, lengths_B = np.array([[1], [0]]), np.array([2, 3])
-    found = routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B), exact_BS)
-    assert found.noise == 0.5  # What padding scores is nobody's business.
+    found = routing_of_site(0, index_BK, by_rank(score_BS, lengths_B), exact_BS)
+    assert found.rounding == 0.5  # What padding scores is nobody's business.
     assert found.scale == pytest.approx(math.sqrt(12.5))
-    assert routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B)).noise is None
+    assert routing_of_site(0, index_BK, by_rank(score_BS, lengths_B)).rounding is None
 
 
 def test_rounding_of_scores_is_that_of_the_run_that_is_farthest_off() -> None:
     score_BS = np.array([[3.0, 2.0, 1.0]], np.float32)
     exact_BS, rounded_BS = score_BS.astype(np.float64), score_BS + np.float32(0.5)
     lengths_B, index_BK = np.array([3]), np.array([[0, 1]])
-    assert routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B), exact_BS).noise == 0.0
-    assert routing_of_layer(0, index_BK, by_rank(score_BS, lengths_B), exact_BS, rounded_BS).noise == 0.5
+    assert routing_of_site(0, index_BK, by_rank(score_BS, lengths_B), exact_BS).rounding == 0.0
+    assert routing_of_site(0, index_BK, by_rank(score_BS, lengths_B), exact_BS, rounded_BS).rounding == 0.5
 
 
 def test_the_farthest_of_several_runs() -> None:
@@ -257,9 +249,9 @@ def test_rounding_is_not_a_number_where_the_scores_are_not(row: int) -> None:
     score_BS = np.array([[3.0, 2.0], [3.0, 2.0]], dtype=np.float32)
     exact_BS = score_BS.astype(np.float64)
     exact_BS[row, 1] = np.nan
-    found = routing_of_layer(0, np.array([[0], [0]]), by_rank(score_BS, np.array([2, 2])), exact_BS)
-    assert found.noise is not None
-    assert math.isnan(found.noise)
+    found = routing_of_site(0, np.array([[0], [0]]), by_rank(score_BS, np.array([2, 2])), exact_BS)
+    assert found.rounding is not None
+    assert math.isnan(found.rounding)
 
 
 def test_shortfalls_of_the_next_token() -> None:

@@ -1,16 +1,27 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mod_export.sources.checkpoint import Model
 from mod_export.types import Bucket
 from mod_export.validate import inputs
-from mod_export.validate.inputs import KINDS, Batch, parity_batches
+from mod_export.validate import reference as reference_module
+from mod_export.validate.inputs import (
+    KINDS,
+    NEAR_TIE_BATCHES,
+    Batch,
+    near_tie_batches,
+    parity_batches,
+    prompts_of,
+)
+from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
@@ -21,7 +32,7 @@ buckets = st.builds(Bucket, st.integers(1, 4), st.integers(1, 200))
 @given(bucket=buckets, seed=st.integers(0, 2**31 - 1), per_kind=st.integers(1, 3))
 def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: int) -> None:
     batches = parity_batches(model.loaded, bucket, seed, per_kind)
-    # Rows with near-ties can only be told by a reference: `validate.near_ties` makes them.
+    # Rows with near-ties can only be told by a reference: `near_tie_batches` makes them.
     assert {batch.kind for batch in batches} == set(KINDS) - {"near_ties"}
     assert sum(batch.kind in ("text", "ties") for batch in batches) == 2 * per_kind
     for batch in batches:
@@ -51,12 +62,6 @@ def test_perplexity_gets_its_text(model: Model, per_kind: int, texts: int, expec
     assert batches[0].kind == "text"
 
 
-def test_a_vocabulary_without_text_gets_none_of_it(tiny_spec: ModelSpec) -> None:
-    spec = ModelSpec.from_dict({**tiny_spec.to_dict(), "vocab_size": 100})
-    batches = parity_batches(LoadedTransformer(random_checkpoint(spec, 0)), Bucket(1, 32), 0, 1, 4)
-    assert "text" not in {batch.kind for batch in batches}
-
-
 def test_each_kind_is_what_it_says(model: Model) -> None:
     text, random, other, *padded, ties = parity_batches(model.loaded, Bucket(3, 64), 0, 1)
     assert [batch.kind for batch in (text, random, other, ties)] == ["text", "random", "random", "ties"]
@@ -73,9 +78,17 @@ def test_each_kind_is_what_it_says(model: Model) -> None:
 def test_a_vocabulary_without_text_gets_random_ids_only(tiny_spec: ModelSpec) -> None:
     spec = ModelSpec.from_dict({**tiny_spec.to_dict(), "vocab_size": 100})
     loaded = LoadedTransformer(random_checkpoint(spec, 0))
-    batches = parity_batches(loaded, Bucket(1, 32), 0, 1)
+    batches = parity_batches(loaded, Bucket(1, 32), 0, 1, 4)
     assert {batch.kind for batch in batches} == {"random", "padded", "ties"}
     assert max(batch.ids_BS.max() for batch in batches) < 100
+    assert prompts_of(loaded, 100, 2, 9, 3).shape == (2, 9)
+
+
+def test_prompts_are_held_out_text_or_random_ids(model: Model) -> None:
+    np.testing.assert_array_equal(prompts_of(model.loaded, 256, 2, 9, 3), model.loaded.sample_ids(2, 9, 3))
+    found = prompts_of(None, 256, 2, 9, 3)
+    assert (found.shape, found.dtype) == ((2, 9), np.dtype(np.int64))
+    assert not np.array_equal(found, model.loaded.sample_ids(2, 9, 3))
 
 
 def test_feeds_have_the_names_of_the_graph() -> None:
@@ -117,3 +130,83 @@ def test_a_schedule_of_many_capacities_does_not_take_forever(tiny_spec: ModelSpe
     loaded = LoadedTransformer(random_checkpoint(ModelSpec.from_dict({**tiny_spec.to_dict(), "routing": routing}), 0))
     batches = parity_batches(loaded, Bucket(1, 200), 0, 1)
     assert 10 < sum(batch.kind == "padded" for batch in batches) <= 18
+
+
+def gap(score_S: np.ndarray, k: int) -> float:
+    """From the k-th score to the next, as a share of it; infinite where the earlier of the two tokens has the place
+    already, so that making the scores equal would change nothing.
+    """
+    last, following = sorted(range(len(score_S)), key=lambda i: (-score_S[i], i))[k - 1 : k + 1]
+    if following > last or score_S[last] == score_S[following]:
+        return math.inf
+    return float((score_S[last] - score_S[following]) / abs(score_S[last]))
+
+
+def closest(reference: Reference, batches: list[Batch]) -> dict[int, float]:
+    """The smallest gap of each layer."""
+    gaps: dict[int, list[float]] = {}
+    for batch in batches:
+        for layer, one in reference.free(batch).judged.items():
+            gaps.setdefault(layer, []).extend(gap(score_S, 4) for score_S in one.score_BS.astype(np.float64))
+    return {layer: min(found) for layer, found in gaps.items()}
+
+
+def test_rows_are_full_and_closer_than_others(reference: Reference, bucket: Bucket) -> None:
+    batches = near_tie_batches(reference, bucket, 0)
+    assert len(batches) == NEAR_TIE_BATCHES
+    rng = np.random.default_rng(1)
+    for batch in batches:
+        assert batch.kind == "near_ties"
+        assert batch.ids_BS.shape == (2, 16)
+        assert batch.lengths_B.tolist() == [16, 16]
+    others = [Batch("random", rng.integers(0, 256, (2, 16)), batches[0].lengths_B) for _ in batches]
+    near, usual = closest(reference, batches), closest(reference, others)
+    assert near.keys() == usual.keys() == {0, 1}
+    assert all(near[layer] < usual[layer] for layer in near)
+
+
+def test_rounding_scores_to_a_shorter_float_takes_other_tokens(reference: Reference, bucket: Bucket) -> None:
+    """What the rows are for: a router in bfloat16 must not pass unseen."""
+    flipped = set()
+    for batch in near_tie_batches(reference, bucket, 0):
+        traced = reference.free(batch)
+        for layer, index_BK in traced.routed.items():
+            coarse_BS = torch.from_numpy(traced.judged[layer].score_BS).bfloat16().double().numpy()
+            chosen_BK = np.sort(np.argsort(-coarse_BS, axis=1, kind="stable")[:, : index_BK.shape[1]], axis=1)
+            if not np.array_equal(chosen_BK, index_BK):
+                flipped.add(layer)
+    # In the first layer a score depends on its token alone, and no two of 256 tokens may be that close.
+    assert 1 in flipped
+
+
+def test_the_same_seed_gives_the_same_rows(reference: Reference, bucket: Bucket) -> None:
+    one, again, other = (
+        np.concatenate([batch.ids_BS for batch in near_tie_batches(reference, bucket, seed)]) for seed in (3, 3, 4)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+
+
+def test_a_dense_model_has_none(loaded: LoadedTransformer, bucket: Bucket) -> None:
+    assert near_tie_batches(Reference(loaded.dense()), bucket, 0) == []
+
+
+def test_the_rows_that_were_looked_at_are_not_kept(
+    loaded: LoadedTransformer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = Reference(loaded)
+    (batch, *_) = near_tie_batches(searched, bucket, 0)
+    monkeypatch.setattr(reference_module, "KEPT_BYTES", batch.ids_BS.size * 256 * 4)
+    assert searched.free(batch) is searched.free(batch)
+
+
+def test_batches_of_any_size(reference: Reference) -> None:
+    batches = near_tie_batches(reference, Bucket(5, 4), 0)
+    assert batches
+    assert all(one.ids_BS.shape == (5, 4) for one in batches)
+
+
+def test_where_every_token_is_routed_nothing_can_be_swapped(loaded: LoadedTransformer, bucket: Bucket) -> None:
+    """No token is left out, so that any rows do: they are a test like any other random rows."""
+    batches = near_tie_batches(Reference(loaded.with_capacity(1.0)), bucket, 0)
+    assert len(batches) == NEAR_TIE_BATCHES

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 from small_graphs import portable_graph, session
 
 from mod_export.config import config_from_toml
@@ -15,14 +16,15 @@ from mod_export.engines.ort_session import OrtRunner
 from mod_export.export.nodes import NodeWriter, constant_array
 from mod_export.results.parity import ParityRow
 from mod_export.types import Bucket, Setting
+from mod_export.validate.checks import judge
 from mod_export.validate.inputs import Batch, parity_batches
 from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
-from mod_export.validate.rows import judge
 from mod_models.architecture import LoadedTransformer
 from mod_models.spec import ModelSpec
 
 Judge = Callable[[ir.Model], ParityRow]
+Change = Callable[[ir.Model], object]
 
 
 def taking(model: ir.Model) -> list[ir.Node]:
@@ -96,55 +98,134 @@ def test_a_flipped_near_tie_is_reported_as_what_it_is(graph: ir.Model, row_of: J
     assert row.error.max_abs < 1e-5
 
 
-def test_a_wrong_choice_is_a_fault_of_its_layer(graph: ir.Model, row_of: Judge) -> None:
-    put_before(graph, taking(graph)[1], 0, "Add", np.linspace(0, 50, 16)[None])
-    row = row_of(graph)
-    assert not row.passed
-    assert all("layer 1 routing: " in reason for reason in row.reasons)
-    assert any(" tokens differ by more than a near-tie, the worst is " in reason for reason in row.reasons)
-    assert row.routing.layers[1].faults > 0
-    assert row.error.max_abs < 1e-5
+def behind(model: ir.Model, index: int, make: Callable[[NodeWriter, ir.Value], ir.Value]) -> None:
+    """Puts a computation behind an output of the graph; its result takes the output's name and position."""
+    value = model.graph.outputs[index]
+    name, value.name = value.name, "inner"
+    anchor = ir.node("Identity", [value])
+    model.graph.append(anchor)
+    made = make(NodeWriter(model.graph, anchor, "behind"), value)
+    made.name = name
+    model.graph.remove(anchor)
+    model.graph.outputs[index] = made
 
 
-def test_a_wrong_gate(graph: ir.Model, row_of: Judge) -> None:
+def wrong_choice(model: ir.Model) -> None:
+    put_before(model, taking(model)[1], 0, "Add", np.linspace(0, 50, 16)[None])
+
+
+def wrong_gate(model: ir.Model) -> None:
     gates = [
         node
-        for node in graph.graph
+        for node in model.graph
         if node.op_type == "Unsqueeze" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
     ]
-    assert len(gates) == 2
-    put_before(graph, gates[1], 0, "Mul", np.array([1.5]))
+    put_before(model, gates[1], 0, "Mul", np.array([1.5]))
+
+
+def swap(one: str, other: str) -> Change:
+    def change(model: ir.Model) -> None:
+        arrays = {name: constant_array(model.graph.initializers[name]) for name in (one, other)}
+        for name, source in ((one, other), (other, one)):
+            array = arrays[source]
+            assert array is not None
+            model.graph.initializers[name].const_value = ir.tensor(array.copy(), name=name)
+
+    return change
+
+
+def unsorted(model: ir.Model) -> None:
+    take = taking(model)[1]
+    ascending = next(use.node for use in take.outputs[1].uses()).outputs[0]
+    name = ascending.name
+    ir.convenience.replace_all_uses_with(ascending, take.outputs[1], replace_graph_outputs=True)
+    ascending.name, take.outputs[1].name = "unused", name
+
+
+def outside(model: ir.Model) -> None:
+    behind(model, 2, lambda writer, value: writer.op("Add", value, np.array(9)))
+
+
+def not_numbers(model: ir.Model) -> None:
+    last = model.graph.outputs[0].producer()
+    assert last is not None
+    put_before(model, last, 0, "Mul", np.array([np.nan]))
+
+
+def shorter(model: ir.Model) -> None:
+    behind(model, 0, lambda writer, value: writer.op("Gather", value, np.arange(15), axis=1))
+
+
+def one_more(model: ir.Model) -> None:
+    more = ir.node("Identity", [model.graph.outputs[0]])
+    model.graph.append(more)
+    more.outputs[0].name, more.outputs[0].dtype = "hidden", ir.DataType.FLOAT
+    more.outputs[0].shape = model.graph.outputs[0].shape
+    model.graph.outputs.append(more.outputs[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "absent"),
+    [
+        (
+            wrong_choice,
+            ("layer 1 routing: ", " tokens differ by more than a near-tie, the worst is "),
+            ("logits", "layer 0"),
+        ),
+        (wrong_gate, ("logits: max abs error ",), ("layer",)),
+        (
+            swap("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"),
+            ("logits: max abs error ",),
+            ("layer 0 routing: ",),
+        ),
+        (
+            swap("layers.0.router.projection.weight", "layers.1.router.projection.weight"),
+            ("layer 0 routing: ", "layer 1 routing: "),
+            (),
+        ),
+        (
+            lambda model: model.graph.outputs.pop(),
+            ("random: layer 1 routing: the engine gives no routed positions, expected [2, 4]",),
+            ("layer 0",),
+        ),
+        (unsorted, ("random: layer 1 routing: positions are not ascending, or not unique",), ("layer 0",)),
+        (outside, ("layer 1 routing: positions from ", "in a row of 16"), ("layer 0",)),
+        (
+            not_numbers,
+            (
+                "random: logits: max abs error nan given the same routing",
+                "random: logits: root mean square error nan given",
+                "random: next token: divergence nan nats given",
+                "next token: 0.0000% agree",
+                "text: log perplexity is nan nats from the reference's",
+            ),
+            (),
+        ),
+        (shorter, ("outputs: the engine gives logits of shape [2, 15, 256], expected [2, 16, 256]", "error nan"), ()),
+        (
+            lambda model: model.graph.outputs.pop(0),
+            ("outputs: the engine gives no logits, expected [2, 16, 256]", "error nan"),
+            ("routing: ",),
+        ),
+        (one_more, ("outputs: the engine gives hidden, which this model does not have",), ("layer", "logits:")),
+    ],
+)
+def test_a_fault_is_named(
+    graph: ir.Model, row_of: Judge, change: Change, expected: tuple[str, ...], absent: tuple[str, ...]
+) -> None:
+    change(graph)
     row = row_of(graph)
     assert not row.passed
-    assert any("logits: max abs error " in reason for reason in row.reasons)
-    assert not any("layer" in reason for reason in row.reasons)
+    for words in expected:
+        assert any(words in reason for reason in row.reasons), row.reasons
+    for words in absent:
+        assert not any(words in reason for reason in row.reasons), row.reasons
+    for layer in row.routing.layers:
+        differs = any(f"layer {layer.layer} routing: " in reason and "differ" in reason for reason in row.reasons)
+        assert (layer.faults > 0) == differs
 
 
-def swap(model: ir.Model, one: str, other: str) -> None:
-    arrays = {name: constant_array(model.graph.initializers[name]) for name in (one, other)}
-    for name, source in ((one, other), (other, one)):
-        array = arrays[source]
-        assert array is not None
-        model.graph.initializers[name].const_value = ir.tensor(array.copy(), name=name)
-
-
-def test_swapped_weights(graph: ir.Model, row_of: Judge) -> None:
-    swap(graph, "layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")
-    row = row_of(graph)
-    assert not row.passed
-    assert any("logits: max abs error " in reason for reason in row.reasons)
-    assert not any("layer 0 routing: " in reason for reason in row.reasons)
-
-
-def test_swapped_routers_are_named_with_their_layers(graph: ir.Model, row_of: Judge) -> None:
-    swap(graph, "layers.0.router.projection.weight", "layers.1.router.projection.weight")
-    row = row_of(graph)
-    for layer in (0, 1):
-        assert any(f"layer {layer} routing: " in reason for reason in row.reasons)
-        assert row.routing.layers[layer].faults > 0
-
-
-def test_one_place_too_few_is_named_with_its_layer(row_of: Judge, spec: ModelSpec) -> None:
+def test_one_slot_too_few_is_named_with_its_layer(row_of: Judge, spec: ModelSpec) -> None:
     assert spec.routing is not None
     fewer = portable_graph(replace(spec, routing=replace(spec.routing, capacity=0.2)), 2, 16)
     row = row_of(fewer)
@@ -155,99 +236,16 @@ def test_one_place_too_few_is_named_with_its_layer(row_of: Judge, spec: ModelSpe
     assert row.routing.agreed == 0
 
 
-def test_a_layer_that_does_not_say_what_it_routed(graph: ir.Model, row_of: Judge) -> None:
-    graph.graph.outputs.pop()
-    row = row_of(graph)
-    assert "random: layer 1 routing: the engine gives no routed positions, expected [2, 4]" in row.reasons
-    assert row.routing.layers[0].agreed == row.routing.layers[0].routed
-
-
-def test_positions_in_the_order_of_their_scores(graph: ir.Model, row_of: Judge) -> None:
-    take = taking(graph)[1]
-    ascend = next(use.node for use in take.outputs[1].uses())
-    ascending = ascend.outputs[0]
-    name = ascending.name
-    ir.convenience.replace_all_uses_with(ascending, take.outputs[1], replace_graph_outputs=True)
-    ascending.name, take.outputs[1].name = "unused", name
-    row = row_of(graph)
-    assert "random: layer 1 routing: positions are not ascending, or not unique" in row.reasons
-    assert not any("layer 0" in reason for reason in row.reasons)
-
-
-def test_positions_outside_the_row(graph: ir.Model, row_of: Judge) -> None:
-    for index, value in enumerate(graph.graph.outputs):
-        if value.name == "routed_1":
-            value.name = "inner"
-            shifted = ir.node("Add", [value, NodeWriter(graph.graph, graph.graph[0], "").constant(np.array(9))])
-            shifted.outputs[0].name, shifted.outputs[0].dtype = "routed_1", ir.DataType.INT64
-            shifted.outputs[0].shape = value.shape
-            graph.graph.append(shifted)
-            graph.graph.outputs[index] = shifted.outputs[0]
-    row = row_of(graph)
-    assert any("layer 1 routing: positions from " in reason and "in a row of 16" in reason for reason in row.reasons)
-
-
-def test_logits_that_are_not_numbers(graph: ir.Model, row_of: Judge) -> None:
-    last = graph.graph.outputs[0].producer()
-    assert last is not None
-    put_before(graph, last, 0, "Mul", np.array([np.nan]))
-    row = row_of(graph)
-    assert not row.passed
-    assert any("random: logits: max abs error nan given the same routing" in reason for reason in row.reasons)
-    assert any("random: logits: root mean square error nan given" in reason for reason in row.reasons)
-    assert any("random: next token: divergence nan nats given" in reason for reason in row.reasons)
-    assert any("next token: 0.0000% agree" in reason for reason in row.reasons)
-    assert any("text: log perplexity is nan nats from the reference's" in reason for reason in row.reasons)
-    assert math.isnan(row.error.max_abs)
-
-
 def test_padding_is_not_compared(graph: ir.Model, row_of: Judge) -> None:
-    # Whatever the logits of padding are, nobody reads them.
-    logits = graph.graph.outputs[0]
-    logits.name = "inner"
+    """Whatever the logits of padding are, nobody reads them."""
     real = next(node.outputs[0] for node in graph.graph if node.op_type == "Less")
-    writer_anchor = ir.node("Identity", [logits])
-    graph.graph.append(writer_anchor)
-    writer = NodeWriter(graph.graph, writer_anchor, "pad")
-    outer = writer.op("Where", writer.op("Unsqueeze", real, [-1]), logits, np.array(np.nan, np.float32))
-    outer.name = "logits"
-    graph.graph.remove(writer_anchor)
-    graph.graph.outputs[0] = outer
+
+    def masked(writer: NodeWriter, value: ir.Value) -> ir.Value:
+        return writer.op("Where", writer.op("Unsqueeze", real, [-1]), value, np.array(np.nan, np.float32))
+
+    behind(graph, 0, masked)
     row = row_of(graph)
     assert row.passed, row.reasons
-
-
-def test_logits_of_another_shape(graph: ir.Model, row_of: Judge) -> None:
-    logits = graph.graph.outputs[0]
-    logits.name = "inner"
-    anchor = ir.node("Identity", [logits])
-    graph.graph.append(anchor)
-    writer = NodeWriter(graph.graph, anchor, "cut")
-    fewer = writer.op("Gather", logits, np.arange(15), axis=1)
-    fewer.name = "logits"
-    graph.graph.remove(anchor)
-    graph.graph.outputs[0] = fewer
-    row = row_of(graph)
-    assert "outputs: the engine gives logits of shape [2, 15, 256], expected [2, 16, 256]" in row.reasons
-    assert math.isnan(row.error.max_abs)
-
-
-def test_no_logits(graph: ir.Model, row_of: Judge) -> None:
-    graph.graph.outputs.pop(0)
-    row = row_of(graph)
-    assert "outputs: the engine gives no logits, expected [2, 16, 256]" in row.reasons
-    assert math.isnan(row.error.max_abs)
-    assert row.routing.agreed == row.routing.routed
-
-
-def test_an_output_too_many(graph: ir.Model, row_of: Judge) -> None:
-    more = ir.node("Identity", [graph.graph.outputs[0]])
-    graph.graph.append(more)
-    more.outputs[0].name, more.outputs[0].dtype = "hidden", ir.DataType.FLOAT
-    more.outputs[0].shape = graph.graph.outputs[0].shape
-    graph.graph.outputs.append(more.outputs[0])
-    row = row_of(graph)
-    assert row.reasons == ("outputs: the engine gives hidden, which this model does not have",)
 
 
 def test_a_dense_engine_has_no_routing_and_reads_no_lengths(loaded: LoadedTransformer) -> None:
@@ -284,6 +282,6 @@ def test_rounding_is_measured_on_one_input_of_each_kind_first(
 ) -> None:
     with OrtRunner(session(graph), "candidate", 1) as runner:
         some, every = (compare_runner(runner, reference, batches, rounding) for rounding in ("some", "all"))
-    assert [one.kind for one in some if one.noise] == ["text", "random", "ties"]
-    assert all(one.noise for one in every)
+    assert [one.kind for one in some if one.rounding] == ["text", "random", "ties"]
+    assert all(one.rounding for one in every)
     assert [one.error for one in some] == [one.error for one in every]

@@ -12,7 +12,7 @@ from mod_export.export.capture import bucket_example, exported
 from mod_export.types import Bucket
 from mod_export.validate import reference as reference_module
 from mod_export.validate.inputs import Batch
-from mod_export.validate.reference import Reference, check_program
+from mod_export.validate.reference import Reference, check_program, routing_map
 from mod_models.architecture import LoadedTransformer
 
 
@@ -23,7 +23,7 @@ def test_a_run_is_plain_arrays(reference: Reference, batches: list[Batch]) -> No
     assert {layer: (found.shape, found.dtype) for layer, found in traced.routed.items()} == dict.fromkeys(
         (0, 1), ((2, 4), np.dtype(np.int64))
     )
-    assert {found.dtype for found in traced.scores.values()} == {np.dtype(np.float32)}
+    assert {found.dtype for found in (one.score_BS for one in traced.judged.values())} == {np.dtype(np.float32)}
 
 
 def test_runs_are_kept_by_content(loaded: LoadedTransformer, batches: list[Batch]) -> None:
@@ -53,7 +53,7 @@ def test_a_forced_reference_routes_what_it_is_told(reference: Reference, batches
     forced = reference.forced(batches[0], {1: np.tile(np.arange(4), (2, 1))})
     assert forced.routed[1].tolist() == [[0, 1, 2, 3]] * 2
     np.testing.assert_array_equal(forced.routed[0], free.routed[0])
-    np.testing.assert_array_equal(forced.scores[0], free.scores[0])
+    np.testing.assert_array_equal(forced.judged[0].score_BS, free.judged[0].score_BS)
     assert not np.array_equal(forced.logits_BSV, free.logits_BSV)
 
 
@@ -62,14 +62,15 @@ def test_float64_says_what_float32_rounds_away(reference: Reference, batches: li
         free = reference.free(batch)
         exact = reference.exact(batch, free.routed)
         assert exact is not None
-        assert exact.logits_BSV.dtype == exact.scores[0].dtype == np.float64
+        assert exact.logits_BSV.dtype == exact.judged[0].score_BS.dtype == np.float64
         error = np.abs(exact.logits_BSV - free.logits_BSV)[batch.real_BS]
         assert 1e-8 < error.max() < 1e-5
-        for layer, score_BS in free.scores.items():
+        for layer, judged in free.judged.items():
+            score_BS, exact_BS = judged.score_BS, exact.judged[layer].score_BS
             np.testing.assert_array_equal(exact.routed[layer], free.routed[layer])
             # Computed in float64, and not cast to it.
-            assert np.any(exact.scores[layer].astype(np.float32).astype(np.float64) != exact.scores[layer])
-            np.testing.assert_allclose(exact.scores[layer][batch.real_BS], score_BS[batch.real_BS], atol=1e-5)
+            assert np.any(exact_BS.astype(np.float32).astype(np.float64) != exact_BS)
+            np.testing.assert_allclose(exact_BS[batch.real_BS], score_BS[batch.real_BS], atol=1e-5)
 
 
 def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Batch]) -> None:
@@ -161,3 +162,43 @@ def test_a_program_that_is_not_the_module_is_refused() -> None:
     message = r"the captured program is not the eager model: at b2s3 its output 0 differs by up to \d.*same bits"
     with pytest.raises(CaptureError, match=message):
         check_program(program, module, bucket, 16)
+
+
+def test_a_map_shows_which_token_went_through_which_layer(
+    reference: Reference, bucket: Bucket, batches: list[Batch]
+) -> None:
+    found = routing_map(reference, bucket, batches)
+    assert found is not None
+    (text, *_) = [batch for batch in batches if batch.kind == "text"]
+    assert found.bucket == "b2s16"
+    assert "".join(found.tokens).encode("latin-1") == bytes(text.ids_BS[0].astype(np.uint8))
+    traced = reference.free(text)
+    assert [layer.layer for layer in found.layers] == [0, 1]
+    for layer in found.layers:
+        scores = traced.judged[layer.layer].score_BS[0]
+        assert layer.routed == tuple(sorted(np.argsort(-scores, kind="stable")[:4].tolist()))
+        assert layer.k == 4
+        np.testing.assert_allclose(np.array(layer.scores), scores, rtol=1e-3)
+
+
+def test_tokens_that_are_no_text_are_shown_as_numbers(
+    reference: Reference, bucket: Bucket, batches: list[Batch]
+) -> None:
+    others = [batch for batch in batches if batch.kind != "text"]
+    found = routing_map(reference, bucket, others)
+    assert found is not None
+    assert found.tokens == tuple(map(str, others[0].ids_BS[0]))
+
+
+def test_nothing_to_draw(loaded: LoadedTransformer, reference: Reference, bucket: Bucket, batches: list[Batch]) -> None:
+    assert routing_map(Reference(loaded.dense()), bucket, batches) is None
+    assert routing_map(reference, bucket, []) is None
+
+
+def test_a_row_too_long_to_be_read_is_not_drawn(
+    reference: Reference, bucket: Bucket, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_module, "MOST_MAPPED_TOKENS", 16)
+    assert routing_map(reference, bucket, batches) is not None
+    monkeypatch.setattr(reference_module, "MOST_MAPPED_TOKENS", 15)
+    assert routing_map(reference, bucket, batches) is None

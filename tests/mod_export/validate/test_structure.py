@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -22,7 +23,12 @@ from mod_export.results.structure import StructureRow
 from mod_export.types import Bucket, Graph
 from mod_export.validate.candidates import Candidate
 from mod_export.validate.reference import Reference
-from mod_export.validate.structure import structure_of_file, structure_of_graph, structure_of_weights
+from mod_export.validate.structure import (
+    structure_of_export,
+    structure_of_file,
+    structure_of_graph,
+    structure_of_weights,
+)
 
 WEIGHTS = "graphs/weights-float32.data"
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
@@ -124,131 +130,120 @@ def reasons_of(folder: Path, candidate: Candidate) -> Callable[[Change], tuple[s
 Reasons = Callable[[Change], tuple[str, ...]]
 
 
-def test_a_sound_graph(reasons_of: Reasons) -> None:
-    assert reasons_of(lambda model: None) == ()
-
-
-def test_outputs_are_those_of_the_spec(reasons_of: Reasons) -> None:
-    def change(model: ir.Model) -> None:
-        logits, first, second = model.graph.outputs
-        logits.shape = ir.Shape([2, 16, 255])
-        second.name = "routed_7"
-        model.graph.outputs[:] = [logits, first, second]
-
-    assert reasons_of(change)[:3] == (
-        "output logits has shape (2, 16, 255), expected (2, 16, 256)",
-        "no output routed_1",
-        "output routed_7 is not one of this model",
-    )
-
-
-def test_a_weight_of_the_graphs_own(reasons_of: Reasons, reference: Reference) -> None:
-    def embed(model: ir.Model) -> None:
-        array = state_of(reference.module)[DOWN].detach().numpy()
-        model.graph.initializers[DOWN].const_value = ir.tensor(array, name=DOWN)
-
-    assert reasons_of(embed) == (f"{DOWN}: a value of its own in the graph instead of the shared weights",)
-
-
 def external(model: ir.Model, name: str) -> ir.ExternalTensor:
     tensor = model.graph.initializers[name].const_value
     assert isinstance(tensor, ir.ExternalTensor)
     return tensor
 
 
-def moved(tensor: ir.ExternalTensor, offset: int, name: str = "weights-float32.data") -> ir.ExternalTensor:
-    return ir.ExternalTensor(name, offset, tensor.length, tensor.dtype, shape=tensor.shape, name=str(tensor.name))
+def point(model: ir.Model, name: str, offset: int | None, file: str = "weights-float32.data") -> None:
+    """Makes a weight refer to another place."""
+    tensor = external(model, name)
+    value = model.graph.initializers[name]
+    value.const_value = ir.ExternalTensor(file, offset, tensor.length, tensor.dtype, shape=value.shape, name=name)
 
 
-def test_references_that_point_elsewhere(reasons_of: Reasons) -> None:
-    def swap(model: ir.Model) -> None:
-        down, up = external(model, DOWN), external(model, "norm.weight")
-        assert up.offset is not None
-        assert down.offset is not None
-        model.graph.initializers[DOWN].const_value = moved(down, up.offset)
-        model.graph.initializers["norm.weight"].const_value = moved(up, down.offset + 4)
-
-    assert set(reasons_of(swap)) == {
-        f"{DOWN}: refers to norm.weight in weights-float32.data",
-        "norm.weight: refers to other bytes in weights-float32.data",
-    }
+def other_outputs(model: ir.Model) -> None:
+    model.graph.outputs[0].shape = ir.Shape([2, 16, 255])
+    model.graph.outputs[2].name = "routed_7"
 
 
-def test_references_under_another_name(reasons_of: Reasons) -> None:
-    def rename(model: ir.Model) -> None:
-        value = model.graph.initializers.pop(DOWN)
-        tensor = value.const_value
-        assert isinstance(tensor, ir.ExternalTensor)
-        value.name = "renamed"
-        value.const_value = moved(tensor, tensor.offset or 0)
-        model.graph.initializers["renamed"] = value
-
-    assert reasons_of(rename) == ("renamed: refers to weights-float32.data, which has no tensor of this name",)
+def own_value(model: ir.Model) -> None:
+    model.graph.initializers[DOWN].const_value = ir.tensor(np.zeros((32, 48), np.float32), name=DOWN)
 
 
-def test_a_weight_of_another_shape(reasons_of: Reasons, folder: Path) -> None:
-    def reshape(model: ir.Model) -> None:
-        tensor = external(model, UP)
-        value = model.graph.initializers[UP]
-        value.shape = ir.Shape([32, 48])
-        value.const_value = ir.ExternalTensor(
-            "weights-float32.data", tensor.offset, tensor.length, tensor.dtype, shape=ir.Shape([32, 48]), name=UP
-        )
-
-    assert reasons_of(reshape) == (f"{UP}: is FLOAT (32, 48) in the graph and F32 (48, 32) in weights-float32.data",)
+def swapped(model: ir.Model) -> None:
+    down, norm = external(model, DOWN).offset, external(model, "norm.weight").offset
+    assert down is not None
+    point(model, DOWN, norm)
+    point(model, "norm.weight", down + 4)
 
 
-def test_weights_from_a_file_that_is_not_there(reasons_of: Reasons) -> None:
-    def elsewhere(model: ir.Model) -> None:
-        model.graph.initializers[DOWN].const_value = moved(external(model, DOWN), 0, "stale.data")
-
-    (reason,) = reasons_of(elsewhere)
-    assert reason == f"{DOWN}: refers to stale.data, which is no weights file of this folder"
+def renamed(model: ir.Model) -> None:
+    value = model.graph.initializers.pop(DOWN)
+    value.name = "renamed"
+    model.graph.initializers["renamed"] = value
 
 
-@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE])
-def test_a_float_of_another_width(reasons_of: Reasons, dtype: ir.DataType) -> None:
-    def cast(model: ir.Model) -> None:
-        (router, *_) = [node for node in model.graph if node.op_type == "MatMul"]
+def another_shape(model: ir.Model) -> None:
+    model.graph.initializers[UP].shape = ir.Shape([32, 48])
+    point(model, UP, external(model, UP).offset)
+
+
+def cast(dtype: ir.DataType) -> Change:
+    def change(model: ir.Model) -> None:
+        router = next(node for node in model.graph if node.op_type == "MatMul")
         writer = NodeWriter(model.graph, router, "coarse")
         value = writer.op("Cast", router.inputs[0], to=int(dtype))
         router.replace_input_with(0, writer.op("Cast", value, to=1))
 
-    (reason,) = [reason for reason in reasons_of(cast) if "computes in" in reason]
-    assert reason.startswith("layers.0 (")
-    assert reason.endswith(f": Cast computes in {dtype}, this graph is float32")
+    return change
 
 
-def test_scores_that_are_compared_in_half_precision(reasons_of: Reasons) -> None:
-    def coarse(model: ir.Model) -> None:
-        take = next(node for node in model.graph if node.op_type == "TopK" and node.attributes.get_int("largest", 1))
-        writer = NodeWriter(model.graph, take, "coarse")
-        half = writer.op("Cast", take.inputs[0], to=10)
-        take.replace_input_with(0, half)
-
-    reasons = reasons_of(coarse)
-    assert any(
-        reason.startswith("layers.0 (") and reason.endswith(": TopK compares FLOAT16 scores, expected float32")
-        for reason in reasons
-    )
+def coarse_scores(model: ir.Model) -> None:
+    take = next(node for node in model.graph if node.op_type == "TopK" and node.attributes.get_int("largest", 1))
+    writer = NodeWriter(model.graph, take, "coarse")
+    take.replace_input_with(0, writer.op("Cast", take.inputs[0], to=10))
 
 
-def test_an_operator_that_the_dialect_has_not(reasons_of: Reasons) -> None:
-    def foreign(model: ir.Model) -> None:
-        node = next(node for node in model.graph if node.op_type == "Sigmoid")
-        node.domain = "com.vendor"
-        model.opset_imports["com.vendor"] = 1
+def foreign(model: ir.Model) -> None:
+    next(node for node in model.graph if node.op_type == "Sigmoid").domain = "com.vendor"
+    model.opset_imports["com.vendor"] = 1
 
-    assert any("com.vendor" in reason for reason in reasons_of(foreign))
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            other_outputs,
+            (
+                "output logits has shape (2, 16, 255), expected (2, 16, 256)",
+                "no output routed_1",
+                "output routed_7 is not one of this model",
+            ),
+        ),
+        (own_value, (f"{DOWN}: a value of its own in the graph instead of the shared weights",)),
+        (
+            swapped,
+            (
+                f"{DOWN}: refers to norm.weight in weights-float32.data",
+                "norm.weight: refers to other bytes in weights-float32.data",
+            ),
+        ),
+        (renamed, ("renamed: refers to weights-float32.data, which has no tensor of this name",)),
+        (another_shape, (f"{UP}: is FLOAT (32, 48) in the graph and F32 (48, 32) in weights-float32.data",)),
+        (
+            lambda model: point(model, DOWN, 0, "stale.data"),
+            (f"{DOWN}: refers to stale.data, which is no weights file of this folder",),
+        ),
+        *(
+            (cast(dtype), (f": Cast computes in {dtype}, this graph is float32",))
+            for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+        ),
+        (coarse_scores, (": TopK compares FLOAT16 scores, expected float32",)),
+        (foreign, ("com.vendor",)),
+    ],
+)
+def test_what_is_wrong_in_a_graph(reasons_of: Reasons, change: Change, expected: tuple[str, ...]) -> None:
+    reasons = reasons_of(change)
+    for words in expected:
+        assert any(words in reason for reason in reasons), reasons
+
+
+def test_a_sound_graph(reasons_of: Reasons) -> None:
+    assert reasons_of(lambda model: None) == ()
 
 
 @pytest.mark.parametrize("data", [None, b"", b"not a graph at all", b"\x08\x0a"])
 def test_what_is_no_graph(folder: Path, candidate: Candidate, data: bytes | None) -> None:
     assert candidate.graph is not None
     (folder / ENGINE).unlink() if data is None else (folder / ENGINE).write_bytes(data)
-    row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS])
-    assert not row.passed
-    assert row.reasons[0].startswith(f"{folder / ENGINE}: not a readable ONNX graph (")
+    for row in (
+        structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS]),
+        structure_of_export(folder, ENGINE, (folder / candidate.graph.path).read_bytes()),
+    ):
+        assert not row.passed
+        assert row.reasons[0].startswith(f"{folder / ENGINE}: not a readable ONNX graph (")
 
 
 def test_a_graph_in_half_precision(tmp_path: Path) -> None:
@@ -281,3 +276,78 @@ def test_a_function_in_the_graph(folder: Path, candidate: Candidate) -> None:
     (folder / ENGINE).write_bytes(proto.SerializeToString())
     row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS])
     assert any("holds a function" in reason and "Sigmoid" in reason for reason in row.reasons), row.reasons
+
+
+@pytest.fixture
+def differences_of(folder: Path) -> Callable[[Change], tuple[str, ...]]:
+    """How the engine's graph differs from a fresh export once it is changed."""
+
+    def reasons(change: Change) -> tuple[str, ...]:
+        fresh = (folder / ENGINE).read_bytes()
+        model = ir.load(folder / ENGINE)
+        change(model)
+        (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
+        row = structure_of_export(folder, ENGINE, fresh)
+        assert (row.path, row.checked) == (ENGINE, ("what a fresh export gives",))
+        assert row.passed == (not row.reasons)
+        return row.reasons
+
+    return reasons
+
+
+def attribute(model: ir.Model) -> None:
+    attention = [node for node in model.graph if node.op_type == "Attention"][1]
+    attention.attributes["scale"] = ir.AttrFloat32("scale", 0.2500001)
+
+
+def constant(model: ir.Model) -> None:
+    name, value = next(
+        (name, value)
+        for name, value in model.graph.initializers.items()
+        if value.dtype == ir.DataType.INT64 and not isinstance(value.const_value, ir.ExternalTensor)
+    )
+    assert value.const_value is not None
+    value.const_value = ir.tensor(value.const_value.numpy() + np.int64(1), name=name)
+
+
+def port_and_opset(model: ir.Model) -> None:
+    model.graph.outputs[1].shape = ir.Shape([2, 5])
+    model.opset_imports[""] = 22
+
+
+def another_node(model: ir.Model) -> None:
+    [node for node in model.graph if node.op_type == "Add"][-1].name = "another"
+
+
+def all_nodes(model: ir.Model) -> None:
+    for node in model.graph:
+        node.name = f"{node.name}_renamed"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda model: None, []),
+        (attribute, ["node .* changed in layers.1"]),
+        (constant, ["initializer .* changed"]),
+        (another_node, ["node .* added in", "node .* missing in"]),
+        (port_and_opset, ["opset changed", "input or output routed_0 changed"]),
+        # Only the first few are named.
+        (all_nodes, ["node .* added in"] * 4 + ["and .* more differences"]),
+    ],
+)
+def test_what_differs_from_a_fresh_export(differences_of: Reasons, change: Change, expected: list[str]) -> None:
+    reasons = differences_of(change)
+    assert len(reasons) >= len(expected)
+    assert bool(reasons) == bool(expected)
+    for words in expected:
+        assert any(re.match(f"not what a fresh export gives: {words}", reason) for reason in reasons), reasons
+
+
+def test_what_is_neither_node_nor_weight_is_another_file_still(folder: Path) -> None:
+    fresh = (folder / ENGINE).read_bytes()
+    model = onnx.load_from_string(fresh)
+    model.producer_name = "somebody else"
+    (folder / ENGINE).write_bytes(model.SerializeToString())
+    row = structure_of_export(folder, ENGINE, fresh)
+    assert row.reasons == ("not what a fresh export gives: bytes that are no node, input, output or initializer",)

@@ -1,0 +1,340 @@
+"""Prefill and decode engines: judged on given texts like any other engine, and what they write by themselves.
+
+A decode bucket and the prefill buckets together become a runner, (input_ids (B, S), lengths (B,)) -> logits and the
+positions that ran, so that parity judges them. The text is not written but given: its beginning as a prompt, and the
+rest token by token on the cache that the prompt left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from mod_export.config import BuildConfig
+from mod_export.engines.protocol import Runner
+from mod_export.errors import BuildError, EngineError, TargetError
+from mod_export.results.base import setting_fields
+from mod_export.results.generation import QualityRow, TextsRow
+from mod_export.results.parity import ParityRow
+from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts, kept_from_prefill
+from mod_export.runtime.generate.logits import negative_log_likelihood
+from mod_export.sources.protocol import GeneratingModel
+from mod_export.types import PRIMARY, Bucket, Engine, Setting, Site, routed_output
+from mod_export.validate.checks import failed_row
+from mod_export.validate.compare import EMPTY
+from mod_export.validate.inputs import (
+    Batch,
+    affordable_tokens,
+    one_of_each_kind,
+    parity_batches,
+    prompts_of,
+    text_ids,
+)
+from mod_export.validate.parity import judge_runner, judge_runners
+from mod_export.validate.reference import Reference
+
+__all__ = ["PromptRunner", "decoding_parts", "parity_of_decoding", "quality_of", "texts_of", "texts_of_decoding"]
+
+LEAST_TOKENS, KINDS_OF_INPUT = 16, 4
+TAIL = 16
+"""Tokens that are read one by one after a prompt."""
+FULL_ROWS = ("text", "random")
+PROMPT_TOKENS = 32
+"""Of the texts that engines and eager model both continue."""
+
+
+def parity_of_decoding(
+    found: DecodingEngines, engine: Engine, model: GeneratingModel, reference: Reference
+) -> ParityRow:
+    """Judges an engine on texts that are given. What cannot be loaded or run has failed, with the reason.
+
+    Args:
+        found: all engines of the folder.
+        engine: one of them.
+        model: as it decides one token at a time.
+        reference: of `model.loaded`, with the outputs of the engine: last logits of prompts, all logits of steps.
+    """
+    gate = found.config.parity.gate(engine.dtype)
+    try:
+        if engine.role == "prefill":
+            batches = one_of_each_kind(parity_batches(model.loaded, engine.bucket, found.config.seed, 1))
+            with found.load(engine) as runner:
+                return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
+        with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
+            lengths = [one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype)]
+            parts = decoding_parts(prompts, lengths, decoder, model, found.config)
+            return judge_runners(parts, reference, gate, engine.setting, engine.path)
+    except (BuildError, TargetError) as error:
+        return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
+
+
+def decoding_parts(
+    prompts: Prompts, prefills: Sequence[int], decoder: Decoder, model: GeneratingModel, config: BuildConfig
+) -> list[tuple[Runner, list[Batch]]]:
+    """What a decode engine is judged in.
+
+    Texts of every kind from their first token on, as long as the configuration says; and for every prefill bucket a
+    prompt that fills it and some tokens on the cache that it leaves, after the longest one up to the last slot.
+    """
+    loaded, in_turns = model.loaded, config.generation.slots == "fair"
+    affordable = max(LEAST_TOKENS, affordable_tokens(loaded) // (KINDS_OF_INPUT * decoder.batch))
+    first = min(decoder.length, config.generation.judged_tokens, affordable)
+    tail = min(TAIL, decoder.length - 1)
+    starts = sorted({max(1, min(length, decoder.length - tail)) for length in prefills} - {1})
+    parts: list[tuple[Runner, list[Batch]]] = []
+    ends = [*(start + tail for start in starts[:-1]), decoder.length][-len(starts) :] if starts else []
+    for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
+        batches = one_of_each_kind(parity_batches(loaded, Bucket(decoder.batch, length), config.seed, 1))
+        if prompt > 1:
+            batches = [replace(batch, judged_from=prompt - 1) for batch in batches if batch.kind in FULL_ROWS]
+        capacity = {site: k for site, k in loaded.k_by_layer(length).items() if k}
+        parts.append((TokenByToken(prompts, decoder, capacity, prompt, in_turns=in_turns), batches))
+    return parts
+
+
+class _Borrowed:
+    """A runner on engines that somebody else opened and closes."""
+
+    inputs: tuple[str, ...] = ("input_ids", "lengths")
+    providers: tuple[str, ...] = ()
+    threads = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class PromptRunner(_Borrowed):
+    """A prefill engine as a runner of `outputs = "last"`: without what it leaves for the next token."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self.inputs = runner, runner.inputs
+        self.outputs = (PRIMARY["last"], *(name for name in runner.outputs if name.startswith("routed_")))
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        names = {name: "logits" if name == PRIMARY["last"] else name for name in outputs or self.outputs}
+        found = self._runner.run(feeds, list(names.values()))
+        return {name: found[own] for name, own in names.items()}
+
+
+class TokenByToken(_Borrowed):
+    """A decode engine on given texts: a prompt of each row at once, and the rest of it token by token.
+
+    It gives logits from the prompt's last token on.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        decoder: Decoder,
+        capacity: Mapping[Site, int],
+        prompt: int = 1,
+        *,
+        in_turns: bool = False,
+    ) -> None:
+        """The texts are as long as `capacity` is counted for.
+
+        Args:
+            prompts: read prompts.
+            decoder: reads tokens.
+            capacity: routing site -> tokens of a text that it selects, in the order of the engine's columns.
+            prompt: tokens that are read as a prompt, fewer of a shorter text.
+            in_turns: one row at a time, the others idle: an engine with fewer slots than rows has one for each then,
+                and decides as a prompt would.
+        """
+        self._prompts, self._decoder, self._capacity = prompts, decoder, capacity
+        self._prompt, self._in_turns = prompt, in_turns
+        self.outputs = (PRIMARY["logits"], *map(routed_output, capacity))
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        ids_BS, lengths_B = feeds["input_ids"], feeds["lengths"]
+        decoder, prompt_B = self._decoder, np.minimum(self._prompt, lengths_B)
+        B, S = ids_BS.shape
+        rows_B = np.arange(B)
+        ran_NBS = np.zeros((len(self._capacity), B, S), dtype=bool)
+        logits_BSV: np.ndarray | None = None
+        for row, (ids_S, n) in enumerate(zip(ids_BS, prompt_B.tolist(), strict=True)):
+            found = self._prompts.found(ids_S[:n].tolist())
+            decoder.put(row, kept_from_prefill(found, 0, n))
+            logits_BSV = np.zeros((B, S, found["logits"].shape[1]), np.float32) if logits_BSV is None else logits_BSV
+            logits_BSV[row, n - 1] = found["logits"][0]
+            for column, site in enumerate(self._capacity):
+                ran_NBS[column, row, _prompt_positions(found, column, site)] = True
+        assert logits_BSV is not None
+        turns = [rows_B == row for row in rows_B] if self._in_turns else [rows_B >= 0]
+        for step, turn_B in itertools.product(range(int((lengths_B - prompt_B).max())), turns):
+            going_B = (prompt_B + step < lengths_B) & turn_B
+            position_B = np.where(going_B, prompt_B + step, EMPTY)
+            ids_B = np.where(going_B, ids_BS[rows_B, position_B], 0)
+            before_BN = None if decoder.ran_BN is None else decoder.cache["counts"].copy()
+            logits_BV = decoder.step(ids_B, position_B)
+            logits_BSV[going_B, position_B[going_B]] = logits_BV[going_B]
+            if before_BN is not None:
+                ran_BN = _checked_ran(decoder, before_BN)
+                ran_NBS[:, going_B, position_B[going_B]] = ran_BN[going_B].T
+        given = {PRIMARY["logits"]: logits_BSV} | {
+            routed_output(site): _positions(ran_BS, k)
+            for ran_BS, (site, k) in zip(ran_NBS, self._capacity.items(), strict=True)
+        }
+        return {name: given[name] for name in outputs or self.outputs}
+
+
+def _prompt_positions(found: Mapping[str, np.ndarray], column: int, site: Site) -> np.ndarray:
+    """The positions that ran at a site. What a prompt says of itself has to agree: overflow is counted from it.
+
+    Raises:
+        EngineError: the counts are not those of the positions.
+    """
+    index_K = found[routed_output(site)][0]
+    positions: np.ndarray = index_K[index_K >= 0]
+    count, wanted = found["counts"][0, column], found["wanted"][0, column]
+    if count != len(positions) or wanted < count:
+        raise EngineError(
+            f"the prompt says of {site} that {wanted} tokens chose to run and {count} did, and names "
+            f"{len(positions)} positions (outputs wanted, counts and {routed_output(site)})"
+        )
+    return positions
+
+
+def _checked_ran(decoder: Decoder, before_BN: np.ndarray) -> np.ndarray:
+    """Which rows ran where in the last step; what the step says of itself has to agree, as of a prompt.
+
+    Raises:
+        EngineError: a token ran that did not choose to, or the counts are not those of the tokens that ran.
+    """
+    ran_BN, wanted_BN = decoder.ran_BN, decoder.wanted_BN
+    assert ran_BN is not None
+    assert wanted_BN is not None
+    if (ran_BN & ~wanted_BN).any():
+        raise EngineError("the step says of a token that it ran and did not choose to (outputs ran and wanted)")
+    if not np.array_equal(decoder.cache["counts"], before_BN + ran_BN):
+        raise EngineError("the step's counts are not those before it and the tokens that ran (new_counts and ran)")
+    return ran_BN
+
+
+def _positions(ran_BS: np.ndarray, k: int) -> np.ndarray:
+    """int64 (B, k): the positions of each row, ascending, then EMPTY."""
+    index_BK = np.full((len(ran_BS), k), EMPTY, dtype=np.int64)
+    for row, ran_S in enumerate(ran_BS):
+        # More than there are slots would be a fault, and shows as positions that the reference did not select.
+        positions = np.flatnonzero(ran_S)[:k]
+        index_BK[row, : len(positions)] = positions
+    return index_BK
+
+
+def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingModel) -> TextsRow:
+    """Has the engine and the eager model continue the same prompts.
+
+    Raises:
+        EngineError: the engine failed.
+    """
+    options, loaded = found.config.generation, model.loaded
+    longest = max(one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype))
+    start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2), longest)
+    tokens = min(options.compared_tokens, engine.bucket.seq - start + 1)
+    prompt_NS = prompts_of(loaded, loaded.vocab_size, options.compared_texts, start, found.config.seed)
+    with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
+        # Texts that share slots are not those that each of them would be alone.
+        rows = 1 if options.slots == "fair" else decoder.batch
+        return texts_of(model, prompts, decoder, prompt_NS, tokens, rows, engine.setting)
+
+
+def texts_of(
+    model: GeneratingModel,
+    prompts: Prompts,
+    decoder: Decoder,
+    prompt_NS: np.ndarray,
+    max_new_tokens: int,
+    rows: int,
+    setting: Setting,
+) -> TextsRow:
+    """Has both continue the prompts, the engine `rows` of them at once.
+
+    Raises:
+        EngineError: the engine failed.
+    """
+    expected = [model.write(ids_S.tolist(), max_new_tokens) for ids_S in prompt_NS]
+    found: list[list[int]] = []
+    for start in range(0, len(prompt_NS), rows):
+        found += _greedy(prompts, decoder, prompt_NS[start : start + rows], max_new_tokens)
+    firsts = [
+        next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=True), 1) if one != other), None)
+        for ours, theirs in zip(found, expected, strict=True)
+    ]
+    different = [first for first in firsts if first is not None]
+    return TextsRow(
+        **setting_fields(setting),
+        texts=len(prompt_NS),
+        tokens=sum(map(len, found)),
+        identical=len(firsts) - len(different),
+        first_difference=min(different, default=None),
+    )
+
+
+def _greedy(prompts: Prompts, decoder: Decoder, prompt_NS: np.ndarray, max_new_tokens: int) -> list[list[int]]:
+    """Continuations of up to as many prompts as the decoder has rows."""
+    N, S = prompt_NS.shape
+    logits_NV = []
+    for row, ids_S in enumerate(prompt_NS):
+        kept = prompts.read(ids_S.tolist())
+        decoder.put(row, kept)
+        logits_NV.append(kept.logits_V)
+    token_N = np.argmax(np.stack(logits_NV), axis=1)
+    written = [token_N]
+    ids_B, position_B = np.zeros(decoder.batch, dtype=np.int64), np.full(decoder.batch, EMPTY, dtype=np.int64)
+    for step in range(max_new_tokens - 1):
+        ids_B[:N], position_B[:N] = token_N, S + step
+        token_N = np.argmax(decoder.step(ids_B, position_B)[:N], axis=1)
+        written.append(token_N)
+    found: list[list[int]] = np.stack(written, axis=1).tolist()
+    return found
+
+
+def quality_of(model: GeneratingModel, causal: Reference, own: Reference, texts: int, seed: int) -> QualityRow | None:
+    """What it costs in quality to decide a token at a time: held-out text, read both ways.
+
+    Args:
+        model: as it decides one token at a time.
+        causal: its reference.
+        own: that of the checkpoint as it was trained.
+        texts: how many texts of a window each, or fewer of a large model.
+        seed: of their choice.
+
+    Returns:
+        None where the model has no text here.
+    """
+    affordable = max(1, min(texts, affordable_tokens(own.loaded) // model.window))
+    ids_NS = text_ids(own.loaded, affordable, model.window, seed)
+    if ids_NS is None or model.window < 2:
+        return None
+    nll = own_nll = 0.0
+    tokens = 0
+    wanted, ran = dict.fromkeys(model.sites, 0), dict.fromkeys(model.sites, 0)
+    for ids_S in ids_NS:
+        batch = Batch("text", ids_S[None], np.array([model.window], dtype=np.int64))
+        traced = causal.free(batch)
+        found, count = negative_log_likelihood(traced.logits_BSV, batch.ids_BS)
+        nll, tokens = nll + found, tokens + count
+        own_nll += negative_log_likelihood(own.free(batch).logits_BSV, batch.ids_BS)[0]
+        for site, judged in traced.judged.items():
+            ran[site] += int((traced.routed[site] >= 0).sum())
+            wanted[site] += int(((judged.score_BS > 0) & judged.open_BS).sum())
+    read = ids_NS.size
+    return QualityRow(
+        tokens=tokens,
+        window=model.window,
+        perplexity=math.exp(nll / tokens),
+        own_perplexity=math.exp(own_nll / tokens),
+        wanted={str(site): count / read for site, count in wanted.items()},
+        selected={str(site): count / read for site, count in ran.items()},
+        overflow={str(site): max(0, wanted[site] - ran[site]) for site in wanted},
+    )
