@@ -15,8 +15,8 @@ from sample_rows import part_row
 from mod_export.benchmark.profile import Profiled, by_engine, can_profile, gap_of, part_rows
 from mod_export.config import BuildConfig
 from mod_export.results.cost import CostRow, PartRow, Roofline, Work
+from mod_export.stages.benchmark import profile
 from mod_export.stages.folder import FolderContext
-from mod_export.stages.profile import profile
 from mod_export.types import Bucket, Engine
 
 ENGINE = Engine(target="ort-cpu", model="mod", bucket=Bucket(1, 64), dtype="float32", path="engine.onnx")
@@ -137,7 +137,7 @@ for name in ("torch", "onnx", "onnx_ir", "safetensors"):
 from pathlib import Path
 from mod_export.results.cost import PartRow, Roofline
 from mod_export.stages.folder import FolderContext
-from mod_export.stages.profile import profile
+from mod_export.stages.benchmark import profile
 context = FolderContext(Path(sys.argv[1]), None, (), verify=True)
 profile(context)
 print(len(context.rows(Roofline)), all(row.measured_ms for row in context.rows(PartRow)))

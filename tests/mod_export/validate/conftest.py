@@ -14,8 +14,7 @@ from small_graphs import make_model, make_spec, portable_graph, session
 from mod_export.config import config_from_toml
 from mod_export.engines.ort_session import OrtRunner
 from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.weights import bind_weights, state_of, write_weights
-from mod_export.export.weights_file import WeightsFile
+from mod_export.export.weights import WeightsFile, bind_weights, state_of, write_weights
 from mod_export.results.parity import ParityRow
 from mod_export.types import Bucket, Engine, Graph, Setting
 from mod_export.validate.candidates import Candidate
