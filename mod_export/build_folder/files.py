@@ -101,22 +101,22 @@ def check_place(path: Path, option: str = "--report") -> None:
     """Checks that a file outside of a build folder can be written, before minutes are spent on its content.
 
     Raises:
-        UsageError: it cannot; the message says to name another file with `option`.
+        UsageError: it cannot; the message says to choose another place with `option`.
     """
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         what = "is a folder" if path.is_dir() else f"cannot write in {existing}"
-        raise UsageError(f"{path}: {what}; name another file with {option}")
+        raise UsageError(f"{path}: {what}; choose another place with {option}")
 
 
 def write_whole(path: Path, data: str | bytes, option: str = "--report") -> None:
     """Writes a file outside of a build folder, and its folder if need be.
 
     Raises:
-        UsageError: it cannot be written; the message says to name another file with `option`.
+        UsageError: it cannot be written; the message says to choose another place with `option`.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror}); name another file with {option}") from error
+        raise UsageError(f"{path}: cannot be written ({error.strerror}); choose another place with {option}") from error

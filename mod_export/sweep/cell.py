@@ -27,10 +27,11 @@ import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 
+from mod_export.build_folder.files import write_whole
 from mod_export.config import BuildConfig
 from mod_export.console import Progress
 from mod_export.environment import describe_machine, source_digest
-from mod_export.errors import BuildFolderError, CheckpointError, ModExportError, UsageError
+from mod_export.errors import CheckpointError, ModExportError, UsageError
 from mod_export.results.report import BuildReport
 from mod_export.sources.checkpoint import model_from_checkpoint, sha256_of
 from mod_export.sources.protocol import LoadedModel
@@ -51,7 +52,6 @@ __all__ = [
     "quality_of",
     "run_cell",
     "run_locally",
-    "write_whole",
 ]
 
 GATE_FAILED = 4
@@ -120,7 +120,7 @@ def run_cell(job: CellJob) -> CellEntry:
     The process is started in a process group of its own, which is ended as a whole when this function is left early.
     """
     job_file = job.row.with_name(job.row.name.removesuffix(".json") + ".job.json")
-    write_whole(job_file, job.model_dump_json(indent=1) + "\n")
+    write_whole(job_file, job.model_dump_json(indent=1) + "\n", "-o")
     job.row.unlink(missing_ok=True)
     begin = time.perf_counter()
     # -P: files of the current folder must not stand in for packages.
@@ -135,7 +135,7 @@ def run_cell(job: CellJob) -> CellEntry:
             _stop(process)
     entry = _row(job) or failed_cell(job, code, _how_it_ended(code, log_of(job)))
     entry = entry.model_copy(update={"seconds": round(time.perf_counter() - begin, 3)})
-    write_whole(job.row, entry.model_dump_json(indent=1) + "\n")
+    write_whole(job.row, entry.model_dump_json(indent=1) + "\n", "-o")
     return entry
 
 
@@ -184,24 +184,6 @@ def failed_cell(job: CellJob, exit_code: int, error: str) -> CellEntry:
     )
 
 
-def write_whole(path: Path, data: str | bytes) -> None:
-    """Replaces a file by renaming, so that it is there whole or not at all; its folder is made if need be.
-
-    Raises:
-        BuildFolderError: no space, or no right to write there.
-    """
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(data.encode() if isinstance(data, str) else data)
-        beside.replace(path)
-    except OSError as error:
-        raise BuildFolderError(
-            f"{path}: cannot be written ({error.strerror}); free some space or name another folder with -o, and start "
-            "the sweep again"
-        ) from error
-
-
 @cache
 def machine_name() -> str:
     """What numbers of this machine are compared by: CPU, cores, GPU."""
@@ -219,7 +201,7 @@ def main() -> int:
         lines = [*str(error).splitlines(), *getattr(error, "__notes__", [])]
         print("error: " + "\n       ".join(lines), file=sys.stderr)  # noqa: T201
         entry = failed_cell(job, error.exit_code, "; ".join(lines))
-    write_whole(job.row, entry.model_dump_json(indent=1) + "\n")
+    write_whole(job.row, entry.model_dump_json(indent=1) + "\n", "-o")
     return entry.exit_code
 
 

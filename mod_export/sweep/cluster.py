@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mod_export.build_folder.files import write_whole
 from mod_export.build_folder.manifest import MANIFEST
 from mod_export.errors import UsageError
 from mod_export.sources.checkpoint import sha256_of
-from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, log_of, run_cell, write_whole
+from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, log_of, run_cell
 from mod_export.sweep.schema import CellEntry
 
 __all__ = ["NodeResult", "cell_on_node", "packed_checkpoint", "run_on_cluster"]
@@ -104,7 +105,7 @@ def packed_checkpoint(checkpoint: Path) -> dict[str, bytes]:
 def _unpacked(files: Mapping[str, bytes], job: CellJob) -> Path:
     folder = _cache() / job.checkpoint_sha256[:16] / "checkpoint"
     for name, data in files.items():
-        write_whole(folder / name, data)
+        write_whole(folder / name, data, "-o")
     return folder / next(iter(files)).partition("/")[0]
 
 
@@ -185,7 +186,7 @@ def _task(job_json: str, marker: Path, packed: list[Any]) -> NodeResult:
 def _stored(sent: NodeResult, job: CellJob) -> CellEntry:
     for name in RETURNED_FILES:
         if name in sent.files:
-            write_whole(job.root / name, sent.files[name])
-    write_whole(log_of(job), sent.log)
-    write_whole(job.row, sent.entry + "\n")
+            write_whole(job.root / name, sent.files[name], "-o")
+    write_whole(log_of(job), sent.log, "-o")
+    write_whole(job.row, sent.entry + "\n", "-o")
     return CellEntry.model_validate_json(sent.entry)

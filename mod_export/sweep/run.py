@@ -12,11 +12,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
+from mod_export.build_folder.files import write_whole
 from mod_export.config import BuildConfig
 from mod_export.environment import describe_machine, package_version, source_digest
 from mod_export.errors import BuildFolderError
 from mod_export.sources.checkpoint import GROUP, Model, model_from_checkpoint
-from mod_export.sweep.cell import CellJob, CellRunner, finished_cell, run_locally, write_whole
+from mod_export.sweep.cell import CellJob, CellRunner, finished_cell, run_locally
 from mod_export.sweep.findings import findings_of
 from mod_export.sweep.grid import Axes, Cell, cells_of
 from mod_export.sweep.page import render_html
@@ -173,8 +174,8 @@ def _report(
 
 
 def _write(folder: Path, report: SweepReport) -> None:
-    write_whole(folder / "sweep.json", report.to_json())
-    write_whole(folder / "sweep.html", render_html(report))
+    write_whole(folder / "sweep.json", report.to_json(), "-o")
+    write_whole(folder / "sweep.html", render_html(report), "-o")
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ CASES |= {
         _given("MODEL", "--baseline", "MODEL"),
         r"baseline tiny: has routed layers; a baseline is a dense model",
     ),
-    "report_over_a_folder": (_given("MODEL", "--report", "DIR/"), r": is a folder; name another file with --report"),
+    "report_over_a_folder": (_given("MODEL", "--report", "DIR/"), r": is a folder; choose another place with --report"),
 }
 
 
@@ -183,7 +183,7 @@ def baseline_for_another_job(folder: Path, checkpoint: Path) -> list[object]:
     return [checkpoint, "--baseline", folder / "base.pt"]
 
 
-@case(r"file/rows\.json: cannot write in .*; name another file with --report")
+@case(r"file/rows\.json: cannot write in .*; choose another place with --report")
 def report_below_a_file(folder: Path, checkpoint: Path) -> list[object]:
     (folder / "file").write_text("mine")
     return [checkpoint, "--report", folder / "file/rows.json"]

@@ -24,12 +24,12 @@ def test_errors_name_the_option(tmp_path: Path, option: str) -> None:
     (tmp_path / "file").touch()
     below = tmp_path / "file" / "a"
     with pytest.raises(
-        UsageError, match=rf"^{re.escape(str(tmp_path))}: is a folder; name another file with {option}$"
+        UsageError, match=rf"^{re.escape(str(tmp_path))}: is a folder; choose another place with {option}$"
     ):
         check_place(tmp_path, option)
-    with pytest.raises(UsageError, match=rf"a: cannot write in .*file; name another file with {option}$"):
+    with pytest.raises(UsageError, match=rf"a: cannot write in .*file; choose another place with {option}$"):
         check_place(below, option)
-    with pytest.raises(UsageError, match=rf"a: cannot be written \(.*\); name another file with {option}$"):
+    with pytest.raises(UsageError, match=rf"a: cannot be written \(.*\); choose another place with {option}$"):
         write_whole(below, b"", option)
 
 

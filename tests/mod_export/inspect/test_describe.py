@@ -61,7 +61,7 @@ def test_only_models_are_drawn(built: Path, asked: dict[str, Any], named: str) -
 
 @pytest.mark.parametrize("option", ["html", "png"])
 def test_a_place_that_cannot_be_written(tmp_path: Path, checkpoint: Path, option: str) -> None:
-    with pytest.raises(UsageError, match=rf"is a folder; name another file with --{option}$"):
+    with pytest.raises(UsageError, match=rf"is a folder; choose another place with --{option}$"):
         describe(checkpoint, **{option: tmp_path})
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
 
+from mod_export.build_folder.files import write_whole
 from mod_export.sources.checkpoint import Model, model_from_checkpoint
 from mod_export.sweep.cell import (
     QUALITY_TOKENS,
@@ -26,7 +27,6 @@ from mod_export.sweep.cell import (
     machine_name,
     quality_of,
     run_cell,
-    write_whole,
 )
 from mod_export.sweep.schema import CellEntry
 from mod_models.architecture import MOD_TRANSFORMER
@@ -39,18 +39,18 @@ def test_a_finished_cell_is_reused_while_nothing_has_changed(
 ) -> None:
     job = job_of(checkpoint, tmp_path, fast)
     assert finished_cell(job, here=True) is None
-    write_whole(job.root / "report.json", "whole")
+    write_whole(job.root / "report.json", "whole", "-o")
     entry = cell(4, machine=machine_name(), report_sha256=hashlib.sha256(b"whole").hexdigest())
-    write_whole(job.row, entry.model_dump_json())
+    write_whole(job.row, entry.model_dump_json(), "-o")
     assert finished_cell(job, here=True) == entry
 
     assert finished_cell(job.model_copy(update={"fingerprint": "g"}), here=True) is None
-    write_whole(job.row, entry.model_copy(update={"machine": "other"}).model_dump_json())
+    write_whole(job.row, entry.model_copy(update={"machine": "other"}).model_dump_json(), "-o")
     assert finished_cell(job, here=True) is None
     assert finished_cell(job, here=False) is not None
-    write_whole(job.root / "report.json", "damaged")
+    write_whole(job.root / "report.json", "damaged", "-o")
     assert finished_cell(job, here=False) is None
-    write_whole(job.row, "no row")
+    write_whole(job.row, "no row", "-o")
     assert finished_cell(job, here=False) is None
 
 

@@ -13,9 +13,7 @@ from command_line import invoke
 
 from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import config_from_toml
-from mod_export.errors import BuildFolderError
 from mod_export.results.report import report_from_json
-from mod_export.sweep.cell import write_whole
 from mod_export.sweep.grid import Axes
 from mod_export.sweep.run import exit_code_of, sweep
 from mod_export.sweep.schema import CellEntry, SweepReport
@@ -129,16 +127,3 @@ def test_what_cannot_be_asked_for(checkpoint: Path, fast: Path, tmp_path: Path) 
     assert "--seq 9999: longer than the model's 256 positions" in found.output
     assert "--capacity 7: spec.routing.capacity: expected a share in (0, 1], got 7.0" in found.output
     assert not (tmp_path / "out").exists()
-
-
-def test_no_room_is_said(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("")
-    with pytest.raises(BuildFolderError, match=r"x/y: cannot be written \(.*\); free some space or name another"):
-        write_whole(tmp_path / "x/y", "text")
-
-
-def test_files_are_there_whole(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a/b.txt", "one")
-    write_whole(tmp_path / "a/b.txt", b"two")
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.txt"]
-    assert (tmp_path / "a/b.txt").read_text() == "two"
