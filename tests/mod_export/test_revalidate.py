@@ -32,7 +32,7 @@ from mod_models.spec import ModelSpec
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
 GRAPH = "graphs/dense-b2s16.onnx"
 DOWN = "layers.1.mlp.down_proj.weight"
-SMALL_TOML = f"""
+TOML = f"""
 buckets = [[2, 16]]
 targets = ["ort-cpu"]
 {FEW_SAMPLES}[cost]
@@ -43,30 +43,30 @@ text_batches = 1
 
 
 @pytest.fixture(scope="module")
-def small(shared_folder: Path, tiny_spec: ModelSpec) -> Path:
+def with_baseline(shared_folder: Path, tiny_spec: ModelSpec) -> Path:
     """Holds `model.pt`, its dense baseline `base.pt`, `c.toml` and the build of the two, to be read only."""
-    folder = shared_folder / "small"
-    with (shared_folder / "small.lock").open("w") as lock:
+    folder = shared_folder / "with_baseline"
+    with (shared_folder / "with_baseline.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "build" / "report.json").exists():
             folder.mkdir(exist_ok=True)
             spec = replace(tiny_spec, n_layers=2)
             save_checkpoint(folder / "model.pt", random_checkpoint(spec, 0))
             save_checkpoint(folder / "base.pt", random_checkpoint(spec.dense(), 7))
-            (folder / "c.toml").write_text(SMALL_TOML, encoding="utf-8")
+            (folder / "c.toml").write_text(TOML, encoding="utf-8")
             config = config_from_toml(folder / "c.toml")
             build(folder / "model.pt", config, folder / "build", folder / "base.pt", Silent(), "mod-export build")
     return folder
 
 
 @pytest.fixture
-def moved(small: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(small / "build", tmp_path / "moved"))
+def moved(with_baseline: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(with_baseline / "build", tmp_path / "moved"))
 
 
 @pytest.fixture
-def checkpoint(small: Path) -> Path:
-    return small / "model.pt"
+def checkpoint(with_baseline: Path) -> Path:
+    return with_baseline / "model.pt"
 
 
 def flip(path: Path) -> None:
@@ -102,8 +102,8 @@ def test_a_moved_folder_passes_without_its_checkpoint(moved: Path) -> None:
         assert row.error.max_abs == pytest.approx(then["error"]["max_abs"])
 
 
-def test_a_configuration_of_ones_own(small: Path, moved: Path) -> None:
-    config: BuildConfig = config_from_toml(small / "c.toml")
+def test_a_configuration_of_ones_own(with_baseline: Path, moved: Path) -> None:
+    config: BuildConfig = config_from_toml(with_baseline / "c.toml")
     gate = config.parity.float32.model_copy(update={"rounding_error_rms": 0.0})
     strict = config.model_copy(update={"parity": config.parity.model_copy(update={"float32": gate, "suffixes": 2})})
     found = validate_folder(moved, strict, ["ort-cpu"])
@@ -114,14 +114,16 @@ def test_a_configuration_of_ones_own(small: Path, moved: Path) -> None:
     assert all(row.located is None for row in found.rows(ParityRow))
 
 
-def test_the_command_prints_what_was_found_and_changes_nothing(small: Path, moved: Path, checkpoint: Path) -> None:
+def test_the_command_prints_what_was_found_and_changes_nothing(
+    with_baseline: Path, moved: Path, checkpoint: Path
+) -> None:
     said = invoke("validate", moved, "--model", checkpoint, "--target", "ort-cpu")
     assert (said.exit_code, said.stderr) == (0, ""), said.output
     assert said.stdout.splitlines()[-1] == "PASS"
     assert "weights are the checkpoint's, bit for bit" in said.stdout
     assert "mod: must not be used for autoregressive sampling: " in said.stdout
     assert "portable" not in said.stdout
-    assert contents(moved) == contents(small / "build")
+    assert contents(moved) == contents(with_baseline / "build")
 
 
 @pytest.mark.parametrize("name", [ENGINE, GRAPH])
