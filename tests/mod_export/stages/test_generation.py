@@ -84,12 +84,11 @@ def test_all_graphs_share_one_file_of_weights(written: Path) -> None:
     ("options", "expected"),
     [
         ({"compared_texts": 0}, set()),
-        ({"judged_tokens": 20, "compared_tokens": 9, "measured_tokens": 6}, PARITY | TEXTS | SPEED),
         # What prefill engines read, decode engines go on with.
         ({"prompts": (8,)}, steps("parity", DECODES) | TEXTS | SPEED | {"structure"}),
         pytest.param({"judged_tokens": 20}, PARITY, marks=pytest.mark.slow),
         pytest.param({"compared_tokens": 9}, TEXTS, marks=pytest.mark.slow),
-        pytest.param({"measured_tokens": 6}, SPEED, marks=pytest.mark.slow),
+        ({"measured_tokens": 6}, SPEED),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
