@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest_plugins = ["pytester"]
-SLICES = 4
+SLICES = 5
 """Parts that `--slice` divides tests into. One of the slow tests takes about 5 minutes on two cores."""
 
 torch.set_num_threads(1)
