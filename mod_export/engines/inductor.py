@@ -117,7 +117,7 @@ class Inductor(EngineBuilder):
             # Marks every kernel for the profiler; without a profiler, a mark costs a fraction of a microsecond.
             "cpp.enable_kernel_profile": True,
         }
-        program = job.exported_program()
+        program = job.program()
         _forget_sources(program)
         try:
             with warnings.catch_warnings():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
@@ -42,23 +43,19 @@ class Port(NamedTuple):
     dtype: np.dtype[np.generic]
 
 
-class EngineJob(Protocol):
-    """What a target may use to build one variant. Values are computed when they are first asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineJob:
+    """What a target may use to build one variant.
 
-    @property
-    def root(self) -> Path:
-        """The build folder."""
+    Attributes:
+        root: the build folder.
+        graph: of the target's dialect; the portable one where they are the same.
+        program: captures the program that `graph` came from.
+    """
 
-    @property
-    def graph(self) -> Graph:
-        """The graph of the target's dialect; the portable one where they are the same."""
-
-    @property
-    def weights(self) -> str:
-        """The weights file that `graph` refers to, relative to the root."""
-
-    def exported_program(self) -> torch.export.ExportedProgram:
-        """The captured program that `graph` came from."""
+    root: Path
+    graph: Graph
+    program: Callable[[], torch.export.ExportedProgram]
 
 
 class Runner(Protocol):

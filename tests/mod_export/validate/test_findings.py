@@ -73,7 +73,7 @@ def test_a_dense_engine_has_no_ties(
         candidate,
         setting=replace(candidate.setting, model="dense"),
         path=job.graph.path,
-        weights=job.weights,
+        weights="graphs/weights-float32.data",
         graph=None,
         engine=None,
     )
@@ -90,7 +90,7 @@ def test_a_layer_that_routes_nothing_in_this_bucket(
     assert spec.k_by_layer(16) == {0: 0, 1: 4}
     loaded = LoadedTransformer(Checkpoint(spec=spec, weights=make_model(spec).state_dict()))
     job = write_graph(tmp_path, spec, Bucket(2, 16), PORTABLE, "float32")
-    one = replace(candidate, path=job.graph.path, weights=job.weights, graph=None, engine=None)
+    one = replace(candidate, path=job.graph.path, weights="graphs/weights-float32.data", graph=None, engine=None)
     row = parity_of(tmp_path, one, Reference(loaded), config, fresh)
     assert row.passed, row.reasons
     assert row.ties_exact is True
