@@ -69,6 +69,14 @@ def parsed(text: str, opset: int = 23) -> ir.Model:
     return model
 
 
+def attention(B: int, H: int, G: int, T: int, E: int, attributes: str = "is_causal = 1") -> ir.Model:
+    """One Attention of q (B, H, T, E), k and v (B, G, T, E)."""
+    return parsed(
+        f"""g (float[{B},{H},{T},{E}] q, float[{B},{G},{T},{E}] k, float[{B},{G},{T},{E}] v)
+        => (float[{B},{H},{T},{E}] y) {{ y = Attention <{attributes}> (q, k, v) }}"""
+    )
+
+
 def run(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """All outputs on ONNX Runtime's CPU kernels, after onnx.checker's full check."""
     return session(model).run(None, dict(feeds))

@@ -114,14 +114,7 @@ def test_without_torch_compile_nothing_is_proven(model: Model) -> None:
         proved(model.loaded.module(), BUCKET, "mod")
 
 
-def test_export_keeps_every_size(model: Model) -> None:
-    program = captured_module(model.loaded.module(), BUCKET, "mod").program
-    assert program.range_constraints == {}
-    inputs = [node.meta["val"].shape for node in program.graph.nodes if node.name in ("ids_bs", "lengths_b")]
-    assert inputs == [torch.Size([2, 8]), torch.Size([2])]
-
-
-def test_the_selection_is_captured_as_it_is() -> None:
+def test_the_selection_and_every_size_are_captured_as_they_are() -> None:
     def select(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
         real_BS = torch.arange(ids_BS.shape[1]) < lengths_B[:, None]
         return select_topk(ids_BS.float(), real_BS, 3)[0]
@@ -130,6 +123,9 @@ def test_the_selection_is_captured_as_it_is() -> None:
     ids_BS, lengths_B = torch.randint(0, 3, (2, 8)), torch.tensor([8, 2])
     (index_BK,) = program.module()(ids_BS, lengths_B)
     assert torch.equal(index_BK, select(ids_BS, lengths_B))
+    assert program.range_constraints == {}
+    inputs = [node.meta["val"].shape for node in program.graph.nodes if node.name in ("ids_bs", "lengths_b")]
+    assert inputs == [torch.Size([2, 8]), torch.Size([2])]
 
 
 class Takes(torch.nn.Module):
@@ -154,11 +150,8 @@ def test_conditions_are_one_graph(device: str) -> None:
     """With values both ways are the same graph, and without them nobody can ask which way."""
     module = Takes().to(device)
     assert prove_static(module, two_examples(device), "a step") == CaptureProof(graphs=1, graph_breaks=0, recompiles=0)
-
-
-def test_modules_without_values_are_held_to_the_same() -> None:
     with pytest.raises(CaptureError, match=r"a step: torch\.compile"):
-        prove_static(Does(broken), [(torch.ones(2, device="meta"), torch.ones(2, device="meta"))], "a step")
+        prove_static(Does(broken), two_examples(device), "a step")
 
 
 def test_any_inputs_are_exported() -> None:
