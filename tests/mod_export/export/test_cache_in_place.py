@@ -18,15 +18,7 @@ from mod_export.errors import GraphError
 from mod_export.export.dialect import check_dialect
 from mod_export.export.nodes import branches_of
 from mod_export.export.passes import run_passes
-from mod_export.export.passes.cache_in_place import (
-    LOGITS,
-    SLOTS,
-    CacheInPlace,
-    cache_of_row,
-    is_cache,
-    layer_of_cache,
-    present_of,
-)
+from mod_export.export.passes.cache_in_place import LOGITS, SLOTS, CacheInPlace, is_cache
 from mod_export.types import Dialect, DType
 from mod_models.cache import COUNTS, cache_layout, write_rows
 from mod_models.step import Step, slots_of_step, step_inputs, step_outputs
@@ -147,6 +139,8 @@ def test_writes_stand_outside_of_branches_and_wait_for_the_logits() -> None:
     """TensorRT takes them nowhere else, and TensorRT-RTX 1.7.1 cannot order them otherwise."""
     graph = rewritten(step_graph("predictor", 4, "fair"), IN_PLACE, "float32").graph
     writes = [node for node in graph.all_nodes() if node.op_type == "TensorScatter"]
+    caches = {value.name for value in graph.inputs if is_cache(value.name)}
+    assert {node.outputs[0].name for node in writes} == {f"present_{name}" for name in caches}
     assert len(writes) == 2 * 3
     logits = next(value for value in graph.outputs if value.name == "logits").producer()
     for node in writes:
@@ -191,20 +185,11 @@ def test_refuses_rows_of_no_cache(old: str, new: str, what: str) -> None:
     assert CacheInPlace().ensures(model, IN_PLACE, "float32") == left
 
 
-def test_names_are_those_of_a_step() -> None:
+def test_names_are_those_of_a_step_and_nothing_else_is_a_cache() -> None:
     spec = generating_model("predictor").spec
-    layout = cache_layout(spec, 1, WINDOW)
-    assert [name for name in step_inputs(spec, WINDOW) if is_cache(name)] == [
-        one.name for one in layout if one.layer is not None
-    ]
-    rows = [name for name in step_outputs(spec) if is_cache(name)]
-    assert [cache_of_row(name) for name in rows] == [one.name for one in layout if one.name != COUNTS]
-    assert [layer_of_cache(one.name) for one in layout if one.name != COUNTS] == [0, 0, 1, 1, 2, 2]
-    assert all(is_cache(present_of(one.name)) for one in layout if one.name != COUNTS)
+    layout = [one.name for one in cache_layout(spec, 1, WINDOW) if one.name != COUNTS]
+    assert [name for name in step_inputs(spec, WINDOW) if is_cache(name)] == layout
+    assert [name for name in step_outputs(spec) if is_cache(name)] == [one.replace("_", "_row_") for one in layout]
     assert {LOGITS, SLOTS} <= set(step_outputs(spec))
-
-
-def test_nothing_else_is_a_cache() -> None:
     names = [None, "counts", "logits", "slots", "input_ids", "keys", "keys_a", "monkeys_1"]
     assert not any(map(is_cache, names))
-    assert [cache_of_row(name) for name in (*names, "keys_1")] == [None] * 9

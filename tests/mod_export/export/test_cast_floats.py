@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from observing import observed
-from small_graphs import TENSORRT, feeds, make_model, make_spec, parsed, portable_graph, run
+from small_graphs import TENSORRT, feeds, make_model, make_spec, parsed, portable_graph, run, session
 from variants import VARIANTS
 
 from mod_export.errors import GraphError, LimitError
@@ -147,27 +147,72 @@ def test_a_weight_in_a_file_is_not_held_in_memory_but_checked(tmp_path: Path) ->
         CastFloats().run(graph(4), TENSORRT, "float16")
 
 
-def test_numbers_made_from_integers_stay_float32() -> None:
-    """Rotary angles of far positions: 2,049 has no exact float16, and neither has 2,049 / 10,000 ** 0.5 by far."""
-    model = narrowed(
-        """g (int64[1,3] position, float16[1,3,2] unused, float[1,3,2] x) => (float[1,3,2] y)
-        <float[2] inverse = {1.0, 0.01}, int64[1] last = {-1}> {
-            real = Cast <to = 1> (position)
-            wide = Unsqueeze (real, last)
-            angle = Mul (wide, inverse)
-            turn = Cos (angle)
-            h = Neg (x)
-            y = Mul (h, turn)
-        }"""
-    )
-    types = {node.op_type: node.outputs[0].dtype for node in model.graph}
-    assert types["Cos"] == FLOAT
-    assert types["Neg"] == FLOAT16
+# Rotary angles of far positions: 2,049 has no exact float16, and neither has 2,049 / 10,000 ** 0.5 by far.
+ANGLES = """g (int64[1,3] position, float16[1,3,2] unused, float[1,3,2] x) => (float[1,3,2] y)
+<float[2] inverse = {1.0, 0.01}, int64[1] last = {-1}> {
+    real = Cast <to = 1> (position)
+    wide = Unsqueeze (real, last)
+    angle = Mul (wide, inverse)
+    turn = Cos (angle)
+    h = Neg (x)
+    y = Mul (h, turn)
+}"""
+# The block's norm, whose weight a router on normed input uses too: it is stored once.
+NORM = """g (float[1,4,2] x) => (float[1,4,2] y, int64[1,2] positions)
+<float[2] w = {0.1, 0.2}, int64[1] last = {-1}, int64[1] k = {2}, float[2,1] r = {1.0, 2.0}> {
+    n = RMSNormalization (x, w)
+    wide = MatMul (n, r)
+    scores = Squeeze (wide, last)
+    values, positions = TopK (scores, k)
+    h = Neg (x)
+    y = RMSNormalization (h, w)
+}"""
+OUTPUT = """g (float[1,4,2] x, float[1,4,2] z) => (float[1,4] scores, int64[1,2] positions, float[1,4,2] y)
+<int64[1] k = {2}, int64[1] last = {-1}, float[2,1] r = {1.0, 2.0}> {
+    h = Neg (x)
+    wide = MatMul (h, r)
+    scores = Squeeze (wide, last)
+    values, positions = TopK (scores, k)
+    y = Add (h, z)
+}"""
+# The gate of the model's own routers: used by a comparison, and by a product.
+GATE = """g (float[1,4] x) => (float[1,4] y, bool[1] ran) <float[4,1] r = {1.0, 2.0, 3.0, 4.0}, float zero = {0.0},
+int64[1] last = {-1}> {
+    h = Neg (x)
+    score = MatMul (h, r)
+    flat = Squeeze (score, last)
+    ran = Greater (flat, zero)
+    gated = Mul (h, score)
+    y = Add (x, gated)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "wide", "narrow"),
+    [
+        (ANGLES, {"real", "wide", "angle", "turn", "inverse", "y"}, {"h", "y/inner"}),
+        (NORM, {"wide", "scores", "r"}, {"w", "h"}),
+        (OUTPUT, {"wide", "scores", "r"}, {"h", "y/inner"}),
+        (GATE, {"score", "flat", "r", "zero"}, {"gated"}),
+    ],
+    ids=["from integers", "a weight of both sides", "a score that is an output", "a score that weighs"],
+)
+def test_what_stays_float32(text: str, wide: set[str], narrow: set[str]) -> None:
+    model = narrowed(text)
+    session(model)
+    graph = model.graph
+    values = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    dtypes = {value.name: value.dtype for value in values}
+    assert {name: dtypes[name] for name in wide} == dict.fromkeys(wide, FLOAT)
+    assert {name: dtypes[name] for name in narrow} == dict.fromkeys(narrow, FLOAT16)
+    assert "scores/inner" not in dtypes
+
+
+def test_numbers_made_from_integers_stay_exact() -> None:
     position = np.array([[2049, 2051, 16_001]])
     x = np.ones((1, 3, 2), np.float32)
-    y = run(model, {"position": position, "unused": x.astype(np.float16), "x": x})[0]
-    expected = -np.cos(position[..., None] * np.array([1.0, 0.01]))
-    np.testing.assert_allclose(y, expected, atol=2e-3)
+    y = run(narrowed(ANGLES), {"position": position, "unused": x.astype(np.float16), "x": x})[0]
+    np.testing.assert_allclose(y, -np.cos(position[..., None] * np.array([1.0, 0.01])), atol=2e-3)
 
 
 def test_a_number_that_both_sides_use_stays_exact_on_the_float32_side() -> None:
@@ -183,23 +228,6 @@ def test_a_number_that_both_sides_use_stays_exact_on_the_float32_side() -> None:
     assert model.graph.initializers["tenth"].const_value.numpy() == np.float32(0.1)
     assert [model.graph.initializers[name].dtype for name in ("tenth", "tenth/float16")] == [FLOAT, FLOAT16]
     assert model.graph.initializers["tenth/float16"].const_value.numpy() == np.float16(0.1)
-
-
-def test_a_weight_that_both_sides_use_is_stored_once() -> None:
-    """The block's norm, whose weight a router on normed input uses too."""
-    model = narrowed(
-        """g (float[1,4,2] x) => (float[1,4,2] y, int64[1,2] positions)
-        <float[2] w = {0.1, 0.2}, int64[1] last = {-1}, int64[1] k = {2}, float[2,1] r = {1.0, 2.0}> {
-            n = RMSNormalization (x, w)
-            wide = MatMul (n, r)
-            scores = Squeeze (wide, last)
-            values, positions = TopK (scores, k)
-            h = Neg (x)
-            y = RMSNormalization (h, w)
-        }"""
-    )
-    assert [name for name, value in model.graph.initializers.items() if value.dtype == FLOAT16] == ["w"]
-    run(model, {"x": np.ones((1, 4, 2), np.float32)})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -238,20 +266,6 @@ def test_constants_inside_the_graph_are_cast_too() -> None:
     y, z = run(model, {"x": np.array([1, 2], np.float32), "flag": np.array([True, False])})
     np.testing.assert_array_equal(y, np.array([7.75, 9.25], np.float32))
     np.testing.assert_array_equal(z, np.array([-1, -2], np.float32))
-
-
-def test_a_score_that_is_an_output_stays_float32() -> None:
-    model = narrowed(
-        """g (float[1,4,2] x, float[1,4,2] z) => (float[1,4] scores, int64[1,2] positions, float[1,4,2] y)
-        <int64[1] k = {2}, int64[1] last = {-1}, float[2,1] r = {1.0, 2.0}> {
-            h = Neg (x)
-            wide = MatMul (h, r)
-            scores = Squeeze (wide, last)
-            values, positions = TopK (scores, k)
-            y = Add (h, z)
-        }"""
-    )
-    assert [node.op_type for node in model.graph if node.outputs[0].name == "scores"] == ["Squeeze"]
 
 
 def test_says_what_is_left() -> None:
@@ -331,24 +345,6 @@ def test_what_is_cast_in_a_branch_is_not_used_outside() -> None:
     assert sorted(casts) == ["h", "r", "r", "x", "y/inner"]
     for found, wanted in zip(run(model, given), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
-
-
-def test_a_score_that_also_weighs_something_is_compared_as_it_was_computed() -> None:
-    """The gate of the model's own routers: used by a comparison, and by a product."""
-    model = narrowed(
-        """g (float[1,4] x) => (float[1,4] y, bool[1] ran) <float[4,1] r = {1.0, 2.0, 3.0, 4.0}, float zero = {0.0},
-        int64[1] last = {-1}> {
-            h = Neg (x)
-            score = MatMul (h, r)
-            flat = Squeeze (score, last)
-            ran = Greater (flat, zero)
-            gated = Mul (h, score)
-            y = Add (x, gated)
-        }"""
-    )
-    types = {node.op_type: node.outputs[0].dtype for node in model.graph}
-    assert (types["MatMul"], types["Squeeze"], types["Mul"]) == (FLOAT, FLOAT, FLOAT16)
-    assert model.graph.initializers["r"].dtype == FLOAT
 
 
 LOOP = """g (int64 n, bool go, float[2] x) => (float[2] y) {
