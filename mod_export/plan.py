@@ -134,13 +134,7 @@ def make_plan(
     availability = {name: engine.availability() for name, engine in ENGINES.items()}
     targets = _targets(config, availability)
     problems = _too_large(model, buckets)
-    problems += [
-        f"target {name}, bucket {bucket.name}: {problem}"
-        for name, engine in targets.items()
-        for bucket in buckets
-        for kind in KINDS
-        for problem in engine.check(config, kind, bucket)
-    ]
+    problems += [problem for engine in targets.values() for problem in engine.problems(config)]
     if tokenizer is not None and (size := TokenizersFile(tokenizer).size) > model.loaded.vocab_size:
         problems.append(
             f"{tokenizer}: has ids up to {size - 1}, and the model {model.loaded.vocab_size} ids; name its own"

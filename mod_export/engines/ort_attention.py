@@ -61,12 +61,7 @@ def is_measured(shape: AttentionShape) -> bool:
 def time_blocks(shape: AttentionShape, threads: int) -> dict[int, float]:
     """Milliseconds of the fastest round, by queries of a block; the number of tokens means the whole attention.
 
-    Args:
-        shape: of the attention.
-        threads: threads inside one operator; 0 leaves ONNX Runtime's choice.
-
-    Returns:
-        Empty for an attention that is too short to split.
+    Empty for an attention that is too short to split.
     """
     if not is_measured(shape):
         return {}

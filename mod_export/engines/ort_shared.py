@@ -112,12 +112,7 @@ def _weights(api: OrtC, path: Path) -> _Weights:
 def shared_runner(api: OrtC, graph: Path, weights: Path, where: str, threads: int) -> SharedRunner:
     """Opens a session on a graph that reads its weights from one file, shared with all other sessions on that file.
 
-    Args:
-        api: ONNX Runtime's C interface.
-        graph: the ONNX file.
-        weights: the weights file, in the folder that the graph's references are relative to.
-        where: what messages call it.
-        threads: threads inside an operator; 0 leaves ONNX Runtime's choice.
+    The graph's references are relative to the folder of that file. With 0 threads ONNX Runtime chooses.
 
     Raises:
         EngineError: ONNX Runtime refuses the graph, or the other file is not one of weights.

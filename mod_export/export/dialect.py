@@ -25,12 +25,7 @@ DTYPES: dict[ir.DataType | None, DType] = {
 
 
 def check_dialect(model: ir.Model, dialect: Dialect, dtype: DType) -> None:
-    """Checks a graph against the limits of the target that it is meant for.
-
-    Args:
-        model: the graph after the passes of this dialect.
-        dialect: the limits.
-        dtype: what the graph is built as, for the message.
+    """Checks a graph, after the passes of this dialect, against its limits. The dtype is for the message.
 
     Raises:
         LimitError: every problem found, one line each.

@@ -330,16 +330,10 @@ def substitute(old: ir.Value, new: ir.Value, *computed_by: ir.Node) -> None:
 
 
 def late_zero(writer: NodeWriter, value: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
-    """An integer 0 that is only there after a float value is.
+    """An integer 0, of a `shape` of ones, that is only there after `value` is, a float of known rank.
 
     It is abs(x) < 0 of one number: false for every number and for NaN, but neither a builder of engines nor constant
     folding knows that.
-
-    Args:
-        writer: puts the nodes.
-        value: float, of known rank.
-        dtype: an integer.
-        shape: of the zero, ones only.
     """
     assert value.shape is not None
     assert value.dtype is not None

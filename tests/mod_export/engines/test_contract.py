@@ -34,7 +34,7 @@ def test_what_it_says_of_itself(engine: EngineBuilder) -> None:
     assert engine.availability() == found
     assert engine.versions() == {name: package_version(name) or "" for name in engine.packages}
     assert engine.packages
-    assert list(engine.check(CONFIG, "mod", Bucket(1, 512))) == []
+    assert list(engine.problems(CONFIG)) == []
 
 
 @each_engine

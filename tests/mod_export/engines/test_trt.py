@@ -66,7 +66,7 @@ def test_builds_for_every_architecture_that_it_names_and_each_differs(tmp_path: 
     job = write_graph(tmp_path, make_spec(), BUCKET, RTX.dialect, "float16")
     plans = set()
     for arch in trt._probe("tensorrt_rtx")["architectures"]:
-        if RTX.check(with_architectures(arch), "mod", BUCKET):
+        if RTX.problems(with_architectures(arch)):
             with pytest.raises(EngineError, match=r"Turing \(SM75\): FP32 GEMM is not supported"):
                 build(job, "float16", tmp_path / arch, arch)
         else:
@@ -274,8 +274,8 @@ def test_availability_says_what_is_missing(
 
 @needs_rtx
 def test_architectures_that_it_has_not_are_refused_before_anything_is_built() -> None:
-    assert RTX.check(with_architectures("sm89", "sm120"), "mod", BUCKET) == []
-    problems = RTX.check(with_architectures("sm90", "sm89", "sm75"), "mod", BUCKET)
+    assert RTX.problems(with_architectures("sm89", "sm120")) == []
+    problems = RTX.problems(with_architectures("sm90", "sm89", "sm75"))
     start = "target.tensorrt-rtx.architectures: TensorRT-RTX has no "
     assert [problem.removeprefix(start).partition("; it builds for sm80, ")[0] for problem in problems] == [
         "plans for sm90",

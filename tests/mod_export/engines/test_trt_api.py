@@ -242,7 +242,7 @@ def test_finds_the_cuda_runtime_of_pip(libraries: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "extra", "environment", "message"),
+    ("fault", "extra", "environment", "message"),
     [
         ("broken", ("cudart",), {}, "EngineError: here: not a usable engine for tensorrt here: said by the library"),
         ("no_runtime", ("cudart",), {}, "TargetError: here: tensorrt has no runtime here: pybind11::init(): factory"),
@@ -255,7 +255,7 @@ def test_finds_the_cuda_runtime_of_pip(libraries: Path, tmp_path: Path) -> None:
     ids=["broken file", "no runtime", "no context", "not started", "no CUDA runtime", "no memory", "device fault"],
 )
 def test_what_goes_wrong_on_a_gpu_is_said(
-    libraries: Path, tmp_path: Path, job: str, extra: tuple[str, ...], environment: dict, message: str
+    libraries: Path, tmp_path: Path, fault: str, extra: tuple[str, ...], environment: dict, message: str
 ) -> None:
-    asked = {"path": str(tmp_path / "e.engine"), **({job: True} if job else {})}
+    asked = {"path": str(tmp_path / "e.engine"), "fault": fault}
     assert process(libraries, VERSIONS[0], "run", asked, *extra, **environment).startswith(message)
