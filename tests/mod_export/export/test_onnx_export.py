@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from observing import observed
-from small_graphs import make_model, parsed
+from small_graphs import Does, TwoWays, make_model, parsed
 from torch import Tensor
 
 from mod_export.engines.ort_session import OrtRunner, session_from_onnx
@@ -178,30 +178,18 @@ def test_the_export_is_repeatable_and_says_nothing(
     assert ir.to_proto(again).SerializeToString() == ir.to_proto(exported[0]).SerializeToString()
 
 
-class Does(torch.nn.Module):
-    """A model that is one function of its ids, with one weight that it need not use."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = torch.nn.Parameter(torch.ones(4))
-
-    def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> Any:
-        return self.function(ids_BS)
-
-
 def test_an_operator_without_a_translation_is_named() -> None:
     with torch.library._scoped_library("mod_export_test", "DEF") as library:
         library.define("mystery(Tensor x) -> Tensor")
         library.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
         library.impl("mystery", lambda x: torch.empty_like(x), "Meta")
-        program = captured_module(Does(lambda ids: torch.ops.mod_export_test.mystery(ids)), Bucket(1, 4), "mod")
+        program = captured_module(Does(lambda ids, _: torch.ops.mod_export_test.mystery(ids)), Bucket(1, 4), "mod")
         with pytest.raises(GraphError, match=r"^torch\.onnx\.export failed: .*mod_export_test.*mystery"):
             onnx_from_captured(program, {}, INPUTS, ["logits"])
 
 
 def test_an_operator_of_another_domain_is_refused() -> None:
-    def foreign(ids_BS: Tensor) -> Tensor:
+    def foreign(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
         return torch.onnx.ops.symbolic("com.vendor::Fast", (ids_BS,), dtype=ids_BS.dtype, shape=ids_BS.shape, version=1)
 
     program = captured_module(Does(foreign), Bucket(1, 4), "mod")
@@ -210,7 +198,7 @@ def test_an_operator_of_another_domain_is_refused() -> None:
 
 
 def test_the_whole_sort_keeps_its_ties_in_order(tmp_path: Path) -> None:
-    def by_value(ids_BS: Tensor) -> Tensor:
+    def by_value(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
         down = torch.sort(ids_BS, dim=1, descending=True, stable=True).indices
         up = torch.sort(ids_BS, dim=0, descending=False, stable=True).indices
         return torch.stack([down, up])
@@ -219,7 +207,7 @@ def test_the_whole_sort_keeps_its_ties_in_order(tmp_path: Path) -> None:
     model = onnx_from_captured(program, {}, INPUTS, ["logits"])
     ids_BS = torch.tensor([[1, 2, 1, 2, 1], [0, 0, 0, 0, 0], [1, 2, 1, 2, 3]])
     found = runner_of(save(model, {}, tmp_path)).run({"input_ids": ids_BS.numpy(), "lengths": np.ones(3, np.int64)})
-    np.testing.assert_array_equal(found["logits"], by_value(ids_BS).numpy())
+    np.testing.assert_array_equal(found["logits"], by_value(ids_BS, ids_BS).numpy())
 
 
 def routed(shape: str) -> ir.Model:
@@ -264,25 +252,13 @@ def test_an_unsound_graph_is_refused(exported: tuple[ir.Model, torch.nn.Module],
             check_model(str(path))
 
 
-class TwoWays(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(3, 2))
-
-    def forward(self, x_12: torch.Tensor, flag_1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        def product(x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.linear(x, self.weight)
-
-        return torch.cond(flag_1.any(), product, lambda x: x.new_zeros(1, 3), (x_12,)), ~flag_1
-
-
 def test_any_model_keeps_the_names_that_it_is_given() -> None:
     """Weights keep theirs, in branches too, and have no value."""
     module = TwoWays()
-    program = captured(module, (torch.ones(1, 2), torch.tensor([True])), "two ways")
-    model = onnx_from_captured(program, state_of(module), ["values", "flag"], ["product", "not_flag"])
-    assert [value.name for value in model.graph.inputs] == ["values", "flag"]
-    assert [value.name for value in model.graph.outputs] == ["product", "not_flag"]
+    program = captured(module, (torch.ones(2, 2), torch.tensor([True, False])), "two ways")
+    model = onnx_from_captured(program, state_of(module), ["values", "flags"], ["product", "count"])
+    assert [value.name for value in model.graph.inputs] == ["values", "flags"]
+    assert [value.name for value in model.graph.outputs] == ["product", "count"]
     assert "weight" in model.graph.initializers
     (branching,) = [node for node in model.graph if node.op_type == "If"]
     used = {value.name for node in model.graph.all_nodes() for value in node.inputs if value is not None}
