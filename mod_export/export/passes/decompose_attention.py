@@ -56,8 +56,9 @@ class DecomposeAttention:
 def _unwanted(model: ir.Model, dialect: Dialect, dtype: DType) -> list[ir.Node]:
     """Attention operators for which the dialect has no kernel, by dtype or by the width of a head."""
     found = [node for node in model.graph if is_standard(node, "Attention")]
-    if dtype not in dialect.attention_dtypes or dialect.attention_widths is None:
-        return found if dtype not in dialect.attention_dtypes else []
+    if dtype not in dialect.attention_dtypes:
+        return found
+    assert dialect.attention_widths is not None  # Otherwise this pass does not apply.
     narrowest, widest = dialect.attention_widths
     return [node for node in found if not narrowest <= require_static_shape(node.inputs[0], node)[-1] <= widest]
 

@@ -178,19 +178,15 @@ def run(job):
             transposed = runner.run(
                 {"input_ids": np.arange(6).reshape(3, 2).T, "lengths": np.array([5, 6])}, ["routed_0"]
             )
-            errors = [
-                _error(lambda: runner.run({"input_ids": np.zeros((2, 3), np.int64)})),
-                _error(lambda: runner.run({**_feeds(0), "mask": np.zeros(2, np.int64)})),
-                _error(lambda: runner.run(_feeds(0), ["hidden"])),
-            ]
+            error = _error(lambda: runner.run({**_feeds(0), "lengths": np.zeros(2, np.int32)}))
             about = [runner.inputs, runner.outputs, runner.providers, runner.threads]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
     return {
         "first": {name: [str(array.dtype), array.tolist()] for name, array in first.items()},
         "second": {name: array.tolist() for name, array in second.items()},
         "transposed": transposed["routed_0"].tolist(),
-        "errors": errors,
+        "error": error,
         "about": about,
     }
 
