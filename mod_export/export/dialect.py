@@ -118,16 +118,12 @@ def _attention(node: ir.Node, dialect: Dialect) -> str | None:
     query = node.inputs[0] if is_standard(node, "Attention") else None
     if query is None:
         return None
-    if DTYPES.get(query.dtype) in dialect.attention_dtypes:
-        return _attention_width(query, dialect)
-    allowed = ", ".join(sorted(dialect.attention_dtypes)) or "no dtype"
-    return (
-        f"the Attention operator runs on {query.dtype}, allowed is {allowed}; decompose it into MatMul and Softmax, or "
-        "build another dtype"
-    )
-
-
-def _attention_width(query: ir.Value, dialect: Dialect) -> str | None:
+    if DTYPES.get(query.dtype) not in dialect.attention_dtypes:
+        allowed = ", ".join(sorted(dialect.attention_dtypes)) or "no dtype"
+        return (
+            f"the Attention operator runs on {query.dtype}, allowed is {allowed}; decompose it into MatMul and "
+            "Softmax, or build another dtype"
+        )
     width = query.shape[-1] if query.shape is not None and len(query.shape) == 4 else None
     if dialect.attention_widths is None or not isinstance(width, int):
         return None
