@@ -28,7 +28,7 @@ SMALL = Dialect(
 )
 BLOCKED = Dialect(name="a target that takes queries in blocks", max_opset=23, query_blocks=((4, 3), (16, 6)))
 ORT_CPU = ENGINES["ort-cpu"].dialect
-DIALECTS = [PORTABLE, TENSORRT, SMALL, BLOCKED, *(engine.dialect for engine in ENGINES.values() if engine.from_onnx)]
+DIALECTS = [PORTABLE, SMALL, BLOCKED, *(engine.dialect for engine in ENGINES.values() if engine.from_onnx)]
 SPEC = make_spec()
 # Weights as whole numbers are proven where they have values (test_products.py).
 TOLERANCE: dict[DType, float] = {"float32": 1e-5, "float16": 2e-2}
