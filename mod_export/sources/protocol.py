@@ -227,7 +227,7 @@ class GeneratingModel(Protocol):
         """Routing site -> slots for the tokens of one text."""
 
     def prefill(self, rows: int, seq: int) -> GraphSource:
-        """Reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) -> `logits` (B, V) of each last token;
+        """Reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) -> `last_logits` (B, V), of each last token;
         `keys_<layer>` and `values_<layer>` (B, G, L, E), the content of the cache; and in a model that routes `counts`
         int64 (B, N), slots in use, and `wanted` int64 (B, N), tokens that wanted a slot.
         """

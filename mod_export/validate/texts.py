@@ -121,9 +121,7 @@ class PromptRunner(_Borrowed):
         self.outputs = (PRIMARY["last"], *(name for name in runner.outputs if name.startswith("routed_")))
 
     def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        names = {name: "logits" if name == PRIMARY["last"] else name for name in outputs or self.outputs}
-        found = self._runner.run(feeds, list(names.values()))
-        return {name: found[own] for name, own in names.items()}
+        return self._runner.run(feeds, outputs or self.outputs)
 
 
 class TokenByToken(_Borrowed):
@@ -165,8 +163,9 @@ class TokenByToken(_Borrowed):
         for row, (ids_S, n) in enumerate(zip(ids_BS, prompt_B.tolist(), strict=True)):
             found = self._prompts.found(ids_S[:n].tolist())
             decoder.put(row, kept_from_prefill(found, 0, n))
-            logits_BSV = np.zeros((B, S, found["logits"].shape[1]), np.float32) if logits_BSV is None else logits_BSV
-            logits_BSV[row, n - 1] = found["logits"][0]
+            (logits_V,) = found[PRIMARY["last"]]
+            logits_BSV = np.zeros((B, S, len(logits_V)), np.float32) if logits_BSV is None else logits_BSV
+            logits_BSV[row, n - 1] = logits_V
             for column, site in enumerate(self._capacity):
                 ran_NBS[column, row, _prompt_positions(found, column, site)] = True
         assert logits_BSV is not None
