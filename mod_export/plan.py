@@ -15,8 +15,8 @@ from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
 from mod_export.runtime.generate.texts import TokenizersFile
-from mod_export.sources.checkpoint import Model
-from mod_export.sources.protocol import GeneratingModel, LoadedModel
+from mod_export.sources.model import Model
+from mod_export.sources.protocol import DeclaredRouting, ExportableModel, GeneratingModel, Generation, Text
 from mod_export.types import KINDS, Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
 
 __all__ = ["GenerationPlan", "Plan", "check_names", "generating_form", "make_plan"]
@@ -54,7 +54,7 @@ class Plan:
 
     model: Model
     baseline: Model | None
-    loaded: Mapping[ModelKind, LoadedModel]
+    loaded: Mapping[ModelKind, ExportableModel]
     config: BuildConfig
     buckets: tuple[Bucket, ...]
     graphs: tuple[Graph, ...]
@@ -90,12 +90,13 @@ class Plan:
                     yield builder, variant, graph
 
 
-def generating_form(loaded: LoadedModel, kind: ModelKind, window: int, config: BuildConfig) -> GeneratingModel:
+def generating_form(loaded: ExportableModel, kind: ModelKind, window: int, config: BuildConfig) -> GeneratingModel:
     """A model in the form that decides about one token at a time; a dense baseline needs no further slots.
 
     Raises:
         ValueError: it cannot generate, or not in this window.
     """
+    assert isinstance(loaded, Generation)
     return loaded.generating(window, config.generation.slack if kind == "mod" else 0)
 
 
@@ -121,12 +122,12 @@ def make_plan(
         TargetError: a target is unknown or cannot build on this machine.
         BuildFolderError: there is not enough free space on the disk.
     """
-    if not model.loaded.routes_depth and baseline is None:
+    if not model.routes_depth and baseline is None:
         # A model without skipped tokens is its own dense baseline, so no speed-up can be demanded.
         config = config.model_copy(update={"latency": config.latency.model_copy(update={"min_speedup": 0.0})})
     if baseline is not None:
         _check_baseline(model, baseline)
-    loaded: dict[ModelKind, LoadedModel] = {
+    loaded: dict[ModelKind, ExportableModel] = {
         "mod": model.loaded,
         "dense": model.of_kind("dense") if baseline is None else baseline.loaded,
     }
@@ -150,11 +151,11 @@ def make_plan(
         loaded=loaded,
         config=config,
         buckets=buckets,
-        graphs=tuple(_graphs(loaded, config, buckets, generation)),
+        graphs=tuple(_graphs(config, buckets, generation)),
         targets=targets,
         availability=availability,
         generation=generation,
-        tokenizer=tokenizer or ("bytes" if model.loaded.ids_of_text("") is not None else None),
+        tokenizer=tokenizer or _own_tokenizer(model.loaded),
     )
     problems += _beyond_budget(plan)
     if problems:
@@ -176,6 +177,10 @@ def check_names(targets: Sequence[str]) -> None:
             raise TargetError(f"unknown target {name!r}{hint}; known: {', '.join(ENGINES)}")
 
 
+def _own_tokenizer(loaded: ExportableModel) -> str | None:
+    return "bytes" if isinstance(loaded, Text) and loaded.ids_of_text("") is not None else None
+
+
 def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> dict[str, EngineBuilder]:
     check_names(config.targets)
     refused = [f"{name}: {availability[name].reason}" for name in config.targets if not availability[name].builds]
@@ -188,8 +193,16 @@ def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> d
     return {name: ENGINES[name] for name in ENGINES if name in wanted}
 
 
+def _why_not_generating(loaded: Mapping[ModelKind, ExportableModel]) -> str | None:
+    for kind, model in loaded.items():
+        reason = model.why_not_generating() if isinstance(model, Generation) else "it only reads whole rows"
+        if reason is not None:
+            return reason if kind == "mod" else f"its dense baseline cannot: {reason}"
+    return None
+
+
 def _generation(
-    loaded: Mapping[ModelKind, LoadedModel], config: BuildConfig, targets: Mapping[str, EngineBuilder]
+    loaded: Mapping[ModelKind, ExportableModel], config: BuildConfig, targets: Mapping[str, EngineBuilder]
 ) -> GenerationPlan | str:
     """The models that write text, or the reason why there are none.
 
@@ -199,15 +212,14 @@ def _generation(
     options = config.generation
     if options.build == "never":
         return "it was built with generation.build = never; build it again with auto"
-    model = loaded["mod"]
-    reason = model.why_not_generating()
+    reason = _why_not_generating(loaded)
     if reason is None and targets.keys().isdisjoint(options.targets):
         reason = f"it was built for {', '.join(targets)}, and generation.targets are {', '.join(options.targets)}"
     if reason is not None:
         if options.build == "always":
             raise ConfigError([f"generation.build: always, but this model cannot generate token by token: {reason}"])
         return reason
-    window = options.window_of(model.max_positions)
+    window = options.window_of(loaded["mod"].max_positions)
     problems = [
         f"generation.{name}: {length} is longer than the window of {window}; shorten it, or give a longer window"
         for name, lengths in (("prompts", options.prompts), ("caches", options.caches))
@@ -223,16 +235,11 @@ def _generation(
     return GenerationPlan(models=models, window=window)
 
 
-def _graphs(
-    loaded: Mapping[ModelKind, LoadedModel],
-    config: BuildConfig,
-    buckets: Sequence[Bucket],
-    generation: GenerationPlan | str,
-) -> Iterator[Graph]:
+def _graphs(config: BuildConfig, buckets: Sequence[Bucket], generation: GenerationPlan | str) -> Iterator[Graph]:
     """The portable graphs of a build: forward graphs of both models, then prefill and decode graphs of both."""
     for bucket in buckets:
         for kind in KINDS:
-            yield _portable(kind, "forward", bucket, loaded[kind], config.outputs)
+            yield _portable(kind, "forward", bucket, config.outputs)
     if isinstance(generation, str):
         return
     options, window = config.generation, generation.window
@@ -242,20 +249,11 @@ def _graphs(
     for kind in KINDS:
         for role, outputs, role_buckets in roles:
             for bucket in role_buckets:
-                yield _portable(kind, role, bucket, generation.models[kind].loaded, outputs)
+                yield _portable(kind, role, bucket, outputs)
 
 
-def _portable(kind: ModelKind, role: Role, bucket: Bucket, loaded: LoadedModel, outputs: Outputs) -> Graph:
-    graph = Graph(
-        path="",
-        model=kind,
-        role=role,
-        bucket=bucket,
-        dtype="float32",
-        target=None,
-        k_by_layer=loaded.k_by_layer(bucket.seq),
-        outputs=outputs,
-    )
+def _portable(kind: ModelKind, role: Role, bucket: Bucket, outputs: Outputs) -> Graph:
+    graph = Graph(path="", model=kind, role=role, bucket=bucket, dtype="float32", target=None, outputs=outputs)
     return replace(graph, path=f"graphs/{graph.stem}.onnx")
 
 
@@ -290,7 +288,7 @@ def _beyond_budget(plan: Plan) -> list[str]:
 
 
 def _check_baseline(model: Model, baseline: Model) -> None:
-    if baseline.loaded.routes_depth:
+    if isinstance(baseline.loaded, DeclaredRouting) and baseline.loaded.routes_depth:
         raise CheckpointError(f"baseline {baseline.name}: has routed layers; a baseline is a dense model")
     problems = [
         f"{what} {theirs} instead of {ours}"

@@ -198,7 +198,7 @@ class Graph:
         bucket: its shape. Of a decode graph `seq` is the number of tokens that its cache holds.
         dtype: of its weights and matrix products.
         target: the target whose dialect it is in; None for the portable graph.
-        k_by_layer: routing site -> slots.
+        k_by_layer: routing site -> slots, as captured; empty in a plan, before that.
         query_blocks: number of tokens whose causal attention is computed in blocks -> queries of a block.
         outputs: its first output.
     """
@@ -208,7 +208,7 @@ class Graph:
     bucket: Bucket
     dtype: DType
     target: str | None
-    k_by_layer: dict[SiteKey, int] = field(hash=False)
+    k_by_layer: dict[SiteKey, int] = field(default_factory=dict, hash=False)
     query_blocks: dict[int, int] = field(default_factory=dict, hash=False)
     outputs: Outputs = "logits"
     role: Role = "forward"

@@ -64,7 +64,7 @@ class Session:
                 ran[site] = position_K[live_K].tolist()
         if self.overflow_BN.numel():
             self.overflow_BN = found["wanted"] - found["counts"]
-        return found["logits"]
+        return found["last_logits"]
 
     def write(self, ids_B: Tensor, active_B: Tensor | None = None) -> Tensor:
         """Reads one more token of each row, those of `active_B` alone if it is given; logits (B, V)."""

@@ -21,7 +21,7 @@ __all__ = ["Prefill", "Step", "prefill_outputs", "slots_of_step", "step_inputs",
 
 def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
     """Names of what `Prefill` returns, in order."""
-    names = ["logits", *(one.name for one in cache_layout(spec, 1, max_len))]
+    names = ["last_logits", *(one.name for one in cache_layout(spec, 1, max_len))]
     return names + (["wanted"] if sites(spec) else [])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from mod_export.inspect.routed_text import lane_lines, routed_text
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import causality_text
 from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.protocol import DeclaredRouting, LayerCosts
 from mod_export.types import Bucket
 
 if TYPE_CHECKING:
@@ -46,11 +47,14 @@ def describe(path: Path, *, text: str | None = None, html: Path | None = None, p
     folder = (path / MANIFEST).exists()
     if not folder and path.suffix != ".onnx":
         return _model(path, text, html, png)
-    asked = [name for name, value in (("--text", text), ("--html", html), ("--png", png)) if value is not None]
-    if asked:
+    if asked := _named([("--text", text), ("--html", html), ("--png", png)]):
         what = "a build folder, which report --format html shows" if folder else "a graph"
-        raise UsageError(f"{', '.join(asked)}: {path} is {what}; give the checkpoint of a model")
+        raise UsageError(f"{asked}: {path} is {what}; give the checkpoint of a model")
     return _folder(path) if folder else _graph(path)
+
+
+def _named(options: Sequence[tuple[str, object]]) -> str:
+    return ", ".join(name for name, value in options if value is not None)
 
 
 def _model(path: Path, text: str | None, html: Path | None, png: Path | None) -> str:
@@ -62,17 +66,19 @@ def _model(path: Path, text: str | None, html: Path | None, png: Path | None) ->
         check_matplotlib()
     model = model_from_checkpoint(path)
     loaded = model.loaded
-    layers = layers_of(model, config_from_toml(None).bucket_list(loaded.max_positions))
-    routed = None if text is None and html is None and png is None else routed_text(loaded, text)
-    lines = [
+    about = [
         f"{model.name}  {model.architecture}  {model.parameters:,} parameters  sha256 {model.checkpoint_sha256[:16]}",
         "",
         *_spec_lines(loaded.spec),
         "",
-        causality_text(loaded.looks_ahead),
-        "",
-        *layer_lines(layers),
     ]
+    if not (isinstance(loaded, DeclaredRouting) and isinstance(loaded, LayerCosts)):
+        if asked := _named([("--text", text), ("--html", html), ("--png", png)]):
+            raise UsageError(f"{asked}: {path} does not declare its layers; build it, and look at its report")
+        return "\n".join([*about, "its layers are not declared; build it, and inspect the build folder"]) + "\n"
+    layers = layers_of(model, config_from_toml(None).bucket_list(loaded.max_positions))
+    routed = None if text is None and html is None and png is None else routed_text(loaded, text)
+    lines = [*about, causality_text(loaded.looks_ahead), "", *layer_lines(layers)]
     if text is not None:
         lines += ["", *(lane_lines(routed) if routed else ["no routing map: every layer runs every token"])]
     if html is not None:

@@ -10,8 +10,8 @@ from mod_export.benchmark.model_parts import PARTS
 from mod_export.report.charts import part_text
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import bytes_text, count_text, flops_text, percent_text, ratio_text
-from mod_export.sources.checkpoint import Model
-from mod_export.sources.protocol import LayerCost, LoadedModel
+from mod_export.sources.model import Model
+from mod_export.sources.protocol import ExportableModel, LayerCost, LayerCosts
 from mod_export.types import Bucket, Site, is_expert
 
 __all__ = [
@@ -127,15 +127,15 @@ class LayerTable:
 
 def layers_of(model: Model, buckets: Sequence[Bucket]) -> Layers:
     """`buckets`: one at least; those of a build by default."""
-    loaded = model.loaded
 
-    def costs(of: LoadedModel) -> dict[Bucket, Costs]:
+    def costs(of: ExportableModel) -> dict[Bucket, Costs]:
+        assert isinstance(of, LayerCosts)
         return {bucket: Costs(rows=of.layers(bucket.batch, bucket.seq)) for bucket in buckets}
 
     return Layers(
         buckets=tuple(sorted(buckets, key=lambda bucket: (bucket.batch * bucket.seq, bucket))),
-        mod=costs(loaded),
-        dense=costs(loaded.dense()) if loaded.routes_depth else None,
+        mod=costs(model.loaded),
+        dense=costs(model.of_kind("dense")) if model.routes_depth else None,
     )
 
 

@@ -30,8 +30,8 @@ from mod_export.report.charts import (
 from mod_export.report.pages import render_page
 from mod_export.report.parity_figures import token_maps
 from mod_export.report.wording import causality_text, flops_text
-from mod_export.sources.checkpoint import Model
-from mod_export.sources.protocol import LayerCost
+from mod_export.sources.model import Model
+from mod_export.sources.protocol import DeclaredRouting, LayerCost
 
 __all__ = ["MOST_SITES", "flops_chart", "flops_scale", "render_html"]
 
@@ -43,6 +43,7 @@ MOST_SITES = 64
 
 def render_html(model: Model, layers: Layers, routed: RoutedText | None) -> str:
     """The whole page; `routed` is the text whose map it shows."""
+    assert isinstance(model.loaded, DeclaredRouting)
     sites = routed.map.layers if routed else ()
     return render_page(
         __package__,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from mod_export.errors import UsageError
 from mod_export.report.parity_figures import MOST_TOKENS
 from mod_export.results.structure import MapLayer, RoutingMap
-from mod_export.sources.protocol import LoadedModel
+from mod_export.sources.protocol import ExportableModel, Text
 from mod_export.types import Bucket
-from mod_export.validate.inputs import Batch
+from mod_export.validate.inputs import Batch, text_ids
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +43,7 @@ class RoutedText:
     map: RoutingMap
 
 
-def routed_text(loaded: LoadedModel, given: str | None) -> RoutedText | None:
+def routed_text(loaded: ExportableModel, given: str | None) -> RoutedText | None:
     """Runs the model on a text. None where nothing is routed, or where no text is given and the vocabulary has none.
 
     Args:
@@ -55,10 +55,10 @@ def routed_text(loaded: LoadedModel, given: str | None) -> RoutedText | None:
     """
     most = min(MOST_TOKENS, loaded.max_positions)
     if given is None:
-        sample_1S = loaded.sample_ids(1, most, 0)
+        sample_1S = text_ids(loaded, 1, most, 0)
         return None if sample_1S is None else _routed(loaded, sample_1S[0], "held-out text", 0)
     text, source = _read(given)
-    ids_S = loaded.ids_of_text(text)
+    ids_S = loaded.ids_of_text(text) if isinstance(loaded, Text) else None
     if ids_S is None:
         raise UsageError(
             f"--text: this model's vocabulary of {loaded.vocab_size:,} ids is not known to stand for text, so a text "
@@ -86,7 +86,7 @@ def _names_a_file(given: str) -> bool:
         return False  # Too long for a name, or with a null character in it: a text.
 
 
-def _routed(loaded: LoadedModel, ids_S: np.ndarray, source: str, left_out: int) -> RoutedText | None:
+def _routed(loaded: ExportableModel, ids_S: np.ndarray, source: str, left_out: int) -> RoutedText | None:
     import numpy as np
 
     from mod_export.validate.reference import Reference, routing_map

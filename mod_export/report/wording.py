@@ -102,7 +102,7 @@ def difference_text(differing: int, faults: int) -> str:
 
 
 def causality_text(looks_ahead: Sequence[str]) -> str:
-    """Whether texts can be generated, given what in a spec looks at later tokens (`LoadedModel.looks_ahead`)."""
+    """Whether texts can be generated, given what in a spec looks at later tokens (`DeclaredRouting.looks_ahead`)."""
     if not looks_ahead:
         return "causal: a token's logits depend on nothing after it, so texts can be generated token by token"
     return (

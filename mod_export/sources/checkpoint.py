@@ -9,60 +9,21 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mod_export.build_folder.files import sha256_of_file
 from mod_export.build_folder.manifest import MANIFEST, read_manifest
-from mod_export.environment import extra_of_import, source_digest
-from mod_export.errors import BuildFolderError, CheckpointError, ConfigError
-from mod_export.sources.protocol import Architecture, LoadedModel
-from mod_export.types import ModelKind
+from mod_export.environment import extra_of_import
+from mod_export.errors import BuildFolderError, CheckpointError
+from mod_export.sources.model import GROUP, Model
+from mod_export.sources.protocol import Architecture
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Model", "architectures", "look_at_checkpoint", "model_from_checkpoint", "model_from_weights", "sha256_of"]
-
-GROUP = "mod_export.architectures"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A model to export, and its origin."""
-
-    name: str
-    architecture: str
-    loaded: LoadedModel
-    checkpoint_sha256: str
-
-    @property
-    def code_sha256(self) -> str:
-        """Of the source code of the package that provides the architecture, because graphs depend on it."""
-        module = entry_points(group=GROUP)[self.architecture].module
-        return source_digest(module.partition(".")[0])
-
-    def of_kind(self, kind: ModelKind) -> LoadedModel:
-        """The model itself for `mod`, its dense baseline for `dense`."""
-        return self.loaded if kind == "mod" else self.loaded.dense()
-
-    def with_capacity(self, capacity: float) -> Model:
-        """The same checkpoint with another capacity in every routed layer.
-
-        Raises:
-            ConfigError: the model cannot have this capacity.
-        """
-        try:
-            return replace(self, loaded=self.loaded.with_capacity(capacity))
-        except ValueError as error:
-            raise ConfigError([f"capacity {capacity:g}: {error}"]) from error
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights, predictors included."""
-        return sum(tensor.numel() for tensor in self.loaded.weights.values())
+__all__ = ["architectures", "look_at_checkpoint", "model_from_checkpoint", "model_from_weights", "sha256_of"]
 
 
 def architectures() -> dict[str, Architecture]:

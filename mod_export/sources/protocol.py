@@ -25,7 +25,6 @@ __all__ = [
     "GraphSource",
     "LayerCost",
     "LayerCosts",
-    "LoadedModel",
     "OutputHead",
     "Text",
 ]
@@ -52,7 +51,9 @@ class GraphSource(Protocol):
 
 
 class ExportableModel(Protocol):
-    """What export itself needs. Routing sites are found in the captured program (`export/routing_sites.py`)."""
+    """What export itself needs. Routing sites and their slots are read from the captured program
+    (`export/routing_sites.py`).
+    """
 
     @property
     def spec(self) -> Mapping[str, Any]:
@@ -111,7 +112,7 @@ class DeclaredRouting(Protocol):
 class DenseBaseline(Protocol):
     """A model that has a dense baseline of its own."""
 
-    def dense(self) -> LoadedModel:
+    def dense(self) -> ExportableModel:
         """The dense baseline: every token through every block, without routers."""
 
 
@@ -178,7 +179,7 @@ class AdjustableCapacity(Protocol):
         for a dense model.
         """
 
-    def with_capacity(self, capacity: float) -> LoadedModel:
+    def with_capacity(self, capacity: float) -> ExportableModel:
         """The same weights and the same declarations, with this capacity in every routed layer.
 
         Raises:
@@ -214,7 +215,7 @@ class GeneratingModel(Protocol):
     def window(self) -> int: ...
 
     @property
-    def loaded(self) -> LoadedModel:
+    def loaded(self) -> ExportableModel:
         """The same weights as a model that reads whole texts and makes the same decisions: the reference for parity."""
 
     @property
@@ -226,7 +227,7 @@ class GeneratingModel(Protocol):
         """Routing site -> slots for the tokens of one text."""
 
     def prefill(self, rows: int, seq: int) -> GraphSource:
-        """Reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) -> `logits` (B, V) of each last token;
+        """Reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) -> `last_logits` (B, V), of each last token;
         `keys_<layer>` and `values_<layer>` (B, G, L, E), the content of the cache; and in a model that routes `counts`
         int64 (B, N), slots in use, and `wanted` int64 (B, N), tokens that wanted a slot.
         """
@@ -275,27 +276,13 @@ class Generation(Protocol):
         """
 
 
-class LoadedModel(
-    ExportableModel,
-    DeclaredRouting,
-    DenseBaseline,
-    OutputHead,
-    LayerCosts,
-    AdjustableCapacity,
-    Text,
-    Generation,
-    Protocol,
-):
-    """A checkpoint with a spec, which has every capability."""
-
-
 @runtime_checkable
 class Architecture(Protocol):
     """One entry of the entry-point group `mod_export.architectures`."""
 
     name: str
 
-    def read(self, path: Path) -> LoadedModel:
+    def read(self, path: Path) -> ExportableModel:
         """Reads a checkpoint.
 
         Raises:
@@ -303,8 +290,8 @@ class Architecture(Protocol):
             ValueError: the checkpoint is unusable for any other reason, with a message for the user.
         """
 
-    def restore(self, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> LoadedModel:
-        """The inverse of `LoadedModel.spec` and `.weights`."""
+    def restore(self, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> ExportableModel:
+        """The inverse of `ExportableModel.spec` and `.weights`."""
 
     def demo_checkpoint(self) -> Path | None:
         """A small trained checkpoint that ships with the package, or None."""

@@ -7,7 +7,7 @@ folder fill a `FolderContext` from the manifest, without recording, and run the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,14 +17,14 @@ from mod_export.build_folder.manifest import GenerationFacts, ModelFacts
 from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
-from mod_export.engines.protocol import Runner
+from mod_export.engines.protocol import EngineBuilder, Runner
 from mod_export.environment import describe_machine, versions
 from mod_export.plan import GenerationPlan, Plan
 from mod_export.results.base import Result
 from mod_export.results.cost import Work
 from mod_export.results.generation import StepBytes
 from mod_export.runtime.generate.decoder import DecodingEngines
-from mod_export.sources.protocol import ExportableModel, GeneratingModel, LoadedModel
+from mod_export.sources.protocol import ExportableModel, GeneratingModel
 from mod_export.types import (
     KINDS,
     PRIMARY,
@@ -35,6 +35,7 @@ from mod_export.types import (
     Graph,
     ModelKind,
     Role,
+    Variant,
     graph_of,
 )
 from mod_export.validate.inputs import prompts_of
@@ -89,12 +90,12 @@ class Models:
 
     def __init__(
         self,
-        loaded: Callable[[ModelKind], LoadedModel],
+        loaded: Callable[[ModelKind], ExportableModel],
         generating: Callable[[ModelKind], GeneratingModel],
         config: BuildConfig,
     ) -> None:
         self._config = config
-        self.loaded: Callable[[ModelKind], LoadedModel] = cache(loaded)
+        self.loaded: Callable[[ModelKind], ExportableModel] = cache(loaded)
         """The model as it reads whole rows."""
         self.generating: Callable[[ModelKind], GeneratingModel] = cache(generating)
         """The model as it decides about one token at a time."""
@@ -300,6 +301,11 @@ class BuildContext(Context):
 
     def identity(self, kind: ModelKind) -> dict[str, Any]:
         return {**super().identity(kind), "code": self.plan.source_of(kind).code_sha256}
+
+    def planned(self) -> Iterator[tuple[EngineBuilder, Variant, Graph]]:
+        """Every engine to build, with its portable graph as it was captured."""
+        captured = {graph.path: graph for graph in self.graphs}
+        return ((builder, variant, captured[graph.path]) for builder, variant, graph in self.plan.engines())
 
     def texts(self, rows: int, length: int) -> np.ndarray:
         """Held-out text where the model has text."""

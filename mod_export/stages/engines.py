@@ -23,7 +23,7 @@ COPIES = 3
 
 def build_engines(context: BuildContext) -> None:
     """Every engine of every target: those that are built in processes of their own beside the others."""
-    planned = list(context.plan.engines())
+    planned = list(context.planned())
     _ = context.machine  # Looked at once, before several threads ask for it.
     context.engines += [_engine(context, builder, variant, portable) for builder, variant, portable in planned]
     with ThreadPoolExecutor(_at_once(context)) as pool:

@@ -17,7 +17,7 @@ from mod_export.plan import generating_form
 from mod_export.results.parity import ParityRow
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.sources.checkpoint import model_from_checkpoint, model_from_weights
-from mod_export.sources.protocol import GeneratingModel, LoadedModel
+from mod_export.sources.protocol import ExportableModel, GeneratingModel
 from mod_export.stages.context import Context, Make, Models
 from mod_export.types import ModelKind
 
@@ -86,7 +86,7 @@ class FolderContext(Context):
         """Whether a fresh export here must give the same graphs: other versions differ for good reasons."""
         return self.manifest.exporters == versions(*EXPORTERS)
 
-    def _restored(self, kind: ModelKind) -> LoadedModel:
+    def _restored(self, kind: ModelKind) -> ExportableModel:
         facts = self.facts[kind]
         weights = self._checkpoint_weights(kind) or _weights_of_folder(self.root, facts)
         loaded = model_from_weights(facts.name, facts.architecture, facts.spec, weights, facts.checkpoint_sha256).loaded

@@ -7,7 +7,7 @@ finished folder by the functions that a build uses.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,12 @@ from mod_export.export.nodes import graph_from_bytes
 from mod_export.export.onnx_export import assert_capacity, check_model, onnx_from_captured
 from mod_export.export.passes import PORTABLE, needs_rewrite, run_passes
 from mod_export.export.passes.products import quantizable_weights
+from mod_export.export.routing_sites import RoutingSite
 from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, stored_state, write_weights
 from mod_export.results.cost import CostRow
+from mod_export.sources.protocol import DeclaredRouting, ExportableModel
 from mod_export.stages.context import BuildContext, Context
-from mod_export.types import DTYPES, KINDS, PRIMARY, QUANTIZED, DType, Graph, ModelKind
+from mod_export.types import DTYPES, KINDS, PRIMARY, QUANTIZED, DType, Graph, ModelKind, Site, site_from_text
 
 __all__ = ["capture", "fresh_graph", "onnx", "save_graph"]
 
@@ -65,7 +67,8 @@ def onnx(context: BuildContext) -> None:
             "versions": versions(*EXPORTERS),
         }
         step = context.step(f"graph/{graph.stem}", inputs, [graph.path], partial(_export, context, graph))
-        context.graphs.append(graph)
+        k_by_layer = {site_from_text(name): k for name, k in step.result["k_by_layer"].items()}
+        context.graphs.append(replace(graph, k_by_layer=k_by_layer))
         if step.result["cost"] is not None:
             context.add([CostRow.model_validate(step.result["cost"])])
     # Which weights can become whole numbers is read from the graphs.
@@ -86,20 +89,21 @@ def _quantized(context: BuildContext, kind: ModelKind, dtype: DType) -> frozense
 
 
 def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
-    model, applied = _portable(context, graph)
+    model, applied, sites = _portable(context, graph)
     save_graph(context, model, graph, paths[0])
     cost = cost_row(model, graph.model, graph.bucket) if graph.role == "forward" else None
     return {
         "passes": applied,
+        "k_by_layer": {str(site.name): site.k for site in sites},
         "cost": None if cost is None else cost.model_dump(mode="json"),
     }
 
 
-def _portable(context: Context, graph: Graph) -> tuple[ir.Model, dict[str, int]]:
-    """The portable graph, its weights without values.
+def _portable(context: Context, graph: Graph) -> tuple[ir.Model, dict[str, int], tuple[RoutingSite, ...]]:
+    """The portable graph, its weights without values, the passes that were applied, and its routing sites.
 
     Raises:
-        BuildError: it cannot be exported, or is not what the plan says.
+        BuildError: it cannot be exported, or does not route as the model declares.
     """
     source = context.models.source(graph)
     # Conditions are captured with everything else where strict; otherwise each is compiled alone, which takes longer.
@@ -107,13 +111,25 @@ def _portable(context: Context, graph: Graph) -> tuple[ir.Model, dict[str, int]]
     model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
     applied = run_passes(model, PORTABLE, "float32")
     _check_ports(graph, model, source.inputs, [*source.outputs, *found.routed])
-    declared = {site: k for site, k in graph.k_by_layer.items() if k}
-    marked = {site.name: site.k for site in found.sites}
-    if graph.role != "decode" and marked != declared:
-        raise GraphError(f"{graph.path}: marks the routing sites {marked}, and the spec declares {declared}")
     if graph.role == "forward":
-        assert_capacity(model, graph.bucket, graph.k_by_layer, PRIMARY[graph.outputs])
-    return model, applied
+        k_by_layer = {site.name: site.k for site in found.sites}
+        _check_routing(context.models.loaded(graph.model), graph, k_by_layer)
+        assert_capacity(model, graph.bucket, k_by_layer, PRIMARY[graph.outputs])
+    return model, applied, found.sites
+
+
+def _check_routing(model: ExportableModel, graph: Graph, k_by_layer: Mapping[Site, int]) -> None:
+    """A model that declares its routing has to route so, and a dense baseline must not route at all.
+
+    Raises:
+        GraphError: the captured program has other routing sites, or other numbers of slots.
+    """
+    if isinstance(model, DeclaredRouting):
+        declared = {site: k for site, k in model.k_by_layer(graph.bucket.seq).items() if k}
+        if k_by_layer != declared:
+            raise GraphError(f"{graph.path}: marks the routing sites {k_by_layer}, and the spec declares {declared}")
+    elif graph.model == "dense" and k_by_layer:
+        raise GraphError(f"{graph.path}: the baseline selects tokens at {', '.join(map(str, k_by_layer))}; it must not")
 
 
 def _check_ports(graph: Graph, model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -174,7 +190,7 @@ def fresh_graph(context: Context, graph: Graph) -> bytes:
     entries = WeightsFile.open(context.root / weights).entries
     key = json.dumps([context.source_inputs(graph), weights, sorted(entries.items())], default=str)
     if key not in _kept:
-        model, _ = _portable(context, portable)
+        model, _, _ = _portable(context, portable)
         _bind(context, model, portable)
         _kept[key] = _bytes(model)
         if len(_kept) > MOST_KEPT:

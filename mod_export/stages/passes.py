@@ -32,7 +32,7 @@ __all__ = ["attention_shapes", "check_memory", "passes"]
 def passes(context: BuildContext) -> None:
     """The graph of each target's dialect, where the portable one is not already it."""
     done: set[tuple[str, DType, str]] = set()
-    for builder, variant, portable in context.plan.engines():
+    for builder, variant, portable in list(context.planned()):
         key = (builder.name, variant.dtype, portable.path)
         if not builder.from_onnx or key in done:
             continue
@@ -121,7 +121,8 @@ def _prove_rewrite(context: BuildContext, builder: EngineBuilder, graph: Graph, 
         return f"not run: attention over {graph.bucket.seq} tokens needs about {needed / 2**30:.0f} GiB on the CPU"
     session = session_from_onnx(path, context.root / "graphs", [CPU], 1, {})
     reference = context.models.reference(graph.model)
-    batches = parity_batches(reference.loaded, graph.bucket, context.config.seed, 1)[:1]
+    ks = reference.k_by_layer(graph.bucket).values()
+    batches = parity_batches(reference.loaded, graph.bucket, ks, context.config.seed, 1)[:1]
     setting = Setting(
         target=str(graph.target), dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket
     )

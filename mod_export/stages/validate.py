@@ -152,8 +152,7 @@ def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candida
         reference = context.models.reference(setting.model, setting.role)
         if setting.role == "forward":
             return [parity_of(context.root, candidate, reference, config, partial(fresh_graph, context))]
-        model = context.models.generating(setting.model)
-        return [parity_of_decoding(_decoding(context, candidates), candidate.as_engine, model, reference)]
+        return [parity_of_decoding(_decoding(context, candidates), candidate.as_engine, reference)]
 
     context.measure(ParityRow, f"parity/{setting.target}/{setting.name}", _inputs(context, candidate, **options), make)
 
@@ -226,7 +225,9 @@ def _maps(context: Context) -> None:
 
         def make(bucket: Bucket = bucket) -> list[RoutingMap]:
             reference = context.models.reference("mod")
-            found = routing_map(reference, bucket, parity_batches(reference.loaded, bucket, context.config.seed, 1))
+            ks = reference.k_by_layer(bucket).values()
+            batches = parity_batches(reference.loaded, bucket, ks, context.config.seed, 1)
+            found = routing_map(reference, bucket, batches)
             return [] if found is None else [found]
 
         context.measure(RoutingMap, f"map/{bucket.name}", inputs, make)

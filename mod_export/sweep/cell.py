@@ -28,14 +28,17 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from mod_export.build_folder.files import write_whole
+from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
 from mod_export.console import Progress
 from mod_export.environment import describe_machine, source_digest
 from mod_export.errors import CheckpointError, ModExportError, UsageError
 from mod_export.results.report import BuildReport
 from mod_export.sources.checkpoint import model_from_checkpoint, sha256_of
-from mod_export.sources.protocol import LoadedModel
+from mod_export.sources.model import Model
+from mod_export.sources.protocol import ExportableModel
 from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
+from mod_export.validate.inputs import text_ids
 
 if TYPE_CHECKING:
     import torch
@@ -217,7 +220,7 @@ def _measured(job: CellJob) -> CellEntry:
         model = model.with_capacity(job.capacity)
     progress = Progress(Console(stderr=True), 1)
     report = build(job.checkpoint, config, job.root, None, progress, job.command, job.capacity)
-    k_by_layer = model.loaded.k_by_layer(job.seq)
+    k_by_layer = open_folder(job.root, verify=False).graphs[0].k_by_layer
     same = set(k_by_layer.values())
     passed = report.verdict.status == "pass"
     return CellEntry(
@@ -228,7 +231,7 @@ def _measured(job: CellJob) -> CellEntry:
         exit_code=0 if passed else GATE_FAILED,
         k_by_layer=k_by_layer,
         k=same.pop() if len(same) == 1 else None,
-        quality=quality_of(model.loaded, job.seq, config.seed),
+        quality=quality_of(model, job.seq, config.seed),
         measured=_rows(report),
         machine=machine_name(),
         report_sha256=hashlib.sha256((job.root / "report.json").read_bytes()).hexdigest(),
@@ -252,25 +255,25 @@ def _rows(report: BuildReport) -> tuple[Measured, ...]:
     )
 
 
-def quality_of(loaded: LoadedModel, seq: int, seed: int) -> Quality | None:
+def quality_of(model: Model, seq: int, seed: int) -> Quality | None:
     """Perplexity of a model and of its dense baseline, on the same rows of `seq` tokens.
 
     Every position predicts its next token, with the routing that the model has for a row of this length. None when the
     model's vocabulary has no text here.
     """
-    rows = math.ceil(QUALITY_TOKENS / seq)
-    ids_RT = loaded.sample_ids(rows, seq + 1, seed)
+    rows, loaded = math.ceil(QUALITY_TOKENS / seq), model.loaded
+    ids_RT = text_ids(loaded, rows, seq + 1, seed)
     if ids_RT is None:
         return None
     at_once = max(1, LOGITS_BYTES // (4 * seq * loaded.vocab_size))
     return Quality(
         tokens=rows * seq,
         perplexity=_perplexity(loaded, ids_RT, at_once),
-        dense_perplexity=_perplexity(loaded.dense(), ids_RT, at_once),
+        dense_perplexity=_perplexity(model.of_kind("dense"), ids_RT, at_once),
     )
 
 
-def _perplexity(loaded: LoadedModel, ids_RT: np.ndarray, at_once: int) -> float:
+def _perplexity(loaded: ExportableModel, ids_RT: np.ndarray, at_once: int) -> float:
     import torch
 
     module, text_RT = loaded.module(), torch.from_numpy(ids_RT)

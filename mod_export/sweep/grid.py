@@ -11,7 +11,8 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
 from mod_export.plan import check_names
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
+from mod_export.sources.protocol import AdjustableCapacity
 from mod_export.types import Bucket
 
 __all__ = ["Axes", "Cell", "cells_of"]
@@ -58,8 +59,8 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
         ConfigError: values that are no numbers, or that the model cannot take, all of them at once.
         TargetError: an unknown target, or one that cannot be measured on this machine.
     """
-    if not model.loaded.routes_depth:
-        raise CheckpointError(f"{model.name}: no layer is routed, so there is no capacity to sweep")
+    if not (model.routes_depth and isinstance(model.loaded, AdjustableCapacity)):
+        raise CheckpointError(f"{model.name}: no layer is routed by a capacity that could be swept")
     problems: list[str] = []
     capacities = _numbers("--capacity", axes.capacities, float, "a number above 0", problems)
     seqs = _numbers("--seq", axes.seqs, int, "a whole number of at least 1", problems)
@@ -73,7 +74,7 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
             problems.append(f"--capacity {capacity:g}: {error}")
     if problems:
         raise ConfigError(problems)
-    own: list[float | None] = [model.loaded.capacity]
+    own: list[float | None] = [model.capacity]
     targets = _targets(axes.targets, config, here=here)
     return tuple(
         Cell(capacity=capacity, bucket=bucket, target=target)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +15,8 @@ from mod_export.build_folder.files import write_whole
 from mod_export.config import BuildConfig
 from mod_export.environment import describe_machine, package_version, source_digest
 from mod_export.errors import BuildFolderError
-from mod_export.sources.checkpoint import GROUP, Model, model_from_checkpoint
+from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.model import Model
 from mod_export.sweep.cell import CellJob, CellRunner, finished_cell, run_locally
 from mod_export.sweep.findings import findings_of
 from mod_export.sweep.grid import Axes, Cell, cells_of
@@ -136,12 +136,11 @@ def _config_of(cell: Cell, config: BuildConfig) -> dict[str, Any]:
 
 
 def _code(model: Model) -> dict[str, str]:
-    architecture = entry_points(group=GROUP)[model.architecture].module.partition(".")[0]
-    return {package: source_digest(package) for package in ("mod_export", architecture)}
+    return {package: source_digest(package) for package in ("mod_export", model.package)}
 
 
 def _notes(model: Model, axes: Axes) -> list[str]:
-    if axes.capacities and model.loaded.capacity is None:
+    if axes.capacities and model.capacity is None:
         return ["the checkpoint has a capacity for each layer; here every routed layer has the cell's capacity"]
     return []
 
@@ -162,7 +161,7 @@ def _report(
             architecture=model.architecture,
             parameters=model.parameters,
             checkpoint_sha256=model.checkpoint_sha256,
-            capacity=model.loaded.capacity,
+            capacity=model.capacity,
             spec=dict(model.loaded.spec),
         ),
         environment=describe_machine(),

@@ -41,7 +41,8 @@ def causality_of(
     """
     if reference.outputs == "last":
         return _unprobed(LAST, candidate.setting)
-    batch = parity_batches(reference.loaded, candidate.setting.bucket, config.seed, 1)[0]
+    bucket = candidate.setting.bucket
+    batch = parity_batches(reference.loaded, bucket, reference.k_by_layer(bucket).values(), config.seed, 1)[0]
     name = PRIMARY[reference.outputs]
     with candidate.open(root, config) as runner:
         if name not in runner.outputs:

@@ -9,14 +9,14 @@ of float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.sources.protocol import DeclaredRouting, ExportableModel, Text
+from mod_export.sources.protocol import ExportableModel, Text
 from mod_export.types import Bucket, Site
 from mod_export.validate.compare import FIRST_COME, Judged
 
@@ -75,23 +75,27 @@ class Batch:
 def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig) -> list[Batch]:
     """All inputs of a bucket, of every kind."""
     parity = config.parity
-    batches = parity_batches(reference.loaded, bucket, config.seed, parity.batches_per_kind, parity.text_batches)
+    ks = reference.k_by_layer(bucket).values()
+    batches = parity_batches(reference.loaded, bucket, ks, config.seed, parity.batches_per_kind, parity.text_batches)
     return batches + reference.remembered(
         f"near-ties of {bucket.name}, seed {config.seed}", lambda: near_tie_batches(reference, bucket, config.seed)
     )
 
 
-def parity_batches(model: ExportableModel, bucket: Bucket, seed: int, per_kind: int, texts: int = 1) -> list[Batch]:
+def parity_batches(
+    model: ExportableModel, bucket: Bucket, ks: Iterable[int], seed: int, per_kind: int, texts: int = 1
+) -> list[Batch]:
     """Batches of every kind but near-ties; `text` is left out where the model has no text.
 
     Args:
         model: that they are for.
         bucket: the shape.
+        ks: slots of its routing sites at this shape.
         seed: of everything.
         per_kind: batches of each kind.
         texts: least number of batches of text, which perplexity is averaged over.
     """
-    rng = np.random.default_rng(seed)
+    rng, ks = np.random.default_rng(seed), sorted(set(ks))
     full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
     batches = []
     for i in range(per_kind, texts):
@@ -104,7 +108,7 @@ def parity_batches(model: ExportableModel, bucket: Bucket, seed: int, per_kind: 
         if text_BS is not None:
             batches.append(Batch("text", text_BS, full_B))
         batches += [Batch("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, model)]
-        for lengths_B in _lengths(rng, bucket, model):
+        for lengths_B in _lengths(rng, bucket, ks, model):
             batches.append(Batch("padded", random_BS if text_BS is None else text_BS, lengths_B))
         token_B1 = rng.integers(0, model.vocab_size, (bucket.batch, 1), dtype=np.int64)
         batches.append(Batch("ties", np.repeat(token_B1, bucket.seq, axis=1), full_B))
@@ -147,15 +151,14 @@ def _every_id(rng: np.random.Generator, bucket: Bucket, model: ExportableModel) 
     return list(np.concatenate([ids_N, more_N]).astype(np.int64).reshape(count, bucket.batch, bucket.seq))
 
 
-def _lengths(rng: np.random.Generator, bucket: Bucket, model: ExportableModel) -> list[np.ndarray]:
+def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Sequence[int], model: ExportableModel) -> list[np.ndarray]:
     """Lengths at which a selection of k tokens changes its nature, and some others, in batches of the bucket's size.
 
     One less than k, and one more; one token; all but one; k; a sixteenth and half of the bucket; and two at random. Of
-    a large model the first of these. Where no k is declared, the others.
+    a large model the first of these.
     """
     S = bucket.seq
-    declared = model.k_by_layer(S).values() if isinstance(model, DeclaredRouting) else ()
-    ks = rng.permutation(sorted(set(declared))).tolist()
+    ks = rng.permutation(ks).tolist()
     edges = [*(k + step for step in (-1, 1) for k in ks), 1, S - 1, *ks, S // 2, S // 16]
     others = rng.integers(max(1, S // 2), S + 1, 2 + bucket.batch).tolist()
     lengths = [length for length in dict.fromkeys(edges) if 1 <= length <= S][:MOST_LENGTHS]

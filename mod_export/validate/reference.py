@@ -170,6 +170,12 @@ class Reference:
         assert isinstance(self.loaded, OutputHead)
         return self.loaded
 
+    def k_by_layer(self, bucket: Bucket) -> dict[Site, int]:
+        """Routing site -> slots, in the order of the decisions, in the captured program of a shape."""
+        from mod_export.export.routing_sites import routing_sites
+
+        return {site.name: site.k for site in routing_sites(self._programs.program(bucket, "float32"))}
+
     def remembered(self, name: str, find: Callable[[], Found]) -> Found:
         """Something that was found out with this reference and holds as long as it does."""
         if name not in self._remembered:

@@ -49,9 +49,7 @@ PROMPT_TOKENS = 32
 """Of the texts that engines and eager model both continue."""
 
 
-def parity_of_decoding(
-    found: DecodingEngines, engine: Engine, model: GeneratingModel, reference: Reference
-) -> ParityRow:
+def parity_of_decoding(found: DecodingEngines, engine: Engine, reference: Reference) -> ParityRow:
     """Judges an engine on texts that are given. What cannot be loaded or run has failed, with the reason.
 
     Args:
@@ -63,37 +61,39 @@ def parity_of_decoding(
     gate = found.config.parity.gate(engine.dtype)
     try:
         if engine.role == "prefill":
-            batches = one_of_each_kind(parity_batches(model.loaded, engine.bucket, found.config.seed, 1))
+            ks = reference.k_by_layer(engine.bucket).values()
+            batches = one_of_each_kind(parity_batches(reference.loaded, engine.bucket, ks, found.config.seed, 1))
             with found.load(engine) as runner:
                 return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
         with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
             lengths = [one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype)]
-            parts = decoding_parts(prompts, lengths, decoder, model, found.config)
+            parts = decoding_parts(prompts, lengths, decoder, reference, found.config)
             return judge_runners(parts, reference, gate, engine.setting, engine.path)
     except (BuildError, TargetError) as error:
         return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
 
 
 def decoding_parts(
-    prompts: Prompts, prefills: Sequence[int], decoder: Decoder, model: GeneratingModel, config: BuildConfig
+    prompts: Prompts, prefills: Sequence[int], decoder: Decoder, reference: Reference, config: BuildConfig
 ) -> list[tuple[Runner, list[Batch]]]:
     """What a decode engine is judged in.
 
     Texts of every kind from their first token on, as long as the configuration says; and for every prefill bucket a
     prompt that fills it and some tokens on the cache that it leaves, after the longest one up to the last slot.
     """
-    loaded, in_turns = model.loaded, config.generation.slots == "fair"
-    affordable = max(LEAST_TOKENS, affordable_tokens(loaded) // (KINDS_OF_INPUT * decoder.batch))
+    in_turns = config.generation.slots == "fair"
+    affordable = max(LEAST_TOKENS, affordable_tokens(reference.loaded) // (KINDS_OF_INPUT * decoder.batch))
     first = min(decoder.length, config.generation.judged_tokens, affordable)
     tail = min(TAIL, decoder.length - 1)
     starts = sorted({max(1, min(length, decoder.length - tail)) for length in prefills} - {1})
     parts: list[tuple[Runner, list[Batch]]] = []
     ends = [*(start + tail for start in starts[:-1]), decoder.length][-len(starts) :] if starts else []
     for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
-        batches = one_of_each_kind(parity_batches(loaded, Bucket(decoder.batch, length), config.seed, 1))
+        bucket = Bucket(decoder.batch, length)
+        capacity = reference.k_by_layer(bucket)
+        batches = one_of_each_kind(parity_batches(reference.loaded, bucket, capacity.values(), config.seed, 1))
         if prompt > 1:
             batches = [replace(batch, judged_from=prompt - 1) for batch in batches if batch.kind in FULL_ROWS]
-        capacity = {site: k for site, k in loaded.k_by_layer(length).items() if k}
         parts.append((TokenByToken(prompts, decoder, capacity, prompt, in_turns=in_turns), batches))
     return parts
 
@@ -121,9 +121,7 @@ class PromptRunner(_Borrowed):
         self.outputs = (PRIMARY["last"], *(name for name in runner.outputs if name.startswith("routed_")))
 
     def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        names = {name: "logits" if name == PRIMARY["last"] else name for name in outputs or self.outputs}
-        found = self._runner.run(feeds, list(names.values()))
-        return {name: found[own] for name, own in names.items()}
+        return self._runner.run(feeds, outputs or self.outputs)
 
 
 class TokenByToken(_Borrowed):
@@ -165,8 +163,9 @@ class TokenByToken(_Borrowed):
         for row, (ids_S, n) in enumerate(zip(ids_BS, prompt_B.tolist(), strict=True)):
             found = self._prompts.found(ids_S[:n].tolist())
             decoder.put(row, kept_from_prefill(found, 0, n))
-            logits_BSV = np.zeros((B, S, found["logits"].shape[1]), np.float32) if logits_BSV is None else logits_BSV
-            logits_BSV[row, n - 1] = found["logits"][0]
+            (logits_V,) = found[PRIMARY["last"]]
+            logits_BSV = np.zeros((B, S, len(logits_V)), np.float32) if logits_BSV is None else logits_BSV
+            logits_BSV[row, n - 1] = logits_V
             for column, site in enumerate(self._capacity):
                 ran_NBS[column, row, _prompt_positions(found, column, site)] = True
         assert logits_BSV is not None

@@ -16,7 +16,8 @@ from writing import WRITING_TOML, writing_checkpoint
 
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.pipeline import build
-from mod_export.sources.checkpoint import Model, model_from_checkpoint
+from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.model import Model
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 

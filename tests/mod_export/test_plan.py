@@ -14,7 +14,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import BuildFolderError, ConfigError, TargetError
 from mod_export.plan import GenerationPlan, Plan, _targets, make_plan
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.types import Availability, Bucket
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint, random_checkpoint

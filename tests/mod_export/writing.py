@@ -9,7 +9,7 @@ import numpy as np
 from command_line import FEW_SAMPLES
 from tiny_models import lively_checkpoint
 
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec

@@ -101,7 +101,7 @@ def test_prompts_and_steps_in_onnx_runtime(name: str, tmp_path: Path) -> None:
     names = prefill_outputs(model.spec, WINDOW)
     feeds = {"input_ids": ids_1S[:, :6].numpy(), "lengths": np.array([4])}
     found = dict(zip(names, prompts.run(names, feeds), strict=True))
-    np.testing.assert_allclose(found["logits"], expected.numpy(), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(found["last_logits"], expected.numpy(), rtol=0, atol=TOLERANCE)
     cache = {one.name: found[one.name] for one in cache_layout(model.spec, 1, WINDOW)}
     for t in range(4, WINDOW):
         feeds = {"input_ids": ids_1S[0, t : t + 1].numpy(), "positions": np.array([t]), **cache}

@@ -19,7 +19,7 @@ import numpy as np
 from mod_export.config import BuildConfig
 from mod_export.engines.protocol import BindableRunner, Runner
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import DType, Engine, ModelKind
+from mod_export.types import PRIMARY, DType, Engine, ModelKind
 
 __all__ = ["Decoder", "DecodingEngines", "Kept", "Prompts", "kept_from_prefill"]
 
@@ -86,7 +86,7 @@ def kept_from_prefill(found: Mapping[str, np.ndarray], row: int, length: int) ->
     rows = {name: array[row] for name, array in found.items() if name.partition("_")[0] in PARTS}
     count_N = found["counts"][row] if "counts" in found else None
     overflow_N = found["wanted"][row] - found["counts"][row] if "counts" in found else None
-    return Kept(length, rows, count_N, overflow_N, found["logits"][row])
+    return Kept(length, rows, count_N, overflow_N, found[PRIMARY["last"]][row])
 
 
 class Decoder:

@@ -15,7 +15,7 @@ from mod_export.benchmark.decoding import measure_prompts, measure_steps, read_t
 from mod_export.config import BuildConfig
 from mod_export.results.generation import DecodeRow, StepBytes
 from mod_export.runtime.generate.decoder import DecodingEngines
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.stages.context import step_bytes
 from mod_export.stages.folder import FolderContext

@@ -15,7 +15,7 @@ from mod_export.export.capture import (
     captured_module,
     prove_static,
 )
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.types import Bucket
 from mod_models.selection import select_topk
 

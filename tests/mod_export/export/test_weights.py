@@ -27,7 +27,7 @@ from mod_export.export.weights import (
     state_of,
     write_weights,
 )
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.types import FLOAT_DTYPES, QUANTIZED, DType, QuantizedDType
 
 TABLE = torch.arange(12.0).reshape(3, 4) / 7

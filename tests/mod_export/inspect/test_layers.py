@@ -19,7 +19,7 @@ from mod_export.inspect.layers import (
     share_of,
     tokens_text,
 )
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.types import Bucket
 
 ALL = ["dense", "experts", "routed", "routed apart", "staged MoDE", "threshold"]

@@ -23,7 +23,7 @@ from mod_export.engines.ort_shared import SharedRunner
 from mod_export.environment import usable_cores
 from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.runtime.deployment import Deployment, runnable_engines
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.types import Bucket
 
 TOLERANCE = 1e-5

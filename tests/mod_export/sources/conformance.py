@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from mod_export.sources import protocol
 from mod_models.architecture import MOD_TRANSFORMER, GeneratingTransformer, LoadedTransformer
 
 ARCHITECTURE: protocol.Architecture = MOD_TRANSFORMER
 
 
-def as_model(loaded: LoadedTransformer) -> protocol.LoadedModel:
+class Everything(
+    protocol.ExportableModel,
+    protocol.DeclaredRouting,
+    protocol.DenseBaseline,
+    protocol.OutputHead,
+    protocol.LayerCosts,
+    protocol.AdjustableCapacity,
+    protocol.Text,
+    protocol.Generation,
+    Protocol,
+):
+    """Every capability."""
+
+
+def as_model(loaded: LoadedTransformer) -> Everything:
     return loaded
 
 

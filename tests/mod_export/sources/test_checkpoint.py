@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from packages import register
 
 from mod_export.build_folder.workspace import Workspace
 from mod_export.environment import source_digest
 from mod_export.errors import CheckpointError
 from mod_export.sources import protocol
 from mod_export.sources.checkpoint import (
-    Model,
     architectures,
     look_at_checkpoint,
     model_from_checkpoint,
     model_from_weights,
     sha256_of,
 )
+from mod_export.sources.model import Model
 from mod_models.architecture import ModTransformer
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
@@ -33,19 +34,6 @@ def folder_checkpoint(shared_folder: Path, tiny_spec: ModelSpec, tmp_path_factor
     path = tmp_path_factory.mktemp("checkpoints") / "tiny"
     save_checkpoint(path, random_checkpoint(tiny_spec, 0))
     return path
-
-
-def register(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: str, code: str | None) -> None:
-    """Installs a package that registers an architecture, in a folder of its own."""
-    site = tmp_path / "site"
-    info = site / f"{module}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[mod_export.architectures]\n{name} = {module}:ARCHITECTURE\n")
-    if code is not None:
-        (site / f"{module}.py").write_text(code)
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.delitem(sys.modules, module, raising=False)
 
 
 CAPABILITIES = (

@@ -27,7 +27,8 @@ from mod_export.pipeline import build
 from mod_export.rerun import validate_folder
 from mod_export.results.report import BuildReport
 from mod_export.runtime.generate.generator import Generator, load_generator
-from mod_export.sources.checkpoint import Model, model_from_checkpoint
+from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.model import Model
 from mod_export.types import KINDS
 from mod_export.validate.inputs import prompts_of
 from mod_models.architecture import MOD_TRANSFORMER

@@ -16,13 +16,14 @@ from mod_export.engines import ENGINES
 from mod_export.errors import GraphError, LimitError
 from mod_export.export.passes import PORTABLE
 from mod_export.plan import make_plan
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.stages import graphs
 from mod_export.stages import passes as stage
-from mod_export.stages.context import BuildContext
+from mod_export.stages.context import BuildContext, Models
 from mod_export.stages.graphs import capture, onnx, save_graph
 from mod_export.stages.passes import passes
-from mod_export.types import Dialect
+from mod_export.types import Dialect, Site
+from mod_models.architecture import LoadedTransformer
 
 TARGET = "ort-cuda"
 """Has float16 graphs of its own, and none of its stages before the engines needs a GPU."""
@@ -125,8 +126,17 @@ def test_every_target_starts_from_the_portable_graph() -> None:
             assert engine.dialect.max_opset >= PORTABLE.max_opset
 
 
-def test_sites_that_the_spec_does_not_declare_are_refused(context: BuildContext) -> None:
-    graph = replace(context.plan.graphs[0], k_by_layer={1: 8})
+def test_sites_that_the_spec_does_not_declare_are_refused(
+    context: BuildContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OtherSpec(LoadedTransformer):
+        def k_by_layer(self, seq: int) -> dict[Site, int]:
+            return {1: 8}
+
+    loaded = context.models.loaded("mod")
+    assert isinstance(loaded, LoadedTransformer)
+    other = Models(lambda kind: OtherSpec(loaded.checkpoint), context.models.generating, context.config)
+    monkeypatch.setattr(context, "models", other)
     message = r"mod-b1s64\.onnx: marks the routing sites \{1: 8, 3: 8\}, and the spec declares \{1: 8\}$"
     with pytest.raises(GraphError, match=message):
-        graphs._export(context, graph, [])
+        graphs._portable(context, context.plan.graphs[0])

@@ -12,7 +12,7 @@ from mod_export.config import BuildConfig
 from mod_export.plan import make_plan
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.stages.context import BuildContext
 from mod_export.stages.engines import build_engines
 from mod_export.stages.graphs import capture, onnx

@@ -18,7 +18,8 @@ import torch
 from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
 
 from mod_export.build_folder.files import write_whole
-from mod_export.sources.checkpoint import Model, model_from_checkpoint
+from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.model import Model
 from mod_export.sweep.cell import (
     QUALITY_TOKENS,
     CellJob,
@@ -123,7 +124,7 @@ def test_a_cell_does_not_outlive_the_sweep(
 
 
 def test_perplexity_by_the_definition(model: Model) -> None:
-    found = quality_of(model.loaded, 100, seed=3)
+    found = quality_of(model, 100, seed=3)
     assert found is not None
     assert found.tokens == 8200 >= QUALITY_TOKENS
     ids_RT = model.loaded.sample_ids(82, 101, 3)
@@ -132,12 +133,12 @@ def test_perplexity_by_the_definition(model: Model) -> None:
     logits_RSV = model.loaded.module()(text_RT[:, :-1], torch.full((82,), 100))[0]
     probability = torch.softmax(logits_RSV.double(), -1).gather(-1, text_RT[:, 1:, None])
     assert found.perplexity == pytest.approx(float(torch.exp(-probability.log().mean())), rel=1e-6)
-    assert found == quality_of(model.loaded, 100, seed=3)
+    assert found == quality_of(model, 100, seed=3)
 
 
 def test_a_trained_model_knows_more_than_an_untrained_one(model: Model) -> None:
-    trained = quality_of(model_from_checkpoint(MOD_TRANSFORMER.demo_checkpoint()).loaded, 128, seed=0)
-    untrained = quality_of(model.loaded, 128, seed=0)
+    trained = quality_of(model_from_checkpoint(MOD_TRANSFORMER.demo_checkpoint()), 128, seed=0)
+    untrained = quality_of(model, 128, seed=0)
     assert trained is not None
     assert untrained is not None
     assert trained.perplexity < 6 < 200 < untrained.perplexity
@@ -146,4 +147,4 @@ def test_a_trained_model_knows_more_than_an_untrained_one(model: Model) -> None:
 
 def test_no_text_no_perplexity(tiny_spec: ModelSpec, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "m.pt", random_checkpoint(dataclasses.replace(tiny_spec, vocab_size=100), 0))
-    assert quality_of(model_from_checkpoint(tmp_path / "m.pt").loaded, 64, seed=0) is None
+    assert quality_of(model_from_checkpoint(tmp_path / "m.pt"), 64, seed=0) is None

@@ -10,7 +10,8 @@ import pytest
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
-from mod_export.sources.checkpoint import Model, model_from_checkpoint
+from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.model import Model
 from mod_export.sweep.grid import Axes, Cell, cells_of
 from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
@@ -88,7 +89,7 @@ def test_a_capacity_of_an_absolute_rule_is_a_number_of_tokens(
 def test_a_dense_model_has_no_capacity(tiny_spec: ModelSpec, tmp_path: Path, config: BuildConfig) -> None:
     save_checkpoint(tmp_path / "dense.pt", random_checkpoint(tiny_spec.dense(), 0))
     dense = model_from_checkpoint(tmp_path / "dense.pt")
-    with pytest.raises(CheckpointError, match="dense: no layer is routed, so there is no capacity to sweep"):
+    with pytest.raises(CheckpointError, match="dense: no layer is routed by a capacity that could be swept"):
         cells_of(dense, config, Axes(), here=True)
     with pytest.raises(ConfigError, match=r"capacity 0\.5: spec\.routing: null, so there is no routed layer"):
         dense.with_capacity(0.5)

@@ -57,7 +57,7 @@ def reference(loaded: LoadedTransformer) -> Reference:
 
 @pytest.fixture(scope="session")
 def batches(loaded: LoadedTransformer) -> list[Batch]:
-    return parity_batches(loaded, BUCKET, 0, 1, 2)
+    return parity_batches(loaded, BUCKET, loaded.k_by_layer(BUCKET.seq).values(), 0, 1, 2)
 
 
 @pytest.fixture

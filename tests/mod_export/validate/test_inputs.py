@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.types import Bucket
 from mod_export.validate import inputs
 from mod_export.validate import reference as reference_module
@@ -31,7 +31,7 @@ buckets = st.builds(Bucket, st.integers(1, 4), st.integers(1, 200))
 
 @given(bucket=buckets, seed=st.integers(0, 2**31 - 1), per_kind=st.integers(1, 3))
 def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: int) -> None:
-    batches = parity_batches(model.loaded, bucket, seed, per_kind)
+    batches = parity_batches(model.loaded, bucket, [8], seed, per_kind)
     # Rows with near-ties can only be told by a reference: `near_tie_batches` makes them.
     assert {batch.kind for batch in batches} == set(KINDS) - {"near_ties"}
     assert sum(batch.kind in ("text", "ties") for batch in batches) == 2 * per_kind
@@ -47,7 +47,7 @@ def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: in
 
 def test_the_same_seed_gives_the_same_batches_and_another_gives_others(model: Model) -> None:
     def ids(seed: int) -> np.ndarray:
-        return np.stack([batch.ids_BS for batch in parity_batches(model.loaded, Bucket(2, 64), seed, 2)])
+        return np.stack([batch.ids_BS for batch in parity_batches(model.loaded, Bucket(2, 64), [8], seed, 2)])
 
     assert np.array_equal(ids(1), ids(1))
     assert not np.array_equal(ids(1), ids(2))
@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_batches_and_another_gives_others(model: Mo
 
 @pytest.mark.parametrize(("per_kind", "texts", "expected"), [(1, 4, 4), (2, 4, 4), (3, 2, 3), (1, 0, 1)])
 def test_perplexity_gets_its_text(model: Model, per_kind: int, texts: int, expected: int) -> None:
-    batches = parity_batches(model.loaded, Bucket(1, 32), 0, per_kind, texts)
+    batches = parity_batches(model.loaded, Bucket(1, 32), [4], 0, per_kind, texts)
     found = [batch.ids_BS for batch in batches if batch.kind == "text"]
     assert len(found) == expected
     assert len({ids_BS.tobytes() for ids_BS in found}) == expected
@@ -63,7 +63,7 @@ def test_perplexity_gets_its_text(model: Model, per_kind: int, texts: int, expec
 
 
 def test_each_kind_is_what_it_says(model: Model) -> None:
-    text, random, other, *padded, ties = parity_batches(model.loaded, Bucket(3, 64), 0, 1)
+    text, random, other, *padded, ties = parity_batches(model.loaded, Bucket(3, 64), [8], 0, 1)
     assert [batch.kind for batch in (text, random, other, ties)] == ["text", "random", "random", "ties"]
     # Every id of the vocabulary stands somewhere.
     assert set(np.concatenate([random.ids_BS, other.ids_BS]).ravel().tolist()) == set(range(256))
@@ -78,7 +78,7 @@ def test_each_kind_is_what_it_says(model: Model) -> None:
 def test_a_vocabulary_without_text_gets_random_ids_only(tiny_spec: ModelSpec) -> None:
     spec = ModelSpec.from_dict({**tiny_spec.to_dict(), "vocab_size": 100})
     loaded = LoadedTransformer(random_checkpoint(spec, 0))
-    batches = parity_batches(loaded, Bucket(1, 32), 0, 1, 4)
+    batches = parity_batches(loaded, Bucket(1, 32), [4], 0, 1, 4)
     assert {batch.kind for batch in batches} == {"random", "padded", "ties"}
     assert max(batch.ids_BS.max() for batch in batches) < 100
     assert prompts_of(loaded, 100, 2, 9, 3).shape == (2, 9)
@@ -103,7 +103,7 @@ def test_padded_rows_have_the_lengths_at_which_selection_changes(model: Model, b
     # k is 8 of 64.
     shortest = set()
     for seed in range(4):
-        batches = parity_batches(model.loaded, Bucket(batch, 64), seed, 1)
+        batches = parity_batches(model.loaded, Bucket(batch, 64), [8], seed, 1)
         found = [one.lengths_B for one in batches if one.kind == "padded"]
         lengths = np.concatenate(found).tolist()
         assert {1, 4, 7, 8, 9, 32, 63} <= set(lengths)
@@ -115,9 +115,9 @@ def test_padded_rows_have_the_lengths_at_which_selection_changes(model: Model, b
 
 def test_a_large_model_is_run_on_fewer_inputs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket(1, 64)
-    usual = Counter(batch.kind for batch in parity_batches(model.loaded, bucket, 0, 1))
+    usual = Counter(batch.kind for batch in parity_batches(model.loaded, bucket, [8], 0, 1))
     monkeypatch.setattr(inputs, "MOST_FLOPS", 1.0)
-    batches = parity_batches(model.loaded, bucket, 0, 1)
+    batches = parity_batches(model.loaded, bucket, [8], 0, 1)
     few = Counter(batch.kind for batch in batches)
     assert few == {"text": 1, "random": 1, "padded": inputs.LEAST_LENGTHS, "ties": 1}
     assert few < usual
@@ -128,7 +128,7 @@ def test_a_large_model_is_run_on_fewer_inputs(model: Model, monkeypatch: pytest.
 def test_a_schedule_of_many_capacities_does_not_take_forever(tiny_spec: ModelSpec) -> None:
     routing = {**tiny_spec.to_dict()["routing"], "layers": [0, 1, 2, 3], "capacity": [0.1, 0.3, 0.5, 0.7]}
     loaded = LoadedTransformer(random_checkpoint(ModelSpec.from_dict({**tiny_spec.to_dict(), "routing": routing}), 0))
-    batches = parity_batches(loaded, Bucket(1, 200), 0, 1)
+    batches = parity_batches(loaded, Bucket(1, 200), loaded.k_by_layer(200).values(), 0, 1)
     assert 10 < sum(batch.kind == "padded" for batch in batches) <= 18
 
 

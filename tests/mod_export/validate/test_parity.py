@@ -257,7 +257,7 @@ def test_a_dense_engine_has_no_routing_and_reads_no_lengths(loaded: LoadedTransf
     model.graph.inputs.pop()
     with OrtRunner(session(model), "dense", 1) as runner:
         assert runner.inputs == ("input_ids",)
-        found = compare_runner(runner, Reference(dense), parity_batches(dense, Bucket(2, 16), 0, 1))
+        found = compare_runner(runner, Reference(dense), parity_batches(dense, Bucket(2, 16), [], 0, 1))
     gate = config_from_toml(None).parity.float32
     setting = Setting(target="ort-cpu", dtype="float32", model="dense", role="forward", bucket=Bucket(2, 16))
     row = judge(found, gate, setting)
@@ -268,7 +268,7 @@ def test_a_dense_engine_has_no_routing_and_reads_no_lengths(loaded: LoadedTransf
 def test_rows_of_a_single_token_have_no_perplexity(loaded: LoadedTransformer, spec: ModelSpec) -> None:
     model = portable_graph(spec, 1, 1)
     with OrtRunner(session(model), "candidate", 1) as runner:
-        found = compare_runner(runner, Reference(loaded), parity_batches(loaded, Bucket(1, 1), 0, 1, 2))
+        found = compare_runner(runner, Reference(loaded), parity_batches(loaded, Bucket(1, 1), [1], 0, 1, 2))
     assert "text" in {one.kind for one in found}
     assert all(one.text is None for one in found)
     gate = config_from_toml(None).parity.float32

@@ -20,7 +20,7 @@ from mod_export.engines import ENGINES
 from mod_export.errors import EngineError
 from mod_export.results.parity import ParityRow
 from mod_export.runtime.generate.decoder import Decoder, Prompts
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import Bucket, Engine, Setting
 from mod_export.validate.checks import failed_row
@@ -76,7 +76,7 @@ def judged(
     gate = config.parity.float32
     with opened(folder, config, kind, bucket) as (prompts, decoder):
         try:
-            return judge_runners(decoding_parts(prompts, (8, 16), decoder, writer, config), reference, gate, setting)
+            return judge_runners(decoding_parts(prompts, (8, 16), decoder, reference, config), reference, gate, setting)
         except EngineError as error:
             return failed_row(str(error), gate, setting)
 
@@ -282,7 +282,7 @@ def test_prompts_are_judged_by_their_last_token(
     written: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
 ) -> None:
     bucket = Bucket(1, seq)
-    batches = one_of_each_kind(parity_batches(writer.loaded, bucket, 0, 1))
+    batches = one_of_each_kind(parity_batches(writer.loaded, bucket, [], 0, 1))
     reference = Reference(writer.loaded, outputs="last")
     engine = engine_of("prefill", bucket)
     with ENGINES["ort-cpu"].load(written, engine, writing_config, 1) as runner:

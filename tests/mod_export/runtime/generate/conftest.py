@@ -9,7 +9,7 @@ import pytest
 from writing import eager
 
 from mod_export.runtime.generate.generator import Generator, load_generator
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.sources.protocol import GeneratingModel
 
 

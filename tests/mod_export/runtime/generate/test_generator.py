@@ -16,7 +16,7 @@ from mod_export.environment import usable_cores
 from mod_export.errors import UsageError
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.runtime.generate.texts import Bytes
-from mod_export.sources.checkpoint import Model
+from mod_export.sources.model import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import Bucket, Engine
 
