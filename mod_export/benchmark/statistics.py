@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparison",
-    "Spread",
     "block_length",
     "compare",
+    "drift_of",
     "effective_size",
     "gate_reached",
+    "outliers_of",
     "quantile_interval",
     "ratio_interval",
     "ratio_of_medians",
     "settled",
-    "spread_of",
     "verdict_of",
 ]
 
@@ -179,37 +179,22 @@ FENCE = 1.5
 """Interquartile ranges beyond the quartiles from which on samples are outliers (Tukey, Exploratory Data Analysis)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """What a median does not say: fields of `LatencyRow`, and whether the drift is real.
-
-    `drifts` where the 95 % intervals of the two medians lie apart, which chance alone would do in less than one of a
-    hundred runs.
-    """
-
-    cv: float
-    iqr_ms: float
-    drift: float
-    drifts: bool
-    outliers: int
-
-
-def spread_of(samples_ms: NDArray[np.float64]) -> Spread:
-    """Of samples in the order in which they were taken, three or more."""
-    low, high = (float(quartile) for quartile in np.percentile(samples_ms, (25, 75)))
+def outliers_of(samples_ms: NDArray[np.float64]) -> int:
+    """How many samples lie beyond the fences."""
+    low, high = np.percentile(samples_ms, (25, 75))
     fence = FENCE * (high - low)
+    return int(np.sum((samples_ms < low - fence) | (samples_ms > high + fence)))
+
+
+def drift_of(samples_ms: NDArray[np.float64]) -> tuple[float, bool]:
+    """Median of the last third of samples over that of the first, less 1, and whether that is more than chance: whether
+    the 95 % intervals of the two medians lie apart, which chance alone would do in less than one of a hundred runs.
+    """
     third = len(samples_ms) // 3
     first, last = samples_ms[:third], samples_ms[-third:]
-    bounds = quantile_interval(first, 0.5), quantile_interval(last, 0.5)
-    return Spread(
-        cv=float(np.std(samples_ms, ddof=1) / np.mean(samples_ms)),
-        iqr_ms=high - low,
-        drift=float(np.median(last) / np.median(first) - 1),
-        drifts=bounds[0] is not None
-        and bounds[1] is not None
-        and (bounds[0][1] < bounds[1][0] or bounds[1][1] < bounds[0][0]),
-        outliers=int(np.sum((samples_ms < low - fence) | (samples_ms > high + fence))),
-    )
+    early, late = quantile_interval(first, 0.5), quantile_interval(last, 0.5)
+    apart = early is not None and late is not None and (early[1] < late[0] or late[1] < early[0])
+    return float(np.median(last) / np.median(first) - 1), apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

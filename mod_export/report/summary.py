@@ -21,7 +21,6 @@ __all__ = [
     "Sampling",
     "Untried",
     "agreement_by_input",
-    "broken_controls",
     "deployments",
     "gains",
     "parity_of",
@@ -108,25 +107,20 @@ def parity_of(report: BuildReport, *, forward: bool) -> tuple[ParityRow, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gains:
-    """The whole build in a few numbers.
-
-    Attributes:
-        slowest: lowest of the speed-ups; NaN is the lowest; None when nothing was measured.
-        fastest: highest of them.
-        routed: selected tokens that were compared, over all settings.
-        agreed: those that the reference selected too.
-        faults: differences that are not near-ties.
-        by_input: the same by kind of input: ties made on purpose differ where text does not.
-        max_abs: largest error of a logit; NaN is the worst; None when nothing was compared.
-    """
+    """The whole build in a few numbers."""
 
     slowest: float | None
+    """Lowest of the speed-ups, NaN if there is one; None when nothing was measured."""
     fastest: float | None
     routed: int
+    """Selected tokens that were compared, over all settings."""
     agreed: int
     faults: int
+    """Differences that are not near-ties."""
     by_input: tuple[InputAgreement, ...]
+    """Ties made on purpose differ where text does not."""
     max_abs: float | None
+    """Largest error of a logit, NaN if there is one; None when nothing was compared."""
 
 
 def gains(report: BuildReport) -> Gains:
@@ -188,11 +182,6 @@ def samplings(report: BuildReport) -> tuple[Sampling, ...]:
             )
         )
     return tuple(found)
-
-
-def broken_controls(report: BuildReport) -> tuple[SpeedupRow, ...]:
-    """Comparisons whose control, an engine against itself, was not 1: nothing follows from them."""
-    return tuple(row for row in report.speedup if not row.control.covers_one)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

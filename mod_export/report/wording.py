@@ -29,7 +29,6 @@ __all__ = [
     "printable",
     "quality_text",
     "range_text",
-    "ratio_interval_text",
     "ratio_text",
     "share_text",
     "slots_text",
@@ -59,12 +58,7 @@ class _Ratio(Protocol):
 
 def interval_text(row: _Ratio) -> str:
     """A speed-up with its interval: 1.68x [1.66, 1.69]."""
-    return ratio_interval_text(row.measured, row.ci95)
-
-
-def ratio_interval_text(ratio: float, ci95: tuple[float, float]) -> str:
-    """A factor with its interval."""
-    return f"{ratio_text(ratio)} [{ci95[0]:.2f}, {ci95[1]:.2f}]"
+    return f"{ratio_text(row.measured)} [{row.ci95[0]:.2f}, {row.ci95[1]:.2f}]"
 
 
 def ci_text(interval: tuple[float, float] | None) -> str:

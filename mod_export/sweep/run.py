@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mod_export.build_folder.files import write_whole
 from mod_export.config import BuildConfig
@@ -22,19 +22,13 @@ from mod_export.sweep.findings import findings_of
 from mod_export.sweep.grid import Axes, Cell, cells_of
 from mod_export.sweep.page import render_html
 from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, SweepReport
+from mod_export.sweep.text import SweepProgress
 
-__all__ = ["SweepObserver", "exit_code_of", "sweep"]
+__all__ = ["exit_code_of", "sweep"]
 
 OWN = {"cells", "sweep.json", "sweep.html", ".lock", ".sweep.json", ".sweep.html"}
 COULD_NOT_BUILD, GATE_FAILED = 3, 4
 VERSIONS = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx")
-
-
-class SweepObserver(Protocol):
-    """Is told about the progress of a sweep."""
-
-    def planned(self, cells: int, reused: int) -> None: ...
-    def cell_finished(self, entry: CellEntry) -> None: ...
 
 
 def sweep(
@@ -43,7 +37,7 @@ def sweep(
     folder: Path,
     axes: Axes,
     ray_address: str | None,
-    observer: SweepObserver,
+    progress: SweepProgress,
     command: str,
 ) -> SweepReport:
     """Builds and measures every cell that is not finished yet, and writes sweep.json and sweep.html.
@@ -54,7 +48,7 @@ def sweep(
         folder: for the cells and the result; made if need be.
         axes: of the grid.
         ray_address: of a Ray cluster to run on; None runs one cell after the other here.
-        observer: is told of cells.
+        progress: is told of every cell.
         command: as typed, for the report.
 
     Raises:
@@ -68,7 +62,7 @@ def sweep(
     with _locked(folder):
         jobs = [_job(cell, model, checkpoint, config, folder, command) for cell in cells]
         rows = {job.name: entry for job in jobs if (entry := finished_cell(job, here=here))}
-        observer.planned(len(jobs), len(rows))
+        progress.planned(len(jobs), len(rows))
         missing = [job for job in jobs if job.name not in rows]
 
         def written() -> SweepReport:
@@ -82,7 +76,7 @@ def sweep(
             for entry in finished:
                 rows[entry.name] = entry
                 report = written()
-                observer.cell_finished(entry)
+                progress.cell_finished(entry)
     return report
 
 

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, JsonValue
 from mod_export.results.base import Result
 from mod_export.results.latency import SpeedupRow
 from mod_export.results.parity import TextQuality
+from mod_export.results.report import ReportedModel
 from mod_export.types import DType, Site, site_from_text
 
 __all__ = [
@@ -242,21 +243,11 @@ class Findings(Result):
     """What to keep in mind: cells that were left out, machines that differ, drift."""
 
 
-class SweepModel(Result):
+class SweepModel(ReportedModel):
     """The checkpoint."""
 
-    name: str
-    """Of the file or folder."""
-    architecture: str
-    """The name it is registered under."""
-    parameters: int
-    """Numbers in its weights."""
-    checkpoint_sha256: str
-    """Of its bytes."""
     capacity: float | None
     """Its own; null where its layers differ."""
-    spec: dict[str, JsonValue]
-    """What the checkpoint declares."""
 
 
 class SweepReport(Result):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from mod_export.report.tables import table_lines
+from mod_export.report.tables import Cell, Column, lines_of, table_of
 from mod_export.report.wording import count_text, interval_text, ms_text, printable, ratio_text
 from mod_export.sweep.schema import (
     CapacityBreakEven,
@@ -24,14 +24,13 @@ from mod_export.sweep.schema import (
 
 __all__ = [
     "CELL_COLUMNS",
-    "FIRST_NUMBER",
     "SweepProgress",
     "advice_text",
     "capacity_text",
-    "cell_rows",
     "fidelity_text",
     "front_text",
     "length_lines",
+    "lines_of_cells",
     "perplexity_text",
     "render_text",
     "setting_text",
@@ -39,18 +38,13 @@ __all__ = [
     "step_text",
 ]
 
-CELL_COLUMNS = (
-    "target", "dtype", "bucket", "gates", "capacity", "k", "dense ms", "MoD ms", "speed-up [95 %]", "predicted (FLOPs)",
-    "perplexity", "engine / eager",
-)  # fmt: skip
-FIRST_NUMBER = 4
-"""Of the columns, the first one that holds numbers."""
+Line = tuple[CellEntry, Measured | None]
 SHOWN_CHARACTERS = 160
 """Of an error while the sweep runs; all of it is in the result and in the log."""
 
 
 class SweepProgress:
-    """Observer of a sweep. `verbosity` -1 prints nothing, 0 a line for each finished cell, 1 the path of its log too.
+    """`verbosity` -1 prints nothing, 0 a line for each finished cell, 1 the path of its log too.
 
     There is no live line: updating it would disturb the latency that is being measured.
     """
@@ -88,9 +82,7 @@ def render_text(report: SweepReport, folder: str) -> str:
         f"{model.name}  {model.architecture}, {count_text(model.parameters)} parameters, "
         f"checkpoint {model.checkpoint_sha256[:12]}",
         "",
-        *table_lines(
-            CELL_COLUMNS, [row for cell in report.cells for row in cell_rows(cell)], numbers_from=FIRST_NUMBER
-        ),
+        *lines_of(table_of(CELL_COLUMNS, lines_of_cells(report.cells))),
         "",
         *_failures(report.cells, folder),
         *_findings(report),
@@ -174,20 +166,35 @@ def _before(tried: Sequence[int], value: int) -> int:
     return tried[tried.index(value) - 1]
 
 
-def cell_rows(cell: CellEntry) -> Iterator[tuple[str, ...]]:
-    """The cells of a table below `CELL_COLUMNS`, a row for each dtype that was measured, or one row without numbers."""
-    bucket, capacity = f"b{cell.batch}s{cell.seq}", share_of(cell.capacity)
-    state = "failed" if cell.status == "failed" else "pass" if cell.passed else "FAIL"
-    k = "-" if cell.k is None else str(cell.k)
-    perplexity = perplexity_text(cell.quality.perplexity) if cell.quality else "-"
-    if not cell.measured:
-        yield (cell.target, "-", bucket, state, capacity, k, *["-"] * 4, perplexity, "-")
-    for row in cell.measured:
-        yield (
-            cell.target, row.dtype, bucket, state, capacity, k, ms_text(row.dense_ms), ms_text(row.mod_ms),
-            interval_text(row.speedup), ratio_text(row.speedup.predicted_flops), perplexity,
-            fidelity_text(row),
-        )  # fmt: skip
+def lines_of_cells(cells: Sequence[CellEntry]) -> list[Line]:
+    """A line for each dtype that was measured of a cell, or one without numbers."""
+    return [(cell, row) for cell in cells for row in cell.measured or (None,)]
+
+
+def _measured(text: Callable[[Measured], str]) -> Callable[[Line], str]:
+    return lambda line: "-" if line[1] is None else text(line[1])
+
+
+def _gates(line: Line) -> Cell:
+    cell, _ = line
+    text = "failed" if cell.status == "failed" else "pass" if cell.passed else "FAIL"
+    return Cell(text, state="pass" if text == "pass" else "fail")
+
+
+CELL_COLUMNS: tuple[Column[Line], ...] = (
+    Column("target", lambda line: line[0].target, number=False),
+    Column("dtype", _measured(lambda row: row.dtype), number=False),
+    Column("bucket", lambda line: f"b{line[0].batch}s{line[0].seq}", number=False),
+    Column("gates", _gates, number=False),
+    Column("capacity", lambda line: share_of(line[0].capacity)),
+    Column("k", lambda line: "-" if line[0].k is None else str(line[0].k)),
+    Column("dense ms", _measured(lambda row: ms_text(row.dense_ms))),
+    Column("MoD ms", _measured(lambda row: ms_text(row.mod_ms))),
+    Column("speed-up [95 %]", _measured(lambda row: interval_text(row.speedup))),
+    Column("predicted (FLOPs)", _measured(lambda row: ratio_text(row.speedup.predicted_flops))),
+    Column("perplexity", lambda line: perplexity_text(line[0].quality.perplexity) if line[0].quality else "-"),
+    Column("engine / eager", _measured(fidelity_text)),
+)
 
 
 def _failures(cells: Sequence[CellEntry], folder: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from mod_export.config import BuildConfig, LatencyOptions
 from mod_export.engines.protocol import Runner
 from mod_export.errors import EngineError
 from mod_export.results.latency import LatencyRow
-from mod_export.types import Bucket, Engine, ModelKind, Setting, pairs_of
+from mod_export.types import KINDS, Bucket, Engine, ModelKind, Setting, pairs_of
 
 FEEDS = {"x": np.ones((2, 4), np.float32), "lengths": np.array([4], np.int64)}
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(1, 4))
@@ -144,31 +144,21 @@ def test_different_conditions_are_not_compared() -> None:
         rows_of(runners)
 
 
-def engine(**fields: Any) -> Engine:
-    usual: dict[str, Any] = {
-        "target": "ort-cpu", "model": "mod", "bucket": Bucket(1, 64), "dtype": "float32", "path": "p",
-    }  # fmt: skip
-    return Engine(**usual | fields)
-
-
-def test_a_pair_is_alike_in_all_but_the_model() -> None:
-    mod, dense = engine(), engine(model="dense")
-    half = engine(dtype="float16"), engine(dtype="float16", model="dense")
-    assert pairs_of([mod, half[1], dense, half[0]]) == {
-        mod.setting: {"mod": mod, "dense": dense},
-        half[0].setting: {"mod": half[0], "dense": half[1]},
-    }
-    others = {"target": "inductor"}, {"bucket": Bucket(2, 64)}, {"dtype": "float16"}, {"model": "mod"}
-    assert [pairs_of([mod, engine(**{"model": "dense"} | other)]) for other in others] == [{}] * 4
-
-
-def test_every_other_dtype_has_its_float32_counterpart() -> None:
-    wide = [engine(), engine(model="dense")]
-    narrow = [replace(one, dtype="int8") for one in wide]
-    assert precision_pairs([*wide, *narrow]) == list(zip(narrow, wide, strict=True))
-    assert precision_pairs(wide) == precision_pairs(narrow) == []
-    # Another GPU's float32 engine is no counterpart.
-    assert precision_pairs([replace(wide[0], arch="sm89"), narrow[0]]) == []
+def test_which_engines_are_compared() -> None:
+    mod, dense = (
+        Engine(target="ort-cpu", model=kind, bucket=Bucket(1, 64), dtype="float32", path="p") for kind in KINDS
+    )
+    # A model and its dense baseline are alike in all else.
+    assert pairs_of([dense, mod]) == {mod.setting: {"mod": mod, "dense": dense}}
+    unlike = [
+        replace(dense, target="inductor"), replace(dense, bucket=Bucket(2, 64)), replace(dense, dtype="float16"), mod,
+    ]  # fmt: skip
+    assert pairs_of([mod, *unlike]) == {}
+    # Of every other dtype the float32 counterpart; another GPU's is none.
+    narrow = [replace(one, dtype="int8") for one in (mod, dense)]
+    assert precision_pairs([mod, dense, *narrow]) == list(zip(narrow, (mod, dense), strict=True))
+    assert precision_pairs([mod, dense]) == precision_pairs(narrow) == []
+    assert precision_pairs([replace(mod, arch="sm89"), narrow[0]]) == []
 
 
 @pytest.fixture
