@@ -64,18 +64,11 @@ def latency_rows(
     """Samples both models on the same feeds, in this process, and sums up each.
 
     After `options.samples` samples the comparison of dense and MoD is looked at, and samples are doubled until it is
-    settled or `options.max_samples` or `options.max_seconds` is spent (`statistics.compare` says why that is allowed).
-
-    Args:
-        runners: model -> loaded engine, all of one target, dtype and thread count.
-        feeds: input name -> array.
-        setting: what the rows are about.
-        options: how to sample.
-        seed: of the run order and of the intervals.
-        gate: the speed-up that this setting must show, if any: sampling goes on until that is settled, too.
+    settled, and so is the `gate` that this setting must reach, or `options.max_samples` or `options.max_seconds` is
+    spent (`statistics.compare` says why that is allowed).
 
     Returns:
-        One row for each runner, in their order.
+        One row for each of `runners` (model -> loaded engine), in their order.
 
     Raises:
         EngineError: the runners do not run under the same conditions, so that a ratio would mean nothing.

@@ -59,12 +59,8 @@ def ratio_interval(
     Student's t is wider than the normal distribution with one degree of freedom less than there are blocks. Where it
     must be, it is widened to hold the ratio itself, which a percentile interval of few or oddly tied samples can miss.
 
-    Args:
-        above_RT: latencies, float64 (R, T): row r of both was taken together, and rows follow each other in time.
-        below_RT: likewise.
-        confidence: of the interval, such as 0.95.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
+    Latencies are float64 (R, T): row r of both was taken together, and rows follow each other in time. `confidence` is
+    a share, such as 0.95.
     """
     measured = ratio_of_medians(above_RT, below_RT)
     R, T = above_RT.shape
@@ -140,15 +136,12 @@ def _autocorrelation(series: NDArray[np.float64]) -> list[float]:
 
 
 def quantile_interval(samples: NDArray[np.float64], share: float) -> tuple[float, float] | None:
-    """95 % interval of a quantile, whatever the distribution, from order statistics.
+    """95 % interval of a quantile (`share` of 0 to 1) of samples in the order in which they were taken, whatever their
+    distribution.
 
     The bounds are the samples between whose ranks the quantile lies with at least 95 % by the binomial distribution
     (Conover, Practical Nonparametric Statistics, 1999, section 3.2). Where samples are autocorrelated, the ranks are
     those of as many samples as independent ones would be needed, spread over all of them.
-
-    Args:
-        samples: in the order in which they were taken.
-        share: which quantile, between 0 and 1.
 
     Returns:
         The bounds, or None where the samples do not bound it: a 99th percentile needs 368 independent ones.

@@ -69,19 +69,14 @@ LISTED_MARGIN = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """From values to places between 0 and 100.
-
-    Attributes:
-        low: value at place 0.
-        high: value at place 100.
-        ticks: label and place of each.
-        scale: the place of a finite value; NaN where it has none.
-    """
+    """From values to places between 0 (the value `low`) and 100 (`high`)."""
 
     low: float
     high: float
     ticks: tuple[tuple[str, float], ...]
+    """Label and place of each."""
     scale: Callable[[float], float]
+    """The place of a finite value; NaN where it has none."""
 
     def place(self, value: float | None) -> float | None:
         """Where a value stands; None where it is no finite number, or none that this axis can hold."""
@@ -244,21 +239,16 @@ def legend(entries: Iterable[tuple[Markup, str]]) -> Markup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One row of a chart.
-
-    Attributes:
-        name: beside the drawing.
-        told: what is drawn, in words.
-        height: in pixels.
-        marks: as the functions above make them.
-        data: what the script of the page needs to know of this lane: the value of its attribute `data-lane`.
-    """
+    """One row of a chart, with its name beside the drawing."""
 
     name: Markup
     told: str
+    """What is drawn, in words."""
     height: int
+    """In pixels."""
     marks: Sequence[Markup]
     data: str = ""
+    """What the script of the page needs to know of this lane: the value of its attribute `data-lane`."""
 
 
 def lanes_chart(lanes: Iterable[Lane], axis: Axis | None, kind: str = "") -> Markup:

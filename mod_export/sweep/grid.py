@@ -47,11 +47,7 @@ class Cell:
 def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tuple[Cell, ...]:
     """Every cell, by target, batch, length and capacity; `config` and `model` give what `axes` leave open.
 
-    Args:
-        model: says which capacities and lengths there can be.
-        config: of the builds.
-        axes: as the user gave them.
-        here: whether the cells run on this machine, so that its targets decide.
+    `here` says that the cells run on this machine, so that its targets decide.
 
     Raises:
         CheckpointError: a model without routed layers.

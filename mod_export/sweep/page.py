@@ -41,8 +41,8 @@ def render_html(report: SweepReport) -> str:
         "sweep.html.j2",
         report=report,
         found=found,
-        failed=[cell for cell in report.cells if cell.status == "failed"],
-        missed=[cell for cell in report.cells if cell.status == "measured" and not cell.passed],
+        failed=[cell for cell in report.cells if cell.failed],
+        missed=[cell for cell in report.cells if cell.missed],
         break_even=[
             *((setting_text(one), capacity_text(one)) for one in found.break_even_capacity),
             *length_lines(found.break_even_length),

@@ -42,14 +42,8 @@ def sweep(
 ) -> SweepReport:
     """Builds and measures every cell that is not finished yet, and writes sweep.json and sweep.html.
 
-    Args:
-        checkpoint: model.pt or a folder.
-        config: what every cell starts from. Its speed-up gate is taken off: a sweep is there to see slow cells too.
-        folder: for the cells and the result; made if need be.
-        axes: of the grid.
-        ray_address: of a Ray cluster to run on; None runs one cell after the other here.
-        progress: is told of every cell.
-        command: as typed, for the report.
+    Every cell starts from `config`, whose speed-up gate is taken off: a sweep is there to see slow cells too. Without
+    the address of a Ray cluster, cells run one after the other here.
 
     Raises:
         ModExportError: the request cannot be met. A cell that fails is a row, not an error.
@@ -68,7 +62,8 @@ def sweep(
         def written() -> SweepReport:
             entries = [rows[job.name] for job in jobs if job.name in rows]
             report = _report(model, config, command, len(jobs), entries, _notes(model, axes))
-            _write(folder, report)
+            write_whole(folder / "sweep.json", report.to_json(), "-o")
+            write_whole(folder / "sweep.html", render_html(report), "-o")
             return report
 
         report = written()
@@ -82,9 +77,9 @@ def sweep(
 
 def exit_code_of(report: SweepReport) -> int:
     """4 when a cell was built and is wrong, which is worse than 3, when one could not be built; 0 otherwise."""
-    if any(cell.status == "measured" and not cell.passed for cell in report.cells):
+    if any(cell.missed for cell in report.cells):
         return GATE_FAILED
-    return COULD_NOT_BUILD if any(cell.status == "failed" for cell in report.cells) else 0
+    return COULD_NOT_BUILD if any(cell.failed for cell in report.cells) else 0
 
 
 def _runner(ray_address: str | None, folder: Path, checkpoint: Path) -> CellRunner:
@@ -141,12 +136,7 @@ def _notes(model: Model, axes: Axes) -> list[str]:
 
 
 def _report(
-    model: Model,
-    config: BuildConfig,
-    command: str,
-    planned: int,
-    cells: Sequence[CellEntry],
-    notes: Sequence[str],
+    model: Model, config: BuildConfig, command: str, planned: int, cells: Sequence[CellEntry], notes: Sequence[str]
 ) -> SweepReport:
     return SweepReport(
         schema_version=SCHEMA_VERSION,
@@ -165,11 +155,6 @@ def _report(
         cells=tuple(cells),
         findings=findings_of(cells, notes),
     )
-
-
-def _write(folder: Path, report: SweepReport) -> None:
-    write_whole(folder / "sweep.json", report.to_json(), "-o")
-    write_whole(folder / "sweep.html", render_html(report), "-o")
 
 
 @contextlib.contextmanager

@@ -118,6 +118,16 @@ class CellEntry(CellKey):
     report_sha256: str | None = None
     """Of its report.json."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be built."""
+        return self.status == "failed"
+
+    @property
+    def missed(self) -> bool:
+        """Whether it was built and misses a gate."""
+        return not self.failed and not self.passed
+
 
 class Finding(Result):
     """What the cells that are compared with each other have in common."""

@@ -63,7 +63,7 @@ class SweepProgress:
     def cell_finished(self, entry: CellEntry) -> None:
         self._left -= 1
         count = f"{self._cells - self._left}/{self._cells}"
-        state = "failed" if entry.status == "failed" else "measured" if entry.passed else "gate failed"
+        state = "failed" if entry.failed else "gate failed" if entry.missed else "measured"
         result = ", ".join(f"{row.dtype} {interval_text(row.speedup)}" for row in entry.measured)
         result = result or textwrap.shorten(entry.error or "", SHOWN_CHARACTERS, placeholder=" ...")
         self._say(f"* {count:>7}  {entry.name:<28}{state:<12}{entry.seconds:>8.1f} s  {printable(result)}".rstrip())
@@ -110,8 +110,8 @@ def capacity_text(found: CapacityBreakEven) -> str:
     """Up to which capacity MoD is faster than dense."""
     if found.largest_capacity is None:
         return f"seq {found.seq}: at no capacity in the grid faster than dense"
-    largest = found.largest_capacity == found.tried[-1]
-    tail = "every capacity tried" if largest else f"the next, {_after(found.tried, found.largest_capacity):g}, is not"
+    larger = found.tried[found.tried.index(found.largest_capacity) + 1 :]
+    tail = f"the next, {larger[0]:g}, is not" if larger else "every capacity tried"
     k = "" if found.largest_k is None else f" (k {found.largest_k})"
     return f"seq {found.seq}: faster than dense up to capacity {found.largest_capacity:g}{k}; {tail}"
 
@@ -128,8 +128,8 @@ def length_lines(found: Sequence[LengthBreakEven]) -> list[tuple[str, str]]:
 def _length_text(found: LengthBreakEven) -> str:
     if found.smallest_seq is None:
         return "at no length in the grid faster than dense"
-    smallest = found.smallest_seq == found.tried[0]
-    tail = "every length tried" if smallest else f"{_before(found.tried, found.smallest_seq)} is not"
+    shorter = found.tried[: found.tried.index(found.smallest_seq)]
+    tail = f"{shorter[-1]} is not" if shorter else "every length tried"
     return f"faster than dense from seq {found.smallest_seq} on; {tail}"
 
 
@@ -158,14 +158,6 @@ def front_text(point: FrontPoint) -> str:
     return f"capacity {share_of(point.capacity)}: {gain}, perplexity {quality}"
 
 
-def _after(tried: Sequence[float], value: float) -> float:
-    return tried[tried.index(value) + 1]
-
-
-def _before(tried: Sequence[int], value: int) -> int:
-    return tried[tried.index(value) - 1]
-
-
 def lines_of_cells(cells: Sequence[CellEntry]) -> list[Line]:
     """A line for each dtype that was measured of a cell, or one without numbers."""
     return [(cell, row) for cell in cells for row in cell.measured or (None,)]
@@ -177,7 +169,7 @@ def _measured(text: Callable[[Measured], str]) -> Callable[[Line], str]:
 
 def _gates(line: Line) -> Cell:
     cell, _ = line
-    text = "failed" if cell.status == "failed" else "pass" if cell.passed else "FAIL"
+    text = "failed" if cell.failed else "FAIL" if cell.missed else "pass"
     return Cell(text, state="pass" if text == "pass" else "fail")
 
 
@@ -199,12 +191,12 @@ CELL_COLUMNS: tuple[Column[Line], ...] = (
 
 def _failures(cells: Sequence[CellEntry], folder: str) -> Iterator[str]:
     for cell in cells:
-        if cell.status == "failed":
+        if cell.failed:
             yield f"{cell.name} failed: {cell.error}"
             yield f"  log: {folder}/cells/{cell.name}.log"
         for reason in cell.reasons:
             yield f"{cell.name}: {reason}"
-    if any(cell.status == "failed" or cell.reasons for cell in cells):
+    if any(cell.failed or cell.reasons for cell in cells):
         yield ""
 
 
@@ -245,8 +237,7 @@ def setting_text(found: Finding) -> str:
 
 
 def _outcome(report: SweepReport, folder: str) -> str:
-    failed = sum(cell.status == "failed" for cell in report.cells)
-    missed = sum(cell.status == "measured" and not cell.passed for cell in report.cells)
+    failed, missed = sum(cell.failed for cell in report.cells), sum(cell.missed for cell in report.cells)
     count = len(report.cells)
     if not failed and not missed:
         return f"PASS  {count} of {report.planned} cells measured, every gate met: {folder}/sweep.html"

@@ -161,14 +161,8 @@ def test_which_engines_are_compared() -> None:
     assert precision_pairs([replace(mod, arch="sm89"), narrow[0]]) == []
 
 
-@pytest.fixture
-def engines(built: Path) -> dict[ModelKind, Engine]:
-    return next(iter(pairs_of(open_folder(built, verify=False).engines).values()))
-
-
-def test_both_engines_of_a_folder_are_measured(
-    built: Path, engines: dict[ModelKind, Engine], config: BuildConfig
-) -> None:
+def test_engines_of_a_folder_are_measured(built: Path, built_copy: Path, config: BuildConfig) -> None:
+    engines = next(iter(pairs_of(open_folder(built, verify=False).engines).values()))
     rows = measure_pair(built, engines, 256, config)
     assert [row.setting for row in rows] == [engines["mod"].setting, engines["dense"].setting]
     for row in rows:
@@ -176,21 +170,15 @@ def test_both_engines_of_a_folder_are_measured(
         assert (row.threads, len(row.samples_ms), row.providers) == (1, 8, ("CPUExecutionProvider",))
         assert row.warmup >= 2
         assert min(row.samples_ms) > 0
+    # An engine beside itself is as large and as fast.
+    wide = engines["mod"]
+    narrow = measure_precision(built, replace(wide, dtype="int8"), wide, 256, config)
+    assert narrow.setting == replace(wide.setting, dtype="int8")
+    assert narrow.bytes == narrow.float32_bytes == sum((built / path).stat().st_size for path in wide.files)
+    assert narrow.ci95[0] <= narrow.measured <= narrow.ci95[1]
+    assert 0.2 < narrow.measured < 5
+    assert narrow.float32_p50_ms / narrow.p50_ms == narrow.measured
 
-
-def test_an_engine_that_does_not_load(built_copy: Path, engines: dict[ModelKind, Engine], config: BuildConfig) -> None:
     (built_copy / engines["dense"].path).write_bytes(b"nonsense")
     with pytest.raises(EngineError, match=r"dense-b1s64-float32\.onnx: ONNX Runtime refuses this graph"):
         measure_pair(built_copy, engines, 256, config)
-
-
-def test_an_engine_beside_itself_is_as_large_and_as_fast(
-    built: Path, engines: dict[ModelKind, Engine], config: BuildConfig
-) -> None:
-    wide = engines["mod"]
-    row = measure_precision(built, replace(wide, dtype="int8"), wide, 256, config)
-    assert row.setting == replace(wide.setting, dtype="int8")
-    assert row.bytes == row.float32_bytes == sum((built / path).stat().st_size for path in wide.files)
-    assert row.ci95[0] <= row.measured <= row.ci95[1]
-    assert 0.2 < row.measured < 5
-    assert row.float32_p50_ms / row.p50_ms == row.measured

@@ -16,7 +16,6 @@ from mod_export.benchmark.model_parts import (
     PARTS,
     ms_by_part,
     part_of_kernel,
-    part_of_operator,
     parts_of_nodes,
 )
 from mod_export.build_folder.manifest import open_folder
@@ -35,14 +34,9 @@ def operators_by_part(model: ir.Model) -> dict[str, Counter[str]]:
     return found
 
 
-def only(text: str, output: str = "y") -> str:
-    """The part of the node that makes `output`."""
-    parts = parts_of_nodes(parsed(text).graph)
-    return next(part for node, part in parts.items() if node.outputs[0].name == output)
-
-
 def test_a_routed_graph_falls_into_its_parts() -> None:
-    found = operators_by_part(portable_graph(ROUTED, 2, 32))
+    model = portable_graph(ROUTED, 2, 32)
+    found = operators_by_part(model)
     assert set(found) == set(NODE_PARTS) - {"experts", "other"}
     assert found["attention"] == {"Attention": 2}
     assert found["norms"] == {"RMSNormalization": 5}
@@ -56,6 +50,11 @@ def test_a_routed_graph_falls_into_its_parts() -> None:
     assert {"Transpose", "Concat", "Sigmoid"} <= set(found["elementwise"])
     assert "TopK" not in found["elementwise"]
     assert "routing" not in operators_by_part(portable_graph(ROUTED.dense(), 2, 32))
+    # Constants that are folded have no part.
+    nodes, parts = list(model.graph), parts_of_nodes(model.graph)
+    transposed = [node for node in nodes if node.op_type == "Transpose" and node not in parts]
+    assert len(transposed) == len([node for node in nodes if node.op_type == "MatMul"])
+    assert [part for part in NODE_PARTS if part in PARTS] == list(PARTS)
 
 
 @pytest.mark.parametrize("choice", ["token", pytest.param("expert", marks=pytest.mark.slow)])
@@ -67,13 +66,6 @@ def test_experts_are_a_part_of_their_own(choice: str) -> None:
     # The softmax over experts is no attention.
     assert found["attention"] == {"Attention": 2}
     assert found["routing"]["MatMul"] == found["routing"]["Softmax"] == 1
-
-
-def test_constants_that_are_folded_have_no_part() -> None:
-    graph = portable_graph(ROUTED, 2, 32).graph
-    parts = parts_of_nodes(graph)
-    transposed = [node for node in graph if node.op_type == "Transpose" and node not in parts]
-    assert len(transposed) == len([node for node in graph if node.op_type == "MatMul"])
 
 
 @pytest.mark.parametrize(
@@ -99,20 +91,8 @@ def test_rules(text: str, part: str) -> None:
     constant = "<int64[2] a = {3, 2}>" if "Reshape" in text else "<int64[1] a = {2}>"
     constant = "<int64 a = {1}>" if "CumSum" in text and "Unsqueeze" not in text else constant
     head, _, body = text.partition("{")
-    assert only(f"{head}{constant} {{{body}" if "(x, a)" in text or "(z, a)" in text else text) == part
-
-
-def test_operators_that_say_it_all() -> None:
-    assert part_of_operator("SkipLayerNormalization") == "norms"
-    assert part_of_operator("GroupQueryAttention") == "attention"
-    assert part_of_operator("TopK") == "routing"
-    assert part_of_operator("Gather") is None
-    assert part_of_operator("Mul") is None
-
-
-def test_parts_of_products_come_first_in_tables() -> None:
-    assert list(NODE_PARTS[: len(PARTS) - 1]) == [part for part in PARTS if part != "other"]
-    assert NODE_PARTS[-1] == "other"
+    parts = parts_of_nodes(parsed(f"{head}{constant} {{{body}" if "(x, a)" in text or "(z, a)" in text else text).graph)
+    assert next(found for node, found in parts.items() if node.outputs[0].name == "y") == part
 
 
 NODES = {

@@ -190,43 +190,38 @@ def test_numbers_that_are_not_finite_are_no_speed(report: BuildReport, number: f
     assert "inconclusive" in line(section(report, decode=(row,)), "ort-cpu  b1s512")
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"quality": None}, "quality: not measured, there is no text here for this model's vocabulary\n"),
-        ({"capacity": {"2.expert0": 80}}, "prompt and answer; no routed layers\n"),
-    ],
-)
-def test_what_stands_around_the_tables(report: BuildReport, fields: dict[str, Any], told: str) -> None:
-    assert told in section(report, **fields)
-
-
-def test_a_model_that_cannot_write_says_why(report: BuildReport) -> None:
+def test_what_is_not_known_of_generation_is_said(report: BuildReport) -> None:
     reason = "routing.selection=topk: whether a token is among the k best depends on tokens after it"
     one = changed(report, generation=GenerationReport(reason=reason))
     assert section(one) == f"Token by token  not built: {reason}\n\n"
     assert "Token by token" not in render_text(changed(report, generation=None), "b")
+    text = section(report, quality=None, capacity={"2.expert0": 80})
+    assert "quality: not measured, there is no text here for this model's vocabulary\n" in text
+    assert "prompt and answer; no routed layers\n" in text
 
 
-def test_a_row_that_failed_stands_with_its_reasons(report: BuildReport) -> None:
+def test_what_failed_or_differs_of_generation_is_said(report: BuildReport) -> None:
+    generation = report.generation
+    assert generation is not None
+    assert generation.quality is not None
     *rest, last = report.parity
     bad = changed(last, passed=False, reasons=("text: error \x1b[2J 0.3", "kl 2 above 1e-06"))
-    text = section(changed(report, parity=(*rest, bad)))
+    first, *others = generation.texts
+    text = section(
+        changed(report, parity=(*rest, bad)),
+        texts=(changed(first, identical=3, first_difference=17), *others),
+        quality=changed(generation.quality, overflow={"1": 0, "3": 0}),
+    )
     assert line(text, "ort-cpu  b8s512").split()[3] == "FAIL"
     assert line(text, "ort-cpu  b1s512").split()[3] == "pass"
-    assert "  - ort-cpu decode b8s512 float32 dense: text: error \\x1b[2J 0.3\n" in text
-    assert "  - ort-cpu decode b8s512 float32 dense: kl 2 above 1e-06\n" in text
-
-
-def test_texts_that_are_not_pytorchs_and_overflow_are_said(report: BuildReport) -> None:
-    assert report.generation is not None
-    assert report.generation.quality is not None
-    first, *rest = report.generation.texts
-    quality = changed(report.generation.quality, overflow={"1": 0, "3": 0})
-    text = section(report, texts=(changed(first, identical=3, first_difference=17), *rest), quality=quality)
+    for told in (
+        "  - ort-cpu decode b8s512 float32 dense: text: error \\x1b[2J 0.3\n",
+        "  - ort-cpu decode b8s512 float32 dense: kl 2 above 1e-06\n",
+        "mod: 1 of 4 texts differ from PyTorch's, the first from new token 17 on\n",
+        "every token that wanted a slot found one\n",
+    ):
+        assert told in text
     assert "7 of 8" in line(text, "ort-cpu  b1s512")
-    assert "mod: 1 of 4 texts differ from PyTorch's, the first from new token 17 on\n" in text
-    assert "every token that wanted a slot found one\n" in text
 
 
 @pytest.mark.parametrize(
@@ -310,8 +305,7 @@ def test_bench_says_what_failed_and_why(failed_report: BuildReport) -> None:
     ]  # fmt: skip
 
 
-def test_lines_are_never_wrapped_and_end_without_blanks(report: BuildReport) -> None:
-    """A log has no width."""
+def test_lines_of_a_log_are_never_wrapped_and_end_without_blanks(report: BuildReport) -> None:
     row = parity_row(target="tensorrt-rtx graph with a name that is rather long, " * 5 + "end")
     assert report.generation is not None
     texts = render_validation([], [row], [], report.generation.texts, [], PASSED).splitlines()
