@@ -11,7 +11,7 @@ from mod_export.results.base import PairRow
 from mod_export.results.generation import DecodeRow, FirstTokenRow, GenerationReport, TextsRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
-from mod_export.results.report import Artifact, BuildReport
+from mod_export.results.report import Artifact, BuildReport, Target
 from mod_export.types import Bucket, ModelKind, Role, Setting
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Found",
     "Gains",
     "Sampling",
-    "Untried",
     "agreement_by_input",
     "deployments",
     "gains",
@@ -184,24 +183,15 @@ def samplings(report: BuildReport) -> tuple[Sampling, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Untried:
-    """A target without results on this machine. `built` says whether the build folder has engines for it."""
-
-    target: str
-    reason: str
-    built: bool
-
-
-def untried_targets(report: BuildReport) -> tuple[Untried, ...]:
-    """Targets that did not run here: built ones first."""
-    built = {artifact.target for artifact in report.artifacts if artifact.kind == "engine"}
-    untried = [
-        Untried(target=target.target, reason=target.reason, built=target.target in built)
-        for target in report.targets
-        if not target.ran
-    ]
-    return tuple(sorted(untried, key=lambda target: not target.built))
+def untried_targets(report: BuildReport) -> dict[str, list[Target]]:
+    """Targets that did not run here: those that the build folder has engines for, and those that were `not built`."""
+    engines = {artifact.target for artifact in report.artifacts if artifact.kind == "engine"}
+    untried = [target for target in report.targets if not target.ran]
+    found = {
+        "built": [target for target in untried if target.target in engines],
+        "not built": [target for target in untried if target.target not in engines],
+    }
+    return {state: targets for state, targets in found.items() if targets}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
