@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mod_export.benchmark import roofline as module
-from mod_export.benchmark.roofline import Rate, cached_roofline, gemm_rate, one_operator, stream_rate
+from mod_export.benchmark.roofline import Rate, cache_file, cached_roofline, gemm_rate, one_operator, stream_rate
 from mod_export.results.cost import Roofline
 
 MACHINE = {"cpu": "a processor", "logical_cores": 2}
@@ -93,6 +93,13 @@ def test_what_a_busy_machine_gave_is_not_kept(cache: Path, monkeypatch: pytest.M
         monkeypatch.setattr(module, "MOST_OTHERS", -1.0)
     assert found().method.endswith("; the machine was busy, so both may be too low")
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("base", ["", "relative/path"])
+def test_the_cache_is_in_the_home_folder_by_default(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    assert cache_file() == tmp_path / ".cache/mod-export/roofline.json"
 
 
 def test_what_is_installed_measures(monkeypatch: pytest.MonkeyPatch) -> None:
