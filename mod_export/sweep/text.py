@@ -66,7 +66,7 @@ class SweepProgress:
         state = "failed" if entry.failed else "gate failed" if entry.missed else "measured"
         result = ", ".join(f"{row.dtype} {interval_text(row.speedup)}" for row in entry.measured)
         result = result or textwrap.shorten(entry.error or "", SHOWN_CHARACTERS, placeholder=" ...")
-        self._say(f"* {count:>7}  {entry.name:<28}{state:<12}{entry.seconds:>8.1f} s  {printable(result)}".rstrip())
+        self._say(f"* {count:>7}  {entry.name:<26}  {state:<12}{entry.seconds:>8.1f} s  {printable(result)}".rstrip())
         if self._verbosity > 0:
             self._say(f"    {self._folder}/cells/{entry.name}.log")
 
