@@ -113,10 +113,10 @@ def measure_steps(
     """Times steps at positions spread over texts, as much of them as a prompt bucket holds.
 
     Args:
-        found: the engines that read and write.
-        pair: the decode engines of both models.
+        found: the engines that read.
+        pair: those that write, of both models.
         ids_BS: the texts, int64, one for each row of the bucket.
-        sites: routing sites of each model.
+        sites: of each model.
         least: what a step of each model has to read.
         bandwidth_gbs: 1e9 bytes a second between this machine's processor and memory, if it is known.
 

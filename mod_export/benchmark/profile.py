@@ -104,13 +104,7 @@ def profile_engine(
 
 
 def rooflines_of(engines: Sequence[Engine], machine: Mapping[str, Any], config: BuildConfig) -> dict[DType, Roofline]:
-    """The roofline that bounds engines of each dtype here, measured at most once.
-
-    Args:
-        engines: those that run here.
-        machine: as `environment.describe_machine` says.
-        config: the resolved configuration.
-    """
+    """The roofline of each dtype of `engines` that can be profiled here, each measured at most once."""
     dtypes = dict.fromkeys(engine.dtype for engine in engines if can_profile(engine))
     found = {
         dtype: cached_roofline(machine, dtype, config.latency.threads, measure_again=config.cost.measure_again)

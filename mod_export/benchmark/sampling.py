@@ -37,12 +37,7 @@ RUNS_PER_ROUND = 2
 
 
 class Rounds:
-    """Runs rounds and keeps every sample.
-
-    Args:
-        runs: one for each engine: what is timed.
-        seed: of the run order.
-    """
+    """Runs rounds of `runs`, one for each engine, in an order that is drawn with `seed`, and keeps every sample."""
 
     def __init__(self, runs: Sequence[Callable[[], object]], seed: int) -> None:
         self._runs, self._seed = runs, seed

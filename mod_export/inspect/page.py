@@ -6,6 +6,7 @@ import json
 
 from markupsafe import Markup
 
+from mod_export.benchmark.model_parts import NODE_PARTS
 from mod_export.inspect.layers import (
     Layers,
     flops_of,
@@ -17,7 +18,6 @@ from mod_export.inspect.layers import (
 )
 from mod_export.inspect.routed_text import RoutedText
 from mod_export.report.charts import (
-    COLOURED_PARTS,
     Lane,
     axis_from_zero,
     html,
@@ -95,6 +95,6 @@ def flops_chart(layers: Layers) -> Markup:
 
 def _parts(row: LayerCost, size: float) -> list[tuple[str, float]]:
     """In units of `size` FLOPs; parts with a colour of their own first."""
-    others = [part for part in row.flops if part not in COLOURED_PARTS]
-    ordered = [*(part for part in COLOURED_PARTS if part in row.flops), *others]
+    others = [part for part in row.flops if part not in NODE_PARTS]
+    ordered = [*(part for part in NODE_PARTS if part in row.flops), *others]
     return [(part, row.flops[part] / size) for part in ordered]

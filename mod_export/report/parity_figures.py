@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from mod_export.report.charts import (
     CURSOR,
+    HALF,
     NAMES,
     Lane,
     axis_from_zero,
@@ -41,8 +42,6 @@ __all__ = [
     "token_maps",
 ]
 
-HALF = 50.0
-"""Percent."""
 MOST_TOKENS = 512
 """Tokens that are shown; the others stand in report.json."""
 SHADES = 4

@@ -143,8 +143,7 @@ def _attention_bytes(model: ir.Model) -> int:
     sizes = [0]
     for node in model.graph:
         if node.op_type == "Attention" and node.inputs[0] is not None and node.inputs[0].shape is not None:
-            scores, _ = attention_sizes(node, "attention")
-            sizes.append(2 * 4 * scores)
+            sizes.append(2 * 4 * attention_sizes(node, "attention").scores)
     return max(sizes)
 
 

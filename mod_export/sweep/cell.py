@@ -96,11 +96,8 @@ def log_of(job: CellJob) -> Path:
 
 
 def finished_cell(job: CellJob, *, here: bool) -> CellEntry | None:
-    """The row of an earlier run, if it was measured from the same and its report is whole.
-
-    Args:
-        job: of the cell.
-        here: whether only rows of this machine count. On a cluster there is no knowing which node would measure it.
+    """The row of an earlier run, if it was measured from the same and its report is whole. `here`: only rows of this
+    machine count; on a cluster there is no knowing which node would measure it.
     """
     entry = _row(job)
     if entry is None or entry.status != "measured" or (here and entry.machine != machine_name()):

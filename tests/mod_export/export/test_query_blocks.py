@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from small_graphs import attention, make_spec, op_types, parsed, portable_graph, random_feeds, run
 
-from mod_export.benchmark.cost import attention_sizes, needed_scores
+from mod_export.benchmark.cost import attention_sizes
 from mod_export.export.passes import query_blocks, run_passes
 from mod_export.export.passes.query_blocks import QueryBlocks, splittable_tokens
 from mod_export.types import Dialect
@@ -22,7 +22,7 @@ def blocks(**sizes: int) -> Dialect:
 
 
 def scores_of(model: ir.Model) -> int:
-    return sum(attention_sizes(node, "")[0] for node in model.graph if node.op_type == "Attention")
+    return sum(attention_sizes(node, "").scores for node in model.graph if node.op_type == "Attention")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch, attributes: str
 def test_only_scores_that_can_be_seen_and_the_rest_of_a_block_are_computed() -> None:
     model = attention(1, 2, 1, 64, 4)
     whole = scores_of(model)
-    needed = needed_scores(model.graph[0], "")
+    needed = attention_sizes(model.graph[0], "").needed
     QueryBlocks().run(model, blocks(T64=16), "float32")
     assert (whole, needed, scores_of(model)) == (2 * 64 * 64, 64 * 65, 2 * 64 * (64 + 16) // 2)
 
