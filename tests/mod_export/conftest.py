@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,9 @@ from command_line import FAST_TOML, FEW_SAMPLES
 from headless_chromium import BROWSER, NAMES, Chromium
 from writing import WRITING_TOML, writing_checkpoint
 
+from mod_export.benchmark import roofline
 from mod_export.config import BuildConfig, config_from_toml
+from mod_export.environment import describe_machine
 from mod_export.pipeline import build
 from mod_export.sources.checkpoint import Model, model_from_checkpoint
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
@@ -86,6 +89,19 @@ def _once(folder: Path, make: Callable[[], object]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def _roofline(shared_folder: Path) -> None:
+    """Measures it once, and keeps it although other tests run beside: every build would measure it again."""
+
+    def make() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(roofline, "MOST_OTHERS", math.inf)
+            patch.setattr(roofline, "STEADY", math.inf)
+            roofline.cached_roofline(describe_machine(), "float32", 1)
+
+    _once(shared_folder / "cache", make)
+
+
+@pytest.fixture(scope="session")
 def checkpoint(shared_folder: Path) -> Path:
     """TINY with initial weights."""
     path = shared_folder / "checkpoints" / "tiny.pt"
@@ -99,7 +115,7 @@ def model(checkpoint: Path) -> Model:
 
 
 @pytest.fixture(scope="session")
-def built(shared_folder: Path, checkpoint: Path, config: BuildConfig) -> Path:
+def built(shared_folder: Path, _roofline: None, checkpoint: Path, config: BuildConfig) -> Path:
     """A finished build folder, to be read only; `built_copy` is for tests that change it."""
     root = shared_folder / "tiny" / "built"
     _once(root.parent, lambda: build(checkpoint, config, root, None, Silent(), "mod-export build tiny.pt"))
@@ -113,7 +129,7 @@ def built_copy(built: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_folder(shared_folder: Path) -> Path:
+def small_folder(shared_folder: Path, _roofline: None) -> Path:
     """Holds the checkpoint `small.pt`, its configuration `small.toml`, and its build, to be read only: two layers, the
     second routed, and one bucket, for tests that run whole commands.
     """

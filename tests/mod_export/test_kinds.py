@@ -1,4 +1,7 @@
-"""Every kind of model through the whole pipeline: parity, plans of TensorRT-RTX, and what a user runs."""
+"""Every kind of model through the whole pipeline: parity, plans of TensorRT-RTX, and what a user runs.
+
+A build takes long, so where several declarations do not touch each other one model has them all.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import pytest
 import torch
 from build_folders import Silent
 from observing import observed
-from tiny_models import distinct_ids, lively_checkpoint
-from variants import VARIANTS
+from tiny_models import distinct_ids, lively_checkpoint, make_spec
+from variants import VARIANTS, experts
 
 import mod_export
 from mod_export.build_folder.manifest import open_folder
@@ -19,7 +22,7 @@ from mod_export.engines import ENGINES
 from mod_export.pipeline import build
 from mod_export.results.report import BuildReport
 from mod_models.checkpoint import save_checkpoint
-from mod_models.spec import ModelSpec
+from mod_models.spec import EveryNth, ModelSpec
 
 BUCKET = (2, 16)
 LENGTHS = np.array([12, 7])
@@ -42,13 +45,27 @@ def config_of(config: BuildConfig) -> BuildConfig:
 
 FAST = "staged MoDE, threshold"
 """What `make test` builds: routed by thresholds, and among experts; the model that writes text has predictors."""
+KINDS: dict[str, ModelSpec] = {
+    **{
+        name: VARIANTS[name]
+        for name in (
+            FAST, "dense", "random", "MLP routed", "routed apart", "routed apart by predictors",
+            "experts, expert choice", "staged MoDE", "staged MoDE, expert choice", "integrated MoDE",
+            "integrated MoDE, expert choice", "early exit with experts",
+        )
+    },
+    "stochastic, absolute": make_spec(router="noise", noise_seed=5, capacity_rule="absolute", capacity=3),
+    "attention routed by thresholds": make_spec(parts="attention", selection="threshold", gate="sigmoid"),
+    "FFN gated, schedule, protected blocks": make_spec(
+        combine="ffn_gated", capacity=(0.25, 0.6), n_layers=4, layers=EveryNth(every=1, offset=0, skip_first=1, skip_last=1)
+    ),
+    "experts, token choice, two of a token": make_spec(routing=None, experts=experts(capacity_factor=1.0, top_k=2)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in KINDS])
 def test_a_kind_of_model(name: str, config: BuildConfig, tmp_path: Path) -> None:
-    spec = VARIANTS[name]
+    spec = KINDS[name]
     save_checkpoint(tmp_path / "kind.pt", lively_checkpoint(spec))
     root = tmp_path / "build"
     report = build(tmp_path / "kind.pt", config_of(config), root, None, Silent(), "mod-export build kind.pt")

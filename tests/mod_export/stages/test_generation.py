@@ -218,16 +218,16 @@ def check_what_is_skipped(report: BuildReport) -> None:
 
 @pytest.mark.slow
 def test_fair_slots_are_judged_in_turns_and_counted(
-    writing_folder: Path, writing_config: BuildConfig, tmp_path: Path
+    writing_folder: Path, writing_config: BuildConfig, written_copy: Path
 ) -> None:
     config = with_options(writing_config, slots="fair", batches=(4,), prompts=(16,))
-    report = build(writing_folder / "writing.pt", config, tmp_path / "fair", None, Silent(), "test")
+    report = build(writing_folder / "writing.pt", config, written_copy, None, Silent(), "test")
     assert report.generation is not None
     assert report.generation.slots == "fair"
     assert [row.reasons for row in report.parity if not row.passed] == []
     assert {(row.texts, row.identical) for row in report.generation.texts} == {(2, 2)}
     prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 256, 4, 9, 0).tolist()
-    with load_generator(tmp_path / "fair") as generator:
+    with load_generator(written_copy) as generator:
         together = generator.generate(prompts, 30)
         alone = [generator.generate([prompt], 30)[0] for prompt in prompts]
     # Two of four rows run in a layer at most: some tokens skip it that would have run alone.
@@ -246,11 +246,12 @@ def with_plans(config: BuildConfig) -> BuildConfig:
 
 @pytest.mark.slow
 def test_plans_are_built_and_their_graphs_judged(
-    writing_folder: Path, writing_config: BuildConfig, tmp_path: Path
+    writing_folder: Path, writing_config: BuildConfig, written_copy: Path
 ) -> None:
+    """Beside the engines of a finished folder, from its graphs."""
     if not ENGINES["tensorrt-rtx"].availability().builds:
         pytest.fail("CI installs tensorrt-rtx, whose builder needs no GPU")
-    root = tmp_path / "plans"
+    root = written_copy
     report = build(writing_folder / "writing.pt", with_plans(writing_config), root, None, Silent(), "test")
     assert report.verdict.status == "pass"
     check_files(root)
