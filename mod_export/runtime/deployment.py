@@ -8,15 +8,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from mod_export.build_folder.files import verify_files, verify_sizes
+from mod_export.build_folder.files import verify_files
 from mod_export.build_folder.manifest import Manifest, open_folder
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
@@ -154,8 +154,9 @@ class Deployment:
         self._engines = {engine.bucket: engine for engine in engines}
         self.buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
         self._unread = manifest.entries(path for engine in engines for path in engine.files)
-        verify_sizes(root, self._unread)
+        verify_files(root, self._unread, read=False)
         self._opening = threading.Lock()
+        self._opened = contextlib.ExitStack()
         self._runners: dict[Bucket, Runner] = {}
 
     def bucket_for(self, batch: int, seq: int) -> Bucket:
@@ -216,12 +217,9 @@ class Deployment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for runner in self._runners.values():
-            runner.__exit__(kind, error, trace)
+    def __exit__(self, *exc: object) -> None:
         self._runners.clear()
+        self._opened.close()
 
     def _runner(self, bucket: Bucket) -> Runner:
         if bucket not in self._runners:
@@ -231,16 +229,12 @@ class Deployment:
                     for path in self._unread.keys() & set(engine.files):
                         verify_files(self._root, {path: self._unread[path]})
                         del self._unread[path]
-                    self._runners[bucket] = ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
+                    runner = ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
+                    self._runners[bucket] = self._opened.enter_context(runner)
         return self._runners[bucket]
 
 
 def _checked(lengths_B: np.ndarray, rows: int, seq: int) -> np.ndarray:
-    """The lengths of the rows, as an array.
-
-    Raises:
-        UsageError: not one length for each row, or not from 1 to `seq`.
-    """
     lengths_B = np.asarray(lengths_B)
     whole = lengths_B.shape == (rows,) and lengths_B.dtype.kind in "iu"
     if not whole or lengths_B.min() < 1 or lengths_B.max() > seq:

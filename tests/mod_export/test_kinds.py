@@ -57,7 +57,8 @@ KINDS: dict[str, ModelSpec] = {
     "stochastic, absolute": make_spec(router="noise", noise_seed=5, capacity_rule="absolute", capacity=3),
     "attention routed by thresholds": make_spec(parts="attention", selection="threshold", gate="sigmoid"),
     "FFN gated, schedule, protected blocks": make_spec(
-        combine="ffn_gated", capacity=(0.25, 0.6), n_layers=4, layers=EveryNth(every=1, offset=0, skip_first=1, skip_last=1)
+        combine="ffn_gated", capacity=(0.25, 0.6), n_layers=4,
+        layers=EveryNth(every=1, offset=0, skip_first=1, skip_last=1),
     ),
     "experts, token choice, two of a token": make_spec(routing=None, experts=experts(capacity_factor=1.0, top_k=2)),
 }  # fmt: skip

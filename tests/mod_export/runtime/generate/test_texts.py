@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -235,14 +234,3 @@ def test_what_might_begin_a_stop_is_held_back_and_shown_at_the_end() -> None:
     assert [stopping.feed(piece) for piece in ("a <", "|e", "x<|", "end")] == ["a ", "", "<|ex", ""]
     assert stopping.close() == "<|end"
     assert stopping.stopped is None
-
-
-def test_stops_that_are_none() -> None:
-    wrong: list[tuple[Any, str]] = [
-        (["a", ""], "^stop: got '', expected a string of at least one character; leave it out$"),
-        ([b"a"], "^stop: got b'a', expected a string of at least one character; leave it out$"),
-        ("end", r"^stop: got the string 'end', expected a list of strings; write \['end'\]$"),
-    ]
-    for stops, expected in wrong:
-        with pytest.raises(UsageError, match=expected):
-            StopText(stops)
