@@ -57,17 +57,10 @@ def runnable_engines(
 def served_engines(
     folder: Path, manifest: Manifest, model: ModelKind, target: str | None, dtype: str | None, *, texts: bool = False
 ) -> list[Engine]:
-    """Engines of one model, target and dtype that run here and met their gates.
+    """Engines of one model, target and dtype that run here and met their gates, and read whole rows or write `texts`.
 
-    There is no fallback to another dtype where a gate was missed: the user has to name it.
-
-    Args:
-        folder: the build folder.
-        manifest: of it.
-        model: whose engines.
-        target: an engine family; None is the first that runs here.
-        dtype: None is the first built.
-        texts: whether they write text, and not read whole rows.
+    No target is the first that runs here, no dtype the first built. There is no fallback to another dtype where a gate
+    was missed: the user has to name it.
 
     Raises:
         UsageError: there is no engine of this model.
@@ -102,7 +95,7 @@ def load(
     """Opens a build folder for inference.
 
     Args:
-        root: the build folder.
+        root: the folder.
         target: an engine family; None is the first in the folder that runs on this machine.
         dtype: of the engine; None is the first built.
         model: `mod`, or `dense` for the dense baseline.
@@ -121,11 +114,7 @@ def load(
 
 
 def threads_to_use(threads: int | None) -> int:
-    """The given number of threads; for None, every physical core that this process may use.
-
-    Raises:
-        UsageError: the number is negative.
-    """
+    """Every physical core that this process may use for None; a UsageError for a negative number."""
     if threads is not None and threads < 0:
         raise UsageError(f"threads: expected 1 or more, or 0 for the library's own choice, got {threads}")
     return usable_cores() if threads is None else threads

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from build_folders import Silent
+from build_folders import Silent, once
 from command_line import FAST_TOML, FEW_SAMPLES
 from headless_chromium import BROWSER, NAMES, Chromium
 from writing import WRITING_TOML, writing_checkpoint
@@ -77,17 +76,6 @@ def config(config_file: Path) -> BuildConfig:
     return config_from_toml(config_file)
 
 
-def _once(folder: Path, make: Callable[[], object]) -> Path:
-    """A folder that is made by the first worker that needs it; the others wait for it."""
-    folder.mkdir(exist_ok=True)
-    with (folder / ".once").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not lock.tell():
-            make()
-            lock.write("made")
-    return folder
-
-
 @pytest.fixture(scope="session")
 def _roofline(shared_folder: Path) -> None:
     """Measures it once, and keeps it although other tests run beside: every build would measure it again."""
@@ -98,14 +86,14 @@ def _roofline(shared_folder: Path) -> None:
             patch.setattr(roofline, "STEADY", math.inf)
             roofline.cached_roofline(describe_machine(), "float32", 1)
 
-    _once(shared_folder / "cache", make)
+    once(shared_folder / "cache", make)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(shared_folder: Path) -> Path:
     """TINY with initial weights."""
     path = shared_folder / "checkpoints" / "tiny.pt"
-    _once(path.parent, lambda: save_checkpoint(path, random_checkpoint(TINY, 0)))
+    once(path.parent, lambda: save_checkpoint(path, random_checkpoint(TINY, 0)))
     return path
 
 
@@ -118,7 +106,7 @@ def model(checkpoint: Path) -> Model:
 def built(shared_folder: Path, _roofline: None, checkpoint: Path, config: BuildConfig) -> Path:
     """A finished build folder, to be read only; `built_copy` is for tests that change it."""
     root = shared_folder / "tiny" / "built"
-    _once(root.parent, lambda: build(checkpoint, config, root, None, Silent(), "mod-export build tiny.pt"))
+    once(root.parent, lambda: build(checkpoint, config, root, None, Silent(), "mod-export build tiny.pt"))
     return root
 
 
@@ -141,7 +129,7 @@ def small_folder(shared_folder: Path, _roofline: None) -> Path:
         config = config_from_toml(folder / "small.toml")
         build(folder / "small.pt", config, folder / "build", None, Silent(), "mod-export build small.pt")
 
-    return _once(folder, make)
+    return once(folder, make)
 
 
 @pytest.fixture(scope="session")
@@ -167,7 +155,7 @@ def writing_folder(shared_folder: Path) -> Path:
         report = build(folder / "writing.pt", config, folder / "build", None, Silent(), "mod-export build")
         assert report.verdict.status == "pass", report.verdict.reasons
 
-    return _once(folder, make)
+    return once(folder, make)
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,12 @@ A build takes long, so where several declarations do not touch each other one mo
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from build_folders import Silent
+from build_folders import Silent, changed
 from observing import observed
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
 from variants import VARIANTS, experts
@@ -30,17 +31,9 @@ RTX = ENGINES["tensorrt-rtx"].availability()
 
 
 def config_of(config: BuildConfig) -> BuildConfig:
-    options = config.target.tensorrt_rtx.model_copy(update={"architectures": ("sm89",), "dtypes": ("float16",)})
-    targets = ("ort-cpu", "tensorrt-rtx") if RTX.builds else ("ort-cpu",)
-    return config.model_copy(
-        update={
-            "buckets": (BUCKET,),
-            "targets": targets,
-            "target": config.target.model_copy(update={"tensorrt_rtx": options}),
-            "cost": config.cost.model_copy(update={"profile_runs": 0}),
-            "generation": config.generation.model_copy(update={"build": "never"}),
-        }
-    )
+    added: dict[str, Any] = {"targets": ["ort-cpu", "tensorrt-rtx"]} if RTX.builds else {}
+    rtx = {"target/tensorrt-rtx/architectures": ["sm89"], "target/tensorrt-rtx/dtypes": ["float16"]}
+    return changed(config, {"buckets": [BUCKET], "cost/profile_runs": 0, "generation/build": "never", **rtx, **added})
 
 
 FAST = "staged MoDE, threshold"

@@ -45,13 +45,7 @@ def load_generator(
 ) -> Generator:
     """Opens a build folder for writing text.
 
-    Args:
-        root: the build folder.
-        target: an engine family; None is the first that can run here.
-        dtype: of the engines; None is the first built.
-        model: `mod`, or `dense` for the dense baseline.
-        threads: of a CPU engine inside one operator; None is every physical core that this process may use
-            (`environment.usable_cores`), 0 is the library's own choice.
+    The arguments are those of `load`.
 
     Raises:
         BuildFolderError: not a complete build folder, or a damaged file.

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from build_folders import Silent, check_files, steps_of
+from build_folders import Silent, changed, check_files, steps_of
 from command_line import FEW_SAMPLES
 from generating import GENERATING, WINDOW
 from observing import observed
@@ -47,8 +47,7 @@ SPEED = steps("decode", ["b1s48-float32", "b3s48-float32"])
 
 
 def with_options(config: BuildConfig, **options: Any) -> BuildConfig:
-    generation = config.generation.model_copy(update=options)
-    return config.model_copy(update={"generation": generation})
+    return changed(config, {f"generation/{name}": value for name, value in options.items()})
 
 
 def test_every_file_is_listed(written: Path) -> None:
@@ -238,10 +237,9 @@ TARGETS = ("ort-cpu", "tensorrt-rtx")
 
 
 def with_plans(config: BuildConfig) -> BuildConfig:
-    options = config.target.tensorrt_rtx.model_copy(update={"architectures": ("sm89",), "dtypes": ("float16",)})
-    target = config.target.model_copy(update={"tensorrt_rtx": options})
+    rtx = {"target/tensorrt-rtx/architectures": ["sm89"], "target/tensorrt-rtx/dtypes": ["float16"]}
     config = with_options(config, targets=TARGETS, prompts=(16,), batches=(3,), compared_texts=0)
-    return config.model_copy(update={"targets": TARGETS, "target": target})
+    return changed(config, {"targets": TARGETS, **rtx})
 
 
 @pytest.mark.slow
