@@ -314,7 +314,8 @@ class BuildConfig(_Section):
         Raises:
             ConfigError: a bucket is longer than the model has positions for.
         """
-        pairs = self.buckets or tuple((1, s) for s in _default_lengths(max_positions))
+        longest = min(512, 2 ** (max_positions.bit_length() - 1))
+        pairs = self.buckets or ((1, min(128, longest)), (1, longest))
         problems = [
             f"buckets: {batch} x {seq} is longer than the model's {max_positions} positions; shorten it or drop it"
             for batch, seq in pairs
@@ -323,11 +324,6 @@ class BuildConfig(_Section):
         if problems:
             raise ConfigError(problems)
         return tuple(sorted({Bucket(batch, seq) for batch, seq in pairs}))
-
-
-def _default_lengths(max_positions: int) -> tuple[int, ...]:
-    longest = min(512, 2 ** (max_positions.bit_length() - 1))
-    return tuple(sorted({min(128, longest), longest}))
 
 
 def _tuples_from_lists(value: Any) -> Any:

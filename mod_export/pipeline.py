@@ -99,7 +99,6 @@ def build(
 
 
 def _keep_tokenizer(context: BuildContext) -> None:
-    """A copy of the tokenizer's file, if the model has one."""
     path = context.plan.tokenizer
     if isinstance(path, Path):
         data = path.read_bytes()

@@ -73,7 +73,6 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
 
 
 def _exit_code(function: Callable[..., int], *, verbosity: int, **arguments: Any) -> int:
-    """Runs a command and says on stderr what went wrong."""
     try:
         code = function(verbosity=verbosity, **arguments)
         sys.stdout.flush()

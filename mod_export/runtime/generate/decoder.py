@@ -44,11 +44,6 @@ class Kept:
     overflow_N: np.ndarray | None
     logits_V: np.ndarray
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(row.nbytes for row in self.rows.values())
-
 
 class Prompts:
     """Prefill engines of one row, by length: each reads a prompt of up to its own length."""
