@@ -41,7 +41,6 @@ def exported(module: Transformer, inputs: dict[str, Tensor], outputs: list[str],
             program, dynamo=True, opset_version=OPSET, custom_translation_table=TRANSLATIONS, verbose=False,
             input_names=list(inputs), output_names=[*outputs, *found.routed],
         )  # fmt: skip
-    assert converted is not None
     converted.save(str(path))
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)

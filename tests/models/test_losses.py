@@ -71,8 +71,6 @@ def test_predictors_see_what_the_router_sees(router_input: str) -> None:
     found = losses(model, rows)
     with torch.no_grad():
         x_BSD = model.embedding(rows[:, :-1])
-        assert isinstance(block, RoutedBlock)
-        assert isinstance(block.predictor, MlpRouter)
         logit_BS = block.predictor(block.attention_norm(x_BSD) if router_input == "normed" else x_BSD)
         _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
         chosen_BS = torch.zeros(2, 16).scatter(1, decided[0].index_BK, 1.0)

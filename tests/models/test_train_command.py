@@ -136,7 +136,6 @@ def running(tmp_path: Path, spec_file: Path) -> Iterator[tuple[subprocess.Popen[
 
 def test_interrupted_from_the_keyboard(running: tuple[subprocess.Popen[str], list[str]]) -> None:
     process, command = running
-    assert process.stdout is not None
     assert process.stdout.readline().startswith("step 5/100000000  loss ")
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)

@@ -93,7 +93,6 @@ def candidate(loaded: LoadedTransformer) -> Candidate:
 @pytest.fixture(scope="session")
 def _folder(tmp_path_factory: pytest.TempPathFactory, reference: Reference, candidate: Candidate) -> Path:
     root = tmp_path_factory.mktemp("folder")
-    assert candidate.graph is not None
     for path in (candidate.path, candidate.graph.path):
         (root / path).parent.mkdir(parents=True)
     write_weights(root / WEIGHTS, state_of(reference.module), "float32")

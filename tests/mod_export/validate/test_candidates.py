@@ -97,7 +97,6 @@ def test_without_onnx_runtime_no_graph_runs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_engines_and_graphs_are_opened_alike(folder: Path, candidate: Candidate, config: BuildConfig) -> None:
-    assert candidate.graph is not None
     alone = Candidate(
         setting=replace(candidate.setting, target="portable"), path=candidate.graph.path,
         weights=candidate.weights, graph=candidate.graph, engine=None,
@@ -117,7 +116,6 @@ def test_engines_and_graphs_are_opened_alike(folder: Path, candidate: Candidate,
 
 @pytest.mark.parametrize("engine", [True, False])
 def test_other_weights_must_be_weights(folder: Path, candidate: Candidate, config: BuildConfig, engine: bool) -> None:
-    assert candidate.graph is not None
     one = candidate if engine else Candidate(
         setting=replace(candidate.setting, target="portable"), path=candidate.graph.path,
         weights=candidate.weights, graph=candidate.graph, engine=None,

@@ -100,7 +100,6 @@ def change_engine(folder: Path, layer: int, op_type: str, factor: float) -> None
     model = ir.load(folder / ENGINE)
     node = [node for node in model.graph if node.op_type == op_type and module_of(node) == f"layers.{layer}"][-1]
     value = node.inputs[0]
-    assert value is not None
     writer = NodeWriter(model.graph, node, "fault")
     node.replace_input_with(0, writer.op("Mul", value, np.array(factor, np.float32)))
     (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
@@ -112,7 +111,6 @@ def test_an_engine_that_fails_is_told_where(
     change_engine(folder, 1, "MatMul", 1.01)
     row = parity_of(folder, candidate, reference, config, fresh)
     assert not row.passed
-    assert row.located is not None
     assert row.located.layer == "layers.1"
     assert row.located.operator.startswith("MatMul ")
     assert row.reasons[-1].startswith("differs first in layers.1, MatMul ")
@@ -124,7 +122,6 @@ def test_without_a_view_inside_it_is_told_by_depth(
 ) -> None:
     change_engine(folder, 1, "MatMul", 1.5)
     row = parity_of(folder, replace(candidate, graph=None), reference, config, fresh)
-    assert row.located is not None
     assert (row.located.layer, row.located.operator) == ("layers.1", None)
     assert row.reasons[-1] == "differs first in layers.1"
 
@@ -175,7 +172,6 @@ def test_an_engine_without_its_weights(
 def test_an_engine_of_a_target_that_is_not_here(
     folder: Path, candidate: Candidate, reference: Reference, config: BuildConfig, fresh: Fresh
 ) -> None:
-    assert candidate.engine is not None
     engine = replace(candidate.engine, target="tensorrt", path="engines/tensorrt/e.engine", weights=None)
     plan = replace(
         candidate,
@@ -311,11 +307,9 @@ def test_a_model_without_text_and_declarations_is_judged_too(
     causality = causality_of(folder, candidate, bare, config, 1e-4)
     assert (causality.causal, causality.declared) == (False, False)
     drawn = routing_map(bare, candidate.setting.bucket, batches_of(bare, candidate.setting.bucket, config))
-    assert drawn is not None
     assert drawn.tokens[0].isdecimal()
     change_engine(folder, 1, "MatMul", 1.01)
     found = parity_of(folder, candidate, bare, config, fresh)
-    assert found.located is not None
     assert found.located.layer == "layers.1"
 
 

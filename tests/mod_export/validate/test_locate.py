@@ -49,8 +49,6 @@ def nodes(model: ir.Model, layer: int, op_type: str) -> list[ir.Node]:
 def scaled(model: ir.Model, node: ir.Node, factor: float) -> None:
     """Multiplies what a node reads first."""
     value = node.inputs[0]
-    assert value is not None
-    assert value.dtype is not None
     writer = NodeWriter(model.graph, node, "fault")
     node.replace_input_with(0, writer.op("Mul", value, np.array(factor, np.float32)))
 
@@ -77,7 +75,6 @@ def scale(model: ir.Model) -> None:
 def longer_logits(model: ir.Model) -> None:
     logits = model.graph.outputs[0]
     last = logits.producer()
-    assert last is not None
     writer = NodeWriter(model.graph, last, "fault")
     last.replace_input_with(0, writer.op("Concat", *[last.inputs[0]] * 2, axis=1))
     logits.shape = None
@@ -99,11 +96,8 @@ def test_the_first_node_that_differs(
     found: Found, change: Change, layer: str, operator: str, least: float, most: float
 ) -> None:
     row = found(change)
-    assert row is not None
     assert (row.layer, row.allowed) == (layer, 0.0)
-    assert row.operator is not None
     assert re.match(operator, row.operator), row.operator
-    assert row.error is not None
     assert least < row.error < most
     assert str(row) == (
         f"differs first in {layer}, {row.operator}: differs by {row.error:.3g} from a fresh export, which should give "
@@ -124,10 +118,8 @@ def test_differences_without_a_number(folder: Path, batches: list[Batch]) -> Non
         (folder / ENGINE).write_bytes(sound)
         rows.append(locate_in_graph(folder, ENGINE, change_engine(folder, change), batches))
     nan, shape = rows
-    assert nan is not None
-    assert shape is not None
     assert nan.layer == "layers.0"
-    assert np.isnan(nan.error)  # type: ignore[arg-type]  # It was compared.
+    assert np.isnan(nan.error)
     assert (shape.layer, shape.error) == ("head", None)
     assert str(shape) == f"differs first in head, {shape.operator}"
 
@@ -143,14 +135,12 @@ def test_inputs_are_tried_in_turn_until_one_shows_it(folder: Path, batches: list
     full = [batch for batch in batches if batch.real_BS.all()]
     assert locate_in_graph(folder, ENGINE, fresh, full) is None
     row = locate_in_graph(folder, ENGINE, fresh, batches)
-    assert row is not None
     assert row.input == "padded"
 
 
 def test_many_values_are_compared_a_few_at_a_time(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locate, "AT_ONCE", 3)
     row = found(lambda model: scaled(model, nodes(model, 1, "MatMul")[-1], 1.5))
-    assert row is not None
     assert row.layer == "layers.1"
 
 
@@ -179,7 +169,6 @@ def by_depth(
     folder: Path, candidate: Candidate, reference: Reference, batches: list[Batch], config: BuildConfig
 ) -> Callable[[Change], Located | None]:
     def search(change: Change) -> Located | None:
-        assert candidate.engine is not None
         change_engine(folder, change)
         return locate_by_depth(folder, candidate.engine, reference, batches[:1], config)
 
@@ -189,15 +178,13 @@ def by_depth(
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_layer_with_which_the_fault_appears(by_depth: Found, layer: int) -> None:
     row = by_depth(lambda model: scaled(model, nodes(model, layer, "MatMul")[-1], 1.5))
-    assert row is not None
     assert (row.layer, row.operator, row.error) == (f"layers.{layer}", None, None)
     assert str(row) == f"differs first in layers.{layer}"
 
 
 def test_a_fault_outside_the_layers(by_depth: Found) -> None:
     # A node computes the logits: they are no input of the graph.
-    row = by_depth(lambda model: scaled(model, model.graph.outputs[0].producer(), 1.5))  # type: ignore[arg-type]
-    assert row is not None
+    row = by_depth(lambda model: scaled(model, model.graph.outputs[0].producer(), 1.5))
     assert row.layer == "the model outside its layers, or the same in all of them"
 
 
@@ -208,6 +195,5 @@ def test_a_fault_that_these_inputs_do_not_show(by_depth: Found) -> None:
 def test_an_engine_with_its_own_weights_cannot_be_asked(
     folder: Path, candidate: Candidate, reference: Reference, batches: list[Batch], config: BuildConfig
 ) -> None:
-    assert candidate.engine is not None
     plan = replace(candidate.engine, weights=None)
     assert locate_by_depth(folder, plan, reference, batches[:1], config) is None

@@ -35,8 +35,6 @@ def taking(model: ir.Model) -> list[ir.Node]:
 def put_before(model: ir.Model, node: ir.Node, index: int, op_type: str, array: np.ndarray) -> None:
     """Puts one operation with a constant between a node and its input."""
     value = node.inputs[index]
-    assert value is not None
-    assert value.dtype is not None
     writer = NodeWriter(model.graph, node, "fault")
     node.replace_input_with(index, writer.op(op_type, value, array.astype(np.float32)))
 
@@ -46,12 +44,10 @@ def test_a_sound_graph_passes(graph: ir.Model, row_of: Judge) -> None:
     assert row.passed, row.reasons
     assert row.inputs == ("padded", "random", "text", "ties")
     # The candidate rounds as the reference does.
-    assert row.rounding_error is not None
     assert 0 < row.rounding_error < 1e-5
     assert 0 < row.error.mean_abs < row.error.rms < row.error.max_abs < 4 * row.rounding_error
     assert row.next_token_agreement == 1.0
     assert 0 <= row.kl < 1e-9
-    assert row.text is not None
     assert row.text.tokens == 2 * 2 * 15
     assert row.text.perplexity > 1
 
@@ -66,7 +62,6 @@ def test_perplexity_is_the_models_own(
             log_p_BSV = logits_BSV - np.log(np.exp(logits_BSV).sum(-1, keepdims=True))
             nll += [-log_p_BSV[b, s - 1, batch.ids_BS[b, s]] for b in range(len(log_p_BSV)) for s in range(1, 16)]
     text = row_of(graph).text
-    assert text is not None
     assert math.isclose(text.reference_perplexity, math.exp(np.mean(nll)), rel_tol=1e-9)
     assert math.isclose(text.perplexity, text.reference_perplexity, rel_tol=1e-5)
 
@@ -128,7 +123,6 @@ def swap(one: str, other: str) -> Change:
         arrays = {name: constant_array(model.graph.initializers[name]) for name in (one, other)}
         for name, source in ((one, other), (other, one)):
             array = arrays[source]
-            assert array is not None
             model.graph.initializers[name].const_value = ir.tensor(array.copy(), name=name)
 
     return change
@@ -148,7 +142,6 @@ def outside(model: ir.Model) -> None:
 
 def not_numbers(model: ir.Model) -> None:
     last = model.graph.outputs[0].producer()
-    assert last is not None
     put_before(model, last, 0, "Mul", np.array([np.nan]))
 
 
@@ -226,7 +219,6 @@ def test_a_fault_is_named(
 
 
 def test_one_slot_too_few_is_named_with_its_layer(row_of: Judge, spec: ModelSpec) -> None:
-    assert spec.routing is not None
     fewer = portable_graph(replace(spec, routing=replace(spec.routing, capacity=0.2)), 2, 16)
     row = row_of(fewer)
     assert not row.passed

@@ -61,7 +61,6 @@ def test_float64_says_what_float32_rounds_away(reference: Reference, batches: li
     for batch in batches:
         free = reference.free(batch)
         exact = reference.exact(batch, free.routed)
-        assert exact is not None
         assert exact.logits_BSV.dtype == exact.judged[0].score_BS.dtype == np.float64
         error = np.abs(exact.logits_BSV - free.logits_BSV)[batch.real_BS]
         assert 1e-8 < error.max() < 1e-5
@@ -77,7 +76,6 @@ def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Bat
     batch = batches[0]
     free = reference.free(batch)
     exact = reference.exact(batch, free.routed)
-    assert exact is not None
     runs = [free, *reference.shaken(batch, free.routed)]
     assert len(runs) == 3
     errors = [np.abs(run.logits_BSV - exact.logits_BSV)[batch.real_BS].max() for run in runs]
@@ -133,7 +131,6 @@ def test_weights_are_replaced_and_put_back_nowhere(reference: Reference, batches
     found = other.free(batch)
     assert not np.array_equal(found.logits_BSV, before)
     exact = other.exact(batch, found.routed)
-    assert exact is not None
     np.testing.assert_allclose(exact.logits_BSV[batch.real_BS], found.logits_BSV[batch.real_BS], atol=1e-5)
     np.testing.assert_array_equal(reference.with_weights({}).free(batch).logits_BSV, before)
 
@@ -168,7 +165,6 @@ def test_a_map_shows_which_token_went_through_which_layer(
     reference: Reference, bucket: Bucket, batches: list[Batch]
 ) -> None:
     found = routing_map(reference, bucket, batches)
-    assert found is not None
     (text, *_) = [batch for batch in batches if batch.kind == "text"]
     assert found.bucket == "b2s16"
     assert "".join(found.tokens).encode("latin-1") == bytes(text.ids_BS[0].astype(np.uint8))
@@ -186,7 +182,6 @@ def test_tokens_that_are_no_text_are_shown_as_numbers(
 ) -> None:
     others = [batch for batch in batches if batch.kind != "text"]
     found = routing_map(reference, bucket, others)
-    assert found is not None
     assert found.tokens == tuple(map(str, others[0].ids_BS[0]))
 
 

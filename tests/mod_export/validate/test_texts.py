@@ -45,7 +45,7 @@ def reference(writer: GeneratingModel) -> Reference:
 
 def engine_of(role: str, bucket: Bucket) -> Engine:
     return Engine(
-        target="ort-cpu", model="mod", bucket=bucket, dtype="float32", role=role,  # type: ignore[arg-type]
+        target="ort-cpu", model="mod", bucket=bucket, dtype="float32", role=role,
         path=f"engines/ort-cpu/mod-{role}-{bucket.name}-float32.onnx", weights="graphs/weights-float32.data",
     )  # fmt: skip
 
@@ -252,7 +252,7 @@ class RowsOfOthers(Decoder):
     """Mixes up whose cache is whose."""
 
     def put(self, row: int, kept: object) -> None:
-        super().put((row + 1) % self.batch, kept)  # type: ignore[arg-type]
+        super().put((row + 1) % self.batch, kept)
 
 
 class Forgetful(Decoder):
@@ -260,7 +260,7 @@ class Forgetful(Decoder):
 
     def put(self, row: int, kept: object) -> None:
         counts_N = self.cache["counts"][row].copy()
-        super().put(row, kept)  # type: ignore[arg-type]
+        super().put(row, kept)
         self.cache["counts"][row] = np.maximum(counts_N, self.cache["counts"][row])
 
 
@@ -291,7 +291,7 @@ def test_prompts_are_judged_by_their_last_token(
         assert set(found.run({"input_ids": np.zeros((1, seq), np.int64), "lengths": np.array([3])}, ["routed_2"])) == {
             "routed_2"
         }
-        row = judge_runner(found, reference, batches, writing_config.parity.float32, engine.setting)  # type: ignore[arg-type]
+        row = judge_runner(found, reference, batches, writing_config.parity.float32, engine.setting)
     assert row.passed, row.reasons
 
 
@@ -332,19 +332,16 @@ def test_texts_and_where_they_differ(
         other = texts_of(twin, prompts, decoder, prompt_NS, 10, 3, setting)
     assert (same.texts, same.tokens, same.identical, same.first_difference) == (4, 40, 4, None)
     assert other.identical < 4
-    assert other.first_difference is not None
     assert 1 <= other.first_difference <= 10
 
 
 def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, writing_model: Model) -> None:
     causal, own = Reference(writer.loaded), Reference(writing_model.loaded)
     row = quality_of(writer, causal, own, 2, 0)
-    assert row is not None
     assert (row.tokens, row.window) == (2 * (WINDOW - 1), WINDOW)
     assert row.perplexity != row.own_perplexity
     for site in ("0", "2"):
         assert 0 <= row.selected[site] <= min(row.wanted[site], 18 / WINDOW) + 1e-9
         assert row.overflow[site] == round((row.wanted[site] - row.selected[site]) * 2 * WINDOW)
     same = quality_of(writer, causal, causal, 2, 0)
-    assert same is not None
     assert same.perplexity == same.own_perplexity == row.perplexity
