@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 from base_folder import BUCKET
-from graph_surgery import Surgery
+from graph_surgery import Surgery, plant
 
 __all__ = [
     "BFLOAT",
@@ -60,12 +60,7 @@ def fault(name: str, where: str | None, path: str = ENGINE) -> Callable[[Change]
     """Lists a change of a graph, by default of the engine's."""
 
     def listed(change: Change) -> Change:
-        def plant(root: Path, _packages: Path) -> None:
-            surgery = Surgery(root / path)
-            change(surgery)
-            surgery.save()
-
-        add(name, where, plant)
+        add(name, where, lambda root, _packages: plant(root / path, change))
         return change
 
     return listed

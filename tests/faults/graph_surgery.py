@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,16 @@ import onnx_ir as ir
 
 from mod_export.export.nodes import module_of, static_shape
 
-__all__ = ["Surgery"]
+__all__ = ["Surgery", "plant"]
 
 
 class Surgery:
-    """An ONNX file of a build folder that is about to be damaged. `save` writes it back."""
+    """A graph that is about to be damaged: one in memory, or a file of a build folder, which `save` writes back."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.model = ir.load(path)
+    def __init__(self, graph: Path | ir.Model) -> None:
+        if isinstance(graph, Path):
+            self.path = graph
+        self.model = graph if isinstance(graph, ir.Model) else ir.load(graph)
         self.graph = self.model.graph
         self._count = 0
 
@@ -144,3 +145,12 @@ class Surgery:
     def repoint(self, name: str, other: str) -> None:
         """Makes a weight refer to the place of another."""
         self.graph.initializers[name].const_value = self.graph.initializers[other].const_value
+
+
+def plant(path: Path, change: Callable[[Surgery], object]) -> bytes:
+    """Changes a graph file; returns the bytes that it had."""
+    before = path.read_bytes()
+    surgery = Surgery(path)
+    change(surgery)
+    surgery.save()
+    return before

@@ -20,7 +20,7 @@ from mod_models.declarations import CHOICES, COMBINES, GATES, LEARNED_ROUTERS, P
 from mod_models.routing import Decisions
 from mod_models.selection import FIRST_COME, RANK, Tokens
 from mod_models.spec import ExpertsSpec, ModelSpec, RoutingSpec, Site
-from mod_models.transformer import RoutedBlock, Transformer
+from mod_models.transformer import Transformer
 
 few_examples = settings(max_examples=15)
 some_examples = settings(max_examples=35)
