@@ -13,7 +13,7 @@ from observing import observed
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
 
 from mod_models.architecture import MOD_TRANSFORMER, LoadedTransformer
-from mod_models.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from mod_models.checkpoint import Checkpoint, save_checkpoint
 from mod_models.corpus import read_split
 from mod_models.flops import layer_costs
 from mod_models.spec import ModelSpec, SpecError
@@ -50,12 +50,6 @@ def test_what_was_read(loaded: LoadedTransformer) -> None:
     assert loaded.k_by_layer(8) == {0: 3, 2: 3}
     assert loaded.dense().k_by_layer(8) == {}
     assert loaded.layers(2, 8) == layer_costs(SPEC, 2, 8)
-
-
-def test_reading_something_else(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such file or folder"):
-        MOD_TRANSFORMER.read(tmp_path / "model.pt")
-    assert issubclass(CheckpointError, ValueError)
 
 
 def test_restore_is_the_inverse(loaded: LoadedTransformer) -> None:
@@ -129,17 +123,15 @@ def test_a_float64_model_routes_and_gates_in_float64() -> None:
     assert 0 < error < 1e-5
 
 
-@pytest.mark.parametrize("spec", [SPEC.to_dict(), dict(MOD_TRANSFORMER.timed_spec())], ids=["tiny", "timed"])
-def test_random(tmp_path: Path, spec: dict[str, object]) -> None:
-    spec = {**spec, "vocab_size": 32, "d_model": 8}
-    MOD_TRANSFORMER.random(spec, 7, tmp_path / "a.pt")
-    MOD_TRANSFORMER.random(spec, 7, tmp_path / "b.pt")
+def test_random(tmp_path: Path) -> None:
+    spec = SPEC.to_dict()
+    for name in ("a.pt", "b.pt"):
+        MOD_TRANSFORMER.random(spec, 7, tmp_path / name)
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
     assert MOD_TRANSFORMER.read(tmp_path / "a.pt").spec == spec
+    del spec["n_layers"]
     with pytest.raises(SpecError, match=r"^spec\.n_layers: missing$"):
-        MOD_TRANSFORMER.random(
-            {name: value for name, value in spec.items() if name != "n_layers"}, 0, tmp_path / "c.pt"
-        )
+        MOD_TRANSFORMER.random(spec, 0, tmp_path / "c.pt")
     assert not (tmp_path / "c.pt").exists()
 
 

@@ -36,13 +36,6 @@ def test_the_first_k_that_chose(chosen: list[bool], data: st.DataObject) -> None
         assert live_BK[b].tolist() == [i < len(wanted) for i in range(k)]
 
 
-def test_selection_of_several_experts_at_once() -> None:
-    chosen_BNT = torch.tensor([[[False, True, True], [True, False, False]]])
-    index_BNK, live_BNK = select_first(chosen_BNT, 2)
-    assert index_BNK.tolist() == [[[1, 2], [0, 1]]]
-    assert live_BNK.tolist() == [[[True, True], [True, False]]]
-
-
 @pytest.mark.parametrize("seed", [0, 7])
 def test_noise_is_standard_normal(seed: int) -> None:
     """Every quantile once, in another order for every seed; a changed copy changes nobody else's."""
