@@ -20,8 +20,6 @@ from mod_models import transformer
 from mod_models.selection import select_topk
 from mod_models.transformer import Attention, Transformer
 
-__all__ = ["write_packages"]
-
 
 class Acausal(Attention):
     """Attention that forgot its mask."""

@@ -15,21 +15,6 @@ import onnx_ir as ir
 from base_folder import BUCKET
 from graph_surgery import Surgery, plant
 
-__all__ = [
-    "BFLOAT",
-    "ENGINE",
-    "FAULTS",
-    "FLOAT",
-    "HALF",
-    "Fault",
-    "f32",
-    "fault",
-    "faults",
-    "gate_mul",
-    "i64",
-    "shape_of",
-]
-
 ENGINE = f"engines/ort-cpu/mod-{BUCKET}-float32.onnx"
 FLOAT, HALF, BFLOAT = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 Change = Callable[[Surgery], object]

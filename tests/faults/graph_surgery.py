@@ -11,8 +11,6 @@ import onnx_ir as ir
 
 from mod_export.export.nodes import module_of, static_shape
 
-__all__ = ["Surgery", "plant"]
-
 
 class Surgery:
     """A graph that is about to be damaged: one in memory, or a file of a build folder, which `save` writes back."""

@@ -14,8 +14,6 @@ from mod_export.rerun import Rerun, validate_folder
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import StructureRow
 
-__all__ = ["FAULTS", "Outcome", "outcome_of"]
-
 for file in ("block_faults", "routing_faults", "weight_faults", "folder_faults"):
     importlib.import_module(file)  # which lists its faults
 
@@ -39,9 +37,9 @@ class Outcome:
         return (self.by_running or self.by_looking) and self.named
 
 
-def outcome_of(fault: Fault, sound: Path, packages: Path, scratch: Path) -> Outcome:
+def outcome_of(name: str, sound: Path, packages: Path, scratch: Path) -> Outcome:
     """Plants a fault into a copy of `sound`, signs it, and validates it as a user would."""
-    root = scratch / "planted"
+    fault, root = FAULTS[name], scratch / "planted"
     shutil.copytree(sound, root)
     try:
         fault.plant(root, packages)

@@ -11,8 +11,6 @@ from mod_models.checkpoint import Checkpoint
 from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, PARTS, SELECTIONS
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec, SpecError
 
-__all__ = ["RandomBuild", "random_build", "random_build_of_any_kind"]
-
 CAPACITIES = (0.06, 0.125, 0.25, 0.3, 0.5, 0.9, 1.0)
 LENGTHS = (7, 16, 24, 33, 48, 64, 100)
 TOML = """
@@ -102,9 +100,7 @@ def _of_any_kind(base: ModelSpec, rng: random.Random) -> ModelSpec:
         noop_experts=rng.choice((0, 0, 2)),
     )
     return replace(
-        base,
-        routing=routing if rng.random() < 0.8 else None,
-        experts=experts if rng.random() < 0.5 else None,
+        base, routing=routing if rng.random() < 0.8 else None, experts=experts if rng.random() < 0.5 else None
     )
 
 

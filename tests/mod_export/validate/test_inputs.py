@@ -13,14 +13,7 @@ from mod_export.sources.checkpoint import Model
 from mod_export.types import Bucket
 from mod_export.validate import inputs
 from mod_export.validate import reference as reference_module
-from mod_export.validate.inputs import (
-    KINDS,
-    NEAR_TIE_BATCHES,
-    Batch,
-    near_tie_batches,
-    parity_batches,
-    prompts_of,
-)
+from mod_export.validate.inputs import KINDS, NEAR_TIE_BATCHES, Batch, near_tie_batches, parity_batches, prompts_of
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint

@@ -13,18 +13,16 @@ from fault_table import f32, gate_mul, i64
 from graph_surgery import Surgery
 from small_graphs import portable_graph, session
 
-from mod_export.config import config_from_toml
 from mod_export.engines.ort_session import OrtRunner
 from mod_export.results.parity import ParityRow
-from mod_export.types import Bucket, Setting
-from mod_export.validate.checks import judge
+from mod_export.types import Bucket
 from mod_export.validate.inputs import Batch, parity_batches
 from mod_export.validate.parity import compare_runner
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.spec import ModelSpec
 
-Judge = Callable[[ir.Model], ParityRow]
+Judge = Callable[..., ParityRow]
 Change = Callable[[Surgery], object]
 
 
@@ -144,11 +142,7 @@ def one_more(s: Surgery) -> None:
             ("layer 0",),
         ),
         (unsorted, ("random: layer 1 routing: positions are not ascending, or not unique",), ("layer 0",)),
-        (
-            outside,
-            ("layer 1 routing: positions from ", "in a row of 16"),
-            ("layer 0",),
-        ),
+        (outside, ("layer 1 routing: positions from ", "in a row of 16"), ("layer 0",)),
         (
             lambda s: s.feed(s.output("logits").producer(), 0, "Mul", f32(np.nan)),
             (
@@ -207,33 +201,24 @@ def test_padding_is_not_compared(graph: ir.Model, row_of: Judge) -> None:
     assert row.passed, row.reasons
 
 
-def test_a_dense_engine_has_no_routing_and_reads_no_lengths(loaded: LoadedTransformer) -> None:
+def test_a_dense_engine_has_no_routing_and_reads_no_lengths(row_of: Judge, loaded: LoadedTransformer) -> None:
     dense = loaded.dense()
     model = portable_graph(dense.checkpoint.spec, 2, 16)
     for name, value in model.graph.initializers.items():
         if name in dense.weights:
             value.const_value = ir.tensor(dense.weights[name].numpy(), name=name)
     model.graph.inputs.pop()
-    with OrtRunner(session(model), "dense", 1) as runner:
-        assert runner.inputs == ("input_ids",)
-        found = compare_runner(runner, Reference(dense), parity_batches(dense, Bucket(2, 16), 0, 1))
-    gate = config_from_toml(None).parity.float32
-    setting = Setting(target="ort-cpu", dtype="float32", model="dense", role="forward", bucket=Bucket(2, 16))
-    row = judge(found, gate, setting)
+    assert [value.name for value in model.graph.inputs] == ["input_ids"]
+    row = row_of(model, Reference(dense), parity_batches(dense, Bucket(2, 16), 0, 1))
     assert row.passed, row.reasons
     assert (row.routing.layers, row.routing.routed, row.routing.min_margin) == ((), 0, None)
 
 
-def test_rows_of_a_single_token_have_no_perplexity(loaded: LoadedTransformer, spec: ModelSpec) -> None:
-    model = portable_graph(spec, 1, 1)
-    with OrtRunner(session(model), "candidate", 1) as runner:
-        found = compare_runner(runner, Reference(loaded), parity_batches(loaded, Bucket(1, 1), 0, 1, 2))
-    assert "text" in {one.kind for one in found}
-    assert all(one.text is None for one in found)
-    gate = config_from_toml(None).parity.float32
-    setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(1, 1))
-    row = judge(found, gate, setting)
+def test_rows_of_a_single_token_have_no_perplexity(row_of: Judge, loaded: LoadedTransformer, spec: ModelSpec) -> None:
+    row = row_of(portable_graph(spec, 1, 1), on=parity_batches(loaded, Bucket(1, 1), 0, 1, 2))
     assert row.passed, row.reasons
+    assert "text" in row.inputs
+    assert row.text is None
 
 
 def test_rounding_is_measured_on_one_input_of_each_kind_first(
