@@ -133,7 +133,8 @@ class ModelSpec:
 
         Experts come after the routing of their layer, and those of a layer that selects no token are left out.
         """
-        slots_of, found = self.k_of_layer(seq), dict[Site, int]()
+        slots_of = self.k_of_layer(seq)
+        found: dict[Site, int] = {}
         apart = self.routing is not None and self.routing.parts == "separate"
         for layer, given in enumerate(self.tokens_of_layer(seq)):
             if layer in slots_of:
