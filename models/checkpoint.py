@@ -104,11 +104,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     Raises:
         OSError: the disk cannot be written to, or is full.
     """
-    header = {
-        "format_version": FORMAT_VERSION,
-        "architecture": ARCHITECTURE,
-        "spec": checkpoint.spec.to_dict(),
-    }
+    header = {"format_version": FORMAT_VERSION, "architecture": ARCHITECTURE, "spec": checkpoint.spec.to_dict()}
     weights = _separate(checkpoint.weights)
     if path.suffix == ".pt":
         write_plain(path, {**header, "weights": weights})

@@ -21,8 +21,6 @@ from mod_models import transformer
 from mod_models.selection import select_topk
 from mod_models.transformer import Attention, Transformer
 
-__all__ = ["write_packages"]
-
 
 class Acausal(Attention):
     """Attention that forgot its mask."""
@@ -46,7 +44,7 @@ def no_padding(score_BS: Tensor, real_BS: Tensor, k: int) -> tuple[Tensor, Tenso
 def residual(module: Transformer) -> None:
     block = module.layers[1]
     # To mypy whatever a module has is a tensor or a module.
-    block.routing = replace(block.routing, combine="double_residual")  # type: ignore[type-var]  # A module's attribute is a Tensor or a Module to mypy.
+    block.routing = replace(block.routing, combine="double_residual")
 
 
 def mask(module: Transformer) -> None:
