@@ -21,23 +21,6 @@ from pydantic_core import PydanticCustomError
 from mod_export.errors import ConfigError
 from mod_export.types import Bucket, DType, FloatDType, Outputs
 
-__all__ = [
-    "BuildConfig",
-    "CostOptions",
-    "GenerationOptions",
-    "InductorOptions",
-    "LatencyOptions",
-    "OrtCpuOptions",
-    "OrtCudaOptions",
-    "ParityGate",
-    "ParityOptions",
-    "TargetOptions",
-    "TensorRTOptions",
-    "TensorRTRTXOptions",
-    "config_from_toml",
-    "toml_from_config",
-]
-
 SHOWN_CHARACTERS = 60
 LONGEST_WINDOW, SHORT_PROMPT = 1024, 128
 """Default tokens of a window, at most, and of a short prompt."""

@@ -9,8 +9,6 @@ from rich.status import Status
 
 from mod_export.results.report import Stage
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """Observer of a build. `verbosity` -1 prints nothing, 0 stages, 1 every step as well. The end of its `with` block

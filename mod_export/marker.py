@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
 
-__all__ = ["MARKER", "mark_selection"]
-
 
 def mark_selection(
     index: Tensor,

@@ -19,8 +19,6 @@ from mod_export.sources.model import Model
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel, GeneratingModel, Generation, Text
 from mod_export.types import KINDS, Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
 
-__all__ = ["GenerationPlan", "Plan", "check_names", "generating_form", "make_plan"]
-
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
 FLOAT32_BYTES = 4

@@ -8,38 +8,6 @@ from typing import Annotated, Literal, Protocol, TypeVar, get_args
 
 from pydantic import BeforeValidator
 
-__all__ = [
-    "DTYPES",
-    "FLOAT_DTYPES",
-    "KINDS",
-    "PRIMARY",
-    "QUANTIZED",
-    "Availability",
-    "Bucket",
-    "DType",
-    "Dialect",
-    "Engine",
-    "FloatDType",
-    "Graph",
-    "HasSetting",
-    "Kernel",
-    "ModelKind",
-    "Outputs",
-    "Profile",
-    "QuantizedDType",
-    "Role",
-    "Setting",
-    "Site",
-    "SiteKey",
-    "Variant",
-    "graph_of",
-    "is_expert",
-    "pairs_of",
-    "primary_output",
-    "routed_output",
-    "site_from_text",
-]
-
 ModelKind = Literal["mod", "dense"]
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 Role = Literal["forward", "prefill", "decode"]

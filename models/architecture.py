@@ -25,8 +25,6 @@ from mod_models.generation_spec import why_not
 from mod_models.spec import ModelSpec, RoutingSpec, Site, is_expert, layer_of
 from mod_models.transformer import Transformer
 
-__all__ = ["MOD_TRANSFORMER", "GeneratingTransformer", "LoadedTransformer", "ModTransformer"]
-
 BYTE_VOCABULARY = 256
 DECIDES = re.compile(r"layers\.(\d+)\.(experts\.)?(mlp_)?(router|predictor)\.")
 """Weights that scores are computed with: layer, whether of experts, whether of the second router of a layer, kind."""

@@ -17,17 +17,6 @@ from torch import Tensor
 
 from mod_models.spec import ModelSpec, Site, is_expert, layer_of
 
-__all__ = [
-    "COUNTS",
-    "CacheTensor",
-    "cache_layout",
-    "expert_sites",
-    "routed_sites",
-    "sites",
-    "slots_of_layer",
-    "write_rows",
-]
-
 COUNTS = "counts"
 
 

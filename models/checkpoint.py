@@ -28,19 +28,6 @@ from torch import Tensor
 from mod_models.spec import ModelSpec, SpecError, shown
 from mod_models.transformer import Transformer
 
-__all__ = [
-    "ARCHITECTURE",
-    "Checkpoint",
-    "CheckpointError",
-    "ForeignArchitectureError",
-    "load_checkpoint",
-    "random_checkpoint",
-    "read_plain",
-    "save_checkpoint",
-    "write_plain",
-    "written_beside",
-]
-
 ARCHITECTURE = "mod_transformer"
 ROUTES = re.compile(r"layers\.\d+\.(mlp_)?(router|predictor)\.")
 """Weights that decide which tokens skip a block. The router of experts is part of the dense baseline as well."""

@@ -27,20 +27,6 @@ from mod_models.train_config import TrainError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = [
-    "BYTES",
-    "HELD_OUT_SHARE",
-    "Corpus",
-    "TokenizedText",
-    "as_bytes",
-    "batch_at",
-    "load_tokenizer",
-    "read_corpus",
-    "read_split",
-    "tokenize",
-    "vocabulary_size",
-]
-
 BYTES = 256
 PIECE = 2**20
 """Bytes given to the tokenizer at once. What it returns takes some hundred times the memory of the ids in it."""

@@ -18,8 +18,6 @@ from mod_models.spec import ModelSpec, Site
 from mod_models.step import Prefill, Step, prefill_outputs, slots_of_step, step_inputs, step_outputs
 from mod_models.transformer import Transformer
 
-__all__ = ["DecodingGraphs", "GraphSource"]
-
 META = torch.device("meta")
 PART = re.compile(r"layers\.(\d+)\.(attention_norm|attention|mlp_norm|mlp|experts)\.")
 """What a routed block consists of; its router and predictor are read in every step."""

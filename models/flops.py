@@ -34,8 +34,6 @@ import torch
 from mod_models.spec import ExpertsSpec, LayerTokens, ModelSpec, RoutingSpec, Site, layer_of
 from mod_models.transformer import Transformer
 
-__all__ = ["LayerCost", "layer_costs"]
-
 FLOAT32_BYTES = 4
 
 

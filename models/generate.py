@@ -15,8 +15,6 @@ from mod_models.spec import Site
 from mod_models.step import Prefill, Step, prefill_outputs, step_outputs
 from mod_models.transformer import Transformer
 
-__all__ = ["Generated", "Session", "generate_eager"]
-
 
 class Generated(NamedTuple):
     """A text's continuation.

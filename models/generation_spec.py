@@ -15,8 +15,6 @@ import dataclasses
 from mod_models.declarations import RoutingSpec
 from mod_models.spec import ModelSpec, shown
 
-__all__ = ["GenerationError", "check_generates", "for_generation", "why_not"]
-
 TRAIN_ONE = (
     "train the predictor beside it (predictor_hidden of at least 1, paper section 3.5; `python -m mod_models.train` "
     "does by default), which learns to say of one token whether it will be chosen, or declare selection=threshold"

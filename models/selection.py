@@ -23,19 +23,6 @@ from mod_export.marker import mark_selection
 from mod_models.routing import Decisions, Routing
 from mod_models.spec import Site
 
-__all__ = [
-    "FIRST_COME",
-    "NOISE_SIZE",
-    "RANK",
-    "Rule",
-    "Tokens",
-    "noise_of_tokens",
-    "noise_table",
-    "select_first",
-    "select_topk",
-    "selected_at",
-]
-
 Rule = Literal["rank", "first_come"]
 RANK: Final = "rank"
 """The k largest scores, ties to the earlier token. Looks at the whole row."""

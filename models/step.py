@@ -17,8 +17,6 @@ from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec, Site, layer_of
 from mod_models.transformer import OUTPUTS, Block, RoutedBlock, Transformer
 
-__all__ = ["Prefill", "Step", "prefill_outputs", "slots_of_step", "step_inputs", "step_outputs"]
-
 
 def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
     """Names of what `Prefill` returns, in order."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from mod_models.spec import ModelSpec, RoutingSpec, shown
 
-__all__ = ["DEFAULT_SPEC", "PRECISIONS", "TrainConfig", "TrainError"]
-
 DEFAULT_SPEC = ModelSpec(
     vocab_size=256,
     d_model=192,

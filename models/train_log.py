@@ -20,8 +20,6 @@ from mod_models.train_config import TrainError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["HELD_OUT", "LOGS", "Event", "Log", "show"]
-
 LOGS = ("csv", "tensorboard")
 HELD_OUT = "held_out_"
 

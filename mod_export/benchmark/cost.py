@@ -36,8 +36,6 @@ from mod_export.types import Bucket, ModelKind
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["NO_RULE", "AttentionSizes", "attention_sizes", "cost_row", "flops_of", "work_of_graph"]
-
 NO_RULE = frozenset(
     {
         "CausalConvWithState", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "Einsum", "GRU", "If", "LSTM",

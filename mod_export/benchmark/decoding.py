@@ -26,8 +26,6 @@ from mod_export.results.generation import DecodeRow, FirstTokenRow, StepBytes
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Kept, Prompts, kept_from_prefill
 from mod_export.types import Engine, ModelKind, Setting, Site, routed_output
 
-__all__ = ["Text", "measure_prompts", "measure_steps", "read_text"]
-
 VISITS = 5
 """Of each position."""
 ORDER: tuple[ModelKind, ...] = ("dense", "mod")

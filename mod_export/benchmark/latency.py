@@ -28,8 +28,6 @@ from mod_export.types import Bucket, Engine, ModelKind, Setting, primary_output
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["latency_rows", "measure_pair", "measure_precision", "precision_pairs", "timing_feeds"]
-
 
 def measure_pair(
     root: Path, pair: Mapping[ModelKind, Engine], vocab_size: int, config: BuildConfig, gate: float | None = None

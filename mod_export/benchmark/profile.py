@@ -33,8 +33,6 @@ from mod_export.results.base import setting_fields
 from mod_export.results.cost import PartRow, Roofline, Work
 from mod_export.types import DType, Engine, Setting
 
-__all__ = ["Gap", "Profiled", "by_engine", "can_profile", "gap_of", "part_rows", "profile_engine", "rooflines_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:

@@ -34,8 +34,6 @@ from mod_export.errors import UsageError
 from mod_export.results.cost import Roofline
 from mod_export.types import DType
 
-__all__ = ["Rate", "cache_file", "cached_roofline", "gemm_rate", "one_operator", "product", "stream_rate"]
-
 CACHED = TypeAdapter(dict[str, Roofline])
 """What a measurement depends on, as JSON, and what was measured."""
 MOST_OTHERS = 0.1

@@ -21,16 +21,6 @@ from mod_export.config import LatencyOptions
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "RUNS_PER_ROUND",
-    "Rounds",
-    "balanced_rounds",
-    "garbage_collector_off",
-    "interleaved",
-    "planned_looks",
-    "run_orders",
-]
-
 NS_PER_MS = 1e6
 RUNS_PER_ROUND = 2
 """Runs of each engine in a round. Its first runs against its second runs are the control."""

@@ -22,21 +22,6 @@ from mod_export.results.latency import Control, SpeedVerdict
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "Comparison",
-    "block_length",
-    "compare",
-    "drift_of",
-    "effective_size",
-    "gate_reached",
-    "outliers_of",
-    "quantile_interval",
-    "ratio_interval",
-    "ratio_of_medians",
-    "settled",
-    "verdict_of",
-]
-
 Z95 = 1.96
 """Two-sided 95 % quantile of the normal distribution."""
 TAIL = 0.025

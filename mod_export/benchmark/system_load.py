@@ -9,8 +9,6 @@ import psutil
 
 from mod_export.results.latency import Conditions
 
-__all__ = ["Watch", "condition_flags"]
-
 TICK_S = 0.01
 """What operating systems count CPU time in, at the coarsest."""
 LEAST_TICKS = 20

@@ -12,18 +12,6 @@ from pydantic import BaseModel, ConfigDict
 
 from mod_export.errors import BuildFolderError, UsageError
 
-__all__ = [
-    "PARTIAL",
-    "FileEntry",
-    "changed_file",
-    "check_place",
-    "entry_of",
-    "replace_file",
-    "sha256_of_file",
-    "verify_files",
-    "write_whole",
-]
-
 PARTIAL = ".partial-"
 """Beginning of the names of what is not whole yet; a process that was killed leaves them behind."""
 

@@ -18,8 +18,6 @@ from mod_export.errors import ModExportError, UsageError
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
 
-__all__ = ["GATE_FAILED", "PATH", "command", "config_of", "config_option", "folder_argument", "target_option"]
-
 BUG = 1
 GATE_FAILED = 4
 INTERRUPTED = 130

@@ -14,8 +14,6 @@ from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, confi
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
 
-__all__ = ["build", "build_and_show", "sweep"]
-
 
 @click.command()
 @click.argument("model", type=PATH)

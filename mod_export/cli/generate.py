@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mod_export.runtime.generate.stream import Stream
     from mod_export.types import ModelKind
 
-__all__ = ["generate"]
-
 DONE = ("text", "ids", "finish", "stop", "first_token_s", "read", "ran", "overflow")
 """Attributes of a `Completion` that --json shows."""
 

@@ -9,8 +9,6 @@ import click
 
 from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, config_option, folder_argument, target_option
 
-__all__ = ["bench", "validate"]
-
 
 @click.command()
 @folder_argument

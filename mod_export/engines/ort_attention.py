@@ -20,8 +20,6 @@ from mod_export.types import Dialect
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["AttentionShape", "default_block", "fastest_block", "is_measured", "time_blocks"]
-
 SHORTEST = 128
 """Tokens below which nothing can be gained: the whole attention takes less than a millisecond."""
 BLOCKS = (32, 64, 128, 256)

@@ -16,8 +16,6 @@ from mod_export.errors import EngineError
 if TYPE_CHECKING:
     import onnxruntime
 
-__all__ = ["CPU", "BoundRunner", "OrtRunner", "session_from_onnx"]
-
 CPU = "CPUExecutionProvider"
 DTYPES: Mapping[str, type[np.generic]] = {
     "tensor(float)": np.float32,

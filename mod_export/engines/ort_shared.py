@@ -25,8 +25,6 @@ from mod_export.engines.protocol import Arrays, EngineRunner, Port, check_bound
 from mod_export.errors import BuildFolderError, EngineError
 from mod_export.export.weights import WeightsFile
 
-__all__ = ["SharedRunner", "shared_runner"]
-
 ARENA, DEFAULT_MEMORY = 1, 0
 """OrtArenaAllocator, OrtMemTypeDefault."""
 ERRORS_ONLY = 3

@@ -19,19 +19,6 @@ from mod_export.types import Availability, Dialect, Engine, Graph, Profile, Vari
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Arrays",
-    "BindableRunner",
-    "EngineBuilder",
-    "EngineJob",
-    "EngineProfiler",
-    "EngineRunner",
-    "OptionalArrays",
-    "Port",
-    "Runner",
-    "check_bound",
-]
-
 Arrays = Mapping[str, np.ndarray]
 OptionalArrays = Arrays | None
 

@@ -27,8 +27,6 @@ from mod_export.environment import cache_folder, package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.types import Availability, Dialect, Engine, Variant
 
-__all__ = ["TensorRT", "TensorRTRTX", "TensorRTRunner", "polygraphy_cuda", "runner_from_engine"]
-
 ALIASED = "get_aliased_input_tensor"
 """A method of ICudaEngine since TensorRT 10.15."""
 PROBE_SECONDS = 120

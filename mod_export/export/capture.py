@@ -16,16 +16,6 @@ from mod_export.types import Bucket, routed_output
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "CaptureProof",
-    "Captured",
-    "bucket_example",
-    "captured",
-    "captured_module",
-    "exported",
-    "prove_static",
-]
-
 ADVICE = "Routing must use a fixed k and gather/scatter, without boolean indexing or .item()"
 
 

@@ -12,8 +12,6 @@ from mod_export.errors import GraphError, LimitError
 from mod_export.export.nodes import branches_of, constant_array, graph_from_file, is_standard, label_of
 from mod_export.types import Dialect, DType
 
-__all__ = ["check_dialect", "check_external_data"]
-
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
 DATA_DEPENDENT = ("Compress", "NonMaxSuppression", "NonZero", "Unique")
 SCATTERS = ("ScatterND", "ScatterElements")

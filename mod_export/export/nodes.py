@@ -20,27 +20,6 @@ from google.protobuf.message import DecodeError
 
 from mod_export.errors import GraphError
 
-__all__ = [
-    "NAME_SCOPES",
-    "Branches",
-    "NodeWriter",
-    "branches_of",
-    "constant_array",
-    "graph_from_bytes",
-    "graph_from_file",
-    "is_standard",
-    "is_used",
-    "label_of",
-    "late_zero",
-    "made_by",
-    "module_of",
-    "numbered_layer",
-    "only_reader",
-    "require_static_shape",
-    "static_shape",
-    "substitute",
-]
-
 Input = ir.Value | np.ndarray | Sequence[int] | None
 """Of a node to be written. Arrays, and integers as int64, become constants; None is an input that is left out."""
 

@@ -32,17 +32,6 @@ from torch.utils import _pytree as pytree
 from mod_export.marker import MARKER
 from mod_export.types import Site, site_from_text
 
-__all__ = [
-    "Marked",
-    "RoutingSite",
-    "Selection",
-    "SiteRun",
-    "name_sites",
-    "routing_sites",
-    "run_sites",
-    "with_routed_outputs",
-]
-
 EMPTY = -1
 RANK = "rank"
 

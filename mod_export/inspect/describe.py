@@ -26,8 +26,6 @@ from mod_export.types import Bucket
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["describe"]
-
 MOST_COLUMNS = 120
 
 

@@ -14,21 +14,6 @@ from mod_export.sources.model import Model
 from mod_export.sources.protocol import ExportableModel, LayerCost, LayerCosts
 from mod_export.types import Bucket, Site, is_expert
 
-__all__ = [
-    "Costs",
-    "LayerTable",
-    "Layers",
-    "flops_of",
-    "flops_sentence",
-    "flops_table",
-    "layer_lines",
-    "layers_of",
-    "part_name",
-    "routing_table",
-    "share_of",
-    "tokens_text",
-]
-
 SHORT_NAMES = {"mlp": "MLP", "attention_projections": "projections"}
 
 

@@ -33,8 +33,6 @@ from mod_export.report.wording import causality_text, flops_text
 from mod_export.sources.model import Model
 from mod_export.sources.protocol import DeclaredRouting, LayerCost
 
-__all__ = ["MOST_SITES", "flops_chart", "flops_scale", "render_html"]
-
 SCALES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
 """FLOPs, and what so many are called; the largest first."""
 MOST_SITES = 64

@@ -16,8 +16,6 @@ from mod_export.sources.model import Model
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["check_matplotlib", "render_png"]
-
 WIDTH, CHART_HEIGHT, LANE_HEIGHT = 13.0, 4.6, 0.16
 """Inches."""
 DOTS = 130

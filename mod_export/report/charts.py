@@ -18,35 +18,6 @@ from mod_export.benchmark.model_parts import NODE_PARTS
 from mod_export.report.wording import printable
 from mod_export.types import ModelKind
 
-__all__ = [
-    "CLOCK_MS",
-    "CURSOR",
-    "HALF",
-    "MODELS",
-    "NAMES",
-    "Axis",
-    "Lane",
-    "axis_around",
-    "axis_from_zero",
-    "axis_of_listed",
-    "axis_of_logarithm",
-    "bar",
-    "dot",
-    "flat",
-    "glyph",
-    "html",
-    "key",
-    "lanes_chart",
-    "legend",
-    "line",
-    "part_class",
-    "part_text",
-    "plot",
-    "stack",
-    "stretched",
-    "upright",
-]
-
 MODELS: tuple[ModelKind, ...] = ("dense", "mod")
 """In the order of every chart."""
 NAMES: Mapping[ModelKind, str] = {"dense": "dense", "mod": "MoD"}

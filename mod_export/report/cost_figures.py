@@ -31,8 +31,6 @@ from mod_export.report.wording import flops_text, ms_text, threads_text
 from mod_export.results.cost import CostRow, PartRow, Roofline
 from mod_export.types import ModelKind, Setting
 
-__all__ = ["TimeFigure", "flops_figures", "roofline_figures", "time_figures"]
-
 
 def flops_figures(rows: Sequence[CostRow]) -> dict[str, Markup]:
     """Bucket -> FLOPs by part, the dense model first, on an axis that starts at 0."""

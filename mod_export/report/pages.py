@@ -42,8 +42,6 @@ from mod_export.report.text import generation_lines
 from mod_export.results.report import BuildReport
 from mod_export.types import Setting
 
-__all__ = ["light_colours", "render_html", "render_page"]
-
 DARK = "@media screen and (prefers-color-scheme: dark)"
 
 

@@ -31,17 +31,6 @@ from mod_export.results.parity import ParityRow
 from mod_export.results.structure import MapLayer, RoutingMap
 from mod_export.types import Site, is_expert
 
-__all__ = [
-    "MOST_TOKENS",
-    "MapToken",
-    "TokenMap",
-    "error_figure",
-    "executed_figure",
-    "layers_figure",
-    "layers_legend",
-    "token_maps",
-]
-
 MOST_TOKENS = 512
 """Tokens that are shown; the others stand in report.json."""
 SHADES = 4

@@ -36,8 +36,6 @@ from mod_export.results.generation import DecodeRow
 from mod_export.results.latency import LatencyRow, SpeedupRow
 from mod_export.types import ModelKind, Setting
 
-__all__ = ["LatencyFigure", "latency_figures", "speedup_figure", "step_figure", "step_legend"]
-
 STRIP_PLACES = 500
 """Samples that fall on the same of so many places of the axis are drawn as one line."""
 MOST_BINS = 200

@@ -14,21 +14,6 @@ from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, R
 from mod_export.results.report import Artifact, BuildReport, Target
 from mod_export.types import Bucket, ModelKind, Role, Setting
 
-__all__ = [
-    "Deployment",
-    "Found",
-    "Gains",
-    "Sampling",
-    "agreement_by_input",
-    "deployments",
-    "gains",
-    "parity_of",
-    "precisions",
-    "samplings",
-    "settings_of",
-    "untried_targets",
-]
-
 State = Literal["passed", "failed", "not run here", "portable"]
 Row = TypeVar("Row", bound=PairRow)
 

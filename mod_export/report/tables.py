@@ -17,21 +17,6 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "BAD",
-    "GOOD",
-    "QUIET",
-    "UNBOUNDED",
-    "Cell",
-    "Column",
-    "ResultTable",
-    "fitted_table",
-    "judged",
-    "lines_of",
-    "table_lines",
-    "table_of",
-]
-
 UNBOUNDED = 10_000
 """Columns of a console that never wraps."""
 HEAD = box.Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)

@@ -37,8 +37,6 @@ from mod_export.results.parity import ParityRow
 from mod_export.results.report import BuildReport, Target, Verdict
 from mod_export.results.structure import CausalityRow, StructureRow
 
-__all__ = ["generation_lines", "print_report", "render_bench", "render_text", "render_validation"]
-
 Cleaner = Callable[[str], str]
 Parts = list[Table | Text]
 Row = TypeVar("Row")

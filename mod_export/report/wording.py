@@ -13,30 +13,6 @@ from mod_export.results.latency import PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import InputAgreement, LayerAgreement, RoutingAgreement
 from mod_export.types import is_expert
 
-__all__ = [
-    "agreement_text",
-    "bytes_text",
-    "causality_text",
-    "ci_text",
-    "count_text",
-    "difference_text",
-    "error_text",
-    "flops_text",
-    "interval_text",
-    "ms_text",
-    "percent_text",
-    "printable",
-    "quality_text",
-    "range_text",
-    "ratio_text",
-    "share_text",
-    "slots_text",
-    "threads_text",
-    "token_text",
-    "value_text",
-    "verdicts_text",
-]
-
 
 def ms_text(ms: float) -> str:
     """Three significant digits, and whole milliseconds above a hundred: 0.123, 20.1, 4,563."""

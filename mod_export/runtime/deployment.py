@@ -24,9 +24,6 @@ from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UsageError
 from mod_export.types import PRIMARY, Bucket, Engine, ModelKind, primary_output
 
-__all__ = ["Deployment", "load", "runnable_engines", "served_engines", "threads_to_use"]
-
-
 NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
 
 

@@ -13,8 +13,6 @@ from mod_export.environment import free_bytes, versions
 from mod_export.stages.context import BuildContext
 from mod_export.types import Engine, Graph, Variant
 
-__all__ = ["build_engines"]
-
 BUILDER_BYTES = 2**30
 """What a vendor's builder takes whatever the model."""
 COPIES = 3

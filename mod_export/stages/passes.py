@@ -26,8 +26,6 @@ from mod_export.types import PRIMARY, Dialect, DType, Graph, Setting
 from mod_export.validate.inputs import parity_batches
 from mod_export.validate.parity import judge_runner
 
-__all__ = ["attention_shapes", "check_memory", "passes"]
-
 
 def passes(context: BuildContext) -> None:
     """The graph of each target's dialect, where the portable one is not already it."""

@@ -43,20 +43,6 @@ from mod_export.validate.inputs import text_ids
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "QUALITY_TOKENS",
-    "CellJob",
-    "CellRunner",
-    "failed_cell",
-    "finished_cell",
-    "log_of",
-    "machine_name",
-    "main",
-    "quality_of",
-    "run_cell",
-    "run_locally",
-]
-
 GATE_FAILED = 4
 QUALITY_TOKENS = 8192
 """Predicted tokens, at least. On the shipped model the perplexity then moves by about 1 % from seed to seed."""

@@ -23,8 +23,6 @@ from mod_export.sources.checkpoint import sha256_of
 from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, log_of, run_cell
 from mod_export.sweep.schema import CellEntry
 
-__all__ = ["NodeResult", "cell_on_node", "packed_checkpoint", "run_on_cluster"]
-
 LOCAL = "local"
 RETURNED_FILES = ("report.json", "report.html", MANIFEST)
 """What of a build folder comes back from a node that does not share the sweep's folder."""

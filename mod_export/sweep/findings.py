@@ -26,8 +26,6 @@ from mod_export.sweep.schema import (
 )
 from mod_export.types import DType
 
-__all__ = ["Point", "break_even_capacity", "break_even_length", "findings_of", "fronts", "points_of", "stairs"]
-
 LARGE_DRIFT = 0.1
 """Of the dense baseline's medians between cells. Beyond it the machine was clearly not the same for all of them."""
 

@@ -15,8 +15,6 @@ from mod_export.sources.model import Model
 from mod_export.sources.protocol import AdjustableCapacity
 from mod_export.types import Bucket
 
-__all__ = ["Axes", "Cell", "cells_of"]
-
 Number = TypeVar("Number", int, float)
 
 

@@ -27,8 +27,6 @@ from mod_export.sweep.text import (
     step_text,
 )
 
-__all__ = ["front_plot", "render_html", "speedup_plots", "stair_plot"]
-
 SERIES_COLOURS = 6
 """Classes series-0, series-1 ... of page.css."""
 

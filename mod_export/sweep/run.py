@@ -24,8 +24,6 @@ from mod_export.sweep.page import render_html
 from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, SweepReport
 from mod_export.sweep.text import SweepProgress
 
-__all__ = ["exit_code_of", "sweep"]
-
 OWN = {"cells", "sweep.json", "sweep.html", ".lock", ".sweep.json", ".sweep.html"}
 COULD_NOT_BUILD, GATE_FAILED = 3, 4
 VERSIONS = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx")

@@ -16,24 +16,6 @@ from mod_export.results.parity import TextQuality
 from mod_export.results.report import ReportedModel
 from mod_export.types import DType, Site, site_from_text
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "CapacityBreakEven",
-    "CellEntry",
-    "CellKey",
-    "Finding",
-    "Findings",
-    "Front",
-    "FrontPoint",
-    "LengthBreakEven",
-    "Measured",
-    "Quality",
-    "Stair",
-    "StairStep",
-    "SweepModel",
-    "SweepReport",
-]
-
 SCHEMA_VERSION = 1
 SiteKey = Annotated[Site, BeforeValidator(lambda site: site_from_text(site) if isinstance(site, str) else site)]
 """JSON has no numbers for keys."""

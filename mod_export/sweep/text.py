@@ -22,22 +22,6 @@ from mod_export.sweep.schema import (
     SweepReport,
 )
 
-__all__ = [
-    "CELL_COLUMNS",
-    "SweepProgress",
-    "advice_text",
-    "capacity_text",
-    "fidelity_text",
-    "front_text",
-    "length_lines",
-    "lines_of_cells",
-    "perplexity_text",
-    "render_text",
-    "setting_text",
-    "share_of",
-    "step_text",
-]
-
 Line = tuple[CellEntry, Measured | None]
 SHOWN_CHARACTERS = 160
 """Of an error while the sweep runs; all of it is in the result and in the log."""

@@ -11,21 +11,6 @@ from mod_export.results.parity import ErrorNumbers
 from mod_export.runtime.generate.logits import log_softmax
 from mod_export.types import Site
 
-__all__ = [
-    "EMPTY",
-    "FIRST_COME",
-    "Judged",
-    "SiteRouting",
-    "divergence",
-    "error_between",
-    "farthest_from",
-    "next_token_shortfalls",
-    "routing_of_site",
-    "selected",
-    "smallest",
-    "wrong_slots",
-]
-
 FIRST_COME = "first_come"
 EMPTY = -1
 """Stands in a slot that no token fills."""

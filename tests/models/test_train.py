@@ -16,9 +16,10 @@ from variants import VARIANTS
 
 from mod_models.checkpoint import CheckpointError, load_checkpoint, write_plain
 from mod_models.corpus import read_corpus
+from mod_models.evaluation import evaluate
 from mod_models.losses import losses
 from mod_models.parallel import Workers
-from mod_models.train import TrainConfig, TrainError, evaluate, train
+from mod_models.train import TrainConfig, TrainError, train
 from mod_models.train_run import clip_gradients, learning_rate_at, make_optimizer
 from mod_models.transformer import Transformer
 

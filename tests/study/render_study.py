@@ -12,8 +12,6 @@ from study_models import BATCH, BUDGET, DENSE, SEEDS, SEQ, STUDIED, flops_of_row
 
 from mod_models.train_config import TrainConfig
 
-__all__ = ["render"]
-
 Results = dict[str, list[dict[str, Any]]]
 
 

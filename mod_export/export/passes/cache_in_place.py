@@ -24,8 +24,6 @@ from mod_export.errors import GraphError
 from mod_export.export.nodes import NodeWriter, late_zero, static_shape
 from mod_export.types import Dialect, DType
 
-__all__ = ["LOGITS", "SLOTS", "CacheInPlace", "is_cache"]
-
 OPSET = 24
 """The first opset with TensorScatter."""
 SEQUENCE = -2

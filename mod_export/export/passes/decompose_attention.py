@@ -18,8 +18,6 @@ from mod_export.errors import GraphError
 from mod_export.export.nodes import NodeWriter, is_standard, is_used, label_of, late_zero, require_static_shape
 from mod_export.types import Dialect, DType
 
-__all__ = ["DecomposeAttention"]
-
 INT32 = ir.DataType.INT32
 KNOWN_ATTRIBUTES = frozenset({"is_causal", "scale", "softcap", "qk_matmul_output_mode"})
 

@@ -30,8 +30,6 @@ from mod_export.export.nodes import (
 )
 from mod_export.types import Dialect, DType
 
-__all__ = ["FlatHeads", "RotaryEmbedding"]
-
 SWAPPED = [0, 2, 1, 3]
 FIRST_OPSET = 23
 """Of the operator RotaryEmbedding."""

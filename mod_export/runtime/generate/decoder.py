@@ -21,8 +21,6 @@ from mod_export.engines.protocol import BindableRunner, Runner
 from mod_export.errors import EngineError, TargetError
 from mod_export.types import PRIMARY, DType, Engine, ModelKind
 
-__all__ = ["Decoder", "DecodingEngines", "Kept", "Prompts", "kept_from_prefill"]
-
 PARTS = ("keys", "values")
 
 

@@ -30,8 +30,6 @@ from mod_export.runtime.generate.stream import Completion, Prefix, Stream, Text
 from mod_export.runtime.generate.texts import StopText, vocabulary_of
 from mod_export.types import Bucket, Engine, ModelKind
 
-__all__ = ["Generator", "Prompt", "load_generator"]
-
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 

@@ -20,17 +20,6 @@ from mod_export.errors import EngineError, UsageError
 if TYPE_CHECKING:
     from mod_export.runtime.deployment import Deployment
 
-__all__ = [
-    "Sampling",
-    "Score",
-    "draw",
-    "log_softmax",
-    "negative_log_likelihood",
-    "probabilities",
-    "rng_of",
-    "score",
-]
-
 SHOWN = 5
 """Next tokens of a `Score`."""
 

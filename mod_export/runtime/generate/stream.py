@@ -21,8 +21,6 @@ from mod_export.runtime.generate.logits import Sampling, draw
 from mod_export.runtime.generate.texts import Reader, StopText
 from mod_export.types import Bucket, Site
 
-__all__ = ["Completion", "Piece", "Prefix", "Stream", "Text"]
-
 IDLE = -1
 
 

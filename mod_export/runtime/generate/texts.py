@@ -21,8 +21,6 @@ from mod_export.errors import UsageError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Bytes", "Reader", "StopText", "TokenizersFile", "Vocabulary", "vocabulary_of"]
-
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 
 
