@@ -21,23 +21,6 @@ from pydantic_core import PydanticCustomError
 from mod_export.errors import ConfigError
 from mod_export.types import Bucket, DType, FloatDType, Outputs
 
-__all__ = [
-    "BuildConfig",
-    "CostOptions",
-    "GenerationOptions",
-    "InductorOptions",
-    "LatencyOptions",
-    "OrtCpuOptions",
-    "OrtCudaOptions",
-    "ParityGate",
-    "ParityOptions",
-    "TargetOptions",
-    "TensorRTOptions",
-    "TensorRTRTXOptions",
-    "config_from_toml",
-    "toml_from_config",
-]
-
 SHOWN_CHARACTERS = 60
 LONGEST_WINDOW, SHORT_PROMPT = 1024, 128
 """Default tokens of a window, at most, and of a short prompt."""
@@ -314,7 +297,8 @@ class BuildConfig(_Section):
         Raises:
             ConfigError: a bucket is longer than the model has positions for.
         """
-        pairs = self.buckets or tuple((1, s) for s in _default_lengths(max_positions))
+        longest = min(512, 2 ** (max_positions.bit_length() - 1))
+        pairs = self.buckets or ((1, min(128, longest)), (1, longest))
         problems = [
             f"buckets: {batch} x {seq} is longer than the model's {max_positions} positions; shorten it or drop it"
             for batch, seq in pairs
@@ -323,11 +307,6 @@ class BuildConfig(_Section):
         if problems:
             raise ConfigError(problems)
         return tuple(sorted({Bucket(batch, seq) for batch, seq in pairs}))
-
-
-def _default_lengths(max_positions: int) -> tuple[int, ...]:
-    longest = min(512, 2 ** (max_positions.bit_length() - 1))
-    return tuple(sorted({min(128, longest), longest}))
 
 
 def _tuples_from_lists(value: Any) -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from rich.console import Console
 from rich.status import Status
 
 from mod_export.results.report import Stage
 
-__all__ = ["Progress"]
-
 
 class Progress:
-    """Observer of a build. `verbosity` -1 prints nothing, 0 stages, 1 every step as well."""
+    """Observer of a build. `verbosity` -1 prints nothing, 0 stages, 1 every step as well. The end of its `with` block
+    takes the live line away, after an error too.
+    """
 
     def __init__(self, console: Console, verbosity: int) -> None:
         self._console = console
@@ -34,7 +36,7 @@ class Progress:
             self._console.print(f"    {name}", highlight=False, markup=False)
 
     def stage_finished(self, stage: Stage) -> None:
-        self.stop()
+        self._stop()
         if self._verbosity < 0:
             return
         steps = f"{self._steps} steps" if self._steps > 1 else ""
@@ -45,8 +47,13 @@ class Progress:
             markup=False,
         )
 
-    def stop(self) -> None:
-        """Removes the live line; to be called after an error too."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None

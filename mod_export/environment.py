@@ -28,24 +28,6 @@ import psutil
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "EXPORTERS",
-    "cache_folder",
-    "cpu_features",
-    "describe_machine",
-    "extra_of_import",
-    "free_bytes",
-    "let_go",
-    "limited",
-    "missing_modules",
-    "package_version",
-    "peak_rss_bytes",
-    "reset_peak_rss",
-    "source_digest",
-    "usable_cores",
-    "versions",
-]
-
 PACKAGES = {
     "mod_export": ("mod-export",),
     "torch": ("torch",),

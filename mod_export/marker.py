@@ -15,11 +15,6 @@ import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
 
-__all__ = ["AS_GIVEN", "MARKER", "mark_selection"]
-
-AS_GIVEN = "as_given"
-"""The rule of a site that was found: its k indices stay in the order that the program gives them."""
-
 
 def mark_selection(
     index: Tensor,

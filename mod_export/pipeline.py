@@ -29,8 +29,6 @@ from mod_export.stages.report import write_report
 from mod_export.stages.validate import validate
 from mod_export.types import KINDS
 
-__all__ = ["AFTER_LOAD", "Observer", "build"]
-
 AFTER_LOAD: tuple[tuple[str, tuple[Callable[[BuildContext], None], ...]], ...] = (
     ("capture", (capture,)),
     ("onnx", (onnx,)),
@@ -99,7 +97,6 @@ def build(
 
 
 def _keep_tokenizer(context: BuildContext) -> None:
-    """A copy of the tokenizer's file, if the model has one."""
     path = context.plan.tokenizer
     if isinstance(path, Path):
         data = path.read_bytes()

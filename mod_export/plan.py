@@ -19,8 +19,6 @@ from mod_export.sources.model import Model
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel, GeneratingModel, Generation, Text
 from mod_export.types import KINDS, Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
 
-__all__ = ["GenerationPlan", "Plan", "check_names", "generating_form", "make_plan"]
-
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
 FLOAT32_BYTES = 4
@@ -135,13 +133,7 @@ def make_plan(
     availability = {name: engine.availability() for name, engine in ENGINES.items()}
     targets = _targets(config, availability)
     problems = _too_large(model, buckets)
-    problems += [
-        f"target {name}, bucket {bucket.name}: {problem}"
-        for name, engine in targets.items()
-        for bucket in buckets
-        for kind in KINDS
-        for problem in engine.check(config, kind, bucket)
-    ]
+    problems += [problem for engine in targets.values() for problem in engine.problems(config)]
     if tokenizer is not None and (size := TokenizersFile(tokenizer).size) > model.loaded.vocab_size:
         problems.append(
             f"{tokenizer}: has ids up to {size - 1}, and the model {model.loaded.vocab_size} ids; name its own"

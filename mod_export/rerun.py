@@ -16,8 +16,6 @@ from mod_export.stages.report import compare_with_baseline, verdict_of
 
 Row = TypeVar("Row", bound=Result)
 
-__all__ = ["Rerun", "bench_folder", "validate_folder"]
-
 
 class Rows(Protocol):
     """Gives the results of one type."""

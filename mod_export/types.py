@@ -8,38 +8,6 @@ from typing import Annotated, Literal, Protocol, TypeVar, get_args
 
 from pydantic import BeforeValidator
 
-__all__ = [
-    "DTYPES",
-    "FLOAT_DTYPES",
-    "KINDS",
-    "PRIMARY",
-    "QUANTIZED",
-    "Availability",
-    "Bucket",
-    "DType",
-    "Dialect",
-    "Engine",
-    "FloatDType",
-    "Graph",
-    "HasSetting",
-    "Kernel",
-    "ModelKind",
-    "Outputs",
-    "Profile",
-    "QuantizedDType",
-    "Role",
-    "Setting",
-    "Site",
-    "SiteKey",
-    "Variant",
-    "graph_of",
-    "is_expert",
-    "pairs_of",
-    "primary_output",
-    "routed_output",
-    "site_from_text",
-]
-
 ModelKind = Literal["mod", "dense"]
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 Role = Literal["forward", "prefill", "decode"]
@@ -49,6 +17,8 @@ Site = int | str
 """A routing site: the number of a routed layer, or a name such as "3.mlp" or "3.expert0" where a layer has several."""
 Outputs = Literal["logits", "last", "none"]
 """What a model returns: logits of every token, of each row's last real token, or hidden states and no logits."""
+AS_GIVEN = "as_given"
+"""The rule of a routing site that was found and not marked: its indices keep the order that the program gives them."""
 PRIMARY: dict[Outputs, str] = {"logits": "logits", "last": "last_logits", "none": "hidden"}
 """The name of its first output: `logits` (B, S, V), `last_logits` (B, V), `hidden` (B, S, D)."""
 FloatDType = Literal["float32", "float16", "bfloat16"]

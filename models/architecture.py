@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from mod_models.generation_spec import why_not
 from mod_models.spec import ModelSpec, RoutingSpec, Site, is_expert, layer_of
 from mod_models.transformer import Transformer
 
-__all__ = ["MOD_TRANSFORMER", "GeneratingTransformer", "LoadedTransformer", "ModTransformer"]
-
 BYTE_VOCABULARY = 256
 DECIDES = re.compile(r"layers\.(\d+)\.(experts\.)?(mlp_)?(router|predictor)\.")
 """Weights that scores are computed with: layer, whether of experts, whether of the second router of a layer, kind."""
@@ -43,31 +41,15 @@ TIMED_SPEC = ModelSpec(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class LoadedTransformer:
     """A checkpoint as the exporter sees it."""
 
-    checkpoint: Checkpoint
-
-    @property
-    def spec(self) -> Mapping[str, Any]:
-        return self.checkpoint.spec.to_dict()
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.checkpoint.weights
-
-    @property
-    def vocab_size(self) -> int:
-        return self.checkpoint.spec.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.checkpoint.spec.max_positions
-
-    @property
-    def capacity(self) -> float | None:
-        return self.checkpoint.spec.capacity
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        spec = checkpoint.spec
+        self.checkpoint, self.weights = checkpoint, checkpoint.weights
+        self.spec: Mapping[str, Any] = spec.to_dict()
+        self.vocab_size, self.max_positions, self.d_model = spec.vocab_size, spec.max_positions, spec.d_model
+        self.capacity, self.looks_ahead, self.routes_depth = spec.capacity, spec.looks_ahead, bool(spec.routed_layers)
 
     def with_capacity(self, capacity: float) -> LoadedTransformer:
         return LoadedTransformer(replace(self.checkpoint, spec=self.checkpoint.spec.with_capacity(capacity)))
@@ -96,18 +78,6 @@ class LoadedTransformer:
                 part = f"{layer}.mlp" if second else f"{layer}.attention"
                 found[name] = (part if spec.routing is not None and spec.routing.parts == "separate" else layer,)
         return found
-
-    @property
-    def routes_depth(self) -> bool:
-        return bool(self.checkpoint.spec.routed_layers)
-
-    @property
-    def looks_ahead(self) -> Sequence[str]:
-        return self.checkpoint.spec.looks_ahead
-
-    @property
-    def d_model(self) -> int:
-        return self.checkpoint.spec.d_model
 
     def module(self, outputs: str = "logits") -> Transformer:
         return self.checkpoint.module(outputs)

@@ -9,7 +9,6 @@ keys are rotated to their positions before they are stored. A row's slots from i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,18 +16,6 @@ import torch
 from torch import Tensor
 
 from mod_models.spec import ModelSpec, Site, is_expert, layer_of
-
-__all__ = [
-    "COUNTS",
-    "CacheTensor",
-    "cache_bytes",
-    "cache_layout",
-    "expert_sites",
-    "routed_sites",
-    "sites",
-    "slots_of_layer",
-    "write_rows",
-]
 
 COUNTS = "counts"
 
@@ -58,36 +45,22 @@ def expert_sites(spec: ModelSpec, layer: int) -> tuple[Site, ...]:
 
 
 def slots_of_layer(spec: ModelSpec, max_len: int) -> dict[int, int]:
-    """How many slots the keys and values of each layer have.
-
-    Args:
-        spec: from `generation_spec.for_generation`.
-        max_len: how long a text can get in this cache; at most the window of the spec.
+    """How many slots the keys and values of each layer have, in a cache of texts of up to `max_len` tokens; the spec is
+    from `generation_spec.for_generation`, and its window at least as long.
     """
-    routes_attention = spec.routing is not None and spec.routing.parts != "mlp"
-    slots = spec.k_of_layer(max_len) if routes_attention else {}
-    return {layer: slots.get(layer, max_len) for layer in range(spec.n_layers)}
+    return {layer: given.attended for layer, given in enumerate(spec.tokens_of_layer(max_len))}
 
 
-def cache_layout(spec: ModelSpec, rows: int, max_len: int, dtype: torch.dtype = torch.float32) -> list[CacheTensor]:
+def cache_layout(spec: ModelSpec, rows: int, max_len: int) -> list[CacheTensor]:
     """All tensors of a cache in the order in which graphs take them: of each layer `keys_<layer>` and
     `values_<layer>` (B, G, L, E), and if the model routes `counts`, int64 (B, N), the slots in use.
     """
     found = []
     for layer, slots in slots_of_layer(spec, max_len).items():
         shape = (rows, spec.n_kv_heads, slots, spec.d_head)
-        found += [CacheTensor(f"{part}_{layer}", shape, dtype, layer) for part in ("keys", "values")]
+        found += [CacheTensor(f"{part}_{layer}", shape, torch.float32, layer) for part in ("keys", "values")]
     if sites(spec):
         found.append(CacheTensor(COUNTS, (rows, len(sites(spec))), torch.int64, None))
-    return found
-
-
-def cache_bytes(spec: ModelSpec, rows: int, max_len: int, dtype: torch.dtype = torch.float32) -> dict[int, int]:
-    """Bytes of the keys and values of each layer."""
-    found = dict.fromkeys(range(spec.n_layers), 0)
-    for one in cache_layout(spec, rows, max_len, dtype):
-        if one.layer is not None:
-            found[one.layer] += math.prod(one.shape) * dtype.itemsize
     return found
 
 

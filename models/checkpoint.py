@@ -28,19 +28,6 @@ from torch import Tensor
 from mod_models.spec import ModelSpec, SpecError, shown
 from mod_models.transformer import Transformer
 
-__all__ = [
-    "ARCHITECTURE",
-    "Checkpoint",
-    "CheckpointError",
-    "ForeignArchitectureError",
-    "load_checkpoint",
-    "random_checkpoint",
-    "read_plain",
-    "save_checkpoint",
-    "write_plain",
-    "written_beside",
-]
-
 ARCHITECTURE = "mod_transformer"
 ROUTES = re.compile(r"layers\.\d+\.(mlp_)?(router|predictor)\.")
 """Weights that decide which tokens skip a block. The router of experts is part of the dense baseline as well."""
@@ -104,11 +91,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     Raises:
         OSError: the disk cannot be written to, or is full.
     """
-    header = {
-        "format_version": FORMAT_VERSION,
-        "architecture": ARCHITECTURE,
-        "spec": checkpoint.spec.to_dict(),
-    }
+    header = {"format_version": FORMAT_VERSION, "architecture": ARCHITECTURE, "spec": checkpoint.spec.to_dict()}
     weights = _separate(checkpoint.weights)
     if path.suffix == ".pt":
         write_plain(path, {**header, "weights": weights})

@@ -25,21 +25,7 @@ from torch import Tensor
 from mod_models.train_config import TrainError
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
-
-__all__ = [
-    "BYTES",
-    "HELD_OUT_SHARE",
-    "Corpus",
-    "TokenizedText",
-    "as_bytes",
-    "batch_at",
-    "load_tokenizer",
-    "read_corpus",
-    "read_split",
-    "tokenize",
-    "vocabulary_size",
-]
+    from tokenizers import Tokenizer
 
 BYTES = 256
 PIECE = 2**20
@@ -97,7 +83,10 @@ def tokenize(documents: Sequence[bytes], tokenizer: Tokenizer) -> TokenizedText:
     sizes: list[np.ndarray] = []
     dropped = 0
     for text in _pieces(documents):
-        encoding = _encode(text, tokenizer)
+        try:
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the Rust side raises nothing narrower
+            raise TrainError(f"the tokenizer cannot read this text ({error})") from error
         end_C = _byte_ends(text)
         if not encoding.ids:
             dropped += int(end_C[-1])
@@ -119,13 +108,6 @@ def tokenize(documents: Sequence[bytes], tokenizer: Tokenizer) -> TokenizedText:
     )
 
 
-def _encode(text: str, tokenizer: Tokenizer) -> Encoding:
-    try:
-        return tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # the Rust side raises nothing narrower
-        raise TrainError(f"the tokenizer cannot read this text ({error})") from error
-
-
 def _pieces(documents: Sequence[bytes]) -> Iterator[str]:
     """The documents, long ones cut after the first line end past PIECE bytes."""
     for number, document in enumerate(documents):
@@ -145,6 +127,7 @@ def _byte_ends(text: str) -> np.ndarray:
 
 
 HELD_OUT_SHARE = 0.05
+SOURCES = "this Python's sources"
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
@@ -183,11 +166,12 @@ def _is_held_out(relative: str) -> bool:
     return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
 
 
-def split_files(split: Literal["train", "held_out"]) -> list[Path]:
-    """The files of one split, in the order of their paths. Packages of the user and tests are in neither."""
+@cache
+def _sources() -> dict[str, Path]:
+    """The files of the standard library by path, in order. Packages of the user and tests are none of them."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    sources = [path for path in sorted(root.rglob("*.py")) if SKIPPED.isdisjoint(path.relative_to(root).parts)]
-    return [path for path in sources if _is_held_out(path.relative_to(root).as_posix()) == (split == "held_out")]
+    found = {path.relative_to(root): path for path in sorted(root.rglob("*.py"))}
+    return {name.as_posix(): path for name, path in found.items() if SKIPPED.isdisjoint(name.parts)}
 
 
 @cache
@@ -198,7 +182,8 @@ def read_split(split: Literal["train", "held_out"]) -> Tensor:
         uint8 (N,): the files with a zero byte between two. The same tensor at every call, not to be written to. Empty
         on a Python that ships without its sources.
     """
-    return as_bytes([path.read_bytes() for path in split_files(split)]).id_N
+    held_out = split == "held_out"
+    return as_bytes([path.read_bytes() for name, path in _sources().items() if _is_held_out(name) == held_out]).id_N
 
 
 def read_corpus(data: Path | None = None, tokenizer: Path | None = None) -> Corpus:
@@ -215,7 +200,8 @@ def read_corpus(data: Path | None = None, tokenizer: Path | None = None) -> Corp
         OSError: a file that cannot be read.
     """
     if data is None and tokenizer is None:
-        return _sources_as_bytes()
+        splits = TokenizedText(read_split("train"), None), TokenizedText(read_split("held_out"), None)
+        return Corpus(SOURCES, *splits, vocab_size=BYTES, files=len(_sources()), skipped=0)
     found = _sources() if data is None else _files(data)
     texts = {relative: path.read_bytes() for relative, path in found.items()}
     documents = {relative: text for relative, text in texts.items() if text and _is_text(text)}
@@ -225,31 +211,13 @@ def read_corpus(data: Path | None = None, tokenizer: Path | None = None) -> Corp
     held_out = [text for relative, text in documents.items() if _is_held_out(relative)]
     if data is not None and not (train and held_out):
         train, held_out = _cut(b"\0".join(documents.values()))
-    name = "this Python's sources" if data is None else str(data)
+    name = SOURCES if data is None else str(data)
     counts = {"files": len(documents), "skipped": sum(not _is_text(text) for text in texts.values())}
     if tokenizer is None:
         return Corpus(name, as_bytes(train), as_bytes(held_out), vocab_size=BYTES, **counts)
     vocabulary = load_tokenizer(tokenizer)
-    return Corpus(
-        name,
-        tokenize(train, vocabulary),
-        tokenize(held_out, vocabulary),
-        vocab_size=vocabulary_size(vocabulary),
-        **counts,
-    )
-
-
-@cache
-def _sources_as_bytes() -> Corpus:
-    files = len(_sources())
-    splits = TokenizedText(read_split("train"), None), TokenizedText(read_split("held_out"), None)
-    return Corpus("this Python's sources", *splits, vocab_size=BYTES, files=files, skipped=0)
-
-
-def _sources() -> dict[str, Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted([*split_files("train"), *split_files("held_out")])
-    return {path.relative_to(root).as_posix(): path for path in paths}
+    size = vocabulary_size(vocabulary)
+    return Corpus(name, tokenize(train, vocabulary), tokenize(held_out, vocabulary), vocab_size=size, **counts)
 
 
 def _files(data: Path) -> dict[str, Path]:

@@ -9,23 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = [
-    "CAPACITY_RULES",
-    "CAUSAL_SELECTIONS",
-    "CHOICES",
-    "COMBINES",
-    "GATES",
-    "LEARNED_ROUTERS",
-    "PARTS",
-    "POSITIONS",
-    "ROUTERS",
-    "ROUTER_INPUTS",
-    "SELECTIONS",
-    "EveryNth",
-    "ExpertsSpec",
-    "RoutingSpec",
-]
-
 LEARNED_ROUTERS = ("linear", "linear_bias", "mlp")
 ROUTERS = (*LEARNED_ROUTERS, "noise")
 ROUTER_INPUTS = ("raw", "normed")

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mod_models.cache import cache_bytes, cache_layout, sites, slots_of_layer
+from mod_models.cache import cache_layout, sites, slots_of_layer
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec, Site
 from mod_models.step import Prefill, Step, prefill_outputs, slots_of_step, step_inputs, step_outputs
 from mod_models.transformer import Transformer
-
-__all__ = ["DecodingGraphs", "GraphSource"]
 
 META = torch.device("meta")
 PART = re.compile(r"layers\.(\d+)\.(attention_norm|attention|mlp_norm|mlp|experts)\.")
@@ -27,13 +25,8 @@ PART = re.compile(r"layers\.(\d+)\.(attention_norm|attention|mlp_norm|mlp|expert
 
 @dataclass(frozen=True, slots=True)
 class GraphSource:
-    """What one graph is made of.
-
-    Attributes:
-        module: in eval mode, on the meta device.
-        examples: two sets of inputs of equal shapes; the graph must be the same for both.
-        inputs: their names, in order.
-        outputs: names of what the module returns, in order.
+    """What one graph is made of: a module in eval mode on the meta device, two sets of inputs of equal shapes, and the
+    names of inputs and outputs, in order. The graph must be the same for both sets.
     """
 
     module: Transformer
@@ -64,50 +57,39 @@ class DecodingGraphs:
         """How many tokens of a text each of them takes."""
         return self.spec.k_by_layer(self.window)
 
-    def slots(self, length: int) -> dict[int, int]:
-        """How many slots the keys and values of each layer have, in a cache of texts of `length` tokens."""
-        return slots_of_layer(self.spec, length)
-
     def prefill(self, rows: int, seq: int) -> GraphSource:
-        """Prompts of up to `seq` tokens: (input_ids int64 (B, S), lengths int64 (B,)) -> (logits (B, V), the tensors of
-        a cache for `seq` tokens, and in a model that routes `counts`, `wanted` and `routed_<site>`, as `Prefill` says).
-        """
+        """Prompts of up to `seq` tokens, and a cache for so many; see `Prefill` for inputs and outputs."""
         with META:
             module = Prefill(self.spec, seq)
-        examples = tuple((_zeros(rows, seq), torch.full((rows,), length, device=META)) for length in (seq, 1))
+            full, short = (
+                (torch.zeros(rows, seq, dtype=torch.int64), torch.full((rows,), length)) for length in (seq, 1)
+            )
         outputs = tuple(prefill_outputs(self.spec, seq))
-        return GraphSource(_on_meta(module), (examples[0], examples[1]), ("input_ids", "lengths"), outputs)
+        return GraphSource(_on_meta(module), (full, short), ("input_ids", "lengths"), outputs)
 
     def step(self, rows: int, length: int, slots: str = "all", *, skip: bool = True) -> GraphSource:
         """One token of each row on a cache of texts of up to `length` tokens; see `Step` for inputs and outputs.
 
-        Args:
-            rows: texts at once.
-            length: of the cache, at most the window.
-            slots: how many rows of a step can run at each routing site: `all`, or `fair`, see `slots_of_step`.
-            skip: conditions around routed parts.
+        `slots` says how many rows of a step can run at each routing site: `all`, or `fair`, see `slots_of_step`.
         """
+        in_step = slots_of_step(self.spec, rows, length) if slots == "fair" else None
         with META:
-            module = Step(self.spec, rows, length, self.slots_in_step(rows, length, slots), skip=skip)
-            layout = cache_layout(self.spec, rows, length)
-            examples = tuple(
+            module = Step(self.spec, rows, length, in_step, skip=skip)
+            first, second = (
                 (
-                    _zeros(rows),
+                    torch.zeros(rows, dtype=torch.int64),
                     torch.full((rows,), position),
-                    *(torch.zeros(one.shape, dtype=one.dtype) for one in layout),
+                    *(torch.zeros(one.shape, dtype=one.dtype) for one in cache_layout(self.spec, rows, length)),
                 )
                 for position in (0, -1)
             )
         inputs, outputs = tuple(step_inputs(self.spec, length)), tuple(step_outputs(self.spec))
-        return GraphSource(_on_meta(module), (examples[0], examples[1]), inputs, outputs)
-
-    def slots_in_step(self, rows: int, length: int, slots: str) -> Mapping[Site, int] | None:
-        """How many rows of a step can run at each routing site; None where all can."""
-        return slots_of_step(self.spec, rows, length) if slots == "fair" else None
+        return GraphSource(_on_meta(module), (first, second), inputs, outputs)
 
     def kv_bytes(self, length: int) -> dict[int, int]:
         """Float32 bytes of one row's keys and values in each layer."""
-        return cache_bytes(self.spec, 1, length)
+        slot = 4 * 2 * self.spec.n_kv_heads * self.spec.d_head
+        return {layer: slot * slots for layer, slots in slots_of_layer(self.spec, length).items()}
 
     def step_bytes(self, weights: Mapping[str, Tensor], rows: int, length: int, executed: Mapping[Site, float]) -> int:
         """Float32 bytes that a step has to read: weights that it multiplies by, and the slots of the cache.
@@ -146,10 +128,6 @@ class DecodingGraphs:
         if routing is None or layer not in self.spec.routed_layers or routing.parts not in ("block", "separate", part):
             return None
         return f"{layer}.{part}" if routing.parts == "separate" else layer
-
-
-def _zeros(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int64, device=META)
 
 
 def _on_meta(module: Transformer) -> Transformer:

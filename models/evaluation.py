@@ -14,8 +14,6 @@ from mod_models.parallel import Workers
 from mod_models.train_config import TrainConfig
 from mod_models.transformer import Transformer
 
-__all__ = ["NATS_PER_BIT", "evaluate", "held_out", "parts", "rows_at", "summary"]
-
 EVAL_SEED = 10_000_000
 NATS_PER_BIT = math.log(2)
 PREDICTOR_ACCURACY = "predictor_accuracy/"

@@ -21,8 +21,6 @@ from mod_models.routing import Decisions, SeenByExperts, linear_float32
 from mod_models.selection import FIRST_COME, RANK, Rule, Tokens, select_first, select_topk, selected_at
 from mod_models.spec import ExpertsSpec, ModelSpec, expert_site
 
-__all__ = ["EXPERT_CHOICES", "Experts"]
-
 SMALLEST = 2.0**-126
 """The score of an expert that is chosen although another one has the same logit: it must be above 0."""
 

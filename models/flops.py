@@ -24,13 +24,15 @@ V vocabulary, h hidden width of a router.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 
-from mod_models.spec import ExpertsSpec, ModelSpec, RoutingSpec, Site, layer_of
+import torch
 
-__all__ = ["FLOAT32_BYTES", "LayerCost", "layer_costs"]
+from mod_models.spec import ExpertsSpec, LayerTokens, ModelSpec, RoutingSpec, Site, layer_of
+from mod_models.transformer import Transformer
 
 FLOAT32_BYTES = 4
 
@@ -59,115 +61,65 @@ class LayerCost:
     kv_bytes: int = 0
 
 
-class _TokenCounts(NamedTuple):
-    """Tokens of a row that the routers of a layer score, that its attention sees, and that its MLP sees."""
-
-    scored: int
-    attended: int
-    transformed: int
-
-
-def layer_costs(spec: ModelSpec, batch: int, seq: int, number_bytes: int = FLOAT32_BYTES) -> tuple[LayerCost, ...]:
-    """The embedding, every layer in order, and the head.
-
-    Args:
-        spec: the model.
-        batch: rows, B.
-        seq: positions of a row, S.
-        number_bytes: size of a weight, a key or a value; 4 for float32.
-    """
-    table = spec.vocab_size * spec.d_model
-    head_flops = 2 * batch * seq * table
-    head_weights = spec.d_model + (0 if spec.tie_embeddings else table)
+def layer_costs(spec: ModelSpec, batch: int, seq: int) -> tuple[LayerCost, ...]:
+    """The embedding, every layer in order, and the head, for `batch` rows of `seq` positions."""
+    weights = _weight_bytes(spec)
+    head = 2 * batch * seq * spec.vocab_size * spec.d_model
+    layers = (_layer(spec, layer, given, batch, seq) for layer, given in enumerate(spec.tokens_of_layer(seq)))
     return (
-        LayerCost(name="embedding", flops={}, needed_flops=0, weight_bytes=table * number_bytes),
-        *(_layer(spec, layer, given, batch, seq, number_bytes) for layer, given in enumerate(_token_counts(spec, seq))),
-        LayerCost(
-            name="head", flops={"head": head_flops}, needed_flops=head_flops, weight_bytes=head_weights * number_bytes
-        ),
+        LayerCost(name="embedding", flops={}, needed_flops=0, weight_bytes=weights["embedding"]),
+        *layers,
+        LayerCost(name="head", flops={"head": head}, needed_flops=head, weight_bytes=weights["head"]),
     )
 
 
-def _token_counts(spec: ModelSpec, seq: int) -> Iterator[_TokenCounts]:
-    """Of each layer. A token that exits is given to no later layer."""
-    selected, routing = spec.k_of_layer(seq), spec.routing
-    left = seq
-    for layer in range(spec.n_layers):
-        k = selected.get(layer)
-        if k is None or routing is None:
-            yield _TokenCounts(0, left, left)
-            continue
-        attended = left if routing.parts == "mlp" else k
-        transformed = left if routing.parts == "attention" else k
-        # A block that selects no token does not run its router.
-        yield _TokenCounts(left if k else 0, attended, transformed)
-        left = k if routing.selection == "exit" else left
+@cache
+def _weight_bytes(spec: ModelSpec) -> Counter[str]:
+    """Float32 bytes of each row of the table, as the model has them."""
+    with torch.device("meta"):
+        # One position: no weight depends on their number, and the RoPE tables are real even on the meta device.
+        state = Transformer(replace(spec, max_positions=1)).state_dict()
+    found: Counter[str] = Counter()
+    for name, tensor in state.items():
+        part, _, rest = name.partition(".")
+        row = {"layers": rest.partition(".")[0], "embedding": part}.get(part, "head")
+        found[row] += tensor.numel() * FLOAT32_BYTES
+    return found
 
 
-def _layer(spec: ModelSpec, layer: int, given: _TokenCounts, batch: int, seq: int, number_bytes: int) -> LayerCost:
+def _layer(spec: ModelSpec, layer: int, given: LayerTokens, batch: int, seq: int) -> LayerCost:
     routing = spec.routing if layer in spec.routed_layers else None
     experts = spec.experts if layer in spec.expert_layers else None
     D, H, G, E = spec.d_model, spec.n_heads, spec.n_kv_heads, spec.d_head
     A, M = given.attended, given.transformed
-    projections = D * E * (2 * H + 2 * G)
     flops = {}
     if routing is not None or experts is not None:
         scored = batch * given.scored * (_scoring(D, routing) if routing else 0)
-        flops["routing"] = 2 * (scored + (batch * M * D * _expert_choices(experts) if experts else 0))
-    flops["attention_projections"] = 2 * batch * A * projections
+        flops["routing"] = 2 * (scored + (batch * M * D * (experts.n_experts + experts.noop_experts) if experts else 0))
+    flops["attention_projections"] = 2 * batch * A * D * E * (2 * H + 2 * G)
     flops["attention"] = 4 * batch * H * E * A * A
     if experts is None:
         flops["mlp"] = 6 * batch * M * D * spec.d_ff
     else:
         slots = experts.n_experts * spec.expert_slots(layer, M) if M else 0
         flops["experts"] = 6 * batch * slots * D * spec.d_ff
-    weights = 2 * D + projections + _mlp_weights(spec, experts) + (_router_weights(D, routing) if routing else 0)
     return LayerCost(
         name=str(layer),
         routed=", ".join(filter(None, [_routing_label(routing), _experts_label(experts)])),
         selected={site: k for site, k in spec.k_by_layer(seq).items() if layer_of(site) == layer},
         flops=flops,
         needed_flops=sum(flops.values()) - 2 * batch * H * E * A * (A - 1),
-        weight_bytes=weights * number_bytes,
-        kv_bytes=2 * batch * G * E * A * number_bytes,
+        weight_bytes=_weight_bytes(spec)[str(layer)],
+        kv_bytes=2 * batch * G * E * A * FLOAT32_BYTES,
     )
 
 
 def _scoring(d_model: int, routing: RoutingSpec) -> int:
     """Multiply-adds for one token, of the routers of all parts and of the predictors where they decide."""
-    router = {"mlp": _through_hidden(d_model, routing.router_hidden), "noise": 0}.get(routing.router, d_model)
-    predictor = _through_hidden(d_model, routing.predictor_hidden) if routing.selection == "predictor" else 0
-    return _routers(routing) * (router + predictor)
-
-
-def _router_weights(d_model: int, routing: RoutingSpec) -> int:
-    """Biases included. A predictor has weights wherever it is declared, whether it decides or not."""
-    width, hidden = routing.predictor_hidden, routing.router_hidden
-    router = {
-        "linear": d_model,
-        "linear_bias": d_model + 1,
-        "mlp": _through_hidden(d_model, hidden) + hidden + 1,
-        "noise": 0,
-    }[routing.router]
-    predictor = _through_hidden(d_model, width) + width + 1 if width else 0
-    return _routers(routing) * (router + predictor)
-
-
-def _mlp_weights(spec: ModelSpec, experts: ExpertsSpec | None) -> int:
-    one = 3 * spec.d_model * spec.d_ff
-    return one if experts is None else experts.n_experts * one + spec.d_model * _expert_choices(experts)
-
-
-def _through_hidden(d_model: int, hidden: int) -> int:
-    return d_model * hidden + hidden
-
-
-def _routers(routing: RoutingSpec) -> int:
-    return 2 if routing.parts == "separate" else 1
-
-
-def _expert_choices(experts: ExpertsSpec) -> int:
-    return experts.n_experts + experts.noop_experts
+    by_mlp = d_model + 1
+    router = {"mlp": by_mlp * routing.router_hidden, "noise": 0}.get(routing.router, d_model)
+    predictor = by_mlp * routing.predictor_hidden if routing.selection == "predictor" else 0
+    return (2 if routing.parts == "separate" else 1) * (router + predictor)
 
 
 def _routing_label(routing: RoutingSpec | None) -> str:

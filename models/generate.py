@@ -15,8 +15,6 @@ from mod_models.spec import Site
 from mod_models.step import Prefill, Step, prefill_outputs, step_outputs
 from mod_models.transformer import Transformer
 
-__all__ = ["Generated", "Session", "generate_eager"]
-
 
 class Generated(NamedTuple):
     """A text's continuation.
@@ -38,11 +36,11 @@ class Generated(NamedTuple):
 class Session:
     """Rows of text that are being written, with their cache: a prompt each, and then a token each at a time."""
 
-    def __init__(self, model: Transformer, max_len: int, rows: int = 1, step: Step | None = None) -> None:
-        """A model with the spec of `for_generation`; `step` if it is not the plain one."""
+    def __init__(self, model: Transformer, max_len: int, rows: int = 1) -> None:
+        """A model with the spec of `for_generation`."""
         self.spec = model.spec
         self.prefill = Prefill(model.spec, max_len).sharing(model)
-        self.step = (step or Step(model.spec, rows, max_len)).sharing(model)
+        self.step = Step(model.spec, rows, max_len).sharing(model)
         self.cache_names = [one.name for one in cache_layout(model.spec, rows, max_len)]
         self.prefill_names, self.step_names = prefill_outputs(model.spec, max_len), step_outputs(model.spec)
         self.cache: dict[str, Tensor] = {}
@@ -99,21 +97,6 @@ def generate_eager(
     Raises:
         GenerationError: the model cannot generate, or the text does not fit the window.
     """
-    model, window = _in_window(model, prompt_ids, max_new_tokens, window, slack)
-    session = Session(model, window)
-    logits_1V = session.read(torch.tensor([list(prompt_ids)]), torch.tensor([len(prompt_ids)]))
-    logits, ids = [logits_1V[0]], [_best(logits_1V[0])]
-    while len(ids) < max_new_tokens:
-        logits.append(session.write(torch.tensor([ids[-1]]))[0])
-        ids.append(_best(logits[-1]))
-    overflow = dict(zip(sites(model.spec), session.overflow_BN[0].tolist(), strict=True))
-    return Generated(ids, torch.stack(logits), session.ran[0], overflow)
-
-
-def _in_window(
-    model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int, window: int, slack: int
-) -> tuple[Transformer, int]:
-    """The same weights under the spec of the window, and the window."""
     if not prompt_ids or max_new_tokens < 1:
         raise GenerationError(
             f"expected a prompt and at least one new token, got {len(prompt_ids)} and {max_new_tokens}"
@@ -123,11 +106,14 @@ def _in_window(
     if window and needed > window:
         raise GenerationError(f"the text has {needed} tokens to read, and the window {window}; give a longer window")
     window = window or needed
-    spec = for_generation(model.spec, window, slack)
     with torch.device("meta"):
-        causal = Transformer(spec)
-    return causal.sharing(model), window
-
-
-def _best(logits_V: Tensor) -> int:
-    return int(torch.argmax(logits_V))
+        causal = Transformer(for_generation(model.spec, window, slack))
+    model = causal.sharing(model)
+    session = Session(model, window)
+    logits_1V = session.read(torch.tensor([list(prompt_ids)]), torch.tensor([len(prompt_ids)]))
+    logits, ids = [logits_1V[0]], [int(logits_1V[0].argmax())]
+    while len(ids) < max_new_tokens:
+        logits.append(session.write(torch.tensor([ids[-1]]))[0])
+        ids.append(int(logits[-1].argmax()))
+    overflow = dict(zip(sites(model.spec), session.overflow_BN[0].tolist(), strict=True))
+    return Generated(ids, torch.stack(logits), session.ran[0], overflow)

@@ -15,8 +15,6 @@ import dataclasses
 from mod_models.declarations import RoutingSpec
 from mod_models.spec import ModelSpec, shown
 
-__all__ = ["GenerationError", "check_generates", "for_generation", "why_not"]
-
 TRAIN_ONE = (
     "train the predictor beside it (predictor_hidden of at least 1, paper section 3.5; `python -m mod_models.train` "
     "does by default), which learns to say of one token whether it will be chosen, or declare selection=threshold"
@@ -67,11 +65,6 @@ def for_generation(spec: ModelSpec, window: int, slack: int = 0) -> ModelSpec:
     fills its slots exactly, the predictor that imitates it only on average. Tokens that find no slot (overflow) are
     skipped, as with every first-come selection. Experts have the slots that they have in such a row.
 
-    Args:
-        spec: of a checkpoint; weights stay as they are.
-        window: the longest text in tokens, at most `spec.max_positions`.
-        slack: further slots of each routed layer.
-
     Raises:
         GenerationError: the model cannot generate, or not in this window.
     """
@@ -88,8 +81,8 @@ def for_generation(spec: ModelSpec, window: int, slack: int = 0) -> ModelSpec:
     spec = _routed_in(spec, window, slack)
     if spec.experts is None:
         return spec
-    given = spec.k_of_layer(window) if spec.routing is not None and spec.routing.parts != "attention" else {}
-    fixed = tuple(spec.expert_slots(layer, given.get(layer, window)) for layer in spec.expert_layers)
+    given = spec.tokens_of_layer(window)
+    fixed = tuple(spec.expert_slots(layer, given[layer].transformed) for layer in spec.expert_layers)
     return dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, fixed_places=fixed))
 
 

@@ -21,8 +21,6 @@ from mod_models.spec import Site, is_expert
 from mod_models.train_config import TrainConfig
 from mod_models.transformer import Transformer
 
-__all__ = ["LossModule", "Losses", "losses"]
-
 DEFAULTS = TrainConfig()
 
 

@@ -21,8 +21,6 @@ from mod_models.routing import COMBINES, GATES
 from mod_models.selection import select_topk
 from mod_models.transformer import Attention, Block, RoutedBlock
 
-__all__ = ["Decision", "Past", "Ran", "attended_one", "decide", "routed_one", "transformed_one"]
-
 EVERY_TOKEN = 2**24
 """More tokens than any window has: asks for the slots of an expert as declared, not for those of a short row."""
 Branch = Callable[..., tuple[Tensor, ...]]

@@ -23,8 +23,6 @@ from mod_models.losses import LossModule
 from mod_models.train_config import TrainError
 from mod_models.transformer import RoutedBlock
 
-__all__ = ["PARALLEL", "Workers", "accumulate", "fill", "launched", "whole"]
-
 PARALLEL = ("ddp", "fsdp")
 
 

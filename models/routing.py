@@ -15,18 +15,6 @@ from torch import Tensor, nn
 
 from mod_models.spec import RoutingSpec, Site
 
-__all__ = [
-    "COMBINES",
-    "GATES",
-    "ROUTERS",
-    "Decisions",
-    "MlpRouter",
-    "Routing",
-    "Seen",
-    "SeenByExperts",
-    "linear_float32",
-]
-
 
 class Routing(NamedTuple):
     """What one routing site selected.

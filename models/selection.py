@@ -23,19 +23,6 @@ from mod_export.marker import mark_selection
 from mod_models.routing import Decisions, Routing
 from mod_models.spec import Site
 
-__all__ = [
-    "FIRST_COME",
-    "NOISE_SIZE",
-    "RANK",
-    "Rule",
-    "Tokens",
-    "noise_of_tokens",
-    "noise_table",
-    "select_first",
-    "select_topk",
-    "selected_at",
-]
-
 Rule = Literal["rank", "first_come"]
 RANK: Final = "rank"
 """The k largest scores, ties to the earlier token. Looks at the whole row."""
@@ -139,13 +126,7 @@ def select_first(chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def selected_at(
-    sites: Sequence[Site],
-    tokens: Tokens,
-    decisions: Decisions,
-    index: Tensor,
-    live: Tensor,
-    score: Tensor,
-    rule: Rule,
+    sites: Sequence[Site], tokens: Tokens, decisions: Decisions, index: Tensor, live: Tensor, score: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
     """Marks a selection as a routing site, where an exporter can observe and replace it, and notes it in `decisions`.
 
@@ -194,12 +175,7 @@ def noise_of_tokens(table_N: Tensor, ids_BS: Tensor, site: Site) -> Tensor:
     """Noise for every token, float32 (B, S), that depends on the text before it, the token itself, and the site.
 
     A graph has no generator and must give the same answer twice, so noise is read from a table, at the running sum of
-    the token ids: other texts, other noise.
-
-    Args:
-        table_N: from `noise_table`.
-        ids_BS: int64 token ids.
-        site: the routing site that uses it.
+    the token ids: other texts, other noise. `table_N` is from `noise_table`, and ids are int64.
     """
     # Plain arithmetic on the name: Python's own hash of a string is another one in every process.
     offset = NOISE_STRIDE * (1 + int.from_bytes(str(site).encode(), "big") % NOISE_STRIDE)

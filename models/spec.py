@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mod_models.declarations import CAPACITY_RULES, CAUSAL_SELECTIONS, EveryNth, ExpertsSpec, RoutingSpec
 from mod_models.spec_checks import SpecError, problems_of, shown
@@ -21,6 +21,7 @@ __all__ = [
     "CAPACITY_RULES",
     "EveryNth",
     "ExpertsSpec",
+    "LayerTokens",
     "ModelSpec",
     "RoutingSpec",
     "Site",
@@ -48,6 +49,14 @@ def is_expert(site: Site) -> bool:
 def layer_of(site: Site) -> int:
     """The layer that the site belongs to."""
     return int(str(site).partition(".")[0])
+
+
+class LayerTokens(NamedTuple):
+    """Tokens of a row that the routers of a layer score, that its attention sees, and that its MLP or experts see."""
+
+    scored: int
+    attended: int
+    transformed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,25 +113,35 @@ class ModelSpec:
         schedule = capacity if isinstance(capacity, tuple) else (capacity,) * len(layers)
         return {layer: rule(share, seq) for layer, share in zip(layers, schedule, strict=True)}
 
+    def tokens_of_layer(self, seq: int) -> tuple[LayerTokens, ...]:
+        """Tokens of a row of `seq` positions that each layer is given. A token that exits is given to no later one."""
+        slots_of, found, left = self.k_of_layer(seq), [], seq
+        for layer in range(self.n_layers):
+            k = slots_of.get(layer)
+            if k is None or self.routing is None:
+                found.append(LayerTokens(0, left, left))
+                continue
+            parts = self.routing.parts
+            # A block that selects no token does not run its router.
+            scored = left if k else 0
+            found.append(LayerTokens(scored, left if parts == "mlp" else k, left if parts == "attention" else k))
+            left = k if self.routing.selection == "exit" else left
+        return tuple(found)
+
     def k_by_layer(self, seq: int) -> dict[Site, int]:
         """Tokens of a row of `seq` positions that each routing site selects: the constants of that bucket's graph.
 
         Experts come after the routing of their layer, and those of a layer that selects no token are left out.
         """
         slots_of = self.k_of_layer(seq)
-        parts = self.routing.parts if self.routing is not None else ""
-        exits = self.routing is not None and self.routing.selection == "exit"
         found: dict[Site, int] = {}
-        left = seq
-        for layer in range(self.n_layers):
-            k = slots_of.get(layer)
-            if k is not None:
-                found |= {f"{layer}.{part}": k for part in ("attention", "mlp")} if parts == "separate" else {layer: k}
-            left = k if exits and k is not None else left
-            # What the MLP of this layer is given.
-            tokens = left if k is None or parts == "attention" else k
-            if layer in self.expert_layers and tokens and self.experts is not None:
-                slots = self.expert_slots(layer, tokens)
+        apart = self.routing is not None and self.routing.parts == "separate"
+        for layer, given in enumerate(self.tokens_of_layer(seq)):
+            if layer in slots_of:
+                names = [f"{layer}.attention", f"{layer}.mlp"] if apart else [layer]
+                found |= dict.fromkeys(names, slots_of[layer])
+            if layer in self.expert_layers and given.transformed and self.experts is not None:
+                slots = self.expert_slots(layer, given.transformed)
                 found |= {expert_site(layer, e): slots for e in range(self.experts.n_experts)}
         return found
 

@@ -24,8 +24,6 @@ from mod_models.declarations import (
 if TYPE_CHECKING:
     from mod_models.spec import ModelSpec
 
-__all__ = ["SpecError", "problems_of", "shown"]
-
 LIMITS = {
     "vocab_size": 2**24, "d_model": 2**20, "n_layers": 2**10, "n_heads": 2**12, "n_kv_heads": 2**12, "d_head": 2**12,
     "d_ff": 2**20, "max_positions": 2**24, "router_hidden": 2**20, "predictor_hidden": 2**20, "noise_seed": 2**31,

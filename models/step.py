@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,8 +16,6 @@ from mod_models.one_token import Past, attended_one, decide, routed_one, transfo
 from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec, Site, layer_of
 from mod_models.transformer import OUTPUTS, Block, RoutedBlock, Transformer
-
-__all__ = ["Prefill", "Step", "prefill_outputs", "slots_of_step", "step_inputs", "step_outputs"]
 
 
 def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
@@ -168,23 +167,22 @@ class Step(Transformer):
         return logits_BV, *rows, slot_BL, cache[-1] + ran_BN, wanted_BN, ran_BN
 
 
+@dataclass
 class _Run:
     """The state of one step between the layers."""
 
-    def __init__(
-        self,
-        step: Step,
-        active_B: Tensor,
-        seen_B: Tensor,
-        past: Mapping[int, tuple[Tensor, Tensor]],
-        count_B: Mapping[Site, Tensor],
-    ) -> None:
-        self.step, self.active_B, self.seen_B, self.past, self.count_B = step, active_B, seen_B, past, count_B
-        self.angles = self._angles(seen_B)
-        self.rows: dict[int, tuple[Tensor, ...]] = {}
-        self.slot_B: dict[int, Tensor] = {}
-        self.wanted_B: dict[Site, Tensor] = {}
-        self.ran_B: dict[Site, Tensor] = {}
+    step: Step
+    active_B: Tensor
+    seen_B: Tensor
+    past: Mapping[int, tuple[Tensor, Tensor]]
+    count_B: Mapping[Site, Tensor]
+    rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    slot_B: dict[int, Tensor] = field(default_factory=dict)
+    wanted_B: dict[Site, Tensor] = field(default_factory=dict)
+    ran_B: dict[Site, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.angles = self._angles(self.seen_B)
 
     def _angles(self, position_B: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of a position in each row, (B, 1, 1, E / 2)."""

@@ -19,14 +19,12 @@ import torch
 
 from mod_models.checkpoint import CheckpointError
 from mod_models.corpus import Corpus, read_corpus
-from mod_models.evaluation import evaluate, summary
+from mod_models.evaluation import summary
 from mod_models.parallel import PARALLEL, Workers, launched
 from mod_models.spec import ModelSpec
 from mod_models.train_config import DEFAULT_SPEC, TrainConfig, TrainError
 from mod_models.train_log import LOGS, Event, Log, show
 from mod_models.train_run import Run, reproducible
-
-__all__ = ["DEFAULT_SPEC", "TrainConfig", "TrainError", "evaluate", "main", "train"]
 
 
 def train(

@@ -7,8 +7,6 @@ from typing import Any
 
 from mod_models.spec import ModelSpec, RoutingSpec, shown
 
-__all__ = ["DEFAULT_SPEC", "PRECISIONS", "TrainConfig", "TrainError"]
-
 DEFAULT_SPEC = ModelSpec(
     vocab_size=256,
     d_model=192,
@@ -28,12 +26,11 @@ class TrainError(ValueError):
     """A run that cannot start or cannot go on; the message says why."""
 
 
-def _option(default: float, least: float, text: str) -> Any:
-    return field(default=default, metadata={"least": least, "help": text})
-
-
-def _choice(default: str, choices: tuple[str, ...], text: str) -> Any:
-    return field(default=default, metadata={"choices": choices, "help": text})
+def _option(default: float | str, allowed: float | tuple[str, ...], text: str) -> Any:
+    """`allowed` is the least number, or the names to choose from."""
+    return field(
+        default=default, metadata={"choices" if isinstance(allowed, tuple) else "least": allowed, "help": text}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +55,7 @@ class TrainConfig:
     eval_every: int = _option(250, 1, "steps between evaluations; the state to resume from is saved with each")
     eval_batches: int = _option(16, 1, "held-out batches of an evaluation")
     log_every: int = _option(25, 1, "steps between rows of the log")
-    precision: str = _choice("float32", PRECISIONS, "of matrix products and attention; weights stay float32")
+    precision: str = _option("float32", PRECISIONS, "of matrix products and attention; weights stay float32")
     predictor_loss: float = _option(1.0, 0, "weight of the auxiliary predictors' loss; 0 does not train them")
     router_loss: float = _option(0.0, 0, "weight of the routers' binary cross entropy against the top-k")
     balance_loss: float = _option(0.01, 0, "weight of the load balance of token-choice experts")

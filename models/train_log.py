@@ -20,8 +20,6 @@ from mod_models.train_config import TrainError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["HELD_OUT", "LOGS", "Event", "Log", "show"]
-
 LOGS = ("csv", "tensorboard")
 HELD_OUT = "held_out_"
 
@@ -49,8 +47,13 @@ class Log:
             self.columns = []
         self.board: SummaryWriter | None = None
         if kind == "tensorboard":
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                missing = "--log tensorboard: needs the package tensorboard; pip install 'mod-export[train]'"
+                raise TrainError(missing) from error
             # Rows that come again are in its files too; this tells it which to forget.
-            self.board = _summary_writer()(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def _rows_until(self, step: int) -> list[list[str]]:
         if not self.path.exists():
@@ -102,14 +105,6 @@ class Log:
         """Closes TensorBoard's file; log.csv is never left open."""
         if self.board is not None:
             self.board.close()
-
-
-def _summary_writer() -> type[SummaryWriter]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise TrainError("--log tensorboard: needs the package tensorboard; pip install 'mod-export[train]'") from error
-    return SummaryWriter
 
 
 class Event(NamedTuple):

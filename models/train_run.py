@@ -27,8 +27,6 @@ from mod_models.spec import ModelSpec
 from mod_models.train_config import TrainConfig, TrainError
 from mod_models.transformer import Transformer
 
-__all__ = ["Run", "Trained", "clip_gradients", "learning_rate_at", "make_optimizer", "reproducible"]
-
 LAST_SHARE = 0.1
 """Of the peak learning rate, at the end."""
 Identity = Mapping[str, object]

@@ -38,8 +38,6 @@ from mod_models.selection import (
 )
 from mod_models.spec import ModelSpec, RoutingSpec, Site
 
-__all__ = ["OUTPUTS", "Transformer"]
-
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""

@@ -24,26 +24,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from mod_export.benchmark.model_parts import (
-    PARTS,
-    VIEWS,
-    constants_of,
-    is_product,
-    part_of_product,
-    parts_of_nodes,
-)
+from mod_export.benchmark.model_parts import PARTS, VIEWS, constants_of, is_product, part_of_product, parts_of_nodes
 from mod_export.errors import GraphError
 from mod_export.results.cost import CostRow, Work
 from mod_export.types import Bucket, ModelKind
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-__all__ = ["NO_RULE", "attention_sizes", "cost_row", "flops_of", "needed_scores", "work_of_graph"]
 
 NO_RULE = frozenset(
     {
@@ -68,9 +59,9 @@ def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
     for node in model.graph:
         _check_countable(node, where)
         if node.op_type == "Attention":
-            scores, widths = attention_sizes(node, where)
-            flops_by_part["attention"] += 2 * scores * widths
-            hidden += 2 * (scores - needed_scores(node, where)) * widths
+            sizes = attention_sizes(node, where)
+            flops_by_part["attention"] += 2 * sizes.scores * sizes.widths
+            hidden += 2 * (sizes.scores - sizes.needed) * sizes.widths
             kv_bytes += sum(_bytes(value, where) for value in _keys_and_values(node))
         elif is_product(node):
             part = part_of_product(node, constants)
@@ -147,15 +138,15 @@ def _phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator[tuple[int
 
 
 def _attention_phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator[tuple[int, int]]:
-    num_scores, widths = attention_sizes(node, where)
+    sizes = attention_sizes(node, where)
     traffic = _traffic(node, where)
     if not whole_scores:
-        yield 2 * needed_scores(node, where) * widths, traffic
+        yield 2 * sizes.needed * sizes.widths, traffic
         return
-    flops = 2 * num_scores * widths
+    flops = 2 * sizes.scores * sizes.widths
     query = _input(node, 0)
     assert query.dtype is not None, f"{node.name}: the traffic of its inputs has been counted"
-    scores = num_scores * query.dtype.bitwidth // 8
+    scores = sizes.scores * query.dtype.bitwidth // 8
     values = _bytes(_input(node, 2), where) + _bytes(node.outputs[0], where)
     second = flops // 2
     yield flops - second, traffic - values + scores
@@ -206,19 +197,21 @@ def _flops(node: ir.Node, where: str) -> int:
     return 2 * math.prod(np.broadcast_shapes(left[:-2], right[:-2])) * rows * columns * inner
 
 
-def attention_sizes(node: ir.Node, where: str) -> tuple[int, int]:
-    """Of an Attention node: the number of its scores, B H Tq Tk, and the width of a query's head plus a value's.
+class AttentionSizes(NamedTuple):
+    """FLOPs are 2 x scores x widths: queries times keys and scores times values, of every query head."""
 
-    Its FLOPs are 2 x scores x widths: queries times keys and scores times values, of every query head.
-    """
-    rows, num_queries, num_keys, widths = _attention(node, where)
-    return rows * num_queries * num_keys, widths
+    scores: int
+    """B H Tq Tk, the keys of the past included."""
+    needed: int
+    """Those that a causal mask does not hide: for T queries of T keys T (T + 1) / 2 of T T."""
+    widths: int
+    """Of a query's head plus a value's."""
 
 
-def _attention(node: ir.Node, where: str) -> tuple[int, int, int, int]:
-    """(B H, queries, keys with those of the past, widths) of an Attention node.
-
-    The operator (ONNX opset 23) takes (B, heads, T, E), or (B, T, heads * E) with the number of heads as attributes.
+def attention_sizes(node: ir.Node, where: str) -> AttentionSizes:
+    """Of an Attention node (ONNX opset 23), which takes (B, heads, T, E), or (B, T, heads * E) with the number of heads
+    as attributes. Query i sees the keys up to its own, and those of the past. A mask given as a tensor hides nothing
+    here, because its values are not looked at.
     """
     query, key, value = (_shape(_input(node, index), where) for index in range(3))
     if len(query) == 4:
@@ -228,22 +221,14 @@ def _attention(node: ir.Node, where: str) -> tuple[int, int, int, int]:
         batch, num_queries, hidden = query
         heads, kv_heads = (node.attributes[name].as_int() for name in ("q_num_heads", "kv_num_heads"))
         width, num_keys, value_width = hidden // heads, key[1], value[2] // kv_heads
-    past = node.inputs[4] if len(node.inputs) > 4 else None
-    num_keys += 0 if past is None else _shape(past, where)[2]
-    return batch * heads, num_queries, num_keys, width + value_width
-
-
-def needed_scores(node: ir.Node, where: str) -> int:
-    """The scores of an Attention node that its causal mask does not hide: for T queries of T keys T (T + 1) / 2 of T T.
-
-    Query i sees the keys up to its own, and those of the past (ONNX opset 23). A mask given as a tensor hides nothing
-    here, because its values are not looked at.
-    """
-    rows, num_queries, num_keys, _ = _attention(node, where)
-    if not node.attributes.get_int("is_causal", 0):
-        return rows * num_queries * num_keys
-    past = num_keys - _shape(_input(node, 1), where)[-2]
-    return rows * sum(min(num_keys, past + query + 1) for query in range(num_queries))
+    past_value = node.inputs[4] if len(node.inputs) > 4 else None
+    past = 0 if past_value is None else _shape(past_value, where)[2]
+    num_keys += past
+    seen = num_queries * num_keys
+    if node.attributes.get_int("is_causal", 0):
+        seen = sum(min(num_keys, past + query + 1) for query in range(num_queries))
+    rows = batch * heads
+    return AttentionSizes(rows * num_queries * num_keys, rows * seen, width + value_width)
 
 
 def _input(node: ir.Node, index: int) -> ir.Value:

@@ -26,8 +26,6 @@ from mod_export.results.generation import DecodeRow, FirstTokenRow, StepBytes
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Kept, Prompts, kept_from_prefill
 from mod_export.types import Engine, ModelKind, Setting, Site, routed_output
 
-__all__ = ["Text", "measure_prompts", "measure_steps", "read_text"]
-
 VISITS = 5
 """Of each position."""
 ORDER: tuple[ModelKind, ...] = ("dense", "mod")
@@ -113,10 +111,10 @@ def measure_steps(
     """Times steps at positions spread over texts, as much of them as a prompt bucket holds.
 
     Args:
-        found: the engines that read and write.
-        pair: the decode engines of both models.
+        found: the engines that read.
+        pair: those that write, of both models.
         ids_BS: the texts, int64, one for each row of the bucket.
-        sites: routing sites of each model.
+        sites: of each model.
         least: what a step of each model has to read.
         bandwidth_gbs: 1e9 bytes a second between this machine's processor and memory, if it is known.
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from mod_export.results.cost import CostRow, PartRow
 from mod_export.types import Bucket, Site, is_expert
 
-__all__ = ["explain"]
-
 WORTH_HAVING = 1.1
 """A predicted ratio below this is itself the reason: fixed costs of routing eat what little FLOPs promise."""
 LARGE_SHARE = 1 / 3

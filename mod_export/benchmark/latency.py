@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mod_export.benchmark.sampling import Rounds, garbage_collector_off, interleaved, planned_looks
-from mod_export.benchmark.statistics import Spread, compare, quantile_interval, settled, spread_of
+from mod_export.benchmark.statistics import compare, drift_of, outliers_of, quantile_interval, settled
 from mod_export.benchmark.system_load import Watch, condition_flags
 from mod_export.config import BuildConfig, LatencyOptions
 from mod_export.engines import ENGINES
@@ -28,20 +28,12 @@ from mod_export.types import Bucket, Engine, ModelKind, Setting, primary_output
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["latency_rows", "measure_pair", "measure_precision", "precision_pairs", "timing_feeds"]
-
 
 def measure_pair(
     root: Path, pair: Mapping[ModelKind, Engine], vocab_size: int, config: BuildConfig, gate: float | None = None
 ) -> tuple[LatencyRow, ...]:
-    """Loads an engine of the build folder `root` and that of its dense baseline, and samples them on the same tokens.
-
-    Args:
-        root: the build folder.
-        pair: the two engines.
-        vocab_size: the tokens are drawn below it.
-        config: how to sample.
-        gate: the speed-up that this setting must show, if any.
+    """Loads an engine of the build folder `root` and that of its dense baseline, and samples them on the same tokens,
+    which are drawn below `vocab_size`. `gate` is the speed-up that this setting must show, if any.
     """
     setting = pair["mod"].setting
     load = partial(ENGINES[setting.target].load, root, config=config, threads=config.latency.threads)
@@ -70,18 +62,11 @@ def latency_rows(
     """Samples both models on the same feeds, in this process, and sums up each.
 
     After `options.samples` samples the comparison of dense and MoD is looked at, and samples are doubled until it is
-    settled or `options.max_samples` or `options.max_seconds` is spent (`statistics.compare` says why that is allowed).
-
-    Args:
-        runners: model -> loaded engine, all of one target, dtype and thread count.
-        feeds: input name -> array.
-        setting: what the rows are about.
-        options: how to sample.
-        seed: of the run order and of the intervals.
-        gate: the speed-up that this setting must show, if any: sampling goes on until that is settled, too.
+    settled, and so is the `gate` that this setting must reach, or `options.max_samples` or `options.max_seconds` is
+    spent (`statistics.compare` says why that is allowed).
 
     Returns:
-        One row for each runner, in their order.
+        One row for each of `runners` (model -> loaded engine), in their order.
 
     Raises:
         EngineError: the runners do not run under the same conditions, so that a ratio would mean nothing.
@@ -98,7 +83,6 @@ def latency_rows(
     rows = []
     for index, (model, runner) in enumerate(runners.items()):
         samples_ms = rounds.samples_ms(index).reshape(-1)
-        spread = spread_of(samples_ms)
         unstable = () if stable[index] else (f"not stable after {rounds.warmup} rounds of warm-up",)
         disturbed = condition_flags(conditions, runner.threads, options.disturbance)
         rows.append(
@@ -109,11 +93,7 @@ def latency_rows(
                 threads=runner.threads,
                 warmup=rounds.warmup,
                 samples_ms=tuple(samples_ms.tolist()),
-                cv=spread.cv,
-                iqr_ms=spread.iqr_ms,
-                drift=spread.drift,
-                outliers=spread.outliers,
-                flags=(*unstable, *_spread_flags(spread, len(samples_ms), options), *disturbed),
+                flags=(*unstable, *_spread_flags(samples_ms, options), *disturbed),
                 stable=stable[index],
                 conditions=conditions,
             )
@@ -175,10 +155,15 @@ def _same_conditions(runners: Mapping[ModelKind, Runner], setting: Setting) -> N
         )
 
 
-def _numbers(samples_ms: NDArray[np.float64]) -> dict[str, float | tuple[float, float] | None]:
-    found: dict[str, float | tuple[float, float] | None] = {
-        "mean_ms": float(np.mean(samples_ms)),
-        "stdev_ms": float(np.std(samples_ms, ddof=1)),
+def _numbers(samples_ms: NDArray[np.float64]) -> dict[str, Any]:
+    mean_ms, stdev_ms = float(np.mean(samples_ms)), float(np.std(samples_ms, ddof=1))
+    found: dict[str, Any] = {
+        "mean_ms": mean_ms,
+        "stdev_ms": stdev_ms,
+        "cv": stdev_ms / mean_ms,
+        "iqr_ms": float(np.subtract(*np.percentile(samples_ms, (75, 25)))),
+        "drift": drift_of(samples_ms)[0],
+        "outliers": outliers_of(samples_ms),
     }
     for percent in (50, 90, 99):
         found[f"p{percent}_ms"] = float(np.percentile(samples_ms, percent))
@@ -186,13 +171,15 @@ def _numbers(samples_ms: NDArray[np.float64]) -> dict[str, float | tuple[float, 
     return found
 
 
-def _spread_flags(spread: Spread, samples: int, options: LatencyOptions) -> tuple[str, ...]:
+def _spread_flags(samples_ms: NDArray[np.float64], options: LatencyOptions) -> tuple[str, ...]:
     flags = []
-    if spread.drifts and abs(spread.drift) > options.resolution:
-        way = "slower" if spread.drift > 0 else "faster"
-        flags.append(f"drift: the last third of the samples is {100 * abs(spread.drift):.1f} % {way} than the first")
-    if spread.outliers > options.disturbance * samples:
-        flags.append(f"{spread.outliers} of {samples} samples are outliers")
+    drift, real = drift_of(samples_ms)
+    if real and abs(drift) > options.resolution:
+        way = "slower" if drift > 0 else "faster"
+        flags.append(f"drift: the last third of the samples is {100 * abs(drift):.1f} % {way} than the first")
+    outliers, count = outliers_of(samples_ms), len(samples_ms)
+    if outliers > options.disturbance * count:
+        flags.append(f"{outliers} of {count} samples are outliers")
     return tuple(flags)
 
 
@@ -204,14 +191,7 @@ def precision_pairs(engines: Sequence[Engine]) -> list[tuple[Engine, Engine]]:
 
 
 def measure_precision(root: Path, narrow: Engine, wide: Engine, vocab_size: int, config: BuildConfig) -> PrecisionRow:
-    """Loads two engines of a build folder and samples them interleaved on the same tokens, `latency.samples` each.
-
-    Args:
-        root: the build folder.
-        narrow: the engine that the row is about.
-        wide: its float32 counterpart.
-        vocab_size: the tokens are drawn below it.
-        config: how to sample.
+    """Samples an engine and its float32 counterpart interleaved on the same tokens, `latency.samples` each.
 
     Raises:
         TargetError: this machine cannot run them.

@@ -39,19 +39,6 @@ from mod_export.types import Kernel, Profile
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = [
-    "NODE_PARTS",
-    "PARTS",
-    "VIEWS",
-    "constants_of",
-    "is_product",
-    "ms_by_part",
-    "part_of_kernel",
-    "part_of_operator",
-    "part_of_product",
-    "parts_of_nodes",
-]
-
 PARTS: dict[str, frozenset[str]] = {
     "routing": frozenset({"router", "predictor", "mlp_router", "mlp_predictor"}),
     "attention_projections": frozenset({"attention", "attn", "self_attn"}),

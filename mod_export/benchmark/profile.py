@@ -33,8 +33,6 @@ from mod_export.results.base import setting_fields
 from mod_export.results.cost import PartRow, Roofline, Work
 from mod_export.types import DType, Engine, Setting
 
-__all__ = ["Gap", "Profiled", "by_engine", "can_profile", "gap_of", "part_rows", "profile_engine", "rooflines_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
@@ -104,13 +102,7 @@ def profile_engine(
 
 
 def rooflines_of(engines: Sequence[Engine], machine: Mapping[str, Any], config: BuildConfig) -> dict[DType, Roofline]:
-    """The roofline that bounds engines of each dtype here, measured at most once.
-
-    Args:
-        engines: those that run here.
-        machine: as `environment.describe_machine` says.
-        config: the resolved configuration.
-    """
+    """The roofline of each dtype of `engines` that can be profiled here, each measured at most once."""
     dtypes = dict.fromkeys(engine.dtype for engine in engines if can_profile(engine))
     found = {
         dtype: cached_roofline(machine, dtype, config.latency.threads, measure_again=config.cost.measure_again)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from mod_export.benchmark.system_load import Watch
 from mod_export.build_folder.files import write_whole
@@ -34,9 +34,8 @@ from mod_export.errors import UsageError
 from mod_export.results.cost import Roofline
 from mod_export.types import DType
 
-__all__ = ["Rate", "cache_file", "cached_roofline", "gemm_rate", "one_operator", "product", "stream_rate"]
-
-FORMAT_VERSION = 1
+CACHED = TypeAdapter(dict[str, Roofline])
+"""What a measurement depends on, as JSON, and what was measured."""
 MOST_OTHERS = 0.1
 """Share of the machine's CPU time that other processes may take while something is measured that will be kept."""
 BUSY = "; the machine was busy, so both may be too low"
@@ -48,12 +47,7 @@ def cached_roofline(
     """The roofline of this machine's processor, measured if it is not in the cache.
 
     Takes about two seconds when it measures. A cache that is damaged or cannot be written is as good as none.
-
-    Args:
-        machine: as `environment.describe_machine` says.
-        dtype: of the numbers.
-        threads: of one operator; 0 is the library's own choice.
-        measure_again: whether to replace what the cache holds.
+    `measure_again` replaces what it holds.
 
     Returns:
         None where nothing here measures: a dtype that no CPU engine computes in, or neither ONNX Runtime nor PyTorch.
@@ -64,11 +58,11 @@ def cached_roofline(
     key = json.dumps([machine["cpu"], machine["logical_cores"], dtype, threads, library, package_version(library)])
     known = _read()
     if key in known and not measure_again:
-        with contextlib.suppress(ValidationError):
-            return Roofline.model_validate(known[key])
+        return known[key]
     found = _measured(dtype, threads, library)
     if not found.method.endswith(BUSY):
-        _write({**_read(), key: found.model_dump(mode="json")})
+        with contextlib.suppress(UsageError):
+            write_whole(cache_file(), CACHED.dump_json({**_read(), key: found}, indent=1))
     return found
 
 
@@ -94,18 +88,11 @@ def cache_file() -> Path:
     return cache_folder() / "roofline.json"
 
 
-def _read() -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        data = json.loads(cache_file().read_text(encoding="utf-8"))
-        if isinstance(data, dict) and data.get("version") == FORMAT_VERSION and isinstance(data.get("entries"), dict):
-            return dict(data["entries"])
-    return {}
-
-
-def _write(entries: dict[str, Any]) -> None:
-    text = json.dumps({"version": FORMAT_VERSION, "entries": entries}, indent=1)
-    with contextlib.suppress(UsageError):
-        write_whole(cache_file(), text)
+def _read() -> dict[str, Roofline]:
+    try:
+        return CACHED.validate_json(cache_file().read_bytes())
+    except (OSError, ValidationError):
+        return {}
 
 
 SIZES = ((512, 512, 512), (512, 512, 1408), (512, 1408, 512), (128, 512, 1408), (64, 512, 512))

@@ -21,28 +21,13 @@ from mod_export.config import LatencyOptions
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "RUNS_PER_ROUND",
-    "Rounds",
-    "balanced_rounds",
-    "garbage_collector_off",
-    "interleaved",
-    "planned_looks",
-    "run_orders",
-]
-
 NS_PER_MS = 1e6
 RUNS_PER_ROUND = 2
 """Runs of each engine in a round. Its first runs against its second runs are the control."""
 
 
 class Rounds:
-    """Runs rounds and keeps every sample.
-
-    Args:
-        runs: one for each engine: what is timed.
-        seed: of the run order.
-    """
+    """Runs rounds of `runs`, one for each engine, in an order that is drawn with `seed`, and keeps every sample."""
 
     def __init__(self, runs: Sequence[Callable[[], object]], seed: int) -> None:
         self._runs, self._seed = runs, seed

@@ -22,8 +22,6 @@ from mod_export.results.cost import CostRow, PartRow
 from mod_export.results.latency import LatencyRow, SpeedupRow
 from mod_export.types import Bucket, ModelKind, Setting, Site, pairs_of
 
-__all__ = ["gate_of", "gated_bucket", "speedup_rows"]
-
 
 def gated_bucket(buckets: Sequence[Bucket]) -> Bucket:
     """The largest bucket, the one that the speed-up gate applies to: most tokens, then the longest sequence."""

@@ -22,21 +22,6 @@ from mod_export.results.latency import Control, SpeedVerdict
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "Comparison",
-    "Spread",
-    "block_length",
-    "compare",
-    "effective_size",
-    "gate_reached",
-    "quantile_interval",
-    "ratio_interval",
-    "ratio_of_medians",
-    "settled",
-    "spread_of",
-    "verdict_of",
-]
-
 Z95 = 1.96
 """Two-sided 95 % quantile of the normal distribution."""
 TAIL = 0.025
@@ -59,12 +44,8 @@ def ratio_interval(
     Student's t is wider than the normal distribution with one degree of freedom less than there are blocks. Where it
     must be, it is widened to hold the ratio itself, which a percentile interval of few or oddly tied samples can miss.
 
-    Args:
-        above_RT: latencies, float64 (R, T): row r of both was taken together, and rows follow each other in time.
-        below_RT: likewise.
-        confidence: of the interval, such as 0.95.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
+    Latencies are float64 (R, T): row r of both was taken together, and rows follow each other in time. `confidence` is
+    a share, such as 0.95.
     """
     measured = ratio_of_medians(above_RT, below_RT)
     R, T = above_RT.shape
@@ -140,15 +121,12 @@ def _autocorrelation(series: NDArray[np.float64]) -> list[float]:
 
 
 def quantile_interval(samples: NDArray[np.float64], share: float) -> tuple[float, float] | None:
-    """95 % interval of a quantile, whatever the distribution, from order statistics.
+    """95 % interval of a quantile (`share` of 0 to 1) of samples in the order in which they were taken, whatever their
+    distribution.
 
     The bounds are the samples between whose ranks the quantile lies with at least 95 % by the binomial distribution
     (Conover, Practical Nonparametric Statistics, 1999, section 3.2). Where samples are autocorrelated, the ranks are
     those of as many samples as independent ones would be needed, spread over all of them.
-
-    Args:
-        samples: in the order in which they were taken.
-        share: which quantile, between 0 and 1.
 
     Returns:
         The bounds, or None where the samples do not bound it: a 99th percentile needs 368 independent ones.
@@ -179,37 +157,22 @@ FENCE = 1.5
 """Interquartile ranges beyond the quartiles from which on samples are outliers (Tukey, Exploratory Data Analysis)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """What a median does not say: fields of `LatencyRow`, and whether the drift is real.
-
-    `drifts` where the 95 % intervals of the two medians lie apart, which chance alone would do in less than one of a
-    hundred runs.
-    """
-
-    cv: float
-    iqr_ms: float
-    drift: float
-    drifts: bool
-    outliers: int
-
-
-def spread_of(samples_ms: NDArray[np.float64]) -> Spread:
-    """Of samples in the order in which they were taken, three or more."""
-    low, high = (float(quartile) for quartile in np.percentile(samples_ms, (25, 75)))
+def outliers_of(samples_ms: NDArray[np.float64]) -> int:
+    """How many samples lie beyond the fences."""
+    low, high = np.percentile(samples_ms, (25, 75))
     fence = FENCE * (high - low)
+    return int(np.sum((samples_ms < low - fence) | (samples_ms > high + fence)))
+
+
+def drift_of(samples_ms: NDArray[np.float64]) -> tuple[float, bool]:
+    """Median of the last third of samples over that of the first, less 1, and whether that is more than chance: whether
+    the 95 % intervals of the two medians lie apart, which chance alone would do in less than one of a hundred runs.
+    """
     third = len(samples_ms) // 3
     first, last = samples_ms[:third], samples_ms[-third:]
-    bounds = quantile_interval(first, 0.5), quantile_interval(last, 0.5)
-    return Spread(
-        cv=float(np.std(samples_ms, ddof=1) / np.mean(samples_ms)),
-        iqr_ms=high - low,
-        drift=float(np.median(last) / np.median(first) - 1),
-        drifts=bounds[0] is not None
-        and bounds[1] is not None
-        and (bounds[0][1] < bounds[1][0] or bounds[1][1] < bounds[0][0]),
-        outliers=int(np.sum((samples_ms < low - fence) | (samples_ms > high + fence))),
-    )
+    early, late = quantile_interval(first, 0.5), quantile_interval(last, 0.5)
+    apart = early is not None and late is not None and (early[1] < late[0] or late[1] < early[0])
+    return float(np.median(last) / np.median(first) - 1), apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

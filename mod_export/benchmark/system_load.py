@@ -9,8 +9,6 @@ import psutil
 
 from mod_export.results.latency import Conditions
 
-__all__ = ["Watch", "condition_flags"]
-
 TICK_S = 0.01
 """What operating systems count CPU time in, at the coarsest."""
 LEAST_TICKS = 20
@@ -46,12 +44,8 @@ class Watch:
 
 
 def condition_flags(conditions: Conditions, threads: int, disturbance: float) -> tuple[str, ...]:
-    """What a reader must know about these conditions.
-
-    Args:
-        conditions: as watched.
-        threads: as configured; 0 is any number.
-        disturbance: share above which CPU time of others and a change of the clock are reported.
+    """What a reader must know: more than the configured `threads` (0: any number) were busy, others took more than the
+    share `disturbance` of the CPU time, or the clock changed by more than that.
     """
     flags = []
     used, others, frequency = conditions.threads_used, conditions.other_load, conditions.frequency_mhz

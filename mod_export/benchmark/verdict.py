@@ -13,8 +13,6 @@ from mod_export.results.report import Verdict
 from mod_export.results.structure import CausalityRow, StructureRow
 from mod_export.types import Bucket, ModelKind, Setting
 
-__all__ = ["judge"]
-
 QUIETER = "take more samples (latency.max_samples, latency.max_seconds), or a quieter machine"
 
 

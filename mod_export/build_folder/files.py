@@ -12,19 +12,6 @@ from pydantic import BaseModel, ConfigDict
 
 from mod_export.errors import BuildFolderError, UsageError
 
-__all__ = [
-    "PARTIAL",
-    "FileEntry",
-    "changed_file",
-    "check_place",
-    "entry_of",
-    "replace_file",
-    "sha256_of_file",
-    "verify_files",
-    "verify_sizes",
-    "write_whole",
-]
-
 PARTIAL = ".partial-"
 """Beginning of the names of what is not whole yet; a process that was killed leaves them behind."""
 
@@ -65,25 +52,14 @@ def _changed_size(root: Path, name: str, entry: FileEntry) -> str:
     return "" if size == entry.bytes else f"has {size} bytes, {entry.bytes} were written"
 
 
-def verify_files(root: Path, files: Mapping[str, FileEntry]) -> None:
-    """Compares files of a build folder with what its manifest says of them.
+def verify_files(root: Path, files: Mapping[str, FileEntry], *, read: bool = True) -> None:
+    """Compares files of a build folder with what its manifest says of them; only their sizes unless `read`.
 
     Raises:
         BuildFolderError: a file is missing, or is not what was built.
     """
-    _refuse(root, {name: changed_file(root, name, entry) for name, entry in files.items()})
-
-
-def verify_sizes(root: Path, files: Mapping[str, FileEntry]) -> None:
-    """The same without reading the files: that they are there, and as long as they were.
-
-    Raises:
-        BuildFolderError: a file is missing, or of another size.
-    """
-    _refuse(root, {name: _changed_size(root, name, entry) for name, entry in files.items()})
-
-
-def _refuse(root: Path, problems: Mapping[str, str]) -> None:
+    look = changed_file if read else _changed_size
+    problems = {name: look(root, name, entry) for name, entry in files.items()}
     damaged = [f"{name} {problem}" for name, problem in problems.items() if problem]
     if damaged:
         raise BuildFolderError(f"{root}: {'; '.join(damaged)}. Build again to repair it")

@@ -21,19 +21,6 @@ from mod_export.results.cost import CostRow, Work
 from mod_export.results.generation import StepBytes
 from mod_export.types import KINDS, Bucket, Engine, Graph, ModelKind, SiteKey, graph_of
 
-__all__ = [
-    "EMPTY",
-    "MANIFEST",
-    "TOKENIZER",
-    "GenerationFacts",
-    "Manifest",
-    "ModelFacts",
-    "checksum",
-    "open_folder",
-    "read_manifest",
-    "with_checksum",
-]
-
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 """Of a model whose ids are not bytes: beside its weights, as in Hugging Face folders, and in its build folder."""

@@ -28,8 +28,6 @@ from mod_export.build_folder.files import PARTIAL, FileEntry, changed_file, entr
 from mod_export.build_folder.manifest import EMPTY, MANIFEST, checksum, read_manifest, with_checksum
 from mod_export.errors import BuildFolderError
 
-__all__ = ["Step", "Workspace", "check_root"]
-
 LOCK = ".lock"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {

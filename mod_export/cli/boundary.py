@@ -18,8 +18,6 @@ from mod_export.errors import ModExportError, UsageError
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
 
-__all__ = ["GATE_FAILED", "PATH", "command", "config_of", "config_option", "folder_argument", "target_option"]
-
 BUG = 1
 GATE_FAILED = 4
 INTERRUPTED = 130
@@ -73,7 +71,6 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
 
 
 def _exit_code(function: Callable[..., int], *, verbosity: int, **arguments: Any) -> int:
-    """Runs a command and says on stderr what went wrong."""
     try:
         code = function(verbosity=verbosity, **arguments)
         sys.stdout.flush()

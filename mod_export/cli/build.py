@@ -14,8 +14,6 @@ from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, confi
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
 
-__all__ = ["build", "build_and_show", "sweep"]
-
 
 @click.command()
 @click.argument("model", type=PATH)
@@ -95,11 +93,8 @@ def build_and_show(
     from mod_export.pipeline import build as run
     from mod_export.report import print_report
 
-    progress = Progress(Console(stderr=True), verbosity)
-    try:
+    with Progress(Console(stderr=True), verbosity) as progress:
         report = run(model, config, folder, baseline, progress, _as_typed(), capacity, tokenizer)
-    finally:
-        progress.stop()
     if report_file is not None:
         write_whole(report_file, report.to_json())
     print_report(report, str(folder))

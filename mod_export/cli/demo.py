@@ -19,8 +19,6 @@ from mod_export.cli.boundary import PATH, command, config_of
 from mod_export.cli.build import build_and_show
 from mod_export.errors import CheckpointError
 
-__all__ = ["demo", "demo_checkpoint", "next_steps", "timed_checkpoint"]
-
 SEED = 0
 
 

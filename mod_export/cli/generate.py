@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mod_export.runtime.generate.stream import Stream
     from mod_export.types import ModelKind
 
-__all__ = ["generate"]
-
 DONE = ("text", "ids", "finish", "stop", "first_token_s", "read", "ran", "overflow")
 """Attributes of a `Completion` that --json shows."""
 
@@ -90,7 +88,6 @@ def generate(
 
 
 def _prompts_from(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str]) -> list[Prompt]:
-    """Texts, then files of one prompt each, then ids with spaces or commas between them."""
     found: list[Prompt] = list(texts)
     for path in files:
         try:
@@ -125,7 +122,6 @@ def _show(stream: Stream, *, text: bool, as_json: bool) -> None:
 
 
 def _summary(generator: Generator, stream: Stream) -> str:
-    """One line: how many tokens, how fast, how much of the routed layers, how much memory."""
     done = stream.completions
     tokens = sum(len(one.ids) for one in done)
     first = [one.first_token_s for one in done if one.first_token_s is not None]

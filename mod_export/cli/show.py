@@ -15,8 +15,6 @@ from mod_export.cli.boundary import PATH, command, config_of, folder_argument
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["config", "inspect", "report", "targets"]
-
 OPTIONS_PAGE = """# Configuration
 
 Every option of a configuration file, with its default. `mod-export config explain` prints this page, and

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, config_option, folder_argument, target_option
-
-__all__ = ["bench", "validate"]
 
 
 @click.command()
@@ -25,6 +22,9 @@ def validate(
     folder: Path, targets: Sequence[str], config_file: Path | None, checkpoint: Path | None, verbosity: int
 ) -> int:
     """Check a build folder again: files, weights, parity and causality, without the checkpoint."""
+    from rich.console import Console
+
+    from mod_export.console import Progress
     from mod_export.report.text import render_validation
     from mod_export.rerun import validate_folder
     from mod_export.results.generation import QualityRow, TextsRow
@@ -32,7 +32,8 @@ def validate(
     from mod_export.results.structure import CausalityRow, StructureRow
 
     config = config_of(config_file) if config_file else None
-    with _live_line("validate", verbosity):
+    with Progress(Console(stderr=True), verbosity) as progress:
+        progress.stage_started("validate")
         found = validate_folder(folder, config, targets, checkpoint)
     rows = found.rows
     text = render_validation(
@@ -55,27 +56,16 @@ def validate(
 @command
 def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbosity: int) -> int:
     """Measure the latency of a build folder against its dense baseline again."""
+    from rich.console import Console
+
+    from mod_export.console import Progress
     from mod_export.report.text import render_bench
     from mod_export.rerun import bench_folder
     from mod_export.results.base import PairRow
 
     config = config_of(config_file) if config_file else None
-    with _live_line("bench", verbosity):
+    with Progress(Console(stderr=True), verbosity) as progress:
+        progress.stage_started("bench")
         found = bench_folder(folder, config, targets)
     click.echo(render_bench(found.rows(PairRow), found.verdict), nl=False)
     return 0 if found.verdict.status == "pass" else GATE_FAILED
-
-
-@contextlib.contextmanager
-def _live_line(name: str, verbosity: int) -> Iterator[None]:
-    """Shows on a terminal that the command is at work; nothing with -q."""
-    from rich.console import Console
-
-    from mod_export.console import Progress
-
-    progress = Progress(Console(stderr=True), verbosity)
-    progress.stage_started(name)
-    try:
-        yield
-    finally:
-        progress.stop()

@@ -27,8 +27,6 @@ from mod_export.types import PRIMARY, Availability, Dialect, Engine, Kernel, Pro
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Inductor", "calls_of_package", "kernels_of_calls"]
-
 US_PER_MS = 1000
 CALL = re.compile(r"^\s*(?:AOTI_TORCH_ERROR_CODE_CHECK\()?(aoti_torch_cpu_\w+|cpp_fused_\w+)\((.*)\);", re.MULTILINE)
 CONSTANT = re.compile(r'constants_info_\[(\d+)\]\.(?:name|original_fqn) = "([^"]*)";')
@@ -117,7 +115,7 @@ class Inductor(EngineBuilder):
             # Marks every kernel for the profiler; without a profiler, a mark costs a fraction of a microsecond.
             "cpp.enable_kernel_profile": True,
         }
-        program = job.exported_program()
+        program = job.program()
         _forget_sources(program)
         try:
             with warnings.catch_warnings():

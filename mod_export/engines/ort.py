@@ -18,8 +18,6 @@ from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.types import Availability, Dialect, Engine, Kernel, Profile, Variant, primary_output
 
-__all__ = ["OrtCpu", "OrtCuda", "kernels_from_trace"]
-
 CUDA = "CUDAExecutionProvider"
 NO_CUDA = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
 KERNEL_TIME = "_kernel_time"

@@ -20,8 +20,6 @@ from mod_export.types import Dialect
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["AttentionShape", "default_block", "fastest_block", "is_measured", "time_blocks"]
-
 SHORTEST = 128
 """Tokens below which nothing can be gained: the whole attention takes less than a millisecond."""
 BLOCKS = (32, 64, 128, 256)
@@ -61,12 +59,7 @@ def is_measured(shape: AttentionShape) -> bool:
 def time_blocks(shape: AttentionShape, threads: int) -> dict[int, float]:
     """Milliseconds of the fastest round, by queries of a block; the number of tokens means the whole attention.
 
-    Args:
-        shape: of the attention.
-        threads: threads inside one operator; 0 leaves ONNX Runtime's choice.
-
-    Returns:
-        Empty for an attention that is too short to split.
+    Empty for an attention that is too short to split.
     """
     if not is_measured(shape):
         return {}

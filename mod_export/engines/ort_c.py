@@ -16,8 +16,6 @@ from typing import Any
 
 from mod_export.errors import EngineError
 
-__all__ = ["Handle", "OrtC", "ort_c"]
-
 Handle = ctypes.c_void_p
 VERSION = 8
 LIBRARIES = ("libonnxruntime.so*", "libonnxruntime*.dylib")

@@ -16,8 +16,6 @@ from mod_export.errors import EngineError
 if TYPE_CHECKING:
     import onnxruntime
 
-__all__ = ["CPU", "BoundRunner", "OrtRunner", "session_from_onnx"]
-
 CPU = "CPUExecutionProvider"
 DTYPES: Mapping[str, type[np.generic]] = {
     "tensor(float)": np.float32,
@@ -34,8 +32,9 @@ class OrtRunner(EngineRunner):
     """A session with inputs and outputs of static shape."""
 
     def __init__(self, session: onnxruntime.InferenceSession, where: str, threads: int) -> None:
-        outputs = [item.name for item in session.get_outputs()]
-        super().__init__(where, _ports(session.get_inputs()), outputs, session.get_providers(), threads)
+        inputs, outputs = _ports(session.get_inputs()), _ports(session.get_outputs())
+        super().__init__(where, inputs, list(outputs), session.get_providers(), threads)
+        self.ports: Mapping[str, Port] = {**inputs, **outputs}
         self._session_or_none: onnxruntime.InferenceSession | None = session
 
     @property
@@ -47,11 +46,6 @@ class OrtRunner(EngineRunner):
     def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
         with self._errors():
             return dict(zip(wanted, self._session.run(wanted, dict(feeds)), strict=True))
-
-    @property
-    def ports(self) -> Mapping[str, Port]:
-        """Every input and output by name."""
-        return _ports([*self._session.get_inputs(), *self._session.get_outputs()])
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,15 +25,14 @@ from mod_export.engines.protocol import Arrays, EngineRunner, Port, check_bound
 from mod_export.errors import BuildFolderError, EngineError
 from mod_export.export.weights import WeightsFile
 
-__all__ = ["SharedRunner", "shared_runner"]
-
 ARENA, DEFAULT_MEMORY = 1, 0
 """OrtArenaAllocator, OrtMemTypeDefault."""
 ERRORS_ONLY = 3
 CODES = {"F32": 1, "U8": 2, "I8": 3, "F16": 10, "BF16": 16}
 """Name of a dtype in safetensors -> ONNXTensorElementDataType."""
-DTYPES: Mapping[int, type[np.generic]] = {1: np.float32, 7: np.int64, 9: np.bool_}
+DTYPES: Mapping[int, np.dtype[np.generic]] = {1: np.dtype(np.float32), 7: np.dtype(np.int64), 9: np.dtype(np.bool_)}
 """ONNXTensorElementDataType of an input or output -> NumPy dtype."""
+CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @cache
@@ -112,12 +110,7 @@ def _weights(api: OrtC, path: Path) -> _Weights:
 def shared_runner(api: OrtC, graph: Path, weights: Path, where: str, threads: int) -> SharedRunner:
     """Opens a session on a graph that reads its weights from one file, shared with all other sessions on that file.
 
-    Args:
-        api: ONNX Runtime's C interface.
-        graph: the ONNX file.
-        weights: the weights file, in the folder that the graph's references are relative to.
-        where: what messages call it.
-        threads: threads inside an operator; 0 leaves ONNX Runtime's choice.
+    The graph's references are relative to the folder of that file. With 0 threads ONNX Runtime chooses.
 
     Raises:
         EngineError: ONNX Runtime refuses the graph, or the other file is not one of weights.
@@ -158,11 +151,9 @@ class SharedRunner(EngineRunner):
     """
 
     def __init__(self, api: OrtC, session: Handle, weights: _Weights, where: str, threads: int) -> None:
-        inputs = _ports(api, session, "Input")
-        self._ports = {**inputs, **_ports(api, session, "Output")}
-        outputs = [name for name in self._ports if name not in inputs]
-        given = {name: self.ports[name] for name in inputs}
-        super().__init__(where, given, outputs, ["CPUExecutionProvider"], threads)
+        inputs, outputs = _ports(api, session, "Input"), _ports(api, session, "Output")
+        super().__init__(where, inputs, list(outputs), ["CPUExecutionProvider"], threads)
+        self.ports: Mapping[str, Port] = {**inputs, **outputs}
         self._api = api
         self._session: Handle | None = session
         self._running = 0
@@ -179,14 +170,13 @@ class SharedRunner(EngineRunner):
         finally:
             _release_values(self._api, values)
         return {
-            name: np.asarray(_Result(self._api, Handle(value), self._ports[name]))
+            name: np.asarray(_Result(self._api, Handle(value), self.ports[name]))
             for name, value in zip(wanted, results, strict=True)
         }
 
     def _values(self, arrays: Arrays) -> list[Handle]:
-        return [
-            _tensor(self._api, array, self._ports[name].shape, self._ports[name].code) for name, array in arrays.items()
-        ]
+        ports = self.ports
+        return [_tensor(self._api, array, ports[name].shape, CODE_OF[array.dtype]) for name, array in arrays.items()]
 
     def _call(self, arguments: tuple[object, ...]) -> None:
         with self._state_changed:
@@ -202,11 +192,6 @@ class SharedRunner(EngineRunner):
             with self._state_changed:
                 self._running -= 1
                 self._state_changed.notify_all()
-
-    @property
-    def ports(self) -> Mapping[str, Port]:
-        """Every input and output by name."""
-        return {name: Port(port.shape, np.dtype(DTYPES[port.code])) for name, port in self._ports.items()}
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)
@@ -251,14 +236,14 @@ def _arguments(
 class _Result:
     """The memory of an output, returned to the arena when the last array over it is deleted."""
 
-    def __init__(self, api: OrtC, value: Handle, port: _Port) -> None:
+    def __init__(self, api: OrtC, value: Handle, port: Port) -> None:
         self._api = api
         self._value = value
         address = Handle()
         api.check(api.data(value, ctypes.byref(address)))
         self.__array_interface__ = {
             "shape": port.shape,
-            "typestr": np.dtype(DTYPES[port.code]).str,
+            "typestr": port.dtype.str,
             "data": (address.value, False),
             "version": 3,
         }
@@ -267,14 +252,7 @@ class _Result:
         self._api.release_value(self._value)
 
 
-class _Port(NamedTuple):
-    """An input or output: its shape, and its ONNXTensorElementDataType."""
-
-    shape: tuple[int, ...]
-    code: int
-
-
-def _ports(api: OrtC, session: Handle, kind: str) -> dict[str, _Port]:
+def _ports(api: OrtC, session: Handle, kind: str) -> dict[str, Port]:
     """Name -> input or output."""
     allocator = api.make("GetAllocatorWithDefaultOptions")
     found = {}
@@ -289,5 +267,5 @@ def _ports(api: OrtC, session: Handle, kind: str) -> dict[str, _Port]:
         code = ctypes.c_int()
         api.call("GetTensorElementType", tensor, ctypes.byref(code))
         api.release("TypeInfo", about)
-        found[name] = _Port(tuple(sizes), code.value)
+        found[name] = Port(tuple(sizes), DTYPES[code.value])
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
@@ -13,23 +14,10 @@ import numpy as np
 from mod_export.config import BuildConfig
 from mod_export.environment import package_version
 from mod_export.errors import EngineError
-from mod_export.types import Availability, Bucket, Dialect, Engine, Graph, ModelKind, Profile, Variant
+from mod_export.types import Availability, Dialect, Engine, Graph, Profile, Variant
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "Arrays",
-    "BindableRunner",
-    "EngineBuilder",
-    "EngineJob",
-    "EngineProfiler",
-    "EngineRunner",
-    "OptionalArrays",
-    "Port",
-    "Runner",
-    "check_bound",
-]
 
 Arrays = Mapping[str, np.ndarray]
 OptionalArrays = Arrays | None
@@ -42,23 +30,19 @@ class Port(NamedTuple):
     dtype: np.dtype[np.generic]
 
 
-class EngineJob(Protocol):
-    """What a target may use to build one variant. Values are computed when they are first asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineJob:
+    """What a target may use to build one variant.
 
-    @property
-    def root(self) -> Path:
-        """The build folder."""
+    Attributes:
+        root: the build folder.
+        graph: of the target's dialect; the portable one where they are the same.
+        program: captures the program that `graph` came from.
+    """
 
-    @property
-    def graph(self) -> Graph:
-        """The graph of the target's dialect; the portable one where they are the same."""
-
-    @property
-    def weights(self) -> str:
-        """The weights file that `graph` refers to, relative to the root."""
-
-    def exported_program(self) -> torch.export.ExportedProgram:
-        """The captured program that `graph` came from."""
+    root: Path
+    graph: Graph
+    program: Callable[[], torch.export.ExportedProgram]
 
 
 class Runner(Protocol):
@@ -85,15 +69,7 @@ class EngineRunner(ABC):
     def __init__(
         self, where: str, inputs: Mapping[str, Port], outputs: Sequence[str], providers: Sequence[str], threads: int
     ) -> None:
-        """Describes the engine.
-
-        Args:
-            where: what messages call it.
-            inputs: all of them.
-            outputs: all of them.
-            providers: what it runs on.
-            threads: inside one operator; 0 where the library chose.
-        """
+        """`where` is what messages call it, `providers` what it runs on; 0 `threads` where the library chose."""
         self._where = where
         self._feeds = inputs
         self.inputs: tuple[str, ...] = tuple(inputs)
@@ -154,11 +130,7 @@ class BindableRunner(Protocol):
         """Every input and output by name."""
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
-        """A function that runs the engine on these arrays each time it is called; inputs and outputs are used in place.
-
-        Args:
-            feeds: all inputs.
-            outputs: those that are wanted.
+        """A function that runs the engine each time it is called, and uses all inputs and the wanted outputs in place.
 
         Raises:
             EngineError: an array is not of its port's shape and dtype.
@@ -210,8 +182,8 @@ class EngineBuilder(ABC):
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         """The engines that the configuration asks for."""
 
-    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
-        """Reasons why this bucket cannot be built, known without a graph; empty when there are none."""
+    def problems(self, config: BuildConfig) -> Sequence[str]:
+        """Reasons why what the configuration asks for cannot be built, known without a graph."""
         return []
 
     @abstractmethod
@@ -233,9 +205,8 @@ class EngineBuilder(ABC):
             root: the build folder.
             engine: one of its engines.
             config: the resolved configuration.
-            threads: threads inside one operator, for engines on the processor; 0 leaves the library's own choice.
-            weights: tensors that replace those of the same name in the weights file, for probes. Only for engines that
-                have a weights file (`Engine.weights`).
+            threads: inside one operator, for engines on the processor; 0 leaves the library's own choice.
+            weights: tensors that replace those of the same name in the weights file, for probes.
 
         Raises:
             TargetError: this machine cannot run it.
@@ -250,15 +221,9 @@ class EngineProfiler(Protocol):
     def profile(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, feeds: Arrays, runs: int
     ) -> Profile:
-        """Profiles an engine of the build folder `root`, in a session of its own, apart from the one that is timed.
+        """Profiles an engine, opened as by `EngineBuilder.load`, apart from the session that is timed.
 
-        Args:
-            root: the build folder.
-            engine: one of its engines.
-            config: the resolved configuration.
-            threads: as in `EngineBuilder.load`.
-            feeds: input name -> array; those that the engine has no input for are left out.
-            runs: runs that count; one more comes before them.
+        Of `feeds` what the engine has no input for is left out. `runs` are those that count; one more comes before.
 
         Raises:
             TargetError: this machine cannot run it.

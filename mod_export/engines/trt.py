@@ -25,9 +25,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port
 from mod_export.environment import cache_folder, package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import Availability, Bucket, Dialect, Engine, ModelKind, Variant
-
-__all__ = ["TensorRT", "TensorRTRTX", "TensorRTRunner", "polygraphy_cuda", "runner_from_engine"]
+from mod_export.types import Availability, Dialect, Engine, Variant
 
 ALIASED = "get_aliased_input_tensor"
 """A method of ICudaEngine since TensorRT 10.15."""
@@ -296,7 +294,7 @@ class TensorRTRTX(_Base):
         options = config.target.tensorrt_rtx
         return [Variant(dtype=dtype, arch=arch) for dtype in options.dtypes for arch in options.architectures]
 
-    def check(self, config: BuildConfig, model: ModelKind, bucket: Bucket) -> Sequence[str]:
+    def problems(self, config: BuildConfig) -> Sequence[str]:
         known = [arch for arch in _probe(self.library)["architectures"] if arch not in WITHOUT_FLOAT32]
         return [
             f"target.tensorrt-rtx.architectures: {WITHOUT_FLOAT32.get(arch, f'TensorRT-RTX has no plans for {arch}')}; "

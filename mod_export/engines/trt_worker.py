@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Reads the job from stdin, writes the result to stdout, returns the exit code."""

@@ -12,8 +12,6 @@ from mod_export.errors import GraphError, LimitError
 from mod_export.export.nodes import branches_of, constant_array, graph_from_file, is_standard, label_of
 from mod_export.types import Dialect, DType
 
-__all__ = ["check_dialect", "check_external_data"]
-
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
 DATA_DEPENDENT = ("Compress", "NonMaxSuppression", "NonZero", "Unique")
 SCATTERS = ("ScatterND", "ScatterElements")
@@ -25,12 +23,7 @@ DTYPES: dict[ir.DataType | None, DType] = {
 
 
 def check_dialect(model: ir.Model, dialect: Dialect, dtype: DType) -> None:
-    """Checks a graph against the limits of the target that it is meant for.
-
-    Args:
-        model: the graph after the passes of this dialect.
-        dialect: the limits.
-        dtype: what the graph is built as, for the message.
+    """Checks a graph, after the passes of this dialect, against its limits. The dtype is for the message.
 
     Raises:
         LimitError: every problem found, one line each.
@@ -123,16 +116,12 @@ def _attention(node: ir.Node, dialect: Dialect) -> str | None:
     query = node.inputs[0] if is_standard(node, "Attention") else None
     if query is None:
         return None
-    if DTYPES.get(query.dtype) in dialect.attention_dtypes:
-        return _attention_width(query, dialect)
-    allowed = ", ".join(sorted(dialect.attention_dtypes)) or "no dtype"
-    return (
-        f"the Attention operator runs on {query.dtype}, allowed is {allowed}; decompose it into MatMul and Softmax, or "
-        "build another dtype"
-    )
-
-
-def _attention_width(query: ir.Value, dialect: Dialect) -> str | None:
+    if DTYPES.get(query.dtype) not in dialect.attention_dtypes:
+        allowed = ", ".join(sorted(dialect.attention_dtypes)) or "no dtype"
+        return (
+            f"the Attention operator runs on {query.dtype}, allowed is {allowed}; decompose it into MatMul and "
+            "Softmax, or build another dtype"
+        )
     width = query.shape[-1] if query.shape is not None and len(query.shape) == 4 else None
     if dialect.attention_widths is None or not isinstance(width, int):
         return None

@@ -20,27 +20,6 @@ from google.protobuf.message import DecodeError
 
 from mod_export.errors import GraphError
 
-__all__ = [
-    "NAME_SCOPES",
-    "Branches",
-    "NodeWriter",
-    "branches_of",
-    "constant_array",
-    "graph_from_bytes",
-    "graph_from_file",
-    "is_standard",
-    "is_used",
-    "label_of",
-    "late_zero",
-    "made_by",
-    "module_of",
-    "numbered_layer",
-    "only_reader",
-    "require_static_shape",
-    "static_shape",
-    "substitute",
-]
-
 Input = ir.Value | np.ndarray | Sequence[int] | None
 """Of a node to be written. Arrays, and integers as int64, become constants; None is an input that is left out."""
 
@@ -330,16 +309,10 @@ def substitute(old: ir.Value, new: ir.Value, *computed_by: ir.Node) -> None:
 
 
 def late_zero(writer: NodeWriter, value: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
-    """An integer 0 that is only there after a float value is.
+    """An integer 0, of a `shape` of ones, that is only there after `value` is, a float of known rank.
 
     It is abs(x) < 0 of one number: false for every number and for NaN, but neither a builder of engines nor constant
     folding knows that.
-
-    Args:
-        writer: puts the nodes.
-        value: float, of known rank.
-        dtype: an integer.
-        shape: of the zero, ones only.
     """
     assert value.shape is not None
     assert value.dtype is not None

@@ -21,15 +21,6 @@ from mod_export.export.capture import Captured
 from mod_export.export.nodes import NAME_SCOPES
 from mod_export.types import Bucket, Site, routed_output
 
-__all__ = [
-    "INPUTS",
-    "IR_VERSION",
-    "OPSET",
-    "assert_capacity",
-    "check_model",
-    "onnx_from_captured",
-]
-
 OPSET = 23
 """The lowest opset with Attention and RMSNormalization as single operators, taken by every target."""
 INPUTS = ("input_ids", "lengths")

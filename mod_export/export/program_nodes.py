@@ -7,12 +7,20 @@ from typing import Any
 from torch import fx
 from torch._guards import detect_fake_mode
 
-__all__ = ["add_node", "module_path", "shape_of"]
-
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The static shape of a node's tensor."""
     return tuple(node.meta["val"].shape)
+
+
+def argument_of(node: fx.Node, *names: str) -> Any:
+    """The argument of an operation that has one of these names, or its default; None where it has none of them."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name in names:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(argument.name, argument.default_value)
+    return None
 
 
 def module_path(node: fx.Node) -> str:
@@ -22,7 +30,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def add_node(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A call at the graph's insertion point. Messages name the module and the line of a node: here those of `beside`."""
+    """A call at the graph's insertion point. Messages name the module and the line of a node: those of `beside`."""
     node = graph.call_function(target, args)
     node.meta = {key: beside.meta[key] for key in ("nn_module_stack", "stack_trace") if key in beside.meta}
     values = fx.map_arg(args, lambda one: one.meta["val"])

@@ -29,19 +29,8 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from torch.utils import _pytree as pytree
 
 from mod_export.export.program_nodes import add_node, module_path
-from mod_export.marker import AS_GIVEN, MARKER
-from mod_export.types import Site, site_from_text
-
-__all__ = [
-    "Marked",
-    "RoutingSite",
-    "Selection",
-    "SiteRun",
-    "name_sites",
-    "routing_sites",
-    "run_sites",
-    "with_routed_outputs",
-]
+from mod_export.marker import MARKER
+from mod_export.types import AS_GIVEN, Site, site_from_text
 
 EMPTY = -1
 RANK = "rank"
@@ -49,7 +38,7 @@ RANK = "rank"
 
 @dataclass(frozen=True, slots=True)
 class RoutingSite:
-    """A routing site: its name, its slots K, and its rule, `rank` or `first_come` (see `mark_selection`)."""
+    """A routing site: its name, its slots K, and its rule: `rank`, `first_come` (`mark_selection`), or AS_GIVEN."""
 
     name: Site
     k: int
@@ -65,7 +54,7 @@ class Selection(NamedTuple):
         live_BK: bool (B, K), False in empty slots.
         score_BS: (B, S), the scores that decided; -inf for tokens that the site was not given.
         open_BS: bool (B, S), the tokens that could be selected.
-        rule: `rank` or `first_come`.
+        rule: `rank`, `first_come`, or AS_GIVEN.
     """
 
     index_BK: Tensor

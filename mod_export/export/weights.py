@@ -36,22 +36,6 @@ if TYPE_CHECKING:
 
     from mod_export.sources.protocol import ExportableModel
 
-__all__ = [
-    "BLOCK",
-    "ONNX_TYPES",
-    "WeightsFile",
-    "bind_weights",
-    "digests_of_file",
-    "digests_of_tensors",
-    "files_for",
-    "quantize",
-    "quantized_tensors",
-    "source_of",
-    "state_of",
-    "stored_state",
-    "write_weights",
-]
-
 ALIGNMENT = 8
 PIECE = 2**22
 """Numbers that are cast and written at a time."""

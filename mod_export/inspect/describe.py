@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,8 +25,6 @@ from mod_export.types import Bucket
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-__all__ = ["describe"]
 
 MOST_COLUMNS = 120
 
@@ -153,11 +152,8 @@ def _spec_lines(spec: Mapping[str, Any]) -> list[str]:
 
 def _wrapped(start: str, fields: Mapping[str, Any]) -> list[str]:
     """Fields side by side, in as many lines as they need; no field is cut in two."""
-    lines = [start.rstrip()]
-    for index, (name, value) in enumerate(fields.items()):
-        field = f"{name}={json.dumps(value)}"
-        if index and len(lines[-1]) + 2 + len(field) > MOST_COLUMNS:
-            lines.append(" " * len(start) + field)
-        else:
-            lines[-1] = f"{lines[-1]}  {field}" if index else start + field
-    return lines
+    text = start + "  ".join(f"{name}={json.dumps(value)}".replace(" ", "\0") for name, value in fields.items())
+    lines = textwrap.wrap(
+        text, MOST_COLUMNS, subsequent_indent=" " * len(start), break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace("\0", " ") for line in lines]

@@ -14,21 +14,6 @@ from mod_export.sources.model import Model
 from mod_export.sources.protocol import ExportableModel, LayerCost, LayerCosts
 from mod_export.types import Bucket, Site, is_expert
 
-__all__ = [
-    "Costs",
-    "LayerTable",
-    "Layers",
-    "flops_of",
-    "flops_sentence",
-    "flops_table",
-    "layer_lines",
-    "layers_of",
-    "part_name",
-    "routing_table",
-    "share_of",
-    "tokens_text",
-]
-
 SHORT_NAMES = {"mlp": "MLP", "attention_projections": "projections"}
 
 
@@ -83,6 +68,33 @@ class Layers:
     def largest(self) -> Bucket:
         return self.buckets[-1]
 
+    @property
+    def own(self) -> Costs:
+        """Of the model itself at the largest bucket."""
+        return self.mod[self.largest]
+
+    @property
+    def baseline(self) -> Costs | None:
+        """The same of the dense baseline."""
+        return None if self.dense is None else self.dense[self.largest]
+
+    @property
+    def drawn(self) -> Sequence[tuple[int, LayerCost, LayerCost | None]]:
+        """Of each row that a chart shows its number, the row of `own`, and that of `baseline`."""
+        dense = self.baseline.rows if self.baseline else [None] * len(self.own.rows)
+        rows = zip(self.own.rows, dense, strict=True)
+        return [(index, row, beside) for index, (row, beside) in enumerate(rows) if row.flops]
+
+    @property
+    def most_flops(self) -> int:
+        """Of one row, the dense baseline's too."""
+        return max(flops_of(row) for _, *rows in self.drawn for row in rows if row)
+
+    @property
+    def parts(self) -> list[str]:
+        """Of the model and of its dense baseline, those that cost something."""
+        return list(dict.fromkeys([*self.own.flops_by_part, *(self.baseline.flops_by_part if self.baseline else ())]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable:
@@ -121,8 +133,7 @@ def layer_lines(layers: Layers) -> list[str]:
 
 def routing_table(layers: Layers) -> LayerTable:
     """What is routed, the slots for a row, weights, and keys and values of the largest bucket."""
-    largest, own = layers.largest, layers.mod[layers.largest]
-    baseline = None if layers.dense is None else layers.dense[largest]
+    own, baseline = layers.own, layers.baseline
     lengths = dict.fromkeys(bucket.seq for bucket in layers.buckets)
     first = {bucket.seq: bucket for bucket in reversed(layers.buckets)}
     rows = []
@@ -133,7 +144,7 @@ def routing_table(layers: Layers) -> LayerTable:
     sums = [_bytes(own.weight_bytes), _bytes(own.kv_bytes), *([] if baseline is None else [_bytes(baseline.kv_bytes)])]
     return LayerTable(
         head=[
-            "layer", "routed", *(f"k of {seq:,}" for seq in lengths), "weights", f"KV {largest.name}",
+            "layer", "routed", *(f"k of {seq:,}" for seq in lengths), "weights", f"KV {layers.largest.name}",
             *([] if baseline is None else ["dense KV"]),
         ],
         rows=rows,
@@ -144,33 +155,31 @@ def routing_table(layers: Layers) -> LayerTable:
 
 def flops_table(layers: Layers) -> LayerTable:
     """FLOPs of the largest bucket by part; beside those of the dense baseline, the share of them in every bucket."""
-    largest, own, dense = layers.largest, layers.mod[layers.largest], layers.dense
+    own, dense = layers.own, layers.dense
     parts = list(own.flops_by_part)
     rows = []
-    for index, row in enumerate(own.rows):
-        if row.flops:
-            line = [row.name, *(_count(row.flops.get(part, 0)) for part in parts), _count(flops_of(row))]
-            if dense is not None:
-                shares = [share_of(layers, bucket, index) for bucket in layers.buckets]
-                line += [_count(flops_of(dense[largest].rows[index])), *shares]
-            rows.append(line)
+    for index, row, beside in layers.drawn:
+        line = [row.name, *(_count(row.flops.get(part, 0)) for part in parts), _count(flops_of(row))]
+        if beside is not None:
+            line += [_count(flops_of(beside)), *(share_of(layers, bucket, index) for bucket in layers.buckets)]
+        rows.append(line)
     head = ["layer", *map(part_name, parts), "FLOPs"]
     total = ["all", *(_count(flops) for flops in own.flops_by_part.values()), _count(own.flops)]
     if dense is not None:
         head += ["dense", *(f"% {bucket.name}" for bucket in layers.buckets)]
         shares = [percent_text(layers.mod[bucket].flops / dense[bucket].flops) for bucket in layers.buckets]
-        total += [_count(dense[largest].flops), *shares]
+        total += [_count(dense[layers.largest].flops), *shares]
     return LayerTable(head=head, rows=rows, total=total, numbers_from=1)
 
 
 def flops_sentence(layers: Layers) -> str:
     """All FLOPs of the largest bucket, beside those of the dense baseline, and the share that the causal mask hides."""
-    own = layers.mod[layers.largest]
+    own = layers.own
     hidden = percent_text((own.flops - own.needed_flops) / own.flops)
     found = f"{layers.largest.name}: {flops_text(own.flops)}, of which the causal mask hides {hidden}"
-    if layers.dense is None:
+    if layers.baseline is None:
         return found
-    dense = layers.dense[layers.largest].flops
+    dense = layers.baseline.flops
     return f"{found}; the dense baseline {flops_text(dense)}, {ratio_text(dense / own.flops)}"
 
 

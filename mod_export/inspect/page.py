@@ -6,6 +6,7 @@ import json
 
 from markupsafe import Markup
 
+from mod_export.benchmark.model_parts import NODE_PARTS
 from mod_export.inspect.layers import (
     Layers,
     flops_of,
@@ -17,7 +18,6 @@ from mod_export.inspect.layers import (
 )
 from mod_export.inspect.routed_text import RoutedText
 from mod_export.report.charts import (
-    COLOURED_PARTS,
     Lane,
     axis_from_zero,
     html,
@@ -30,11 +30,8 @@ from mod_export.report.charts import (
 from mod_export.report.pages import render_page
 from mod_export.report.parity_figures import token_maps
 from mod_export.report.wording import causality_text, flops_text
-from mod_export.results.structure import RoutingMap
 from mod_export.sources.model import Model
 from mod_export.sources.protocol import DeclaredRouting, LayerCost
-
-__all__ = ["MOST_SITES", "flops_chart", "flops_scale", "render_html"]
 
 SCALES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
 """FLOPs, and what so many are called; the largest first."""
@@ -45,20 +42,21 @@ MOST_SITES = 64
 def render_html(model: Model, layers: Layers, routed: RoutedText | None) -> str:
     """The whole page; `routed` is the text whose map it shows."""
     assert isinstance(model.loaded, DeclaredRouting)
+    sites = routed.map.layers if routed else ()
     return render_page(
         __package__,
         "inspect.html.j2",
         model=model,
         causality=causality_text(model.loaded.looks_ahead),
         layers=layers,
-        own=layers.mod[layers.largest],
-        baseline=None if layers.dense is None else layers.dense[layers.largest],
+        own=layers.own,
+        baseline=layers.baseline,
         chart=flops_chart(layers),
         sentence=flops_sentence(layers),
         tables=[("Routing and memory", routing_table(layers)), ("FLOPs by part", flops_table(layers))],
         routed=routed,
-        maps=token_maps([_shortened(routed.map)]) if routed else (),
-        hidden_sites=max(0, len(routed.map.layers) - MOST_SITES) if routed else 0,
+        maps=token_maps([routed.map.model_copy(update={"layers": sites[:MOST_SITES]})]) if routed else (),
+        hidden_sites=max(0, len(sites) - MOST_SITES),
         spec_json=json.dumps(dict(model.loaded.spec), indent=2),
     )
 
@@ -70,45 +68,31 @@ def flops_scale(flops: float) -> tuple[float, str]:
 
 def flops_chart(layers: Layers) -> Markup:
     """FLOPs of the largest bucket by layer and part; above each layer, paler, those of the dense baseline."""
-    own = layers.mod[layers.largest]
-    baseline = own if layers.dense is None else layers.dense[layers.largest]
-    counted = [index for index, row in enumerate(own.rows) if row.flops]
-    most = max(flops_of(costs.rows[index]) for costs in (own, baseline) for index in counted)
-    size, unit = flops_scale(most)
-    axis = axis_from_zero([most / size], smallest=1.0, unit=f" {unit}")
+    size, unit = flops_scale(layers.most_flops)
+    axis = axis_from_zero([layers.most_flops / size], smallest=1.0, unit=f" {unit}")
     lanes = []
-    for index in counted:
-        row, dense = own.rows[index], baseline.rows[index]
-        marks = [stack(_parts(row, size), axis, 4, 15)]
-        if layers.dense is not None:
-            marks = [stack(_parts(dense, size), axis, 3, 9, faint=True), stack(_parts(row, size), axis, 14, 15)]
-        share = "" if layers.dense is None else html(" <b>{}</b>", share_of(layers, layers.largest, index))
-        routed = html(" <small>{}</small>", row.routed) if row.routed else ""
+    for index, row, dense in layers.drawn:
         name = f"layer {row.name}" if row.name.isdecimal() else row.name
+        parts = ", ".join(f"{part_name(part)} {flops_text(flops)}" for part, flops in row.flops.items() if flops)
+        marks, share, beside = [stack(_parts(row, size), axis, 4, 15)], "", ""
+        if dense is not None:
+            marks = [stack(_parts(dense, size), axis, 3, 9, faint=True), stack(_parts(row, size), axis, 14, 15)]
+            share = html(" <b>{}</b>", share_of(layers, layers.largest, index))
+            beside = f"; {flops_text(flops_of(dense))} in the dense baseline"
+        routed = html(" <small>{}</small>", row.routed) if row.routed else ""
         lanes.append(
             Lane(
                 name=html("{}{}{}", name, share, routed),
-                told=f"{name}: {_told(row, None if layers.dense is None else dense)}",
-                height=22 if layers.dense is None else 32,
+                told=f"{name}: {flops_text(flops_of(row))}{beside}: {parts or 'nothing'}",
+                height=22 if dense is None else 32,
                 marks=marks,
             )
         )
-    parts = dict.fromkeys([*own.flops_by_part, *baseline.flops_by_part])
-    return legend((key(part_class(part)), part_name(part)) for part in parts) + lanes_chart(lanes, axis)
-
-
-def _told(row: LayerCost, dense: LayerCost | None) -> str:
-    parts = ", ".join(f"{part_name(part)} {flops_text(flops)}" for part, flops in row.flops.items() if flops)
-    beside = "" if dense is None else f"; {flops_text(flops_of(dense))} in the dense baseline"
-    return f"{flops_text(flops_of(row))}{beside}: {parts or 'nothing'}"
-
-
-def _shortened(found: RoutingMap) -> RoutingMap:
-    return found.model_copy(update={"layers": found.layers[:MOST_SITES]})
+    return legend((key(part_class(part)), part_name(part)) for part in layers.parts) + lanes_chart(lanes, axis)
 
 
 def _parts(row: LayerCost, size: float) -> list[tuple[str, float]]:
     """In units of `size` FLOPs; parts with a colour of their own first."""
-    others = [part for part in row.flops if part not in COLOURED_PARTS]
-    ordered = [*(part for part in COLOURED_PARTS if part in row.flops), *others]
+    others = [part for part in row.flops if part not in NODE_PARTS]
+    ordered = [*(part for part in NODE_PARTS if part in row.flops), *others]
     return [(part, row.flops[part] / size) for part in ordered]

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mod_export.errors import UsageError
-from mod_export.inspect.layers import Layers, flops_of, flops_sentence, part_name
+from mod_export.inspect.layers import Layers, flops_sentence, part_name
 from mod_export.inspect.page import flops_scale
 from mod_export.inspect.routed_text import SKIPPED, Lane, RoutedText, lanes_of, token_marks
 from mod_export.report.pages import light_colours
@@ -15,8 +15,6 @@ from mod_export.sources.model import Model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["check_matplotlib", "render_png"]
 
 WIDTH, CHART_HEIGHT, LANE_HEIGHT = 13.0, 4.6, 0.16
 """Inches."""
@@ -71,35 +69,28 @@ def render_png(model: Model, layers: Layers, routed: RoutedText | None) -> bytes
 
 
 def _flops(axes: Axes, model: Model, layers: Layers, colours: Any) -> None:
-    own = layers.mod[layers.largest]
-    baseline = None if layers.dense is None else layers.dense[layers.largest]
-    counted = [index for index, row in enumerate(own.rows) if row.flops]
-    parts = list(dict.fromkeys([*own.flops_by_part, *(baseline.flops_by_part if baseline else ())]))
-    most = max(flops_of(costs.rows[index]) for costs in (own, baseline) if costs for index in counted)
-    size, unit = flops_scale(most)
-    for costs, offset, alpha in ((baseline, -BAR / 2, 0.45), (own, BAR / 2 if baseline else 0.0, 1.0)):
-        if costs is None:
-            continue
-        floor = [0.0] * len(counted)
-        for part in parts:
-            heights = [costs.rows[index].flops.get(part, 0) / size for index in counted]
-            at = [index + offset for index in range(len(counted))]
+    size, unit = flops_scale(layers.most_flops)
+    own, dense = [row for _, row, _ in layers.drawn], [row for *_, row in layers.drawn if row]
+    for rows, offset, alpha in ((dense, -BAR / 2, 0.45), (own, BAR / 2 if dense else 0.0, 1.0)):
+        at, floor = [index + offset for index in range(len(rows))], [0.0] * len(rows)
+        for part in layers.parts if rows else ():
+            heights = [row.flops.get(part, 0) / size for row in rows]
+            label = part_name(part) if rows is own else None
             colour = colours.get(part, colours["other"])
-            label = part_name(part) if costs is own else None
             axes.bar(at, heights, BAR * 0.95, floor, color=colour, alpha=alpha, label=label, linewidth=0)
             floor = [below + height for below, height in zip(floor, heights, strict=True)]
-    axes.set_xticks(range(len(counted)), [own.rows[index].name for index in counted])
-    axes.set_xlim(-0.6, len(counted) - 0.4)
-    axes.set_ylim(0, 1.06 * most / size)
+    axes.set_xticks(range(len(own)), [row.name for row in own])
+    axes.set_xlim(-0.6, len(own) - 0.4)
+    axes.set_ylim(0, 1.06 * layers.most_flops / size)
     axes.set_ylabel(unit)
     axes.grid(axis="y", color=colours["line"])
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    beside = "; left and pale: the dense baseline" if baseline else ""
+    beside = "; left and pale: the dense baseline" if dense else ""
     title = f"{model.name}: FLOPs of {layers.largest.name} by layer and part{beside}"
     axes.set_title(title, loc="left", parse_math=False)
     axes.set_xlabel(flops_sentence(layers), color=colours["soft"])
-    axes.legend(frameon=False, ncols=len(parts), loc="lower left", bbox_to_anchor=(0, 1.08), borderaxespad=0)
+    axes.legend(frameon=False, ncols=len(layers.parts), loc="lower left", bbox_to_anchor=(0, 1.08), borderaxespad=0)
 
 
 def _head(axes: Axes, routed: RoutedText, colours: Any) -> None:

@@ -16,8 +16,6 @@ from mod_export.validate.inputs import Batch, text_ids
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["SKIPPED", "Lane", "RoutedText", "lane_lines", "lanes_of", "routed_text", "token_marks"]
-
 RAN, SKIPPED, SEVERAL = "#", ".", "+"
 NUMERALS = "0123456789abcdefghijklmnopqrstuvwxyz"
 UNSEEN = "\N{MIDDLE DOT}"

@@ -14,47 +14,19 @@ from typing import Any
 
 from markupsafe import Markup
 
+from mod_export.benchmark.model_parts import NODE_PARTS
 from mod_export.report.wording import printable
 from mod_export.types import ModelKind
-
-__all__ = [
-    "COLOURED_PARTS",
-    "CURSOR",
-    "MODELS",
-    "NAMES",
-    "Axis",
-    "Lane",
-    "axis_around",
-    "axis_from_zero",
-    "axis_of_listed",
-    "axis_of_logarithm",
-    "bar",
-    "dot",
-    "flat",
-    "glyph",
-    "html",
-    "key",
-    "lanes_chart",
-    "legend",
-    "line",
-    "part_class",
-    "part_text",
-    "plot",
-    "stack",
-    "stretched",
-    "upright",
-]
 
 MODELS: tuple[ModelKind, ...] = ("dense", "mod")
 """In the order of every chart."""
 NAMES: Mapping[ModelKind, str] = {"dense": "dense", "mod": "MoD"}
-COLOURED_PARTS = (
-    "routing", "attention_projections", "attention", "experts", "mlp", "head", "norms", "elementwise", "embedding",
-    "other",
-)  # fmt: skip
-"""Parts of a model that have a colour of their own in page.css; all others have that of `other`."""
 CURSOR = Markup('<line class="cursor" x1="0" x2="0" y1="0" y2="100%" visibility="hidden"/>')
 """Where the reader points; the script of the page moves it."""
+CLOCK_MS = 1e-6
+"""Resolution of the clock that everything is timed with: no axis of milliseconds is shorter."""
+HALF = 50.0
+"""Percent: the middle of a glyph."""
 MOST_STEPS = 5
 MOST_DECADES = 7
 SMALLEST_DECADE = -18
@@ -68,19 +40,14 @@ LISTED_MARGIN = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """From values to places between 0 and 100.
-
-    Attributes:
-        low: value at place 0.
-        high: value at place 100.
-        ticks: label and place of each.
-        scale: the place of a finite value; NaN where it has none.
-    """
+    """From values to places between 0 (the value `low`) and 100 (`high`)."""
 
     low: float
     high: float
     ticks: tuple[tuple[str, float], ...]
+    """Label and place of each."""
     scale: Callable[[float], float]
+    """The place of a finite value; NaN where it has none."""
 
     def place(self, value: float | None) -> float | None:
         """Where a value stands; None where it is no finite number, or none that this axis can hold."""
@@ -221,8 +188,8 @@ def part_text(part: str) -> str:
 
 
 def part_class(part: str) -> str:
-    """The class that gives a part of a model its colour."""
-    return f"part-{part if part in COLOURED_PARTS else 'other'}"
+    """The class of page.css that gives a part of a model its colour; unknown parts have that of `other`."""
+    return f"part-{part if part in NODE_PARTS else 'other'}"
 
 
 def key(kind: str) -> Markup:
@@ -243,21 +210,16 @@ def legend(entries: Iterable[tuple[Markup, str]]) -> Markup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One row of a chart.
-
-    Attributes:
-        name: beside the drawing.
-        told: what is drawn, in words.
-        height: in pixels.
-        marks: as the functions above make them.
-        data: what the script of the page needs to know of this lane: the value of its attribute `data-lane`.
-    """
+    """One row of a chart, with its name beside the drawing."""
 
     name: Markup
     told: str
+    """What is drawn, in words."""
     height: int
+    """In pixels."""
     marks: Sequence[Markup]
     data: str = ""
+    """What the script of the page needs to know of this lane: the value of its attribute `data-lane`."""
 
 
 def lanes_chart(lanes: Iterable[Lane], axis: Axis | None, kind: str = "") -> Markup:

@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from mod_export.benchmark.profile import Gap, by_engine, gap_of
 from mod_export.report.charts import (
+    CLOCK_MS,
     MODELS,
     NAMES,
     Axis,
@@ -29,11 +30,6 @@ from mod_export.report.charts import (
 from mod_export.report.wording import flops_text, ms_text, threads_text
 from mod_export.results.cost import CostRow, PartRow, Roofline
 from mod_export.types import ModelKind, Setting
-
-__all__ = ["TimeFigure", "flops_figures", "roofline_figures", "time_figures"]
-
-CLOCK_MS = 1e-6
-"""Resolution of the clock that parts are timed with."""
 
 
 def flops_figures(rows: Sequence[CostRow]) -> dict[str, Markup]:

@@ -22,14 +22,13 @@ from markupsafe import Markup
 from pydantic import JsonValue
 
 from mod_export.benchmark.model_parts import PARTS
-from mod_export.report import result_tables
+from mod_export.report import result_tables, wording
 from mod_export.report.charts import NAMES, part_class, part_text
 from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
 from mod_export.report.parity_figures import error_figure, executed_figure, layers_figure, layers_legend, token_maps
 from mod_export.report.speed_figures import latency_figures, speedup_figure, step_figure, step_legend
 from mod_export.report.summary import (
     agreement_by_input,
-    broken_controls,
     deployments,
     gains,
     parity_of,
@@ -40,30 +39,8 @@ from mod_export.report.summary import (
 )
 from mod_export.report.tables import table_of
 from mod_export.report.text import generation_lines
-from mod_export.report.wording import (
-    agreement_text,
-    bytes_text,
-    ci_text,
-    count_text,
-    difference_text,
-    error_text,
-    flops_text,
-    interval_text,
-    ms_text,
-    percent_text,
-    printable,
-    ratio_text,
-    share_text,
-    slots_text,
-    threads_text,
-    token_text,
-    value_text,
-    verdicts_text,
-)
 from mod_export.results.report import BuildReport
 from mod_export.types import Setting
-
-__all__ = ["light_colours", "render_html", "render_page"]
 
 DARK = "@media screen and (prefers-color-scheme: dark)"
 
@@ -85,15 +62,14 @@ def render_html(report: BuildReport) -> str:
         spec_json=json.dumps(report.model.spec, indent=2),
         settings=settings,
         gains=found,
-        difference=difference_text(found.routed - found.agreed, found.faults),
+        difference=wording.difference_text(found.routed - found.agreed, found.faults),
         samplings=samplings(report),
-        broken_controls=broken_controls(report),
         deployments=deployments(report),
         untried=untried_targets(report),
         speedup=speedup_figure(report.speedup),
         speedup_table=table_of((result_tables.NAMED, *result_tables.COMPARED), [one for one in settings if one.speed]),
         precision_table=table_of(result_tables.PRECISION, precisions(report)),
-        slots=slots_text(generation.capacity or {}) if generation else "",
+        slots=wording.slots_text(generation.capacity or {}) if generation else "",
         steps_table=table_of((result_tables.NAMED, *result_tables.STEPS), steps),
         step_charts=[(one, step_figure(one)) for one in steps if one.speed],
         step_legend=step_legend(),
@@ -159,25 +135,13 @@ def _environment() -> Environment:
     )
     environment.globals |= {"models": NAMES, "parts": list(PARTS)}
     environment.filters |= {
-        "agreement": agreement_text,
+        name.removesuffix("_text"): function for name, function in vars(wording).items() if name.endswith("_text")
+    }
+    environment.filters |= {
         "by_input": agreement_by_input,
-        "bytes": bytes_text,
-        "ci": ci_text,
-        "count": count_text,
-        "error": error_text,
-        "flops": flops_text,
-        "interval": interval_text,
-        "ms": ms_text,
         "part": part_text,
         "part_class": part_class,
-        "percent": percent_text,
-        "ratio": ratio_text,
-        "share": share_text,
         "thousands": "{:,}".format,
-        "threads": threads_text,
-        "token": token_text,
-        "value": value_text,
-        "verdicts": verdicts_text,
     }
     return environment
 
@@ -185,4 +149,4 @@ def _environment() -> Environment:
 def _cleaned(value: Any) -> Any:
     """Takes control characters and the like out of what came from outside; markup of our own passes."""
     outside = isinstance(value, str | Setting) and not isinstance(value, Markup)
-    return printable(str(value), keep="\n") if outside else value
+    return wording.printable(str(value), keep="\n") if outside else value

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from mod_export.report.charts import (
     CURSOR,
+    HALF,
     NAMES,
     Lane,
     axis_from_zero,
@@ -30,19 +31,6 @@ from mod_export.results.parity import ParityRow
 from mod_export.results.structure import MapLayer, RoutingMap
 from mod_export.types import Site, is_expert
 
-__all__ = [
-    "MOST_TOKENS",
-    "MapToken",
-    "TokenMap",
-    "error_figure",
-    "executed_figure",
-    "layers_figure",
-    "layers_legend",
-    "token_maps",
-]
-
-HALF = 50.0
-"""Percent."""
 MOST_TOKENS = 512
 """Tokens that are shown; the others stand in report.json."""
 SHADES = 4

@@ -23,11 +23,6 @@ from mod_export.results.latency import PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import ParityRow
 from mod_export.types import HasSetting, ModelKind
 
-__all__ = [
-    "COMPARED", "NAMED", "OUTCOME", "PARITY", "PRECISION", "PRECISION_STACKS", "PROMPTS", "PROMPTS_STACKS",
-    "PROMPTS_TIMED", "ROLE", "SETTING", "STACKS", "STEPS", "STEPS_TIMED", "TIMES", "WHOLE_TEXTS",
-]  # fmt: skip
-
 Row = TypeVar("Row")
 Judged = tuple[PrecisionRow, ParityRow | None]
 VERDICTS: dict[SpeedVerdict, State] = {"faster": "pass", "not faster": "fail", "inconclusive": "warn"}

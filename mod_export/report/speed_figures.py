@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from mod_export.report.charts import (
+    CLOCK_MS,
     CURSOR,
+    HALF,
     MODELS,
     NAMES,
     Axis,
@@ -29,27 +31,17 @@ from mod_export.report.charts import (
     upright,
 )
 from mod_export.report.summary import Found
-from mod_export.report.wording import (
-    interval_text,
-    ms_text,
-    ratio_text,
-)
+from mod_export.report.wording import interval_text, ms_text, ratio_text
 from mod_export.results.generation import DecodeRow
 from mod_export.results.latency import LatencyRow, SpeedupRow
 from mod_export.types import ModelKind, Setting
 
-__all__ = ["CLOCK_MS", "LatencyFigure", "latency_figures", "speedup_figure", "step_figure", "step_legend"]
-
-CLOCK_MS = 1e-6
-"""Resolution of the clock that samples are taken with."""
 STRIP_PLACES = 500
 """Samples that fall on the same of so many places of the axis are drawn as one line."""
 MOST_BINS = 200
 """More samples than this are drawn as the smallest and the largest sample of each of so many bins."""
 NARROWEST, WIDEST = 0.05, 0.5
 """How far from the median, as shares of it, the drawing in order reaches at least and at most."""
-HALF = 50.0
-"""Percent."""
 
 
 def speedup_figure(rows: Sequence[SpeedupRow]) -> Markup:

@@ -11,25 +11,8 @@ from mod_export.results.base import PairRow
 from mod_export.results.generation import DecodeRow, FirstTokenRow, GenerationReport, TextsRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
-from mod_export.results.report import Artifact, BuildReport
+from mod_export.results.report import Artifact, BuildReport, Target
 from mod_export.types import Bucket, ModelKind, Role, Setting
-
-__all__ = [
-    "Deployment",
-    "Found",
-    "Gains",
-    "Sampling",
-    "Untried",
-    "agreement_by_input",
-    "broken_controls",
-    "deployments",
-    "gains",
-    "parity_of",
-    "precisions",
-    "samplings",
-    "settings_of",
-    "untried_targets",
-]
 
 State = Literal["passed", "failed", "not run here", "portable"]
 Row = TypeVar("Row", bound=PairRow)
@@ -108,25 +91,20 @@ def parity_of(report: BuildReport, *, forward: bool) -> tuple[ParityRow, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gains:
-    """The whole build in a few numbers.
-
-    Attributes:
-        slowest: lowest of the speed-ups; NaN is the lowest; None when nothing was measured.
-        fastest: highest of them.
-        routed: selected tokens that were compared, over all settings.
-        agreed: those that the reference selected too.
-        faults: differences that are not near-ties.
-        by_input: the same by kind of input: ties made on purpose differ where text does not.
-        max_abs: largest error of a logit; NaN is the worst; None when nothing was compared.
-    """
+    """The whole build in a few numbers."""
 
     slowest: float | None
+    """Lowest of the speed-ups, NaN if there is one; None when nothing was measured."""
     fastest: float | None
     routed: int
+    """Selected tokens that were compared, over all settings."""
     agreed: int
     faults: int
+    """Differences that are not near-ties."""
     by_input: tuple[InputAgreement, ...]
+    """Ties made on purpose differ where text does not."""
     max_abs: float | None
+    """Largest error of a logit, NaN if there is one; None when nothing was compared."""
 
 
 def gains(report: BuildReport) -> Gains:
@@ -190,29 +168,15 @@ def samplings(report: BuildReport) -> tuple[Sampling, ...]:
     return tuple(found)
 
 
-def broken_controls(report: BuildReport) -> tuple[SpeedupRow, ...]:
-    """Comparisons whose control, an engine against itself, was not 1: nothing follows from them."""
-    return tuple(row for row in report.speedup if not row.control.covers_one)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Untried:
-    """A target without results on this machine. `built` says whether the build folder has engines for it."""
-
-    target: str
-    reason: str
-    built: bool
-
-
-def untried_targets(report: BuildReport) -> tuple[Untried, ...]:
-    """Targets that did not run here: built ones first."""
-    built = {artifact.target for artifact in report.artifacts if artifact.kind == "engine"}
-    untried = [
-        Untried(target=target.target, reason=target.reason, built=target.target in built)
-        for target in report.targets
-        if not target.ran
-    ]
-    return tuple(sorted(untried, key=lambda target: not target.built))
+def untried_targets(report: BuildReport) -> dict[str, list[Target]]:
+    """Targets that did not run here: those that the build folder has engines for, and those that were `not built`."""
+    engines = {artifact.target for artifact in report.artifacts if artifact.kind == "engine"}
+    untried = [target for target in report.targets if not target.ran]
+    found = {
+        "built": [target for target in untried if target.target in engines],
+        "not built": [target for target in untried if target.target not in engines],
+    }
+    return {state: targets for state, targets in found.items() if targets}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,21 +17,6 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "BAD",
-    "GOOD",
-    "QUIET",
-    "UNBOUNDED",
-    "Cell",
-    "Column",
-    "ResultTable",
-    "fitted_table",
-    "judged",
-    "lines_of",
-    "table_lines",
-    "table_of",
-]
-
 UNBOUNDED = 10_000
 """Columns of a console that never wraps."""
 HEAD = box.Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
@@ -97,13 +82,8 @@ def table_lines(
     numbers_from: int | None = None,
     total: Sequence[str] | None = None,
 ) -> list[str]:
-    """Lines of plain text from heads and cells.
-
-    Args:
-        columns: heads.
-        rows: as many cells each as there are columns.
-        numbers_from: the first column that is aligned to the right, as are all after it.
-        total: a last row below a rule.
+    """Lines of plain text from heads and cells. The column `numbers_from` and all after it are aligned to the right;
+    `total` is a last row below a rule.
     """
     first = len(columns) if numbers_from is None else numbers_from
     return _lines(_table(columns, rows, [index >= first for index in range(len(columns))], total))
@@ -112,13 +92,8 @@ def table_lines(
 def fitted_table(
     table: ResultTable, stacks: Sequence[Sequence[int]], console: Console, clean: Callable[[str], str]
 ) -> Table:
-    """A table for a terminal.
-
-    Args:
-        table: the cells.
-        stacks: which columns stand on top of each other where the console is too narrow for all of them.
-        console: that it will be printed on.
-        clean: makes text from elsewhere safe for this console.
+    """A table for a terminal: `stacks` are the columns that stand on top of each other where the console is too narrow
+    for all of them. `clean` makes text from elsewhere safe for this console.
     """
     rows = [[Text(clean(cell.text), style=STYLES.get(cell.state, "")) for cell in row] for row in table.rows]
     wide = _table(table.heads, rows, table.numbers)

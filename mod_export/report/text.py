@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import IO, TypeVar
 
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from mod_export.report import result_tables as shown
 from mod_export.report.charts import MODELS
-from mod_export.report.summary import Found, Untried, gains, parity_of, precisions, settings_of, untried_targets
+from mod_export.report.summary import Found, gains, parity_of, precisions, settings_of, untried_targets
 from mod_export.report.tables import BAD, GOOD, QUIET, UNBOUNDED, Column, fitted_table, lines_of, table_of
 from mod_export.report.wording import (
     agreement_text,
@@ -34,10 +34,8 @@ from mod_export.results.base import PairRow
 from mod_export.results.generation import DecodeRow, GenerationReport, QualityRow, TextsRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ParityRow
-from mod_export.results.report import BuildReport, Verdict
+from mod_export.results.report import BuildReport, Target, Verdict
 from mod_export.results.structure import CausalityRow, StructureRow
-
-__all__ = ["generation_lines", "print_report", "render_bench", "render_text", "render_validation"]
 
 Cleaner = Callable[[str], str]
 Parts = list[Table | Text]
@@ -232,17 +230,16 @@ def _memory(row: DecodeRow) -> str:
     return f"{line}; of routed layers {bytes_text(routed['mod'])}, dense {bytes_text(routed['dense'])}"
 
 
-def _not_run(untried: Sequence[Untried], clean: Cleaner) -> list[Text]:
+def _not_run(untried: Mapping[str, Sequence[Target]], clean: Cleaner) -> list[Text]:
     lines = []
-    for built, title in ((True, "built, but not run here: no claim is made about these"), (False, "not built")):
-        chosen = [target for target in untried if target.built is built]
-        if chosen:
-            width = max(len(target.target) for target in chosen)
-            lines += [
-                Text(title, style="bold"),
-                *(Text(f"  {clean(target.target):<{width}}  {clean(target.reason)}") for target in chosen),
-                Text(),
-            ]
+    for state, targets in untried.items():
+        claim = ", but not run here: no claim is made about these" if state == "built" else ""
+        width = max(len(target.target) for target in targets)
+        lines += [
+            Text(f"{state}{claim}", style="bold"),
+            *(Text(f"  {clean(target.target):<{width}}  {clean(target.reason)}") for target in targets),
+            Text(),
+        ]
     return lines
 
 

@@ -5,39 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from pydantic import JsonValue
 
-from mod_export.results.generation import QualityRow
-from mod_export.results.latency import SpeedVerdict
+from mod_export.results.generation import DecodeRow, FirstTokenRow, QualityRow
+from mod_export.results.latency import PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import InputAgreement, LayerAgreement, RoutingAgreement
 from mod_export.types import is_expert
-
-__all__ = [
-    "agreement_text",
-    "bytes_text",
-    "causality_text",
-    "ci_text",
-    "count_text",
-    "difference_text",
-    "error_text",
-    "flops_text",
-    "interval_text",
-    "ms_text",
-    "percent_text",
-    "printable",
-    "quality_text",
-    "range_text",
-    "ratio_interval_text",
-    "ratio_text",
-    "share_text",
-    "slots_text",
-    "threads_text",
-    "token_text",
-    "value_text",
-    "verdicts_text",
-]
 
 
 def ms_text(ms: float) -> str:
@@ -50,21 +24,9 @@ def ratio_text(ratio: float) -> str:
     return f"{ratio:.2f}x"
 
 
-class _Ratio(Protocol):
-    @property
-    def measured(self) -> float: ...
-    @property
-    def ci95(self) -> tuple[float, float]: ...
-
-
-def interval_text(row: _Ratio) -> str:
+def interval_text(row: SpeedupRow | DecodeRow | FirstTokenRow | PrecisionRow) -> str:
     """A speed-up with its interval: 1.68x [1.66, 1.69]."""
-    return ratio_interval_text(row.measured, row.ci95)
-
-
-def ratio_interval_text(ratio: float, ci95: tuple[float, float]) -> str:
-    """A factor with its interval."""
-    return f"{ratio_text(ratio)} [{ci95[0]:.2f}, {ci95[1]:.2f}]"
+    return f"{ratio_text(row.measured)} [{row.ci95[0]:.2f}, {row.ci95[1]:.2f}]"
 
 
 def ci_text(interval: tuple[float, float] | None) -> str:

@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict
 
 from mod_export.types import Bucket, DType, ModelKind, Role, Setting
 
-__all__ = ["EngineRow", "PairRow", "Result", "pair_fields", "setting_fields"]
-
 
 class Result(BaseModel):
     """Frozen and closed. Written to JSON as it is and read back to an equal value: `row.model_dump(mode="json")` and

@@ -7,8 +7,6 @@ from pydantic import PositiveFloat
 from mod_export.results.base import EngineRow, Result
 from mod_export.types import DType, ModelKind
 
-__all__ = ["CostRow", "PartRow", "Roofline", "Work"]
-
 MS_PER_GIGA = 1e-6
 """Milliseconds that one unit takes at a rate of one giga-unit a second."""
 

@@ -11,8 +11,6 @@ from typing import Any, get_args
 from mod_export.results.base import EngineRow, PairRow, Result
 from mod_export.results.report import SCHEMA_VERSION, BuildReport
 
-__all__ = ["report_page", "report_schema", "write_docs"]
-
 NUMBER = "Number"
 NAMESPACES = ("properties", "$defs")
 """Keywords whose keys are names and not keywords."""

@@ -11,8 +11,6 @@ from mod_export.results.base import EngineRow, PairRow, Result
 from mod_export.results.latency import SpeedVerdict
 from mod_export.types import ModelKind, Role
 
-__all__ = ["DecodeRow", "FirstTokenRow", "GenerationReport", "QualityRow", "StepBytes", "TextsRow"]
-
 
 class TextsRow(EngineRow):
     """Greedy texts of an engine beside those of the eager model, from the same prompts."""

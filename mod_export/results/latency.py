@@ -6,8 +6,6 @@ from typing import Literal
 
 from mod_export.results.base import EngineRow, PairRow, Result
 
-__all__ = ["Conditions", "Control", "LatencyRow", "PrecisionRow", "SpeedVerdict", "SpeedupRow"]
-
 SpeedVerdict = Literal["faster", "not faster", "inconclusive"]
 
 

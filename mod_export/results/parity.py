@@ -8,17 +8,6 @@ from __future__ import annotations
 from mod_export.results.base import EngineRow, Result
 from mod_export.types import Site
 
-__all__ = [
-    "ErrorNumbers",
-    "Gate",
-    "InputAgreement",
-    "LayerAgreement",
-    "Located",
-    "ParityRow",
-    "RoutingAgreement",
-    "TextQuality",
-]
-
 
 class LayerAgreement(Result):
     """Which tokens one routing site selected, compared with the reference, over all inputs."""

@@ -19,17 +19,6 @@ from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.types import DType, ModelKind, Role
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "Artifact",
-    "BuildReport",
-    "ReportedModel",
-    "Stage",
-    "Target",
-    "Verdict",
-    "report_from_json",
-]
-
 SCHEMA_VERSION = 2
 SHOWN_PROBLEMS = 5
 

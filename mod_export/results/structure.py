@@ -5,8 +5,6 @@ from __future__ import annotations
 from mod_export.results.base import EngineRow, Result
 from mod_export.types import Site
 
-__all__ = ["CausalityRow", "MapLayer", "RoutingMap", "StructureRow"]
-
 
 class StructureRow(Result):
     """One file, inspected without running it: every weight is the checkpoint's, every shape is what the spec says."""

@@ -8,24 +8,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from mod_export.build_folder.files import verify_files, verify_sizes
+from mod_export.build_folder.files import verify_files
 from mod_export.build_folder.manifest import Manifest, open_folder
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UsageError
 from mod_export.types import PRIMARY, Bucket, Engine, ModelKind, primary_output
-
-__all__ = ["Deployment", "load", "runnable_engines", "served_engines", "threads_to_use"]
-
 
 NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
 
@@ -57,17 +54,10 @@ def runnable_engines(
 def served_engines(
     folder: Path, manifest: Manifest, model: ModelKind, target: str | None, dtype: str | None, *, texts: bool = False
 ) -> list[Engine]:
-    """Engines of one model, target and dtype that run here and met their gates.
+    """Engines of one model, target and dtype that run here and met their gates, and read whole rows or write `texts`.
 
-    There is no fallback to another dtype where a gate was missed: the user has to name it.
-
-    Args:
-        folder: the build folder.
-        manifest: of it.
-        model: whose engines.
-        target: an engine family; None is the first that runs here.
-        dtype: None is the first built.
-        texts: whether they write text, and not read whole rows.
+    No target is the first that runs here, no dtype the first built. There is no fallback to another dtype where a gate
+    was missed: the user has to name it.
 
     Raises:
         UsageError: there is no engine of this model.
@@ -102,7 +92,7 @@ def load(
     """Opens a build folder for inference.
 
     Args:
-        root: the build folder.
+        root: the folder.
         target: an engine family; None is the first in the folder that runs on this machine.
         dtype: of the engine; None is the first built.
         model: `mod`, or `dense` for the dense baseline.
@@ -121,11 +111,7 @@ def load(
 
 
 def threads_to_use(threads: int | None) -> int:
-    """The given number of threads; for None, every physical core that this process may use.
-
-    Raises:
-        UsageError: the number is negative.
-    """
+    """Every physical core that this process may use for None; a UsageError for a negative number."""
     if threads is not None and threads < 0:
         raise UsageError(f"threads: expected 1 or more, or 0 for the library's own choice, got {threads}")
     return usable_cores() if threads is None else threads
@@ -154,8 +140,9 @@ class Deployment:
         self._engines = {engine.bucket: engine for engine in engines}
         self.buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
         self._unread = manifest.entries(path for engine in engines for path in engine.files)
-        verify_sizes(root, self._unread)
+        verify_files(root, self._unread, read=False)
         self._opening = threading.Lock()
+        self._opened = contextlib.ExitStack()
         self._runners: dict[Bucket, Runner] = {}
 
     def bucket_for(self, batch: int, seq: int) -> Bucket:
@@ -216,12 +203,9 @@ class Deployment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for runner in self._runners.values():
-            runner.__exit__(kind, error, trace)
+    def __exit__(self, *exc: object) -> None:
         self._runners.clear()
+        self._opened.close()
 
     def _runner(self, bucket: Bucket) -> Runner:
         if bucket not in self._runners:
@@ -231,16 +215,12 @@ class Deployment:
                     for path in self._unread.keys() & set(engine.files):
                         verify_files(self._root, {path: self._unread[path]})
                         del self._unread[path]
-                    self._runners[bucket] = ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
+                    runner = ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
+                    self._runners[bucket] = self._opened.enter_context(runner)
         return self._runners[bucket]
 
 
 def _checked(lengths_B: np.ndarray, rows: int, seq: int) -> np.ndarray:
-    """The lengths of the rows, as an array.
-
-    Raises:
-        UsageError: not one length for each row, or not from 1 to `seq`.
-    """
     lengths_B = np.asarray(lengths_B)
     whole = lengths_B.shape == (rows,) and lengths_B.dtype.kind in "iu"
     if not whole or lengths_B.min() < 1 or lengths_B.max() > seq:

@@ -23,8 +23,6 @@ from mod_export.sources.protocol import Architecture
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["architectures", "look_at_checkpoint", "model_from_checkpoint", "model_from_weights", "sha256_of"]
-
 
 def architectures() -> dict[str, Architecture]:
     """Every registered architecture by name.

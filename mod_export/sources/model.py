@@ -10,8 +10,6 @@ from mod_export.errors import CheckpointError, ConfigError
 from mod_export.sources.protocol import AdjustableCapacity, DeclaredRouting, DenseBaseline, ExportableModel
 from mod_export.types import ModelKind
 
-__all__ = ["GROUP", "Model"]
-
 GROUP = "mod_export.architectures"
 """The entry-point group in which packages register their architectures."""
 

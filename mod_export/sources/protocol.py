@@ -14,21 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = [
-    "AdjustableCapacity",
-    "Architecture",
-    "DeclaredRouting",
-    "DenseBaseline",
-    "ExportableModel",
-    "GeneratingModel",
-    "Generation",
-    "GraphSource",
-    "LayerCost",
-    "LayerCosts",
-    "OutputHead",
-    "Text",
-]
-
 
 class GraphSource(Protocol):
     """What a graph is captured from."""

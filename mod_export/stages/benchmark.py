@@ -22,8 +22,6 @@ from mod_export.results.latency import LatencyRow, PrecisionRow
 from mod_export.stages.context import Context
 from mod_export.types import Engine, ModelKind, Role, Setting, pairs_of
 
-__all__ = ["benchmark", "count_work", "profile"]
-
 Pair = Mapping[ModelKind, Engine]
 
 

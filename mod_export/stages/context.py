@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from mod_export.sources.protocol import GraphSource
 
-__all__ = ["BuildContext", "Context", "Models", "Store", "step_bytes"]
-
 Row = TypeVar("Row", bound=Result)
 Make = Callable[[Sequence[Path]], Any]
 

@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mod_export.engines.protocol import EngineBuilder
+from mod_export.engines.protocol import EngineBuilder, EngineJob
 from mod_export.environment import free_bytes, versions
 from mod_export.stages.context import BuildContext
 from mod_export.types import Engine, Graph, Variant
-
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["build_engines"]
 
 BUILDER_BYTES = 2**30
 """What a vendor's builder takes whatever the model."""
 COPIES = 3
 """Of the weights, in float32: as they were read, as they are laid out, and as the plan is written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What an engine's builder may draw on."""
-
-    root: Path
-    graph: Graph
-    weights: str
-    program: Callable[[], torch.export.ExportedProgram]
-
-    def exported_program(self) -> torch.export.ExportedProgram:
-        return self.program()
 
 
 def build_engines(context: BuildContext) -> None:
@@ -80,17 +60,16 @@ def _engine(context: BuildContext, builder: EngineBuilder, variant: Variant, por
 
 def _build(context: BuildContext, builder: EngineBuilder, variant: Variant, engine: Engine) -> None:
     graph = context.graph_of(engine)
-    weights = context.weights_path(engine.model, engine.dtype)
     inputs = {
         "graph": context.hash_of(graph.path),
-        "weights": context.hash_of(weights),
+        "weights": context.hash_of(context.weights_path(engine.model, engine.dtype)),
         "variant": asdict(variant),
         "options": _options(context, builder),
         "versions": {**versions("mod_export"), **builder.versions()},
         # An engine that is built where it runs is native code for this machine.
         "machine": None if variant.arch else [context.machine["cpu"], context.machine["gpu"]],
     }
-    job = Job(root=context.root, graph=graph, weights=weights, program=partial(context.models.program, graph))
+    job = EngineJob(root=context.root, graph=graph, program=partial(context.models.program, graph))
     context.step(
         f"engine/{builder.name}/{engine.stem}",
         inputs,

@@ -24,8 +24,6 @@ from mod_export.types import ModelKind
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FolderContext", "notes"]
-
 
 class _Finished:
     """The steps of a folder in which nothing is recorded any more."""

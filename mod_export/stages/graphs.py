@@ -31,8 +31,6 @@ from mod_export.sources.protocol import DeclaredRouting, ExportableModel
 from mod_export.stages.context import BuildContext, Context
 from mod_export.types import DTYPES, KINDS, PRIMARY, QUANTIZED, DType, Graph, ModelKind, Site, site_from_text
 
-__all__ = ["capture", "fresh_graph", "onnx", "save_graph"]
-
 SHOWN = 4
 MOST_KEPT = 32
 """Fresh portable graphs that a process keeps: they are small without weights, and an export takes seconds."""

@@ -26,8 +26,6 @@ from mod_export.types import PRIMARY, Dialect, DType, Graph, Setting
 from mod_export.validate.inputs import parity_batches
 from mod_export.validate.parity import judge_runner
 
-__all__ = ["attention_shapes", "check_memory", "passes"]
-
 
 def passes(context: BuildContext) -> None:
     """The graph of each target's dialect, where the portable one is not already it."""
@@ -143,8 +141,7 @@ def _attention_bytes(model: ir.Model) -> int:
     sizes = [0]
     for node in model.graph:
         if node.op_type == "Attention" and node.inputs[0] is not None and node.inputs[0].shape is not None:
-            scores, _ = attention_sizes(node, "attention")
-            sizes.append(2 * 4 * scores)
+            sizes.append(2 * 4 * attention_sizes(node, "attention").scores)
     return max(sizes)
 
 

@@ -19,8 +19,6 @@ from mod_export.results.report import Artifact, BuildReport, ReportedModel, Stag
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.stages.context import BuildContext, Context
 
-__all__ = ["compare_with_baseline", "verdict_of", "write_report"]
-
 
 def compare_with_baseline(context: Context) -> None:
     """The speed-up of every setting that was timed: measured, predicted, and explained."""

@@ -31,8 +31,6 @@ from mod_export.validate.structure import (
 )
 from mod_export.validate.texts import parity_of_decoding, quality_of, texts_of_decoding
 
-__all__ = ["validate"]
-
 QUALITY_TEXTS = 4
 
 

@@ -43,20 +43,6 @@ from mod_export.validate.inputs import text_ids
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "QUALITY_TOKENS",
-    "CellJob",
-    "CellRunner",
-    "failed_cell",
-    "finished_cell",
-    "log_of",
-    "machine_name",
-    "main",
-    "quality_of",
-    "run_cell",
-    "run_locally",
-]
-
 GATE_FAILED = 4
 QUALITY_TOKENS = 8192
 """Predicted tokens, at least. On the shipped model the perplexity then moves by about 1 % from seed to seed."""
@@ -96,11 +82,8 @@ def log_of(job: CellJob) -> Path:
 
 
 def finished_cell(job: CellJob, *, here: bool) -> CellEntry | None:
-    """The row of an earlier run, if it was measured from the same and its report is whole.
-
-    Args:
-        job: of the cell.
-        here: whether only rows of this machine count. On a cluster there is no knowing which node would measure it.
+    """The row of an earlier run, if it was measured from the same and its report is whole. `here`: only rows of this
+    machine count; on a cluster there is no knowing which node would measure it.
     """
     entry = _row(job)
     if entry is None or entry.status != "measured" or (here and entry.machine != machine_name()):

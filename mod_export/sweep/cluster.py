@@ -17,12 +17,11 @@ from typing import Any
 
 from mod_export.build_folder.files import write_whole
 from mod_export.build_folder.manifest import MANIFEST
+from mod_export.environment import cache_folder
 from mod_export.errors import UsageError
 from mod_export.sources.checkpoint import sha256_of
 from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, log_of, run_cell
 from mod_export.sweep.schema import CellEntry
-
-__all__ = ["NodeResult", "cell_on_node", "packed_checkpoint", "run_on_cluster"]
 
 LOCAL = "local"
 RETURNED_FILES = ("report.json", "report.html", MANIFEST)
@@ -78,7 +77,7 @@ def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, by
     """
     shared = marker.is_file()
     if not shared:
-        home = _cache() / job.checkpoint_sha256[:16] / job.fingerprint[:16]
+        home = cache_folder() / "sweep" / job.checkpoint_sha256[:16] / job.fingerprint[:16]
         job = job.model_copy(update={"root": home / "build", "row": home / "row.json"})
     if not job.checkpoint.exists() or sha256_of(job.checkpoint) != job.checkpoint_sha256:
         job = job.model_copy(update={"checkpoint": _unpacked(fetch(), job)})
@@ -103,15 +102,10 @@ def packed_checkpoint(checkpoint: Path) -> dict[str, bytes]:
 
 
 def _unpacked(files: Mapping[str, bytes], job: CellJob) -> Path:
-    folder = _cache() / job.checkpoint_sha256[:16] / "checkpoint"
+    folder = cache_folder() / "sweep" / job.checkpoint_sha256[:16] / "checkpoint"
     for name, data in files.items():
         write_whole(folder / name, data, "-o")
     return folder / next(iter(files)).partition("/")[0]
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "mod-export" / "sweep"
 
 
 def _connected(address: str) -> Any:

@@ -26,8 +26,6 @@ from mod_export.sweep.schema import (
 )
 from mod_export.types import DType
 
-__all__ = ["Point", "break_even_capacity", "break_even_length", "findings_of", "fronts", "points_of", "stairs"]
-
 LARGE_DRIFT = 0.1
 """Of the dense baseline's medians between cells. Beyond it the machine was clearly not the same for all of them."""
 
@@ -85,8 +83,7 @@ def findings_of(cells: Sequence[CellEntry], notes: Sequence[str] = ()) -> Findin
 
 def points_of(cells: Sequence[CellEntry]) -> list[Point]:
     """One for each dtype of every cell that was measured and met its gates, where the numbers are finite."""
-    counted = [cell for cell in cells if cell.status == "measured" and cell.passed]
-    points = [Point(cell, row) for cell in counted for row in cell.measured]
+    points = [Point(cell, row) for cell in cells if not (cell.failed or cell.missed) for row in cell.measured]
     return [p for p in points if all(math.isfinite(n) and n > 0 for n in (p.row.dense_ms, p.speedup, *p.interval))]
 
 
@@ -194,8 +191,8 @@ def fronts(points: Sequence[Point]) -> tuple[Front, ...]:
 
 
 def _notes(cells: Sequence[CellEntry], points: Sequence[Point], found: Sequence[Stair]) -> Iterator[str]:
-    failed = [cell.name for cell in cells if cell.status == "failed"]
-    missed = [cell.name for cell in cells if cell.status == "measured" and not cell.passed]
+    failed = [cell.name for cell in cells if cell.failed]
+    missed = [cell.name for cell in cells if cell.missed]
     if failed:
         yield f"left out, because they could not be built: {', '.join(failed)}"
     if missed:
@@ -206,7 +203,7 @@ def _notes(cells: Sequence[CellEntry], points: Sequence[Point], found: Sequence[
             f"not precise enough to be compared with other cells (interval wider than {WIDEST:.0%} of the speed-up): "
             f"{', '.join(unsteady)}; delete their folders below cells/ and repeat the sweep while the machine is quiet"
         )
-    machines = sorted({cell.machine for cell in cells if cell.status == "measured"})
+    machines = sorted({cell.machine for cell in cells if not cell.failed})
     if len(machines) > 1:
         yield f"measured on {len(machines)} kinds of machine, which are not compared with each other: " + "; ".join(
             machines

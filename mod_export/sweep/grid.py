@@ -15,8 +15,6 @@ from mod_export.sources.model import Model
 from mod_export.sources.protocol import AdjustableCapacity
 from mod_export.types import Bucket
 
-__all__ = ["Axes", "Cell", "cells_of"]
-
 Number = TypeVar("Number", int, float)
 
 
@@ -46,13 +44,9 @@ class Cell:
 
 
 def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tuple[Cell, ...]:
-    """Every cell, by target, batch, length and capacity.
+    """Every cell, by target, batch, length and capacity; `config` and `model` give what `axes` leave open.
 
-    Args:
-        model: gives the default capacity, and says which capacities and lengths there can be.
-        config: gives the default lengths and batches, and the default target.
-        axes: as the user gave them.
-        here: whether the cells run on this machine, so that its targets decide.
+    `here` says that the cells run on this machine, so that its targets decide.
 
     Raises:
         CheckpointError: a model without routed layers.

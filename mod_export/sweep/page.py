@@ -10,24 +10,22 @@ from markupsafe import Markup
 
 from mod_export.report.charts import Axis, axis_around, axis_of_listed, dot, glyph, html, legend, line, plot
 from mod_export.report.pages import render_page
-from mod_export.report.wording import ci_text, ms_text, ratio_interval_text, ratio_text
+from mod_export.report.tables import table_of
+from mod_export.report.wording import ci_text, interval_text, ms_text, ratio_text
 from mod_export.sweep.findings import Point, points_of
 from mod_export.sweep.schema import Front, Stair, SweepReport
 from mod_export.sweep.text import (
     CELL_COLUMNS,
-    FIRST_NUMBER,
     advice_text,
     capacity_text,
-    cell_rows,
     front_text,
     length_lines,
+    lines_of_cells,
     perplexity_text,
     setting_text,
     share_of,
     step_text,
 )
-
-__all__ = ["front_plot", "render_html", "speedup_plots", "stair_plot"]
 
 SERIES_COLOURS = 6
 """Classes series-0, series-1 ... of page.css."""
@@ -41,8 +39,8 @@ def render_html(report: SweepReport) -> str:
         "sweep.html.j2",
         report=report,
         found=found,
-        failed=[cell for cell in report.cells if cell.status == "failed"],
-        missed=[cell for cell in report.cells if cell.status == "measured" and not cell.passed],
+        failed=[cell for cell in report.cells if cell.failed],
+        missed=[cell for cell in report.cells if cell.missed],
         break_even=[
             *((setting_text(one), capacity_text(one)) for one in found.break_even_capacity),
             *length_lines(found.break_even_length),
@@ -53,8 +51,7 @@ def render_html(report: SweepReport) -> str:
             (front_plot(front), [front_text(point) for point in front.points if point.on_front], front)
             for front in found.fronts
         ],
-        columns=[("#" if index >= FIRST_NUMBER else "") + name for index, name in enumerate(CELL_COLUMNS)],
-        rows=[row for cell in report.cells for row in cell_rows(cell)],
+        cells=table_of(CELL_COLUMNS, lines_of_cells(report.cells)),
         capacity=share_of,
         perplexity=perplexity_text,
     )
@@ -135,7 +132,7 @@ def _speedup_plot(name: str, points: Sequence[Point], *, by_capacity: bool) -> M
     marks, signs = [line("one", (0, y.clamped(1.0)), (100, y.clamped(1.0)), "1x, no gain")], []
     for index, (series, found) in enumerate(groupby(points, key=of_series)):
         values = [
-            _Value(at(p), p.speedup, p.faster, f"{_where(p)}: {ratio_interval_text(p.speedup, p.interval)}", p.interval)
+            _Value(at(p), p.speedup, p.faster, f"{_where(p)}: {interval_text(p.row.speedup)}", p.interval)
             for p in found
         ]
         marks += _series(index, values, values, x, y)

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mod_export.build_folder.files import write_whole
 from mod_export.config import BuildConfig
@@ -22,19 +22,11 @@ from mod_export.sweep.findings import findings_of
 from mod_export.sweep.grid import Axes, Cell, cells_of
 from mod_export.sweep.page import render_html
 from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, SweepReport
-
-__all__ = ["SweepObserver", "exit_code_of", "sweep"]
+from mod_export.sweep.text import SweepProgress
 
 OWN = {"cells", "sweep.json", "sweep.html", ".lock", ".sweep.json", ".sweep.html"}
 COULD_NOT_BUILD, GATE_FAILED = 3, 4
 VERSIONS = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx")
-
-
-class SweepObserver(Protocol):
-    """Is told about the progress of a sweep."""
-
-    def planned(self, cells: int, reused: int) -> None: ...
-    def cell_finished(self, entry: CellEntry) -> None: ...
 
 
 def sweep(
@@ -43,19 +35,13 @@ def sweep(
     folder: Path,
     axes: Axes,
     ray_address: str | None,
-    observer: SweepObserver,
+    progress: SweepProgress,
     command: str,
 ) -> SweepReport:
     """Builds and measures every cell that is not finished yet, and writes sweep.json and sweep.html.
 
-    Args:
-        checkpoint: model.pt or a folder.
-        config: what every cell starts from. Its speed-up gate is taken off: a sweep is there to see slow cells too.
-        folder: for the cells and the result; made if need be.
-        axes: of the grid.
-        ray_address: of a Ray cluster to run on; None runs one cell after the other here.
-        observer: is told of cells.
-        command: as typed, for the report.
+    Every cell starts from `config`, whose speed-up gate is taken off: a sweep is there to see slow cells too. Without
+    the address of a Ray cluster, cells run one after the other here.
 
     Raises:
         ModExportError: the request cannot be met. A cell that fails is a row, not an error.
@@ -68,13 +54,14 @@ def sweep(
     with _locked(folder):
         jobs = [_job(cell, model, checkpoint, config, folder, command) for cell in cells]
         rows = {job.name: entry for job in jobs if (entry := finished_cell(job, here=here))}
-        observer.planned(len(jobs), len(rows))
+        progress.planned(len(jobs), len(rows))
         missing = [job for job in jobs if job.name not in rows]
 
         def written() -> SweepReport:
             entries = [rows[job.name] for job in jobs if job.name in rows]
             report = _report(model, config, command, len(jobs), entries, _notes(model, axes))
-            _write(folder, report)
+            write_whole(folder / "sweep.json", report.to_json(), "-o")
+            write_whole(folder / "sweep.html", render_html(report), "-o")
             return report
 
         report = written()
@@ -82,15 +69,15 @@ def sweep(
             for entry in finished:
                 rows[entry.name] = entry
                 report = written()
-                observer.cell_finished(entry)
+                progress.cell_finished(entry)
     return report
 
 
 def exit_code_of(report: SweepReport) -> int:
     """4 when a cell was built and is wrong, which is worse than 3, when one could not be built; 0 otherwise."""
-    if any(cell.status == "measured" and not cell.passed for cell in report.cells):
+    if any(cell.missed for cell in report.cells):
         return GATE_FAILED
-    return COULD_NOT_BUILD if any(cell.status == "failed" for cell in report.cells) else 0
+    return COULD_NOT_BUILD if any(cell.failed for cell in report.cells) else 0
 
 
 def _runner(ray_address: str | None, folder: Path, checkpoint: Path) -> CellRunner:
@@ -146,12 +133,7 @@ def _notes(model: Model, axes: Axes) -> list[str]:
 
 
 def _report(
-    model: Model,
-    config: BuildConfig,
-    command: str,
-    planned: int,
-    cells: Sequence[CellEntry],
-    notes: Sequence[str],
+    model: Model, config: BuildConfig, command: str, planned: int, cells: Sequence[CellEntry], notes: Sequence[str]
 ) -> SweepReport:
     return SweepReport(
         schema_version=SCHEMA_VERSION,
@@ -170,11 +152,6 @@ def _report(
         cells=tuple(cells),
         findings=findings_of(cells, notes),
     )
-
-
-def _write(folder: Path, report: SweepReport) -> None:
-    write_whole(folder / "sweep.json", report.to_json(), "-o")
-    write_whole(folder / "sweep.html", render_html(report), "-o")
 
 
 @contextlib.contextmanager

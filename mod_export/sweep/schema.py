@@ -13,25 +13,8 @@ from pydantic import BeforeValidator, JsonValue
 from mod_export.results.base import Result
 from mod_export.results.latency import SpeedupRow
 from mod_export.results.parity import TextQuality
+from mod_export.results.report import ReportedModel
 from mod_export.types import DType, Site, site_from_text
-
-__all__ = [
-    "SCHEMA_VERSION",
-    "CapacityBreakEven",
-    "CellEntry",
-    "CellKey",
-    "Finding",
-    "Findings",
-    "Front",
-    "FrontPoint",
-    "LengthBreakEven",
-    "Measured",
-    "Quality",
-    "Stair",
-    "StairStep",
-    "SweepModel",
-    "SweepReport",
-]
 
 SCHEMA_VERSION = 1
 SiteKey = Annotated[Site, BeforeValidator(lambda site: site_from_text(site) if isinstance(site, str) else site)]
@@ -116,6 +99,16 @@ class CellEntry(CellKey):
     """Of the Ray cluster; null where the cell ran on the machine of the sweep."""
     report_sha256: str | None = None
     """Of its report.json."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be built."""
+        return self.status == "failed"
+
+    @property
+    def missed(self) -> bool:
+        """Whether it was built and misses a gate."""
+        return not self.failed and not self.passed
 
 
 class Finding(Result):
@@ -242,21 +235,11 @@ class Findings(Result):
     """What to keep in mind: cells that were left out, machines that differ, drift."""
 
 
-class SweepModel(Result):
+class SweepModel(ReportedModel):
     """The checkpoint."""
 
-    name: str
-    """Of the file or folder."""
-    architecture: str
-    """The name it is registered under."""
-    parameters: int
-    """Numbers in its weights."""
-    checkpoint_sha256: str
-    """Of its bytes."""
     capacity: float | None
     """Its own; null where its layers differ."""
-    spec: dict[str, JsonValue]
-    """What the checkpoint declares."""
 
 
 class SweepReport(Result):

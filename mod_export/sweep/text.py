@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from mod_export.report.tables import table_lines
+from mod_export.report.tables import Cell, Column, lines_of, table_of
 from mod_export.report.wording import count_text, interval_text, ms_text, printable, ratio_text
 from mod_export.sweep.schema import (
     CapacityBreakEven,
@@ -22,35 +22,13 @@ from mod_export.sweep.schema import (
     SweepReport,
 )
 
-__all__ = [
-    "CELL_COLUMNS",
-    "FIRST_NUMBER",
-    "SweepProgress",
-    "advice_text",
-    "capacity_text",
-    "cell_rows",
-    "fidelity_text",
-    "front_text",
-    "length_lines",
-    "perplexity_text",
-    "render_text",
-    "setting_text",
-    "share_of",
-    "step_text",
-]
-
-CELL_COLUMNS = (
-    "target", "dtype", "bucket", "gates", "capacity", "k", "dense ms", "MoD ms", "speed-up [95 %]", "predicted (FLOPs)",
-    "perplexity", "engine / eager",
-)  # fmt: skip
-FIRST_NUMBER = 4
-"""Of the columns, the first one that holds numbers."""
+Line = tuple[CellEntry, Measured | None]
 SHOWN_CHARACTERS = 160
 """Of an error while the sweep runs; all of it is in the result and in the log."""
 
 
 class SweepProgress:
-    """Observer of a sweep. `verbosity` -1 prints nothing, 0 a line for each finished cell, 1 the path of its log too.
+    """`verbosity` -1 prints nothing, 0 a line for each finished cell, 1 the path of its log too.
 
     There is no live line: updating it would disturb the latency that is being measured.
     """
@@ -69,10 +47,10 @@ class SweepProgress:
     def cell_finished(self, entry: CellEntry) -> None:
         self._left -= 1
         count = f"{self._cells - self._left}/{self._cells}"
-        state = "failed" if entry.status == "failed" else "measured" if entry.passed else "gate failed"
+        state = "failed" if entry.failed else "gate failed" if entry.missed else "measured"
         result = ", ".join(f"{row.dtype} {interval_text(row.speedup)}" for row in entry.measured)
         result = result or textwrap.shorten(entry.error or "", SHOWN_CHARACTERS, placeholder=" ...")
-        self._say(f"* {count:>7}  {entry.name:<28}{state:<12}{entry.seconds:>8.1f} s  {printable(result)}".rstrip())
+        self._say(f"* {count:>7}  {entry.name:<26}  {state:<12}{entry.seconds:>8.1f} s  {printable(result)}".rstrip())
         if self._verbosity > 0:
             self._say(f"    {self._folder}/cells/{entry.name}.log")
 
@@ -88,9 +66,7 @@ def render_text(report: SweepReport, folder: str) -> str:
         f"{model.name}  {model.architecture}, {count_text(model.parameters)} parameters, "
         f"checkpoint {model.checkpoint_sha256[:12]}",
         "",
-        *table_lines(
-            CELL_COLUMNS, [row for cell in report.cells for row in cell_rows(cell)], numbers_from=FIRST_NUMBER
-        ),
+        *lines_of(table_of(CELL_COLUMNS, lines_of_cells(report.cells))),
         "",
         *_failures(report.cells, folder),
         *_findings(report),
@@ -118,8 +94,8 @@ def capacity_text(found: CapacityBreakEven) -> str:
     """Up to which capacity MoD is faster than dense."""
     if found.largest_capacity is None:
         return f"seq {found.seq}: at no capacity in the grid faster than dense"
-    largest = found.largest_capacity == found.tried[-1]
-    tail = "every capacity tried" if largest else f"the next, {_after(found.tried, found.largest_capacity):g}, is not"
+    larger = found.tried[found.tried.index(found.largest_capacity) + 1 :]
+    tail = f"the next, {larger[0]:g}, is not" if larger else "every capacity tried"
     k = "" if found.largest_k is None else f" (k {found.largest_k})"
     return f"seq {found.seq}: faster than dense up to capacity {found.largest_capacity:g}{k}; {tail}"
 
@@ -136,8 +112,8 @@ def length_lines(found: Sequence[LengthBreakEven]) -> list[tuple[str, str]]:
 def _length_text(found: LengthBreakEven) -> str:
     if found.smallest_seq is None:
         return "at no length in the grid faster than dense"
-    smallest = found.smallest_seq == found.tried[0]
-    tail = "every length tried" if smallest else f"{_before(found.tried, found.smallest_seq)} is not"
+    shorter = found.tried[: found.tried.index(found.smallest_seq)]
+    tail = f"{shorter[-1]} is not" if shorter else "every length tried"
     return f"faster than dense from seq {found.smallest_seq} on; {tail}"
 
 
@@ -166,38 +142,45 @@ def front_text(point: FrontPoint) -> str:
     return f"capacity {share_of(point.capacity)}: {gain}, perplexity {quality}"
 
 
-def _after(tried: Sequence[float], value: float) -> float:
-    return tried[tried.index(value) + 1]
+def lines_of_cells(cells: Sequence[CellEntry]) -> list[Line]:
+    """A line for each dtype that was measured of a cell, or one without numbers."""
+    return [(cell, row) for cell in cells for row in cell.measured or (None,)]
 
 
-def _before(tried: Sequence[int], value: int) -> int:
-    return tried[tried.index(value) - 1]
+def _measured(text: Callable[[Measured], str]) -> Callable[[Line], str]:
+    return lambda line: "-" if line[1] is None else text(line[1])
 
 
-def cell_rows(cell: CellEntry) -> Iterator[tuple[str, ...]]:
-    """The cells of a table below `CELL_COLUMNS`, a row for each dtype that was measured, or one row without numbers."""
-    bucket, capacity = f"b{cell.batch}s{cell.seq}", share_of(cell.capacity)
-    state = "failed" if cell.status == "failed" else "pass" if cell.passed else "FAIL"
-    k = "-" if cell.k is None else str(cell.k)
-    perplexity = perplexity_text(cell.quality.perplexity) if cell.quality else "-"
-    if not cell.measured:
-        yield (cell.target, "-", bucket, state, capacity, k, *["-"] * 4, perplexity, "-")
-    for row in cell.measured:
-        yield (
-            cell.target, row.dtype, bucket, state, capacity, k, ms_text(row.dense_ms), ms_text(row.mod_ms),
-            interval_text(row.speedup), ratio_text(row.speedup.predicted_flops), perplexity,
-            fidelity_text(row),
-        )  # fmt: skip
+def _gates(line: Line) -> Cell:
+    cell, _ = line
+    text = "failed" if cell.failed else "FAIL" if cell.missed else "pass"
+    return Cell(text, state="pass" if text == "pass" else "fail")
+
+
+CELL_COLUMNS: tuple[Column[Line], ...] = (
+    Column("target", lambda line: line[0].target, number=False),
+    Column("dtype", _measured(lambda row: row.dtype), number=False),
+    Column("bucket", lambda line: f"b{line[0].batch}s{line[0].seq}", number=False),
+    Column("gates", _gates, number=False),
+    Column("capacity", lambda line: share_of(line[0].capacity)),
+    Column("k", lambda line: "-" if line[0].k is None else str(line[0].k)),
+    Column("dense ms", _measured(lambda row: ms_text(row.dense_ms))),
+    Column("MoD ms", _measured(lambda row: ms_text(row.mod_ms))),
+    Column("speed-up [95 %]", _measured(lambda row: interval_text(row.speedup))),
+    Column("predicted (FLOPs)", _measured(lambda row: ratio_text(row.speedup.predicted_flops))),
+    Column("perplexity", lambda line: perplexity_text(line[0].quality.perplexity) if line[0].quality else "-"),
+    Column("engine / eager", _measured(fidelity_text)),
+)
 
 
 def _failures(cells: Sequence[CellEntry], folder: str) -> Iterator[str]:
     for cell in cells:
-        if cell.status == "failed":
+        if cell.failed:
             yield f"{cell.name} failed: {cell.error}"
             yield f"  log: {folder}/cells/{cell.name}.log"
         for reason in cell.reasons:
             yield f"{cell.name}: {reason}"
-    if any(cell.status == "failed" or cell.reasons for cell in cells):
+    if any(cell.failed or cell.reasons for cell in cells):
         yield ""
 
 
@@ -238,8 +221,7 @@ def setting_text(found: Finding) -> str:
 
 
 def _outcome(report: SweepReport, folder: str) -> str:
-    failed = sum(cell.status == "failed" for cell in report.cells)
-    missed = sum(cell.status == "measured" and not cell.passed for cell in report.cells)
+    failed, missed = sum(cell.failed for cell in report.cells), sum(cell.missed for cell in report.cells)
     count = len(report.cells)
     if not failed and not missed:
         return f"PASS  {count} of {report.planned} cells measured, every gate met: {folder}/sweep.html"

@@ -19,8 +19,6 @@ from mod_export.engines.protocol import Runner
 from mod_export.environment import free_bytes, package_version, usable_cores
 from mod_export.types import DType, Engine, Graph, ModelKind, Setting, graph_of
 
-__all__ = ["Candidate", "candidates_from_engines", "candidates_from_graphs"]
-
 MOST_HEADS = 32
 """Of a model; assumed."""
 

@@ -22,8 +22,6 @@ from mod_export.validate.candidates import Candidate
 from mod_export.validate.inputs import Batch, parity_batches
 from mod_export.validate.reference import Reference
 
-__all__ = ["causality_of", "cuts", "probe_causality"]
-
 LAST = (
     "only the last token's logits are returned, and nothing comes after it; each further token needs the whole text "
     "again, because what was computed for earlier ones may change with it"

@@ -32,8 +32,6 @@ from mod_export.results.parity import (
 from mod_export.types import QUANTIZED, DType, Setting, Site
 from mod_export.validate.compare import SiteRouting, smallest
 
-__all__ = ["CHECKS", "Allowance", "Comparison", "TextNumbers", "allowance", "failed_row", "judge"]
-
 REFERENCE = "eager float32"
 ROUNDOFF: dict[DType, float] = {
     "float32": 2.0**-24,

@@ -27,8 +27,6 @@ from mod_export.validate.locate import locate_by_depth, locate_in_graph
 from mod_export.validate.parity import judge_runner
 from mod_export.validate.reference import Reference
 
-__all__ = ["parity_of", "ties_of_runs", "zeroed_routers"]
-
 Fresh = Callable[[Graph], bytes]
 """Gives the bytes that a graph has when it is exported now."""
 

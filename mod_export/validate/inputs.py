@@ -23,18 +23,6 @@ from mod_export.validate.compare import FIRST_COME, Judged
 if TYPE_CHECKING:
     from mod_export.validate.reference import Reference
 
-__all__ = [
-    "KINDS",
-    "Batch",
-    "affordable_tokens",
-    "batches_of",
-    "near_tie_batches",
-    "one_of_each_kind",
-    "parity_batches",
-    "prompts_of",
-    "text_ids",
-]
-
 MOST_LENGTHS = 16
 MOST_RANDOM_BATCHES = 8
 MOST_RANDOM_TOKENS = 2**13

@@ -28,8 +28,6 @@ from mod_export.validate.inputs import Batch
 from mod_export.validate.parity import judge_runner
 from mod_export.validate.reference import Reference
 
-__all__ = ["locate_by_depth", "locate_in_graph"]
-
 AT_ONCE = 64
 """Values that are held in memory together while graphs are compared."""
 

@@ -37,8 +37,6 @@ from mod_export.validate.compare import (
 from mod_export.validate.inputs import Batch, one_of_each_kind
 from mod_export.validate.reference import Reference, Traced
 
-__all__ = ["ROUNDING", "Rounding", "compare_runner", "judge_runner", "judge_runners"]
-
 Rounding = Literal["some", "all", "shaken"]
 ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
 """On how many inputs the rounding error of the reference is measured: on one of each kind; on all; on all, in several

@@ -30,8 +30,6 @@ from mod_export.validate.inputs import Batch
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Reference", "Traced", "check_program", "routing_map"]
-
 Found = TypeVar("Found")
 Precision = Literal["float32", "float64"]
 KEPT_BYTES = 2**30

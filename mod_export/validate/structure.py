@@ -26,8 +26,6 @@ from mod_export.export.weights import ONNX_TYPES, WeightsFile, digests_of_file
 from mod_export.results.structure import StructureRow
 from mod_export.types import PRIMARY, DType, Graph
 
-__all__ = ["structure_of_export", "structure_of_file", "structure_of_graph", "structure_of_weights"]
-
 SHOWN = 4
 FRESH = ("what a fresh export gives",)
 

@@ -39,8 +39,6 @@ from mod_export.validate.inputs import (
 from mod_export.validate.parity import judge_runner, judge_runners
 from mod_export.validate.reference import Reference
 
-__all__ = ["PromptRunner", "decoding_parts", "parity_of_decoding", "quality_of", "texts_of", "texts_of_decoding"]
-
 LEAST_TOKENS, KINDS_OF_INPUT = 16, 4
 TAIL = 16
 """Tokens that are read one by one after a prompt."""

@@ -1,11 +1,7 @@
-"""One case in one process: every route, dense and routed, and matrix products of the model's own sizes, all in turn.
-
-python tests/benchmarks/measure_case.py M 512 1 8192 --to M-512-1-8192.json
-"""
+"""One case in one process: every route, dense and routed, and matrix products of the model's own sizes, all in turn."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import tempfile
@@ -123,22 +119,9 @@ def _largest_difference(
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=SIZES)
-    parser.add_argument("seq", type=int)
-    parser.add_argument("batch", type=int)
-    parser.add_argument("vocab", type=int)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--to", type=Path, required=True)
-    given = parser.parse_args()
-    found = measure(given.size, given.seq, given.batch, given.vocab, given.threads, given.seconds)
-    given.to.parent.mkdir(parents=True, exist_ok=True)
-    part = given.to.with_suffix(".part")
-    part.write_text(json.dumps(found), encoding="utf-8")
-    part.replace(given.to)
-
-
-if __name__ == "__main__":
-    main()
+def save(path: Path, *case: Any) -> None:
+    """Measures a case into a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(measure(*case)), encoding="utf-8")
+    part.replace(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,14 @@ The results of `make bench`: the time of one prefill, by route, for models with 
 * **Cases.** {cases} were measured for this page; `make bench` measures 36, and continues after an interruption.
 * **Machine.** {cpu}, {cores} cores. {versions}.
 """
+FIGURES = """![Latency by route, divided by that of mod-export](figures/latency.svg)
+
+![GFLOP/s of mod-export beside the roofline](figures/gflops.svg)
+"""
+VARIANTS = """## int8, and `outputs = "last"`
+
+Speed of int8 weights against float32, and time of graphs that return the last token's logits over that of all logits. \
+What int8 does to quality is measured on trained weights: see [numerics.md](numerics.md)."""
 
 
 def render(results: Path, docs: Path) -> None:
@@ -62,8 +70,7 @@ def render(results: Path, docs: Path) -> None:
     figures.mkdir(parents=True, exist_ok=True)
     _latency_figure(found, figures / "latency.svg")
     _rate_figure(found, figures / "gflops.svg")
-    parts = [_head(found), _figures(), _against_rivals(found), _times(found), _rates(found), _variants(found)]
-    (docs / "benchmarks.md").write_text("\n".join(parts), encoding="utf-8")
+    (docs / "benchmarks.md").write_text("\n".join([_head(found), FIGURES, *_tables(found)]), encoding="utf-8")
 
 
 def case_name(one: Found) -> str:
@@ -93,62 +100,56 @@ def _head(found: Sequence[Found]) -> str:
     )
 
 
-def _figures() -> str:
-    return (
-        "![Latency by route, divided by that of mod-export](figures/latency.svg)\n\n"
-        "![GFLOP/s of mod-export beside the roofline](figures/gflops.svg)\n"
+def _tables(found: Sequence[Found]) -> Iterator[str]:
+    by_kind = [(one, kind) for one in found for kind in KINDS]
+    rivals = [SHORT[rival] for rival in RIVALS]
+    yield _table(
+        "## Time of mod-export divided by that of a rival (below 1: mod-export is faster)",
+        ["case", "model", *(f"/ {rival}" for rival in rivals), "/ fastest rival", "minima"],
+        [[case_name(one), kind, *_against_rivals(one, kind)] for one, kind in by_kind],
     )
+    yield _table(
+        "## Milliseconds, median (fastest)",
+        ["case", "model", "mod-export", *rivals, "rounds"],
+        [[case_name(one), kind, *_times(one["ms"][kind])] for one, kind in by_kind],
+    )
+    yield _table(
+        "## GFLOP/s of mod-export, needed FLOPs only, and efficiency",
+        ["case", "roofline", "dense", "MoD", "speed-up over dense", "predicted (FLOPs)", "efficiency"],
+        [[case_name(one), *_rates(one)] for one in found],
+    )
+    yield _table(VARIANTS, ["case", "model", "int8 speed", "last / all"], [
+        [case_name(one), kind, f"{1 / ratio(one, kind, OURS_INT8, OURS):.2f}x", f"{ratio(one, kind, LAST, OURS):.2f}"]
+        for one, kind in by_kind
+    ])  # fmt: skip
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([title, "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines]) + "\n"
 
 
-def _against_rivals(found: Sequence[Found]) -> str:
-    rows = []
-    for one in found:
-        for kind in KINDS:
-            best = best_rival(one, kind)
-            rows.append(
-                [
-                    case_name(one), kind, *(f"{ratio(one, kind, OURS, rival):.2f}" for rival in RIVALS),
-                    f"{ratio(one, kind, OURS, best):.2f} ({SHORT[best]})",
-                    f"{ratio(one, kind, OURS, best_rival(one, kind, min), min):.2f}",
-                ]
-            )  # fmt: skip
-    head = ["case", "model", *(f"/ {SHORT[rival]}" for rival in RIVALS), "/ fastest rival", "minima"]
-    return "## Time of mod-export divided by that of a rival (below 1: mod-export is faster)\n\n" + _table(head, rows)
+def _against_rivals(one: Found, kind: str) -> list[str]:
+    best, fastest = best_rival(one, kind), best_rival(one, kind, min)
+    ratios = [f"{ratio(one, kind, OURS, rival):.2f}" for rival in RIVALS]
+    return [
+        *ratios,
+        f"{ratio(one, kind, OURS, best):.2f} ({SHORT[best]})",
+        f"{ratio(one, kind, OURS, fastest, min):.2f}",
+    ]
 
 
-def _times(found: Sequence[Found]) -> str:
-    rows = []
-    for one in found:
-        for kind in KINDS:
-            times = [_ms(one["ms"][kind][route]) for route in (OURS, *RIVALS)]
-            rows.append([case_name(one), kind, *times, str(len(one["ms"][kind][OURS]))])
-    head = ["case", "model", "mod-export", *(SHORT[rival] for rival in RIVALS), "rounds"]
-    return "## Milliseconds, median (fastest)\n\n" + _table(head, rows)
+def _times(taken: dict[str, list[float]]) -> list[str]:
+    shown = [taken[route] for route in (OURS, *RIVALS)]
+    return [*(f"{statistics.median(ms):,.4g} ({min(ms):,.4g})" for ms in shown), str(len(taken[OURS]))]
 
 
-def _ms(taken: Sequence[float]) -> str:
-    return f"{statistics.median(taken):,.4g} ({min(taken):,.4g})"
-
-
-def _rates(found: Sequence[Found]) -> str:
-    rows = []
-    for one in found:
-        dense, mod = (_rate(one, kind) for kind in KINDS)
-        ideal = one["needed_flops"]["dense"] / one["needed_flops"]["mod"]
-        gain = statistics.median(one["ms"]["dense"][OURS]) / statistics.median(one["ms"]["mod"][OURS])
-        rows.append(
-            [
-                case_name(one), f"{_roofline(one):.0f}", f"{dense:.0f} ({dense / _roofline(one):.0%})",
-                f"{mod:.0f} ({mod / _roofline(one):.0%})", f"{gain:.2f}x", f"{ideal:.2f}x", f"{gain / ideal:.2f}",
-            ]
-        )  # fmt: skip
-    head = ["case", "roofline", "dense", "MoD", "speed-up over dense", "predicted (FLOPs)", "efficiency"]
-    return "## GFLOP/s of mod-export, needed FLOPs only, and efficiency\n\n" + _table(head, rows)
+def _rates(one: Found) -> list[str]:
+    roofline = _roofline(one)
+    ideal = one["needed_flops"]["dense"] / one["needed_flops"]["mod"]
+    gain = statistics.median(one["ms"]["dense"][OURS]) / statistics.median(one["ms"]["mod"][OURS])
+    rates = [f"{_rate(one, kind):.0f} ({_rate(one, kind) / roofline:.0%})" for kind in KINDS]
+    return [f"{roofline:.0f}", *rates, f"{gain:.2f}x", f"{ideal:.2f}x", f"{gain / ideal:.2f}"]
 
 
 def _rate(one: Found, kind: str) -> float:
@@ -157,25 +158,6 @@ def _rate(one: Found, kind: str) -> float:
 
 def _roofline(one: Found) -> float:
     return float(one["gemm_flops"]) / statistics.median(one["gemm_ms"]) / 1e6
-
-
-def _variants(found: Sequence[Found]) -> str:
-    rows = [
-        [
-            case_name(one),
-            kind,
-            f"{1 / ratio(one, kind, OURS_INT8, OURS):.2f}x",
-            f"{ratio(one, kind, LAST, OURS):.2f}",
-        ]
-        for one in found
-        for kind in KINDS
-    ]
-    text = (
-        '## int8, and `outputs = "last"`\n\nSpeed of int8 weights against float32, and time of graphs that return the '
-        "last token's logits over that of all logits. What int8 does to quality is measured on trained weights: see "
-        "[numerics.md](numerics.md).\n\n"
-    )
-    return text + _table(["case", "model", "int8 speed", "last / all"], rows)
 
 
 def _latency_figure(found: Sequence[Found], path: Path) -> None:

@@ -38,8 +38,6 @@ from mod_export.types import PRIMARY, QUANTIZED, Bucket, DType, Outputs, primary
 from mod_models import transformer
 from mod_models.checkpoint import Checkpoint
 
-__all__ = ["OURS", "OURS_INT8", "ROUTES", "Case", "Route", "Run", "cost_of"]
-
 Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 Route = Callable[["Case", str, Path, int], Run]
 

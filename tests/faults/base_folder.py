@@ -27,19 +27,6 @@ from mod_export.types import Bucket
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
-__all__ = [
-    "BUCKET",
-    "CAPACITY_ONE_MORE",
-    "CAPACITY_ROUNDED_DOWN",
-    "COMPILED",
-    "GRAPHS",
-    "SPEC",
-    "build_folder",
-    "checkpoint_with",
-    "portable_graph_of",
-    "sign",
-]
-
 SPEC = ModelSpec(
     vocab_size=256, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ff=64, max_positions=64,
     routing=RoutingSpec(capacity=0.25),

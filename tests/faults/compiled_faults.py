@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,12 @@ from torch.nn import functional
 
 from mod_export.config import config_from_toml
 from mod_export.engines.inductor import Inductor
+from mod_export.engines.protocol import EngineJob
 from mod_export.export.capture import captured_module
 from mod_export.types import Bucket, Graph, Variant
 from mod_models import transformer
 from mod_models.selection import select_topk
 from mod_models.transformer import Attention, Transformer
-
-__all__ = ["write_packages"]
 
 
 class Acausal(Attention):
@@ -45,24 +44,11 @@ def no_padding(score_BS: Tensor, real_BS: Tensor, k: int) -> tuple[Tensor, Tenso
 def residual(module: Transformer) -> None:
     block = module.layers[1]
     # To mypy whatever a module has is a tensor or a module.
-    block.routing = replace(block.routing, combine="double_residual")  # type: ignore[type-var]  # A module's attribute is a Tensor or a Module to mypy.
+    block.routing = replace(block.routing, combine="double_residual")
 
 
 def mask(module: Transformer) -> None:
     module.layers[2].attention.__class__ = Acausal
-
-
-@dataclass
-class Job:
-    """What the builder asks for."""
-
-    program: torch.export.ExportedProgram
-    graph: Graph
-    root: Path = Path()
-    weights: str = ""
-
-    def exported_program(self) -> torch.export.ExportedProgram:
-        return self.program
 
 
 def write_packages(folder: Path) -> None:
@@ -79,4 +65,5 @@ def write_packages(folder: Path) -> None:
         graph = Graph(
             path="", model="mod", bucket=Bucket(2, 32), dtype="float32", target=None, k_by_layer=SPEC.k_by_layer(32)
         )
-        Inductor().build(Job(program, graph), Variant(dtype="float32"), folder / f"{name}.pt2", config_from_toml(None))
+        job = EngineJob(root=folder, graph=graph, program=lambda program=program: program)
+        Inductor().build(job, Variant(dtype="float32"), folder / f"{name}.pt2", config_from_toml(None))

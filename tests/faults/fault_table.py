@@ -1,4 +1,4 @@
-"""The table of faults in graphs, and what planting them needs.
+"""The table of planted faults, and what planting them in graphs needs.
 
 The graph is that of `base_folder.SPEC`: layers 0 and 2 are dense, 1 and 3 routed, gate `identity`, combine `paper`.
 In a routed layer the products are router, q, k, v, o, gate, up, down; in a dense one the same without the router.
@@ -6,26 +6,55 @@ In a routed layer the products are router, q, k, v, o, gate, up, down; in a dens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-from graph_surgery import Surgery
+from base_folder import BUCKET
+from graph_surgery import Surgery, plant
 
-__all__ = ["BFLOAT", "FLOAT", "GRAPH_FAULTS", "HALF", "f32", "fault", "gate_mul", "i64", "shape_of"]
-
+ENGINE = f"engines/ort-cpu/mod-{BUCKET}-float32.onnx"
 FLOAT, HALF, BFLOAT = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
-GRAPH_FAULTS: dict[str, tuple[Callable[[Surgery], None], str | None]] = {}
-"""Name -> (how it is planted, the layer or module that must be named)."""
+Change = Callable[[Surgery], object]
 
 
-def fault(name: str, where: str | None) -> Callable[[Callable[[Surgery], None]], Callable[[Surgery], None]]:
-    def listed(plant: Callable[[Surgery], None]) -> Callable[[Surgery], None]:
-        assert name not in GRAPH_FAULTS
-        GRAPH_FAULTS[name] = (plant, where)
-        return plant
+@dataclass(frozen=True)
+class Fault:
+    """`plant` changes a copy of a sound folder, given the folder of packages of faulty models; `where` is the layer or
+    module that must be named, None if it is not local; `compiled` ones go into a folder of AOTInductor packages.
+    """
+
+    name: str
+    where: str | None
+    plant: Callable[[Path, Path], object]
+    compiled: bool = False
+
+
+FAULTS: dict[str, Fault] = {}
+"""By name."""
+
+
+def add(name: str, where: str | None, plant: Callable[[Path, Path], object], *, compiled: bool = False) -> None:
+    assert name not in FAULTS
+    FAULTS[name] = Fault(name, where, plant, compiled)
+
+
+def fault(name: str, where: str | None, path: str = ENGINE) -> Callable[[Change], Change]:
+    """Lists a change of a graph, by default of the engine's."""
+
+    def listed(change: Change) -> Change:
+        add(name, where, lambda root, _packages: plant(root / path, change))
+        return change
 
     return listed
+
+
+def faults(changes: Mapping[str, tuple[str | None, Change]]) -> None:
+    """Lists those that are one operation each: name -> (where, change)."""
+    for name, (where, change) in changes.items():
+        fault(name, where)(change)
 
 
 def i64(*values: int) -> np.ndarray:
@@ -36,9 +65,7 @@ def f32(*values: float) -> np.ndarray:
     return np.array(values if len(values) > 1 else values[0], np.float32)
 
 
-def shape_of(value: ir.Value | None) -> tuple[int, ...]:
-    assert value is not None
-    assert value.shape is not None
+def shape_of(value: ir.Value) -> tuple[int, ...]:
     return value.shape.numpy()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,14 @@ import onnx_ir as ir
 
 from mod_export.export.nodes import module_of, static_shape
 
-__all__ = ["Surgery"]
-
 
 class Surgery:
-    """An ONNX file of a build folder that is about to be damaged. `save` writes it back."""
+    """A graph that is about to be damaged: one in memory, or a file of a build folder, which `save` writes back."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.model = ir.load(path)
+    def __init__(self, graph: Path | ir.Model) -> None:
+        if isinstance(graph, Path):
+            self.path = graph
+        self.model = graph if isinstance(graph, ir.Model) else ir.load(graph)
         self.graph = self.model.graph
         self._count = 0
 
@@ -70,7 +69,6 @@ class Surgery:
         values = [self.constant(item) if isinstance(item, np.ndarray) else item for item in inputs]
         self._count += 1
         model = like if like is not None else values[0]
-        assert model is not None
         made = [ir.Value(name=f"planted_{self._count}_{i}") for i in range(outputs)]
         target = (attributes or {}).get("to")
         made[0].dtype, made[0].shape = model.dtype if target is None else ir.DataType(target), model.shape
@@ -86,6 +84,25 @@ class Surgery:
         value = node.inputs[index]
         node.replace_input_with(index, self.op(node, op_type, [value, *others], attributes))
 
+    def set(self, node: ir.Node, **attributes: Any) -> None:
+        """Gives attributes of a node other values."""
+        for attribute in ir.convenience.convert_attributes(attributes):
+            node.attributes[attribute.name] = attribute
+
+    def bypass(self, node: ir.Node, index: int) -> None:
+        """Whoever reads what the node makes reads one of its inputs."""
+        self.replace(node.outputs[0], node.inputs[index])
+
+    def swap_inputs(self, one: ir.Node, other: ir.Node) -> None:
+        """Exchanges the second inputs of two products, their weights."""
+        first, second = one.inputs[1], other.inputs[1]
+        one.replace_input_with(1, second)
+        other.replace_input_with(1, first)
+
+    def rounded(self, value: ir.Value, dtype: ir.DataType) -> None:
+        """Puts a value through a shorter float."""
+        self.after(self.after(value, "Cast", to=int(dtype)), "Cast", to=int(ir.DataType.FLOAT))
+
     def replace(self, value: ir.Value, other: ir.Value) -> None:
         """Whoever reads `value` reads `other`; an output of the graph keeps its name."""
         if value.is_graph_output():
@@ -100,10 +117,8 @@ class Surgery:
     def after(self, value: ir.Value, op_type: str, *others: np.ndarray, **attributes: Any) -> ir.Value:
         """Puts an operation between a value and whoever reads it; a graph output keeps its name."""
         producer = value.producer()
-        assert producer is not None
         made = self.op(producer, op_type, [value, *others], attributes)
         node = made.producer()
-        assert node is not None
         self.graph.remove(node)
         self.graph.insert_after(producer, node)
         self.replace(value, made)
@@ -117,15 +132,23 @@ class Surgery:
     def weight(self, name: str) -> np.ndarray:
         """A weight's value."""
         tensor = self.graph.initializers[name].const_value
-        assert isinstance(tensor, ir.ExternalTensor)
         path = self.path.parents[1] / "graphs" / str(tensor.location)
         if not path.exists():
             path = self.path.parents[2] / "graphs" / str(tensor.location)
         dtype = {ir.DataType.FLOAT: np.float32, ir.DataType.FLOAT16: np.float16}[tensor.dtype]
         # Our weights files say where each tensor begins and how long it is, which ONNX leaves optional.
-        data = path.read_bytes()[tensor.offset : tensor.offset + tensor.length]  # type: ignore[operator]  # Written by us, so both are set.
+        data = path.read_bytes()[tensor.offset : tensor.offset + tensor.length]
         return np.frombuffer(data, dtype).reshape(static_shape(self.graph.initializers[name]) or ()).copy()
 
     def repoint(self, name: str, other: str) -> None:
         """Makes a weight refer to the place of another."""
         self.graph.initializers[name].const_value = self.graph.initializers[other].const_value
+
+
+def plant(path: Path, change: Callable[[Surgery], object]) -> bytes:
+    """Changes a graph file; returns the bytes that it had."""
+    before = path.read_bytes()
+    surgery = Surgery(path)
+    change(surgery)
+    surgery.save()
+    return before

@@ -1,32 +1,21 @@
-"""Every planted fault in one table, and what `validate` made of it."""
+"""Planting a fault, and what `validate` made of it."""
 
 from __future__ import annotations
 
+import importlib
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from base_folder import sign
-from folder_faults import COMPILED_FAULTS, ENGINE, FOLDER_FAULTS
-from graph_faults import GRAPH_FAULTS
-from graph_surgery import Surgery
+from fault_table import FAULTS, Fault
 
 from mod_export.rerun import Rerun, validate_folder
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import StructureRow
 
-__all__ = ["FAULTS", "Fault", "Outcome", "outcome_of"]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`plant` changes a copy of a sound folder; `where` is the module that must be named, None if it is not local."""
-
-    name: str
-    where: str | None
-    compiled: bool
-    plant: Callable[[Path, Path], None]
+for file in ("block_faults", "routing_faults", "weight_faults", "folder_faults"):
+    importlib.import_module(file)  # which lists its faults
 
 
 @dataclass(frozen=True)
@@ -48,28 +37,9 @@ class Outcome:
         return (self.by_running or self.by_looking) and self.named
 
 
-def _faults() -> Iterator[Fault]:
-    for name, (change, where) in GRAPH_FAULTS.items():
-
-        def into_engine(root: Path, packages: Path, change: Callable[[Surgery], None] = change) -> None:
-            surgery = Surgery(root / ENGINE)
-            change(surgery)
-            surgery.save()
-
-        yield Fault(name, where, False, into_engine)
-    for name, (plant, where) in FOLDER_FAULTS.items():
-        # mypy infers no type of a lambda with a default.
-        yield Fault(name, where, False, lambda root, packages, plant=plant: plant(root))  # type: ignore[misc]  # mypy infers no lambda with a default.
-    for name, (place, where) in COMPILED_FAULTS.items():
-        yield Fault(name, where, True, place)
-
-
-FAULTS = {fault.name: fault for fault in _faults()}
-
-
-def outcome_of(fault: Fault, sound: Path, packages: Path, scratch: Path) -> Outcome:
+def outcome_of(name: str, sound: Path, packages: Path, scratch: Path) -> Outcome:
     """Plants a fault into a copy of `sound`, signs it, and validates it as a user would."""
-    root = scratch / "planted"
+    fault, root = FAULTS[name], scratch / "planted"
     shutil.copytree(sound, root)
     try:
         fault.plant(root, packages)

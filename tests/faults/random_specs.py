@@ -8,14 +8,9 @@ from dataclasses import dataclass, replace
 from base_folder import checkpoint_with
 
 from mod_models.checkpoint import Checkpoint
-from mod_models.declarations import PARTS, SELECTIONS
+from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, PARTS, SELECTIONS
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec, SpecError
 
-__all__ = ["RandomBuild", "random_build", "random_build_of_any_kind"]
-
-ROUTERS = ("linear", "linear_bias", "mlp")
-GATES = ("identity", "sigmoid", "scaled_sigmoid", "tanh_affine", "softmax_selected", "ones")
-COMBINES = ("paper", "replace", "double_residual", "replace_ungated", "ffn_gated")
 CAPACITIES = (0.06, 0.125, 0.25, 0.3, 0.5, 0.9, 1.0)
 LENGTHS = (7, 16, 24, 33, 48, 64, 100)
 TOML = """
@@ -46,7 +41,7 @@ def random_build(seed: int) -> RandomBuild:
     seq = rng.choice(LENGTHS)
     gate = rng.choice(GATES)
     scaled = gate in ("scaled_sigmoid", "tanh_affine")
-    router = rng.choice(ROUTERS)
+    router = rng.choice(LEARNED_ROUTERS)
     spec = ModelSpec(
         vocab_size=rng.choice((40, 256, 256, 1000)),
         d_model=rng.choice((16, 24, 32, 48, 64, 96)),
@@ -87,7 +82,6 @@ def random_build_of_any_kind(seed: int) -> RandomBuild:
 
 
 def _of_any_kind(base: ModelSpec, rng: random.Random) -> ModelSpec:
-    assert base.routing is not None
     selection = rng.choice(SELECTIONS)
     routing = replace(
         base.routing,
@@ -106,9 +100,7 @@ def _of_any_kind(base: ModelSpec, rng: random.Random) -> ModelSpec:
         noop_experts=rng.choice((0, 0, 2)),
     )
     return replace(
-        base,
-        routing=routing if rng.random() < 0.8 else None,
-        experts=experts if rng.random() < 0.5 else None,
+        base, routing=routing if rng.random() < 0.8 else None, experts=experts if rng.random() < 0.5 else None
     )
 
 

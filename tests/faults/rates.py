@@ -92,9 +92,9 @@ def print_faults(names: Sequence[str], pool: ProcessPoolExecutor, folder: Path) 
 
 
 def plant(sound: Path, compiled: Path, folder: Path, name: str) -> Outcome:
-    fault = FAULTS[name]
+    folder_of_fault = compiled if FAULTS[name].compiled else sound
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        return outcome_of(fault, compiled if fault.compiled else sound, folder / "packages", Path(scratch))
+        return outcome_of(name, folder_of_fault, folder / "packages", Path(scratch))
 
 
 def print_alarms(first: int, count: int, kinds: bool, pool: ProcessPoolExecutor, folder: Path) -> int:

@@ -34,14 +34,14 @@ def test_there_are_as_many_as_promised() -> None:
     "name", [pytest.param(name, marks=[] if name in TELLING else pytest.mark.slow) for name in ONNX_FAULTS]
 )
 def test_a_fault_in_a_graph_or_a_file(name: str, sound: Path, tmp_path: Path) -> None:
-    found = outcome_of(FAULTS[name], sound, Path(), tmp_path)
+    found = outcome_of(name, sound, Path(), tmp_path)
     assert found.caught, (found.place, found.reasons)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED_FAULTS)
 def test_a_fault_in_compiled_code(name: str, compiled: Path, packages: Path, tmp_path: Path) -> None:
-    found = outcome_of(FAULTS[name], compiled, packages, tmp_path)
+    found = outcome_of(name, compiled, packages, tmp_path)
     assert found.caught, (found.place, found.reasons)
 
 

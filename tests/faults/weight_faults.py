@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from fault_table import FLOAT, f32, fault, i64, shape_of
+from fault_table import FLOAT, f32, fault, faults, i64, shape_of
 from graph_surgery import Surgery
 
 
@@ -13,28 +13,6 @@ def swapped_layers(s: Surgery) -> None:
     one, other = "layers.0.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight"
     a, b = s.graph.initializers[one].const_value, s.graph.initializers[other].const_value
     s.graph.initializers[one].const_value, s.graph.initializers[other].const_value = b, a
-
-
-@fault("routers of two layers swapped", "layers.1")
-def swapped_routers(s: Surgery) -> None:
-    one, other = s.node(1, "MatMul", 0), s.node(3, "MatMul", 0)
-    first, second = one.inputs[1], other.inputs[1]
-    one.replace_input_with(1, second)
-    other.replace_input_with(1, first)
-
-
-@fault("one weight transposed", "layers.2")
-def transposed(s: Surgery) -> None:
-    product = s.node(2, "MatMul", 0)
-    product.attributes["transB"] = ir.AttrInt64("transB", 0)
-
-
-@fault("gate and up projection swapped", "layers.2")
-def gate_up(s: Surgery) -> None:
-    gate, up = s.nodes(2, "MatMul")[4:6]
-    a, b = gate.inputs[1], up.inputs[1]
-    gate.replace_input_with(1, b)
-    up.replace_input_with(1, a)
 
 
 @fault("one element of one weight changed by 1 %", "layers.2")
@@ -67,11 +45,6 @@ def quantized(s: Surgery) -> None:
     s.embed(name, (np.round(array / step) * step).astype(np.float32))
 
 
-@fault("a weight refers to the place of another", "layers.3")
-def repointed(s: Surgery) -> None:
-    s.repoint("layers.3.mlp.up_proj.weight", "layers.3.mlp.gate_proj.weight")
-
-
 @fault("NaN in one output element", None)
 def nan_output(s: Surgery) -> None:
     shape = shape_of(s.output("logits"))
@@ -87,26 +60,10 @@ def one_logit(s: Surgery) -> None:
     s.after(s.output("logits"), "Add", wrong)
 
 
-@fault("logits of the token before", None)
-def shifted_logits(s: Surgery) -> None:
-    seq = shape_of(s.output("logits"))[1]
-    s.after(s.output("logits"), "Gather", i64(0, *range(seq - 1)), axis=1)
-
-
-@fault("logits scaled", None)
-def scaled_logits(s: Surgery) -> None:
-    s.after(s.output("logits"), "Mul", f32(1.0005))
-
-
-@fault("infinite logits", None)
-def infinite(s: Surgery) -> None:
-    s.after(s.output("logits"), "Div", f32(0.0))
-
-
 @fault("embedding of the next token id", "embedding")
 def next_id(s: Surgery) -> None:
     # A Gather has both of its inputs.
-    gather = next(node for node in s.nodes(None, "Gather") if node.inputs[0].name == "embedding.weight")  # type: ignore[union-attr]
+    gather = next(node for node in s.nodes(None, "Gather") if node.inputs[0].name == "embedding.weight")
     shifted = s.op(gather, "Add", [gather.inputs[1], i64(1)])
     gather.replace_input_with(1, s.op(gather, "Mod", [shifted, i64(256)]))
 
@@ -115,13 +72,11 @@ def wrong_where(s: Surgery, rows: ir.Value, shape: tuple[int, ...]) -> None:
     """Logits are half as large again where a bool value, once it has this shape, is true."""
     logits = s.output("logits")
     last = logits.producer()
-    assert last is not None
     wide = s.op(last, "Reshape", [rows, i64(*shape)])
     wide.shape = ir.Shape(shape)
     factor = s.op(last, "Where", [wide, f32(1.5), f32(1.0)])
     factor.dtype = FLOAT
     product = s.after(logits, "Mul", f32(1.0)).producer()
-    assert product is not None
     product.replace_input_with(1, factor)
 
 
@@ -141,3 +96,25 @@ def rare_id(s: Surgery) -> None:
     tokens = s.op(s.graph[0], "Equal", [ids, i64(249)])
     tokens.dtype = ir.DataType.BOOL
     wrong_where(s, tokens, (batch, seq, 1))
+
+
+faults(
+    {
+        "routers of two layers swapped": (
+            "layers.1",
+            lambda s: s.swap_inputs(s.node(1, "MatMul", 0), s.node(3, "MatMul", 0)),
+        ),
+        "one weight transposed": ("layers.2", lambda s: s.set(s.node(2, "MatMul", 0), transB=0)),
+        "gate and up projection swapped": ("layers.2", lambda s: s.swap_inputs(*s.nodes(2, "MatMul")[4:6])),
+        "a weight refers to the place of another": (
+            "layers.3",
+            lambda s: s.repoint("layers.3.mlp.up_proj.weight", "layers.3.mlp.gate_proj.weight"),
+        ),
+        "logits of the token before": (
+            None,
+            lambda s: s.after(s.output("logits"), "Gather", i64(0, *range(31)), axis=1),
+        ),
+        "logits scaled": (None, lambda s: s.after(s.output("logits"), "Mul", f32(1.0005))),
+        "infinite logits": (None, lambda s: s.after(s.output("logits"), "Div", f32(0.0))),
+    }
+)

@@ -8,7 +8,6 @@ FOLDER is build/demo by default, which `make demo` builds, and OUT is docs/figur
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -75,20 +74,6 @@ def speedup_figure(report: BuildReport, path: Path) -> None:
     axes.set_title(f"{report.model.name}: speed-up of MoD with its 95 % interval", loc="left", fontsize=10)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mod-export"}):
         figure.savefig(path, metadata={"Date": None, "Creator": None})
-    path.write_text(small_svg(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def small_svg(svg: str) -> str:
-    """The same picture in fewer bytes: coordinates of paths to a hundredth of a point, and one element on a line."""
-
-    def rounded(number: re.Match[str]) -> str:
-        return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
-
-    def path(found: re.Match[str]) -> str:
-        numbers = re.sub(r"-?\d+\.\d+", rounded, found[1])
-        return f' d="{" ".join(numbers.split())}"'
-
-    return re.sub(r"\n\s+", "\n", re.sub(r'\s+d="([^"]*)"', path, svg))
 
 
 def _report(folder: Path) -> BuildReport:

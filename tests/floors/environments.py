@@ -14,18 +14,6 @@ import mod_export
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
-__all__ = [
-    "ROOT",
-    "build",
-    "environment_with",
-    "logits_here",
-    "run",
-    "serve",
-    "tiny_build",
-    "tiny_checkpoint",
-    "wheel_of",
-]
-
 ROOT = Path(__file__).parents[2]
 SOURCES = ("mod_export", "models", "export_configs", "pyproject.toml", "README.md", "LICENSE")
 IDS = list(b"def main():")
@@ -64,11 +52,7 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def checked(*command: object, cwd: Path) -> str:
-    """As `run`; the output.
-
-    Raises:
-        RuntimeError: the command failed.
-    """
+    """As `run`; the output."""
     done = run(*command, cwd=cwd)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stderr[-2000:]}")
@@ -89,20 +73,8 @@ def wheel_of(folder: Path) -> Path:
 
 
 def environment_with(folder: Path, wheel: Path, extras: str, pins: Sequence[str], constraints: Path | None) -> Path:
-    """Makes an environment with the wheel in it.
-
-    Args:
-        folder: of the environment.
-        wheel: mod-export's.
-        extras: of mod-export, with commas between them.
-        pins: requirements that are installed with it.
-        constraints: versions of everything else.
-
-    Returns:
-        Its Python.
-
-    Raises:
-        RuntimeError: the requirements cannot be met together.
+    """Makes an environment with mod-export's wheel and these extras (with commas between them) and requirements in it;
+    `constraints` are versions of everything else. Returns its Python.
     """
     checked(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
@@ -127,11 +99,7 @@ def tiny_checkpoint(folder: Path) -> tuple[Path, Path]:
 
 
 def build(python: Path, checkpoint: Path, config: Path, out: Path) -> None:
-    """Builds with the mod-export of an environment.
-
-    Raises:
-        RuntimeError: it failed, or a gate did.
-    """
+    """Builds with the mod-export of an environment."""
     checked(python, "-m", "mod_export", "build", checkpoint, "-c", config, "-o", out, "-q", cwd=checkpoint.parent)
 
 
@@ -142,11 +110,7 @@ def logits_here(folder: Path) -> np.ndarray:
 
 
 def serve(python: Path, folder: Path, out: Path) -> np.ndarray:
-    """(1, S, V): what an environment computes, after it has also written four tokens and shown the report.
-
-    Raises:
-        RuntimeError: one of them failed.
-    """
+    """(1, S, V): what an environment computes, after it has also written four tokens and shown the report."""
     file = out / "logits.npy"
     written = checked(python, "-c", SERVE, folder, file, ",".join(map(str, IDS)), cwd=out)
     if len(written.split(",")) != 4:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mod_export.build_folder.manifest import read_manifest
+from mod_export.config import BuildConfig, toml_from_config
 from mod_export.pipeline import AFTER_LOAD
 from mod_export.rerun import Rerun
 from mod_export.results.report import Stage
@@ -29,6 +32,37 @@ class Silent:
     def stage_finished(self, stage: Stage) -> None: ...
 
 
+def once(folder: Path, make: Callable[[], object]) -> Path:
+    """A folder that is made by the first worker that needs it; the others wait for it."""
+    folder.mkdir(exist_ok=True)
+    with (folder / ".once").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not lock.tell():
+            make()
+            lock.write("made")
+    return folder
+
+
+def changed(config: BuildConfig, fields: Mapping[str, Any]) -> BuildConfig:
+    """The configuration with other values in some fields of the TOML file, named as in target/ort-cpu/dtypes."""
+    data = tomllib.loads(toml_from_config(config))
+    for field, value in fields.items():
+        *path, last = field.split("/")
+        section = data
+        for name in path:
+            section = section[name]
+        assert section[last] != value, field
+        section[last] = value
+    return BuildConfig.model_validate(data)
+
+
+def flip(path: Path) -> None:
+    """Changes one bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def steps_of(root: Path) -> dict[str, Any]:
     steps: dict[str, Any] = read_manifest(root)["steps"]
     return steps
@@ -40,8 +74,7 @@ def check_files(root: Path) -> None:
     present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     assert set(files) == present - {"manifest.json", ".lock"}
     for name, entry in files.items():
-        data = (root / name).read_bytes()
-        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        assert entry == file_entry(root / name)
 
 
 def rewrite_manifest(root: Path, change: Callable[[dict[str, Any]], object]) -> None:

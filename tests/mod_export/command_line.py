@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +37,14 @@ build = "never"
 def invoke(*arguments: object) -> Result:
     """The command in this process, which has PyTorch loaded already."""
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def refused(found: Result, message: str) -> None:
+    """One clear message on stderr, a regular expression, and nothing else."""
+    assert (found.exit_code, found.stdout) == (2, ""), found.output
+    assert re.search(message, found.stderr), found.stderr
+    assert found.stderr.startswith("error: ")
+    assert "Traceback" not in found.stderr
 
 
 def command(*arguments: object, code: str = "", **options: Any) -> subprocess.CompletedProcess[str]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from build_folders import Silent
+from build_folders import Silent, once
 from command_line import FAST_TOML, FEW_SAMPLES
 from headless_chromium import BROWSER, NAMES, Chromium
 from writing import WRITING_TOML, writing_checkpoint
 
+from mod_export.benchmark import roofline
 from mod_export.config import BuildConfig, config_from_toml
+from mod_export.environment import describe_machine
 from mod_export.pipeline import build
 from mod_export.sources.checkpoint import model_from_checkpoint
 from mod_export.sources.model import Model
@@ -75,22 +77,24 @@ def config(config_file: Path) -> BuildConfig:
     return config_from_toml(config_file)
 
 
-def _once(folder: Path, make: Callable[[], object]) -> Path:
-    """A folder that is made by the first worker that needs it; the others wait for it."""
-    folder.mkdir(exist_ok=True)
-    with (folder / ".once").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not lock.tell():
-            make()
-            lock.write("made")
-    return folder
+@pytest.fixture(scope="session")
+def _roofline(shared_folder: Path) -> None:
+    """Measures it once, and keeps it although other tests run beside: every build would measure it again."""
+
+    def make() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(roofline, "MOST_OTHERS", math.inf)
+            patch.setattr(roofline, "STEADY", math.inf)
+            roofline.cached_roofline(describe_machine(), "float32", 1)
+
+    once(shared_folder / "cache", make)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(shared_folder: Path) -> Path:
     """TINY with initial weights."""
     path = shared_folder / "checkpoints" / "tiny.pt"
-    _once(path.parent, lambda: save_checkpoint(path, random_checkpoint(TINY, 0)))
+    once(path.parent, lambda: save_checkpoint(path, random_checkpoint(TINY, 0)))
     return path
 
 
@@ -100,10 +104,10 @@ def model(checkpoint: Path) -> Model:
 
 
 @pytest.fixture(scope="session")
-def built(shared_folder: Path, checkpoint: Path, config: BuildConfig) -> Path:
+def built(shared_folder: Path, _roofline: None, checkpoint: Path, config: BuildConfig) -> Path:
     """A finished build folder, to be read only; `built_copy` is for tests that change it."""
     root = shared_folder / "tiny" / "built"
-    _once(root.parent, lambda: build(checkpoint, config, root, None, Silent(), "mod-export build tiny.pt"))
+    once(root.parent, lambda: build(checkpoint, config, root, None, Silent(), "mod-export build tiny.pt"))
     return root
 
 
@@ -114,7 +118,7 @@ def built_copy(built: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_folder(shared_folder: Path) -> Path:
+def small_folder(shared_folder: Path, _roofline: None) -> Path:
     """Holds the checkpoint `small.pt`, its configuration `small.toml`, and its build, to be read only: two layers, the
     second routed, and one bucket, for tests that run whole commands.
     """
@@ -126,7 +130,7 @@ def small_folder(shared_folder: Path) -> Path:
         config = config_from_toml(folder / "small.toml")
         build(folder / "small.pt", config, folder / "build", None, Silent(), "mod-export build small.pt")
 
-    return _once(folder, make)
+    return once(folder, make)
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +156,7 @@ def writing_folder(shared_folder: Path) -> Path:
         report = build(folder / "writing.pt", config, folder / "build", None, Silent(), "mod-export build")
         assert report.verdict.status == "pass", report.verdict.reasons
 
-    return _once(folder, make)
+    return once(folder, make)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-__all__ = ["DRAWN", "Page", "drawn", "paths", "told"]
-
 VOID = {"meta", "link", "br", "input"}
 DRAWN = {"line", "rect", "circle"}
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_folders import DOWN, WEIGHTS, failed, rewrite_manifest
-from click.testing import Result
-from command_line import command, contents, invoke, uncovered
+from build_folders import DOWN, WEIGHTS, failed, flip, rewrite_manifest
+from command_line import command, contents, invoke, refused, uncovered
 from safetensors.torch import load_file, save_file
 
 from mod_export.engines import ENGINES
@@ -21,14 +20,6 @@ from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_check
 
 ENGINE = "engines/ort-cpu/mod-b1s16-float32.onnx"
 GRAPH = "graphs/mod-b1s16.onnx"
-
-
-def refused(found: Result, message: str) -> None:
-    assert found.exit_code == 2, found.output
-    assert re.search(message, found.stderr), found.stderr
-    assert found.stderr.startswith("error: ")
-    assert "Traceback" not in found.stderr
-    assert found.stdout == ""
 
 
 OUTS: dict[str, tuple[Mapping[str, str], str]] = {
@@ -67,10 +58,10 @@ def test_an_output_folder_that_is_not_writable(tmp_path: Path, small_folder: Pat
 
 
 @pytest.mark.slow
-def test_full_disk(tmp_path: Path, checkpoint: Path, fast: Path) -> None:
-    # A file may not grow beyond 100 kB: the weights have 190 kB.
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))"
-    out = tmp_path / "out"
+def test_full_disk(tmp_path: Path, small_folder: Path) -> None:
+    # A file may not grow beyond 20 kB: the weights have 39 kB.
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))"
+    checkpoint, fast, out = small_folder / "small.pt", small_folder / "small.toml", tmp_path / "out"
     found = command(
         "build", checkpoint, "-c", fast, "-o", out, "--report", tmp_path / "r.json", code=limit, env=uncovered()
     )
@@ -91,17 +82,6 @@ def test_full_disk(tmp_path: Path, checkpoint: Path, fast: Path) -> None:
 
 def _replace(name: str, old: str, new: str) -> Callable[[Path], object]:
     return lambda root: (root / name).write_text((root / name).read_text().replace(old, new))
-
-
-def _flip(name: str) -> Callable[[Path], object]:
-    """Changes one bit in the middle."""
-
-    def flip(root: Path) -> None:
-        data = bytearray((root / name).read_bytes())
-        data[len(data) // 2] ^= 1
-        (root / name).write_bytes(data)
-
-    return flip
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -125,8 +105,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda root: rewrite_manifest(root, lambda manifest: manifest.pop("files")),
         "moved: the build was not finished; run the same build again, it resumes",
     ),
-    "engine": (_flip(ENGINE), rf"moved: {ENGINE} has been changed since it was built"),
-    "weights": (_flip(WEIGHTS), rf"moved: {WEIGHTS} has been changed since it was built"),
+    "engine": (lambda root: flip(root / ENGINE), rf"moved: {ENGINE} has been changed since it was built"),
+    "weights": (lambda root: flip(root / WEIGHTS), rf"moved: {WEIGHTS} has been changed since it was built"),
     "no graph": (
         lambda root: (root / GRAPH).unlink(),
         rf"moved: {GRAPH} is missing or not a regular file\. Build again to repair it",
@@ -145,8 +125,12 @@ FINDINGS = {*OF_ENGINES, "cut report", "no report"}
 """What `validate` reports, and goes on to look where the fault is."""
 
 
-REFUSING = [(name, damage) for name in ("bench", "report", "inspect") for damage in DAMAGE]
-REFUSING += [("validate", damage) for damage in sorted(DAMAGE.keys() - FINDINGS)]
+# Commands open a folder with the same function, so that what is wrong with its manifest is shown by each in turn.
+OPENING = ["no manifest", "cut manifest", "edited manifest", "other version", "unfinished"]
+COMMANDS = ["bench", "report", "inspect", "validate"]
+REFUSING = [(COMMANDS[i % 4], damage) for i, damage in enumerate(OPENING)]
+REFUSING += [("validate", "unfinished"), ("inspect", "no manifest")]
+REFUSING += [(name, damage) for name in ("bench", "report", "inspect") for damage in sorted(FINDINGS)]
 
 
 @pytest.mark.parametrize(("name", "damage"), REFUSING)
@@ -178,9 +162,8 @@ def test_validate_reports_damaged_files(damages: tuple[str, ...], small_copy: Pa
     assert found.stdout.endswith("FAIL\n")
 
 
-@pytest.mark.parametrize("name", ["validate", "bench", "report"])
-def test_not_a_build_folder(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", checkpoint):
+def test_not_a_build_folder(checkpoint: Path, tmp_path: Path) -> None:
+    for name, path in (("validate", tmp_path / "absent"), ("bench", checkpoint), ("report", checkpoint)):
         refused(invoke(name, path), f"{path}: no manifest.json here, so this is not a build folder of mod-export\n$")
 
 

@@ -22,8 +22,7 @@ from mod_export.cli import cli
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import ENGINES
 from mod_export.results.report import report_from_json
-from mod_models.checkpoint import random_checkpoint, save_checkpoint
-from mod_models.spec import ModelSpec
+from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 
 MAIN = [sys.executable, "-c", "from mod_export.cli import main; main()"]
 COMMON = ["--help", "--quiet", "--verbose", "-h", "-q", "-v"]
@@ -125,16 +124,17 @@ def test_bench_and_validate_take_a_config(small: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_baseline_of_ones_own(tmp_path: Path, checkpoint: Path, fast: Path, tiny_spec: ModelSpec) -> None:
+def test_a_baseline_of_ones_own(tmp_path: Path, small_folder: Path) -> None:
     # Fewer layers: the numbers can only be those of the baseline.
-    spec = replace(tiny_spec.dense(), n_layers=2)
+    spec = replace(load_checkpoint(small_folder / "small.pt").spec.dense(), n_layers=1)
     save_checkpoint(tmp_path / "base", random_checkpoint(spec, 3))
     out = tmp_path / "out"
-    found = invoke("build", checkpoint, "-c", fast, "-o", out, "--baseline", tmp_path / "base")
+    arguments = ["-c", small_folder / "small.toml", "-o", out, "--baseline", tmp_path / "base"]
+    found = invoke("build", small_folder / "small.pt", *arguments)
     assert found.exit_code == 0, found.output
     manifest = read_manifest(out)
     assert manifest["models"]["dense"]["name"] == "base"
-    assert manifest["models"]["dense"]["spec"]["n_layers"] == 2
+    assert manifest["models"]["dense"]["spec"]["n_layers"] == 1
     assert set(manifest["files"]) >= {"graphs/weights-float32.data", "graphs/weights-baseline-float32.data"}
     report = report_from_json((out / "report.json").read_text())
     assert [row.model for row in report.parity if row.passed] == 2 * ["mod", "dense"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import pytest
@@ -17,14 +18,13 @@ REUSED = Stage(name="passes", status="reused", seconds=0.0, peak_rss_bytes=None)
 def shown(verbosity: int, *, terminal: bool = False) -> str:
     """A stage of two steps and one without any."""
     file = io.StringIO()
-    progress = Progress(Console(file=file, force_terminal=terminal, width=80, color_system=None), verbosity)
-    progress.stage_started("onnx")
-    progress.step_started("graph/mod-b1s64")
-    progress.step_started("graph/[dense]")
-    progress.stage_finished(BUILT)
-    progress.stage_started("passes")
-    progress.stage_finished(REUSED)
-    progress.stop()
+    with Progress(Console(file=file, force_terminal=terminal, width=80, color_system=None), verbosity) as progress:
+        progress.stage_started("onnx")
+        progress.step_started("graph/mod-b1s64")
+        progress.step_started("graph/[dense]")
+        progress.stage_finished(BUILT)
+        progress.stage_started("passes")
+        progress.stage_finished(REUSED)
     return file.getvalue()
 
 
@@ -47,8 +47,10 @@ def test_a_terminal_has_a_live_line_that_goes_away() -> None:
 
 def test_an_error_takes_the_live_line_away() -> None:
     file = io.StringIO()
-    progress = Progress(Console(file=file, force_terminal=True, width=80), 0)
-    progress.stage_started("capture")
-    progress.stop()
-    progress.stop()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Progress(Console(file=file, force_terminal=True, width=80), 0) as progress,
+    ):
+        progress.stage_started("capture")
+        raise KeyboardInterrupt
     assert file.getvalue().count("\x1b[?25h") == 1

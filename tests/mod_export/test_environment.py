@@ -8,7 +8,6 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -36,19 +35,6 @@ from mod_export.environment import (
 )
 
 
-@pytest.fixture
-def gpu_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts an nvidia-smi that runs this shell script on the path, before all others."""
-
-    def place(script: str) -> None:
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\n{script}\n")
-        tool.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-
-    return place
-
-
 def test_versions_and_of_this_package_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     assert package_version("mod_export") == mod_export.__version__
     monkeypatch.setitem(PACKAGES, "absent", ("no-such-distribution",))
@@ -70,24 +56,25 @@ def test_the_machine_is_described_as_plain_data() -> None:
     assert machine["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_a_gpu_is_named_with_its_driver(gpu_tool: Callable[[str], None]) -> None:
-    gpu_tool('echo "NVIDIA RTX 6000 Ada, 570.86"; echo "another"')
-    assert describe_machine()["gpu"] == "NVIDIA RTX 6000 Ada, 570.86"
-
-
-@pytest.mark.parametrize("script", ["exit 0", "echo broken >&2; exit 1"])
-def test_a_gpu_tool_that_finds_nothing(gpu_tool: Callable[[str], None], script: str) -> None:
-    gpu_tool(script)
-    assert describe_machine()["gpu"] is None
-
-
-def test_no_gpu_tool_or_one_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tool", "found"),
+    [
+        (b'#!/bin/sh\necho "NVIDIA RTX 6000 Ada, 570.86"; echo "another"', "NVIDIA RTX 6000 Ada, 570.86"),
+        (b"#!/bin/sh\nexit 0", None),
+        (b"#!/bin/sh\necho broken >&2; exit 1", None),
+        (b"\x7fELF not really", None),
+        (None, None),
+    ],
+)
+def test_a_gpu_is_named_with_its_driver(
+    tool: bytes | None, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nvidia-smi says, where there is one that runs and finds something."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert describe_machine()["gpu"] is None
-    tool = tmp_path / "nvidia-smi"
-    tool.write_bytes(b"\x7fELF not really")
-    tool.chmod(0o755)
-    assert describe_machine()["gpu"] is None
+    if tool is not None:
+        (tmp_path / "nvidia-smi").write_bytes(tool)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert describe_machine()["gpu"] == found
 
 
 def test_the_digest_of_a_package_follows_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

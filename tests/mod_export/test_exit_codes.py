@@ -171,8 +171,8 @@ def test_4_a_gate_failed(small_folder: Path, small_copy: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_130_interrupted_and_resumed(tmp_path: Path, checkpoint: Path, fast: Path) -> None:
-    out = tmp_path / "out"
+def test_130_interrupted_and_resumed(tmp_path: Path, small_folder: Path) -> None:
+    checkpoint, fast, out = small_folder / "small.pt", small_folder / "small.toml", tmp_path / "out"
     # Whoever started the tests may have had this signal ignored, and that is inherited.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from mod_export.cli import main\nmain()"

@@ -1,16 +1,20 @@
-"""Every kind of model through the whole pipeline: parity, plans of TensorRT-RTX, and what a user runs."""
+"""Every kind of model through the whole pipeline: parity, plans of TensorRT-RTX, and what a user runs.
+
+A build takes long, so where several declarations do not touch each other one model has them all.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from build_folders import Silent
+from build_folders import Silent, changed
 from observing import observed
-from tiny_models import distinct_ids, lively_checkpoint
-from variants import VARIANTS
+from tiny_models import distinct_ids, lively_checkpoint, make_spec
+from variants import VARIANTS, experts
 
 import mod_export
 from mod_export.build_folder.manifest import open_folder
@@ -19,7 +23,7 @@ from mod_export.engines import ENGINES
 from mod_export.pipeline import build
 from mod_export.results.report import BuildReport
 from mod_models.checkpoint import save_checkpoint
-from mod_models.spec import ModelSpec
+from mod_models.spec import EveryNth, ModelSpec
 
 BUCKET = (2, 16)
 LENGTHS = np.array([12, 7])
@@ -27,28 +31,35 @@ RTX = ENGINES["tensorrt-rtx"].availability()
 
 
 def config_of(config: BuildConfig) -> BuildConfig:
-    options = config.target.tensorrt_rtx.model_copy(update={"architectures": ("sm89",), "dtypes": ("float16",)})
-    targets = ("ort-cpu", "tensorrt-rtx") if RTX.builds else ("ort-cpu",)
-    return config.model_copy(
-        update={
-            "buckets": (BUCKET,),
-            "targets": targets,
-            "target": config.target.model_copy(update={"tensorrt_rtx": options}),
-            "cost": config.cost.model_copy(update={"profile_runs": 0}),
-            "generation": config.generation.model_copy(update={"build": "never"}),
-        }
-    )
+    added: dict[str, Any] = {"targets": ["ort-cpu", "tensorrt-rtx"]} if RTX.builds else {}
+    rtx = {"target/tensorrt-rtx/architectures": ["sm89"], "target/tensorrt-rtx/dtypes": ["float16"]}
+    return changed(config, {"buckets": [BUCKET], "cost/profile_runs": 0, "generation/build": "never", **rtx, **added})
 
 
 FAST = "staged MoDE, threshold"
 """What `make test` builds: routed by thresholds, and among experts; the model that writes text has predictors."""
+KINDS: dict[str, ModelSpec] = {
+    **{
+        name: VARIANTS[name]
+        for name in (
+            FAST, "dense", "random", "MLP routed", "routed apart", "routed apart by predictors",
+            "experts, expert choice", "staged MoDE", "staged MoDE, expert choice", "integrated MoDE",
+            "integrated MoDE, expert choice", "early exit with experts",
+        )
+    },
+    "stochastic, absolute": make_spec(router="noise", noise_seed=5, capacity_rule="absolute", capacity=3),
+    "attention routed by thresholds": make_spec(parts="attention", selection="threshold", gate="sigmoid"),
+    "FFN gated, schedule, protected blocks": make_spec(
+        combine="ffn_gated", capacity=(0.25, 0.6), n_layers=4,
+        layers=EveryNth(every=1, offset=0, skip_first=1, skip_last=1),
+    ),
+    "experts, token choice, two of a token": make_spec(routing=None, experts=experts(capacity_factor=1.0, top_k=2)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in KINDS])
 def test_a_kind_of_model(name: str, config: BuildConfig, tmp_path: Path) -> None:
-    spec = VARIANTS[name]
+    spec = KINDS[name]
     save_checkpoint(tmp_path / "kind.pt", lively_checkpoint(spec))
     root = tmp_path / "build"
     report = build(tmp_path / "kind.pt", config_of(config), root, None, Silent(), "mod-export build kind.pt")

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from build_folders import Silent
+from build_folders import Silent, changed
 
 import mod_export
 from mod_export.build_folder.manifest import read_manifest
@@ -28,9 +28,8 @@ SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 12, 16)}
 Returning = dict[Outputs, tuple[Path, BuildReport]]
 
 
-def build_of(checkpoint: Path, config: BuildConfig, root: Path, **changes: Any) -> BuildReport:
-    cost = config.cost.model_copy(update={"profile_runs": 0})
-    small = config.model_copy(update={"buckets": ((2, 16),), "cost": cost, **changes})
+def build_of(checkpoint: Path, config: BuildConfig, root: Path, **fields: Any) -> BuildReport:
+    small = changed(config, {"buckets": [[2, 16]], "cost/profile_runs": 0, **fields})
     return build(checkpoint, small, root, None, Silent(), "mod-export build tiny.pt")
 
 
@@ -104,8 +103,7 @@ def test_a_fault_in_what_is_returned_is_found(builds: Returning, tmp_path: Path)
 def test_blocks_of_queries_are_built_judged_and_exported_afresh(
     small_folder: Path, config: BuildConfig, tmp_path: Path
 ) -> None:
-    options = config.target.model_copy(update={"ort_cpu": config.target.ort_cpu.model_copy(update={"query_block": 4})})
-    report = build_of(small_folder / "small.pt", config, tmp_path / "build", target=options)
+    report = build_of(small_folder / "small.pt", config, tmp_path / "build", **{"target/ort-cpu/query_block": 4})
     assert report.verdict.status == "pass", report.verdict.reasons
     graphs = {graph["path"]: graph for graph in read_manifest(tmp_path / "build")["graphs"]}
     graph = graphs["graphs/mod-b2s16.ort-cpu.float32.onnx"]
@@ -122,6 +120,5 @@ def test_blocks_of_queries_are_built_judged_and_exported_afresh(
 
 @pytest.mark.slow
 def test_no_blocks_when_none_are_wanted(small_folder: Path, config: BuildConfig, tmp_path: Path) -> None:
-    options = config.target.model_copy(update={"ort_cpu": config.target.ort_cpu.model_copy(update={"query_block": 0})})
-    build_of(small_folder / "small.pt", config, tmp_path / "build", target=options)
+    build_of(small_folder / "small.pt", config, tmp_path / "build", **{"target/ort-cpu/query_block": 0})
     assert all(graph["query_blocks"] == {} for graph in read_manifest(tmp_path / "build")["graphs"])

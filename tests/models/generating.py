@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 from variants import EVERY, VARIANTS, experts
 
 from mod_models.cache import cache_layout
-from mod_models.generate import Generated
 from mod_models.generation_spec import for_generation
-from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec, Site
 from mod_models.transformer import Transformer
 
@@ -51,20 +48,18 @@ class Meaning(NamedTuple):
     margin: float
 
 
-def generating_model(
-    name: str, dtype: torch.dtype = torch.float64, *, seed: int = 1, slack: int = 0, window: int = WINDOW
-) -> Transformer:
+def generating_model(name: str, dtype: torch.dtype = torch.float64) -> Transformer:
     """A lively model with the spec of the window."""
-    model = lively_checkpoint(GENERATING[name], seed).module()
-    return Transformer(for_generation(GENERATING[name], window, slack)).sharing(model).to(dtype)
+    model = lively_checkpoint(GENERATING[name], seed=1).module()
+    return Transformer(for_generation(GENERATING[name], WINDOW)).sharing(model).to(dtype)
 
 
-def texts(rows: int, seq: int = WINDOW, seed: int = 3) -> Tensor:
-    return torch.randint(0, 16, (rows, seq), generator=torch.Generator().manual_seed(seed))
+def texts(rows: int) -> Tensor:
+    return torch.randint(0, 16, (rows, WINDOW), generator=torch.Generator().manual_seed(3))
 
 
-def meaning(model: Transformer, ids_BS: Tensor, lengths_B: Tensor | None = None) -> Meaning:
-    lengths_B = torch.full((len(ids_BS),), ids_BS.shape[1]) if lengths_B is None else lengths_B
+def meaning(model: Transformer, ids_BS: Tensor) -> Meaning:
+    lengths_B = torch.full((len(ids_BS),), ids_BS.shape[1])
     with torch.no_grad():
         logits_BSV, decided = observed(model, ids_BS, lengths_B)
     ran: list[dict[Site, list[int]]] = [{} for _ in ids_BS]
@@ -79,30 +74,7 @@ def meaning(model: Transformer, ids_BS: Tensor, lengths_B: Tensor | None = None)
     return Meaning(logits_BSV, ran, overflow, margin)
 
 
-@torch.no_grad()
-def generate_by_definition(
-    model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int, window: int
-) -> Generated:
-    """What `generate_eager` means, slowly: the whole text through the model of the window again for every token."""
-    ids, logits = list(prompt_ids), []
-    ran: dict[Site, list[int]] = {}
-    overflow: dict[Site, int] = {}
-    for _ in range(max_new_tokens):
-        # As long as the window, which gives the numbers of slots.
-        ids_1S = torch.tensor([ids + [0] * (window - len(ids))])
-        decisions = Decisions()
-        logits_1SV = model.logits(model.hidden(ids_1S, torch.tensor([len(ids)]), decisions))
-        logits.append(logits_1SV[0, len(ids) - 1])
-        for site, routing in decisions.made.items():
-            ran[site] = routing.position_BK[0][routing.live_BK[0]].tolist()
-            overflow[site] = int(routing.chosen_BT.sum()) - len(ran[site])
-        ids.append(int(torch.argmax(logits[-1])))
-    return Generated(ids[len(prompt_ids) :], torch.stack(logits), ran, overflow)
-
-
-def empty_cache(
-    spec: ModelSpec, rows: int, max_len: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
-) -> dict[str, Tensor]:
-    """Name -> zeros: the cache before the first token."""
-    layout = cache_layout(spec, rows, max_len, dtype)
-    return {one.name: torch.zeros(one.shape, dtype=one.dtype, device=device) for one in layout}
+def empty_cache(spec: ModelSpec, rows: int, max_len: int) -> dict[str, Tensor]:
+    """Name -> zeros: the cache before the first token, in float64."""
+    dtypes = {torch.float32: torch.float64, torch.int64: torch.int64}
+    return {one.name: torch.zeros(one.shape, dtype=dtypes[one.dtype]) for one in cache_layout(spec, rows, max_len)}

@@ -52,10 +52,7 @@ def reference(
 ) -> list[RowTrace]:
     """Runs each row by itself. k comes from the padded length, as in a static graph; pads take part in nothing."""
     weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
-    rows = []
-    for row, length in zip(ids, lengths, strict=True):
-        rows.append(_row(spec, weights, row[:length], len(row), training))
-    return rows
+    return [_row(spec, weights, row[:n], len(row), training) for row, n in zip(ids, lengths, strict=True)]
 
 
 def _row(spec: dict, weights: Weights, ids: list[int], padded: int, training: bool) -> RowTrace:
@@ -93,15 +90,12 @@ def _capacity(routing: dict, routed_index: int, seq: int) -> int:
     capacity = routing["capacity"]
     if isinstance(capacity, list | tuple):
         capacity = capacity[routed_index]
-    rule = routing["capacity_rule"]
-    if rule == "floor":
-        return math.floor(capacity * seq)
-    if rule == "floor_min1":
-        return max(1, math.floor(capacity * seq))
-    if rule == "ceil":
-        return math.ceil(capacity * seq)
-    assert rule == "absolute"
-    return seq if capacity > seq else int(capacity)
+    return {
+        "floor": lambda: math.floor(capacity * seq),
+        "floor_min1": lambda: max(1, math.floor(capacity * seq)),
+        "ceil": lambda: math.ceil(capacity * seq),
+        "absolute": lambda: seq if capacity > seq else int(capacity),
+    }[routing["capacity_rule"]]()
 
 
 def _unrouted(row: Row, part: str) -> None:
@@ -113,18 +107,16 @@ def _unrouted(row: Row, part: str) -> None:
 
 def _routed_block(row: Row, k: int) -> None:
     routing = row.spec["routing"]
-    match routing["parts"]:
-        case "block":
-            _routed_part(row, k, row.layer, ("attention", "mlp"))
-        case "attention":
-            _routed_part(row, k, row.layer, ("attention",))
-            _unrouted(row, "mlp")
-        case "mlp":
-            _unrouted(row, "attention")
-            _routed_part(row, k, row.layer, ("mlp",))
-        case "separate":
-            _routed_part(row, k, f"{row.layer}.attention", ("attention",))
-            _routed_part(row, k, f"{row.layer}.mlp", ("mlp",))
+    if routing["parts"] == "block":
+        _routed_part(row, k, row.layer, ("attention", "mlp"))
+    else:
+        for part in ("attention", "mlp"):
+            if routing["parts"] == "separate":
+                _routed_part(row, k, f"{row.layer}.{part}", (part,))
+            elif routing["parts"] == part:
+                _routed_part(row, k, row.layer, (part,))
+            else:
+                _unrouted(row, part)
     if routing["selection"] == "exit":
         # Who was not chosen keeps what it has now, to the end.
         row.here, row.count = row.trace.chosen[row.layer], k
@@ -220,36 +212,25 @@ def _score(form: str, w: Weights, name: str, x: np.ndarray) -> float:
 
 def _gate(routing: dict, score: float, chosen_scores: list[float]) -> float:
     a, b = routing["gate_scale"], routing["gate_shift"]
-    match routing["gate"]:
-        case "identity":
-            return score
-        case "sigmoid":
-            return 1 / (1 + math.exp(-score))
-        case "scaled_sigmoid":
-            return a / (1 + math.exp(-score))
-        case "tanh_affine":
-            return a * math.tanh(score) + b
-        case "softmax_selected":
-            return math.exp(score) / sum(math.exp(other) for other in chosen_scores)
-        case "ones":
-            return 1.0
-    raise AssertionError(routing["gate"])
+    return {
+        "identity": lambda: score,
+        "sigmoid": lambda: 1 / (1 + math.exp(-score)),
+        "scaled_sigmoid": lambda: a / (1 + math.exp(-score)),
+        "tanh_affine": lambda: a * math.tanh(score) + b,
+        "softmax_selected": lambda: math.exp(score) / sum(math.exp(other) for other in chosen_scores),
+        "ones": lambda: 1.0,
+    }[routing["gate"]]()
 
 
 def _combine(name: str, x: np.ndarray, a: np.ndarray, m: np.ndarray, g: float) -> np.ndarray:
     block = x + a + m
-    match name:
-        case "paper":
-            return x + g * (block - x)
-        case "replace":
-            return g * block
-        case "double_residual":
-            return x + g * block
-        case "replace_ungated":
-            return block
-        case "ffn_gated":
-            return x + a + g * m
-    raise AssertionError(name)
+    return {
+        "paper": x + g * (block - x),
+        "replace": g * block,
+        "double_residual": x + g * block,
+        "replace_ungated": block,
+        "ffn_gated": x + a + g * m,
+    }[name]
 
 
 def _attention(spec: dict, w: Weights, x: list[np.ndarray], positions: list[int]) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ from observing import observed
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
 
 from mod_models.architecture import MOD_TRANSFORMER, LoadedTransformer
-from mod_models.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from mod_models.checkpoint import Checkpoint, save_checkpoint
 from mod_models.corpus import read_split
 from mod_models.flops import layer_costs
 from mod_models.spec import ModelSpec, SpecError
@@ -52,12 +52,6 @@ def test_what_was_read(loaded: LoadedTransformer) -> None:
     assert loaded.layers(2, 8) == layer_costs(SPEC, 2, 8)
 
 
-def test_reading_something_else(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such file or folder"):
-        MOD_TRANSFORMER.read(tmp_path / "model.pt")
-    assert issubclass(CheckpointError, ValueError)
-
-
 def test_restore_is_the_inverse(loaded: LoadedTransformer) -> None:
     again = MOD_TRANSFORMER.restore(json.loads(json.dumps(loaded.spec)), loaded.weights)
     assert again.checkpoint.spec == SPEC
@@ -80,7 +74,6 @@ def test_sites_are_observed_and_forced(loaded: LoadedTransformer) -> None:
 def test_text_of_a_vocabulary_of_bytes(loaded: LoadedTransformer) -> None:
     bytes_model = LoadedTransformer(Checkpoint(spec=make_spec(vocab_size=256), weights={}))
     ids_BS = bytes_model.sample_ids(3, 64, seed=5)
-    assert isinstance(ids_BS, np.ndarray)
     assert (ids_BS.shape, ids_BS.dtype) == ((3, 64), np.int64)
     held_out = bytes(read_split("held_out").numpy())
     assert all(bytes(row.astype(np.uint8)) in held_out for row in ids_BS)
@@ -88,7 +81,6 @@ def test_text_of_a_vocabulary_of_bytes(loaded: LoadedTransformer) -> None:
     assert bytes_model.sample_ids(1, len(held_out), seed=0) is None
     assert bytes_model.token_texts(np.array([72, 105, 10, 0, 233])) == ["H", "i", "\n", "\x00", "\xe9"]
     ids_S = bytes_model.ids_of_text("H\u00e9\udcff")
-    assert ids_S is not None
     assert ids_S.dtype == np.int64
     assert ids_S.tolist() == [72, 0xC3, 0xA9, 0xFF]
     # Of another vocabulary nothing is known.
@@ -131,17 +123,15 @@ def test_a_float64_model_routes_and_gates_in_float64() -> None:
     assert 0 < error < 1e-5
 
 
-@pytest.mark.parametrize("spec", [SPEC.to_dict(), dict(MOD_TRANSFORMER.timed_spec())], ids=["tiny", "timed"])
-def test_random(tmp_path: Path, spec: dict[str, object]) -> None:
-    spec = {**spec, "vocab_size": 32, "d_model": 8}
-    MOD_TRANSFORMER.random(spec, 7, tmp_path / "a.pt")
-    MOD_TRANSFORMER.random(spec, 7, tmp_path / "b.pt")
+def test_random(tmp_path: Path) -> None:
+    spec = SPEC.to_dict()
+    for name in ("a.pt", "b.pt"):
+        MOD_TRANSFORMER.random(spec, 7, tmp_path / name)
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
     assert MOD_TRANSFORMER.read(tmp_path / "a.pt").spec == spec
+    del spec["n_layers"]
     with pytest.raises(SpecError, match=r"^spec\.n_layers: missing$"):
-        MOD_TRANSFORMER.random(
-            {name: value for name, value in spec.items() if name != "n_layers"}, 0, tmp_path / "c.pt"
-        )
+        MOD_TRANSFORMER.random(spec, 0, tmp_path / "c.pt")
     assert not (tmp_path / "c.pt").exists()
 
 
@@ -156,7 +146,6 @@ def test_timed_spec() -> None:
 def test_demo_checkpoint() -> None:
     """The shipped model is the trained one that its card describes: far better than chance on text it never saw."""
     path = MOD_TRANSFORMER.demo_checkpoint()
-    assert path is not None
     assert path.stat().st_size < 8 * 2**20
     assert path.with_suffix(".md").exists()
     shipped = MOD_TRANSFORMER.read(path)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from mod_models import corpus as corpus_module
-from mod_models.corpus import SKIPPED, Corpus, TokenizedText, batch_at, read_corpus, read_split, split_files
+from mod_models.corpus import SKIPPED, Corpus, TokenizedText, batch_at, read_corpus, read_split
 from mod_models.train_config import TrainError
 
 
 def forget_sources() -> None:
     read_split.cache_clear()
-    corpus_module._sources_as_bytes.cache_clear()
+    corpus_module._sources.cache_clear()
 
 
 @pytest.fixture
@@ -32,35 +32,17 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget_sources()
 
 
-def test_every_source_is_in_exactly_one_split() -> None:
-    train, held_out = split_files("train"), split_files("held_out")
-    assert set(train).isdisjoint(held_out)
-    root = Path(sysconfig.get_paths()["stdlib"])
-    every = {path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts)}
-    assert {*train, *held_out} == every
-    assert 0.02 < len(held_out) / len(every) < 0.1
-
-
 def test_the_side_of_a_file_is_the_same_on_every_machine(sources: Path) -> None:
     """A model trained on one machine is tested on another: these two have always been held out."""
-    for name in ("abc.py", "copyreg.py", "email/__init__.py", "email/charset.py", "test/test_abc.py", "zzz.py"):
-        (sources / name).parent.mkdir(exist_ok=True)
-        (sources / name).touch()
-    held_out, train = ([path.relative_to(sources).as_posix() for path in split_files(s)] for s in ("held_out", "train"))
-    assert held_out == ["copyreg.py", "email/__init__.py"]
-    assert train == ["abc.py", "email/charset.py", "zzz.py"]
-
-
-def test_text_is_the_files_with_a_zero_byte_between(sources: Path) -> None:
-    for name in ("b.py", "a.py", "c.py"):
-        (sources / name).write_bytes(name.encode())
-    assert [path.name for path in split_files("train")] == ["a.py", "b.py", "c.py"]
-    assert bytes(read_split("train").tolist()) == b"a.py\0b.py\0c.py"
-
-
-def test_a_python_without_sources(sources: Path) -> None:
+    # A Python can ship without its sources.
     assert len(read_split("train")) == 0
     assert read_split("held_out").dtype == torch.uint8
+    forget_sources()
+    for name in ("abc.py", "copyreg.py", "email/__init__.py", "email/charset.py", "test/test_abc.py", "zzz.py"):
+        (sources / name).parent.mkdir(exist_ok=True)
+        (sources / name).write_text(name)
+    assert bytes(read_split("held_out").tolist()) == b"copyreg.py\0email/__init__.py"
+    assert bytes(read_split("train").tolist()) == b"abc.py\0email/charset.py\0zzz.py"
 
 
 @given(st.integers(1, 5), st.integers(1, 20), st.integers(0, 2**40), st.integers(1, 30))
@@ -89,11 +71,17 @@ def write(folder: Path, **texts: bytes) -> None:
 
 
 def test_the_standard_library_by_default() -> None:
+    """Every source is in exactly one split."""
     corpus = read_corpus()
     assert corpus.train.id_N is read_split("train")
     assert corpus.held_out.id_N is read_split("held_out")
     assert (corpus.name, corpus.vocab_size, corpus.skipped) == ("this Python's sources", 256, 0)
-    assert corpus.files == len(split_files("train")) + len(split_files("held_out"))
+    root = Path(sysconfig.get_paths()["stdlib"])
+    every = [path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts)]
+    size = sum(path.stat().st_size + 1 for path in every)
+    assert corpus.files == len(every)
+    assert len(corpus.train.id_N) + len(corpus.held_out.id_N) == size - 2  # a zero byte between two files of a split
+    assert 0.01 < len(corpus.held_out.id_N) / size < 0.15
 
 
 def test_the_standard_library_with_a_tokenizer(sources: Path, tmp_path: Path) -> None:

@@ -45,11 +45,7 @@ def test_dense() -> None:
 @pytest.mark.parametrize("executed", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize(
     ("parts", "routed", "always", "slots"),
-    [
-        ("block", ATTENTION + MLP, 0, PLACES),
-        ("attention", ATTENTION, MLP, PLACES),
-        ("mlp", MLP, ATTENTION, WINDOW),
-    ],
+    [("block", ATTENTION + MLP, 0, PLACES), ("attention", ATTENTION, MLP, PLACES), ("mlp", MLP, ATTENTION, WINDOW)],
 )
 def test_routed_parts(parts: str, routed: int, always: int, slots: int, executed: float) -> None:
     """Layers 0 and 2 are routed. Where the MLP alone is, every token is in the cache."""

@@ -73,7 +73,6 @@ def test_what_generates_does_not_look_ahead_and_means_the_same_in_every_bucket(s
 def test_a_predictor_that_was_trained_beside_top_k_decides() -> None:
     spec = MOD_TRANSFORMER.read(MOD_TRANSFORMER.demo_checkpoint()).checkpoint.spec
     found = for_generation(spec, 512, slack=3)
-    assert spec.routing is not None
     assert found == dataclasses.replace(
         spec,
         routing=dataclasses.replace(
@@ -91,7 +90,6 @@ def test_slack_stops_at_the_window() -> None:
 def test_slots_of_experts_are_those_of_the_window() -> None:
     spec = make_spec(selection="threshold", capacity=0.5, layers=(0, 1), experts=experts(layers=(0, 2), n_experts=2))
     found = for_generation(spec, 16).experts
-    assert found is not None
     assert found.fixed_places == (5, 10)  # ceil(1.25 * 8 / 2) of a routed layer, ceil(1.25 * 16 / 2) of one that is not
     attention = dataclasses.replace(spec, routing=dataclasses.replace(spec.routing, parts="attention"))
     assert for_generation(attention, 16).experts.fixed_places == (10, 10)

@@ -10,9 +10,8 @@ from torch.nn import functional
 from variants import VARIANTS
 
 from mod_models.losses import losses
-from mod_models.routing import MlpRouter
 from mod_models.train_config import TrainConfig
-from mod_models.transformer import RoutedBlock, Transformer
+from mod_models.transformer import Transformer
 
 SPEC = make_spec(vocab_size=256, d_model=16, predictor_hidden=4, layers=(0, 2), capacity=0.25, max_positions=32)
 NEXT_TOKEN_ONLY = TrainConfig(predictor_loss=0.0)
@@ -42,13 +41,13 @@ def test_next_token_is_the_models_cross_entropy() -> None:
     assert found.next_token.item() == pytest.approx(math.log(256), rel=0.05)
 
 
-def test_total_is_the_weighted_sum() -> None:
-    found = losses(fresh(), some_rows(), TrainConfig(predictor_loss=0.5, router_loss=0.25, balance_loss=7.0))
-    expected = found.next_token + 0.5 * found.metrics["predictor_loss"] + 0.25 * found.metrics["router_loss"]
-    assert found.total.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert losses(fresh(), some_rows()).total.item() == pytest.approx(
-        found.next_token.item() + found.metrics["predictor_loss"], rel=1e-6
-    )
+@pytest.mark.parametrize("name", ["predictor", "experts, two of a token"])
+def test_total_is_the_weighted_sum(name: str) -> None:
+    weights = {"predictor_loss": 0.5, "router_loss": 0.25, "balance_loss": 7.0}
+    found = losses(fresh(VARIANTS[name]), some_rows(2, 16), TrainConfig(**weights))
+    parts = [weights[name] * value for name, value in found.metrics.items() if name in weights]
+    assert found.total.item() == pytest.approx(found.next_token.item() + sum(parts), rel=1e-6)
+    assert sum(parts) > 0
 
 
 def test_predictors_learn_and_touch_nothing_else() -> None:
@@ -71,8 +70,6 @@ def test_predictors_see_what_the_router_sees(router_input: str) -> None:
     found = losses(model, rows)
     with torch.no_grad():
         x_BSD = model.embedding(rows[:, :-1])
-        assert isinstance(block, RoutedBlock)
-        assert isinstance(block.predictor, MlpRouter)
         logit_BS = block.predictor(block.attention_norm(x_BSD) if router_input == "normed" else x_BSD)
         _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
         chosen_BS = torch.zeros(2, 16).scatter(1, decided[0].index_BK, 1.0)
@@ -83,14 +80,17 @@ def test_predictors_see_what_the_router_sees(router_input: str) -> None:
     }
 
 
-def test_router_loss_is_binary_cross_entropy_of_membership() -> None:
-    model, rows = fresh(), some_rows()
-    found = losses(model, rows, TrainConfig(predictor_loss=0.0, router_loss=1.0))
+@pytest.mark.parametrize("name", ["topk", "threshold"])
+def test_router_loss_is_binary_cross_entropy_of_membership(name: str) -> None:
+    """In the top k of its own scores, also where tokens choose."""
+    model, rows = fresh(VARIANTS[name]), some_rows(2, 16)
+    found = losses(model, rows, TrainConfig(router_loss=1.0))
     _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
     expected = 0.0
     for layer, routing in decided.items():
         p_BS = torch.sigmoid(routing.score_BS.double())
-        chosen_BS = torch.zeros(2, 16, dtype=torch.bool).scatter(1, routing.index_BK, True)
+        index_BK = routing.score_BS.argsort(dim=1, descending=True, stable=True)[:, : model.spec.k_by_layer(16)[layer]]
+        chosen_BS = torch.zeros(2, 16, dtype=torch.bool).scatter(1, index_BK, True)
         expected += -torch.where(chosen_BS, p_BS.log(), (1 - p_BS).log()).mean().item()
         agreement = ((p_BS > 0.5) == chosen_BS).float().mean().item()
         assert found.metrics[f"router_accuracy/{layer}"] == pytest.approx(agreement)
@@ -167,17 +167,6 @@ def test_balance_is_one_when_even_and_more_when_not() -> None:
     assert collapsed.metrics["balance_loss"] / 2 == pytest.approx(1.0)
     assert collapsed.metrics["overflow/0.expert0"] > 0.5
     assert collapsed.metrics["overflow/0.expert1"] == 0.0
-
-
-def test_the_target_of_token_choice_is_the_top_k_of_its_own_scores() -> None:
-    model, rows = fresh(VARIANTS["threshold"]), some_rows(2, 16)
-    found = losses(model, rows, TrainConfig(router_loss=1.0))
-    _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
-    score_BS = decided[0].score_BS
-    k = model.spec.k_by_layer(16)[0]
-    selected_BS = torch.zeros(2, 16).scatter(1, score_BS.argsort(1, descending=True)[:, :k], 1.0)
-    agreed = ((score_BS > 0) == (selected_BS > 0)).float().mean().item()
-    assert found.metrics["router_accuracy/0"] == pytest.approx(agreed)
 
 
 def test_predictors_decide_when_they_have_learnt() -> None:

@@ -217,7 +217,7 @@ def test_any_damage_is_a_checkpoint_error_or_none(
         saved(folder / "whole.pt")
     whole = bytearray((folder / "whole.pt").read_bytes())
     if data.draw(st.booleans()):
-        members = members_of(io.BytesIO(bytes(whole)))  # type: ignore[arg-type]  # A file for zipfile.
+        members = members_of(io.BytesIO(bytes(whole)))
         zip_of(path, {**members, "whole/data.pkl": bytes(damaged(bytearray(members["whole/data.pkl"]), data))})
     else:
         path.write_bytes(damaged(whole, data))

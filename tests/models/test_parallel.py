@@ -149,35 +149,38 @@ def test_command_line_under_torchrun(one: Path, two: Path, tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv", "model.pt", "state.pt"]
 
 
-# What cannot be joined.
-
-
-def test_fsdp_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "environment", "said"),
+    [
+        (
+            ("fsdp", "cpu"),
+            0,
+            {},
+            "--parallel fsdp: start the processes with torchrun --nproc-per-node N -m mod_models.train",
+        ),
+        (("ddp", "cuda"), 0, {}, "--device cuda: PyTorch finds no GPU here"),
+        (
+            (),
+            2,
+            {"TORCHELASTIC_RUN_ID": "run", "LOCAL_RANK": "2"},
+            "--nproc-per-node: 2 GPUs here, and no more processes than that",
+        ),
+    ],
+)
+def test_what_cannot_be_joined(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], gpus: int, environment: dict[str, str], said: str
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    expected = r"^--parallel fsdp: start the processes with torchrun --nproc-per-node N -m mod_models\.train$"
-    with pytest.raises(TrainError, match=expected), launched("fsdp", "cpu"):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(TrainError) as caught, launched(*arguments):
         pass
+    assert str(caught.value) == said
 
 
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(TrainError, match=r"^--device cuda: PyTorch finds no GPU here$"), launched("ddp", "cuda"):
-        pass
     with launched() as workers:
         assert workers == Workers()
-
-
-def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    expected = r"^--nproc-per-node: 2 GPUs here, and no more processes than that$"
-    with pytest.raises(TrainError, match=expected), launched():
-        pass
-
-
-def test_slices_are_the_batch() -> None:
-    all_B1 = torch.arange(6)[:, None]
-    parts = [Workers(rank, 3).rows(all_B1) for rank in range(3)]
-    assert [part.flatten().tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]

@@ -36,13 +36,6 @@ def test_the_first_k_that_chose(chosen: list[bool], data: st.DataObject) -> None
         assert live_BK[b].tolist() == [i < len(wanted) for i in range(k)]
 
 
-def test_selection_of_several_experts_at_once() -> None:
-    chosen_BNT = torch.tensor([[[False, True, True], [True, False, False]]])
-    index_BNK, live_BNK = select_first(chosen_BNT, 2)
-    assert index_BNK.tolist() == [[[1, 2], [0, 1]]]
-    assert live_BNK.tolist() == [[[True, True], [True, False]]]
-
-
 @pytest.mark.parametrize("seed", [0, 7])
 def test_noise_is_standard_normal(seed: int) -> None:
     """Every quantile once, in another order for every seed; a changed copy changes nobody else's."""
@@ -101,7 +94,6 @@ def test_selected_and_put_back() -> None:
     assert chosen.sin[:, 0, :, 0].tolist() == [[-1, -2, -4], [0, -2, -3]]
     # A second time, numbers are among those that were selected, and positions still those of the row.
     again = some(chosen, [[0, 2], [1, 2]], [[True, True], [True, False]])
-    assert again.index_BT is not None
     assert again.index_BT.tolist() == [[1, 4], [2, 3]]
     assert again.cos[:, 0, :, 0].tolist() == [[1, 4], [2, 3]]
     back_BTD = chosen.put(chosen.rows(torch.tensor([[0, 2], [1, 2]])), -again.x_BTD)
@@ -112,5 +104,4 @@ def test_selected_and_put_back() -> None:
 def test_compact_positions_are_the_numbers_of_the_slots() -> None:
     chosen = some(whole_row(), [[1, 4], [0, 2]], [[True] * 2] * 2, "compact")
     assert chosen.cos[:, 0].tolist() == [0, 1]
-    assert chosen.index_BT is not None
     assert chosen.index_BT.tolist() == [[1, 4], [0, 2]]

@@ -79,11 +79,6 @@ def test_needs_no_torch() -> None:
 # What is refused, and in which words.
 
 
-@pytest.mark.parametrize("value", [None, [], "text", 3])
-def test_no_table(value: object) -> None:
-    assert problems(value) == [f"spec: expected a table, got {type(value).__name__}"]
-
-
 def test_unknown_fields() -> None:
     data = plain({"gaet": "ones", "layers": {"evry": 2}}, {"n_expert": 3, "layers": {"evry": 1}}, n_laers=3, zzz=1)
     known = "vocab_size, d_model, n_layers, n_heads, n_kv_heads, d_head, d_ff, max_positions, rope_theta, norm_eps"
@@ -100,14 +95,30 @@ def test_unknown_fields() -> None:
         assert problem.startswith(f"spec.{text}: unknown field; known: ")
 
 
-def test_missing_fields() -> None:
-    assert problems({}) == [f"spec.{name}: missing" for name in SIZES]
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        *((value, [f"spec: expected a table, got {type(value).__name__}"]) for value in (None, [], "text", 3)),
+        ({}, [f"spec.{name}: missing" for name in SIZES]),
+        (
+            plain() | {"routing": [1], "experts": 3},
+            ["spec.routing: expected a table, got list", "spec.experts: expected a table, got int"],
+        ),
+        (plain(tie_embeddings=1), ["spec.tie_embeddings: expected true or false, got 1"]),
+        (
+            plain(n_heads=4, n_kv_heads=3, d_head=5),
+            [
+                "spec.n_kv_heads: 3 does not divide n_heads 4",
+                "spec.d_head: RoPE rotates pairs, so it must be even, got 5",
+            ],
+        ),
+    ],
+)
+def test_what_is_no_model(data: Any, said: list[str]) -> None:
+    assert problems(data) == said
 
 
 def test_tables_of_another_type() -> None:
-    assert problems(plain() | {"routing": [1], "experts": 3}) == [
-        "spec.routing: expected a table, got list", "spec.experts: expected a table, got int",
-    ]  # fmt: skip
     with pytest.raises(SpecError, match=r"^spec\.routing: expected a RoutingSpec or None, got ExpertsSpec; spec\.exp"):
         make_spec(routing=ExpertsSpec(), experts={})
 
@@ -274,11 +285,6 @@ def test_experts_are_refused(changes: dict[str, Any], said: str) -> None:
 
 
 def test_every_problem_at_once() -> None:
-    assert problems(plain(tie_embeddings=1)) == ["spec.tie_embeddings: expected true or false, got 1"]
-    assert problems(plain(n_heads=4, n_kv_heads=3, d_head=5)) == [
-        "spec.n_kv_heads: 3 does not divide n_heads 4",
-        "spec.d_head: RoPE rotates pairs, so it must be even, got 5",
-    ]
     assert len(problems(plain(d_model=0, n_layers="3", norm_eps=-1, tie_embeddings=None))) == 4
     assert len(problems(plain({"gate": "x", "combine": "y", "gate_scale": "z", "layers": [9]}))) == 4
     exit_ = {"selection": "exit", "parts": "mlp", "positions": "compact", "capacity_rule": "floor"}

@@ -50,13 +50,9 @@ def test_byte_level_ids_decode_to_the_text(byte_level: Tokenizer) -> None:
     assert found.id_N.dtype == found.size_N.dtype == torch.int32
     assert byte_level.decode(found.id_N.tolist()) == TEXT + "\0second"
     assert len(found.id_N) < len(TEXT.encode()) / 1.5
-
-
-def test_sizes_are_what_the_tokens_spell(byte_level: Tokenizer) -> None:
-    """Where each token is whole characters, its bytes are those of its own text."""
+    # Where each token is whole characters, its bytes are those of its own text.
     found = tokenize([b"the quick brown fox"], byte_level)
-    spelt = [len(byte_level.decode([token]).encode()) for token in found.id_N.tolist()]
-    assert found.size_N.tolist() == spelt
+    assert found.size_N.tolist() == [len(byte_level.decode([token]).encode()) for token in found.id_N.tolist()]
 
 
 @given(st.lists(st.text(st.sampled_from("the foxquick\n\u00e4\u20ac\U0001f600"), max_size=40), min_size=1, max_size=4))
@@ -92,14 +88,11 @@ def test_long_documents_go_in_pieces(byte_level: Tokenizer, monkeypatch: pytest.
     assert int(parts.size_N.sum()) == int(whole.size_N.sum()) == len(TEXT.encode())
 
 
-def test_nothing_to_tokenize(words: Tokenizer) -> None:
-    assert len(tokenize([], words).id_N) == len(tokenize([b"abc"], words).id_N) == 0
-    assert len(as_bytes([]).id_N) == 0
-
-
 def test_vocabulary_has_room_for_every_id(words: Tokenizer, byte_level: Tokenizer) -> None:
     assert vocabulary_size(words) == 10
     assert vocabulary_size(byte_level) == byte_level.get_vocab_size()
+    # Nothing to tokenize.
+    assert len(tokenize([], words).id_N) == len(tokenize([b"abc"], words).id_N) == len(as_bytes([]).id_N) == 0
 
 
 # A run with them.
@@ -153,12 +146,16 @@ def test_a_run_with_a_tokenizer_learns_and_resumes(tokenizer_file: Path, text_fi
 # What cannot be used.
 
 
-def test_files_that_are_no_tokenizer(tmp_path: Path) -> None:
+def test_files_that_are_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainError, match=r"nowhere\.json: no such file, expected a tokenizer\.json of the package"):
         load_tokenizer(tmp_path / "nowhere.json")
     (tmp_path / "spec.json").write_text(json.dumps(SPEC.to_dict()))
     with pytest.raises(TrainError, match=r"spec\.json: not a tokenizer\.json of the package tokenizers \("):
         load_tokenizer(tmp_path / "spec.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    expected = r"^--tokenizer: needs the package tokenizers; pip install 'mod-export\[train\]'$"
+    with pytest.raises(TrainError, match=expected):
+        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_text_that_the_tokenizer_refuses(tmp_path: Path) -> None:
@@ -167,10 +164,3 @@ def test_a_text_that_the_tokenizer_refuses(tmp_path: Path) -> None:
     expected = r"^the tokenizer cannot read this text \(WordLevel error: Missing \[UNK\] token"
     with pytest.raises(TrainError, match=expected):
         read_corpus(tmp_path / "text.txt", tmp_path / "tokenizer.json")
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    expected = r"^--tokenizer: needs the package tokenizers; pip install 'mod-export\[train\]'$"
-    with pytest.raises(TrainError, match=expected):
-        load_tokenizer(tmp_path / "tokenizer.json")

@@ -16,9 +16,10 @@ from variants import VARIANTS
 
 from mod_models.checkpoint import CheckpointError, load_checkpoint, write_plain
 from mod_models.corpus import read_corpus
+from mod_models.evaluation import evaluate
 from mod_models.losses import losses
 from mod_models.parallel import Workers
-from mod_models.train import TrainConfig, TrainError, evaluate, train
+from mod_models.train import TrainConfig, TrainError, train
 from mod_models.train_run import clip_gradients, learning_rate_at, make_optimizer
 from mod_models.transformer import Transformer
 
@@ -29,14 +30,8 @@ def assert_equal_trees(one: Any, other: Any) -> None:
         assert one.keys() == other.keys()
         for key in one:
             assert_equal_trees(one[key], other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for left, right in zip(one, other, strict=True):
-            assert_equal_trees(left, right)
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
     else:
-        assert one == other
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +117,7 @@ def test_killed_between_log_and_state(uninterrupted: Path, tmp_path: Path) -> No
     shutil.copy(uninterrupted / "log.csv", tmp_path / "log.csv")
     finish(tmp_path)
     assert_same_end(tmp_path, uninterrupted)
-
-
-def test_a_finished_run_has_nothing_left_to_do(uninterrupted: Path, tmp_path: Path) -> None:
-    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    # A finished run has nothing left to do.
     assert finish(tmp_path) == ["resumed at step 12"]
     assert_same_end(tmp_path, uninterrupted)
 
@@ -236,17 +228,19 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_models_that_cannot_read_the_rows(tmp_path: Path) -> None:
-    expected = r"^spec\.vocab_size: the tokens of this Python's sources need at least 256, got 255$"
-    with pytest.raises(TrainError, match=expected):
-        list(train(dataclasses.replace(SPEC, vocab_size=255), CONFIG, tmp_path))
-    with pytest.raises(TrainError, match=r"^seq: 33 is more than spec\.max_positions 32$"):
-        finish(tmp_path, dataclasses.replace(CONFIG, seq=33))
-    long = dataclasses.replace(SPEC, max_positions=2**24)
-    with pytest.raises(TrainError, match=r"^seq: 16777216 tokens and the next are too long for this Python's so"):
-        list(train(long, dataclasses.replace(CONFIG, seq=2**24), tmp_path))
-    with pytest.raises(TrainError, match=r"^micro_batch: 3 does not divide the 2 rows of a process$"):
-        finish(tmp_path, dataclasses.replace(CONFIG, micro_batch=3))
+@pytest.mark.parametrize(
+    ("sizes", "options", "said"),
+    [
+        ({"vocab_size": 255}, {}, "spec.vocab_size: the tokens of this Python's sources need at least 256, got 255"),
+        ({}, {"seq": 33}, "seq: 33 is more than spec.max_positions 32"),
+        ({"max_positions": 2**24}, {"seq": 2**24}, "seq: 16777216 tokens and the next are too long for this Python's"),
+        ({}, {"micro_batch": 3}, "micro_batch: 3 does not divide the 2 rows of a process"),
+    ],
+)
+def test_rows_that_cannot_be_read(tmp_path: Path, sizes: dict[str, int], options: dict[str, int], said: str) -> None:
+    with pytest.raises(TrainError) as caught:
+        list(train(dataclasses.replace(SPEC, **sizes), dataclasses.replace(CONFIG, **options), tmp_path))
+    assert str(caught.value).startswith(said)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -32,32 +32,14 @@ def spec_file(tmp_path: Path) -> Path:
 
 
 def test_command_line(tmp_path: Path, spec_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    command = ["--out", str(out), "--spec", str(spec_file), "--steps", "2", *QUICK]
+    assert training.main(["--out", str(tmp_path / "default"), "--steps", "1", *QUICK]) == 0
+    assert load_checkpoint(tmp_path / "default" / "model.pt").spec == DEFAULT_SPEC
+    command = ["--out", str(tmp_path / "out"), "--spec", str(spec_file), "--steps", "2", *QUICK]
     assert training.main(command) == 0
     assert "step 2/2  held out: {'bits_per_byte': " in capsys.readouterr().out
-    assert load_checkpoint(out / "model.pt").spec == SPEC
+    assert load_checkpoint(tmp_path / "out" / "model.pt").spec == SPEC
     assert training.main(command) == 0
     assert capsys.readouterr().out == "resumed at step 2\n"
-
-
-def test_token_choice_without_the_loss_that_teaches_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = tmp_path / "spec.json"
-    spec.write_text(json.dumps(make_spec(vocab_size=256, selection="threshold", max_positions=32).to_dict()))
-    command = ["--out", str(tmp_path / "run"), "--spec", str(spec), "--steps", "1", *QUICK]
-    with pytest.raises(SystemExit):
-        training.main(command)
-    message = (
-        "router_loss: where tokens choose (spec.routing.selection=threshold) it is what teaches them how many may, and "
-        "it is 0; give --router-loss 0.01"
-    )
-    assert message in capsys.readouterr().err
-    assert training.main([*command, "--router-loss", "0.01"]) == 0
-
-
-def test_default_spec(tmp_path: Path) -> None:
-    assert training.main(["--out", str(tmp_path), "--steps", "1", *QUICK]) == 0
-    assert load_checkpoint(tmp_path / "model.pt").spec == DEFAULT_SPEC
 
 
 @pytest.mark.parametrize(
@@ -68,6 +50,12 @@ def test_default_spec(tmp_path: Path) -> None:
         ("[]", [], "spec.json: spec: expected a table, got list"),
         ("\udcff", [], "spec.json: 'utf-8' codec can't decode"),
         ('{"d_modl": 1}', [], "spec.json: spec.d_modl: unknown field, did you mean 'd_model'?"),
+        (
+            json.dumps(make_spec(vocab_size=256, selection="threshold").to_dict()),
+            QUICK,
+            "router_loss: where tokens choose (spec.routing.selection=threshold) it is what teaches them how many may, "
+            "and it is 0; give --router-loss 0.01",
+        ),
         (None, ["--steps", "0"], "steps: expected 1 to 1000000000, got 0"),
         (None, ["--seq", "4096"], "seq: 4096 is more than spec.max_positions 2048"),
         (None, ["--out", "spec.json/x"], "[Errno 20] Not a directory"),
@@ -136,7 +124,6 @@ def running(tmp_path: Path, spec_file: Path) -> Iterator[tuple[subprocess.Popen[
 
 def test_interrupted_from_the_keyboard(running: tuple[subprocess.Popen[str], list[str]]) -> None:
     process, command = running
-    assert process.stdout is not None
     assert process.stdout.readline().startswith("step 5/100000000  loss ")
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)

@@ -37,10 +37,7 @@ def test_goes_on_after_the_step_that_was_saved(tmp_path: Path) -> None:
     log = Log(tmp_path, 3)
     log.write(4, {"total_loss": 40.0}, METRICS, HELD_OUT)
     assert [row["total_loss"] for row in rows(tmp_path)] == ["1.0", "2.0", "3.0", "40.0"]
-
-
-def test_a_new_run_forgets_the_rows_of_one_that_saved_nothing(tmp_path: Path) -> None:
-    Log(tmp_path, 0).write(1, {"total_loss": 1.0}, METRICS)
+    # A new run forgets the rows of one that saved nothing.
     Log(tmp_path, 0).write(1, {"other_loss": 2.0}, {})
     assert rows(tmp_path) == [{"step": "1", "other_loss": "2.0", "held_out_bits_per_byte": ""}]
 
@@ -79,16 +76,14 @@ EVENTS = [
 ]
 
 
-def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_or_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     show(iter(EVENTS))
     assert capsys.readouterr() == ("resumed\nstep 2/3  loss [bold] 1 bits/byte  0 min left\nheld out: {}\n", "")
-
-
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", "120")
@@ -96,6 +91,5 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     show(iter(EVENTS))
     assert capsys.readouterr().out == ""
     text = screen.getvalue()
-    for part in ("resumed", "held out: {}", "3/3", "loss 1 bits/byte"):
-        assert part in text
+    assert all(part in text for part in ("resumed", "held out: {}", "3/3", "loss 1 bits/byte"))
     assert "min left" not in text

@@ -43,14 +43,11 @@ each_kind = pytest.mark.parametrize("spec", VARIANTS.values(), ids=VARIANTS.keys
 
 def test_one_of_each_is_complete() -> None:
     declared = [spec.routing for spec in ONE_OF_EACH.values() if spec.routing]
-    assert {routing.router for routing in declared} == set(ROUTERS)
-    assert {routing.router_input for routing in declared} == set(ROUTER_INPUTS)
-    assert {routing.gate for routing in declared} == set(GATES)
-    assert {routing.combine for routing in declared} == set(COMBINES)
-    assert {routing.capacity_rule for routing in declared} == set(CAPACITY_RULES)
-    assert {routing.positions for routing in declared} == set(POSITIONS)
-    assert {routing.selection for routing in declared} == set(SELECTIONS)
-    assert {routing.parts for routing in declared} == set(PARTS)
+    tables = {
+        "router": ROUTERS, "router_input": ROUTER_INPUTS, "gate": GATES, "combine": COMBINES, "selection": SELECTIONS,
+        "capacity_rule": CAPACITY_RULES, "positions": POSITIONS, "parts": PARTS,
+    }  # fmt: skip
+    assert {name: {getattr(one, name) for one in declared} for name in tables} == {n: set(t) for n, t in tables.items()}
     assert {spec.experts.choice for spec in ONE_OF_EACH.values() if spec.experts} == set(CHOICES)
 
 
@@ -113,25 +110,18 @@ def test_compiles_once_without_graph_breaks(spec: ModelSpec) -> None:
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
-def test_a_graph_break_would_be_seen() -> None:
-    """The test above can fail: a loop over what was chosen is what it is there to prevent."""
-
-    class Careless(Transformer):
-        def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return super().forward(ids_BS[:, : int(lengths_B.max())], lengths_B)
-
-    with pytest.raises((torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
-        torch.compile(Careless(make_spec()), fullgraph=True, backend="eager")(*inputs())
-
-
 @each_kind
-def test_the_dense_baseline_keeps_all_weights_but_those_of_routing(spec: ModelSpec) -> None:
+def test_dense_baseline_and_skeleton(spec: ModelSpec) -> None:
+    """The baseline keeps all weights but those of routing; a skeleton has everything but values."""
     checkpoint = lively_checkpoint(spec)
-    baseline = checkpoint.dense()
+    baseline, skeleton, module = checkpoint.dense(), checkpoint.skeleton(), checkpoint.module()
     assert baseline.spec == dataclasses.replace(spec, routing=None)
-    with torch.device("meta"):
-        assert set(baseline.weights) == set(Transformer(baseline.spec).state_dict())
+    assert set(baseline.weights) == set(baseline.skeleton().state_dict())
     assert all(tensor is checkpoint.weights[name] for name, tensor in baseline.weights.items())
+    assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in module.named_parameters()}
+    assert all(parameter.is_meta and not parameter.requires_grad for parameter in skeleton.parameters())
+    assert not skeleton.training
+    assert torch.equal(skeleton.rope_cos, module.rope_cos)
 
 
 def test_initial_weights() -> None:
@@ -178,16 +168,6 @@ def test_outputs_are_parts_of_the_whole(spec: ModelSpec) -> None:
     for found in (routed_last, routed_none):
         assert found.keys() == routed.keys()
         assert all(torch.equal(one.index_BK, routed[site].index_BK) for site, one in found.items())
-
-
-@each_kind
-def test_a_skeleton_has_everything_but_values(spec: ModelSpec) -> None:
-    checkpoint = lively_checkpoint(spec)
-    skeleton, module = checkpoint.skeleton(), checkpoint.module()
-    assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in module.named_parameters()}
-    assert all(parameter.is_meta and not parameter.requires_grad for parameter in skeleton.parameters())
-    assert not skeleton.training
-    assert torch.equal(skeleton.rope_cos, module.rope_cos)
 
 
 @pytest.mark.parametrize("spec", [*VARIANTS.values(), *ONE_OF_EACH.values()], ids=[*VARIANTS, *ONE_OF_EACH])

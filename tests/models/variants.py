@@ -10,7 +10,7 @@ EVERY = EveryNth(every=1, offset=0)
 
 
 def experts(**changes: object) -> ExpertsSpec:
-    return ExpertsSpec(**{"n_experts": 4, "layers": (0, 2), **changes})  # type: ignore[arg-type]  # Any field.
+    return ExpertsSpec(**{"n_experts": 4, "layers": (0, 2), **changes})
 
 
 VARIANTS: dict[str, ModelSpec] = {

@@ -23,8 +23,6 @@ from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec, is_expert
 from mod_models.transformer import Transformer
 
-__all__ = ["measured", "trained_model"]
-
 EVAL_SEED = 20_000_000
 EVAL_BATCHES = 16
 EVAL_ROWS = 8

@@ -12,18 +12,11 @@ from study_models import BATCH, BUDGET, DENSE, SEEDS, SEQ, STUDIED, flops_of_row
 
 from mod_models.train_config import TrainConfig
 
-__all__ = ["render"]
-
 Results = dict[str, list[dict[str, Any]]]
 
 
 def render(results: Path, docs: Path) -> None:
-    """Writes `docs`/study.md and `docs`/figures/study-*.
-
-    Args:
-        results: folder of the runs; models without a finished run are left out.
-        docs: folder of the page.
-    """
+    """Writes `docs`/study.md and `docs`/figures/study-*; models without a finished run in `results` are left out."""
     runs = read_runs(results)
     times = json.loads((results / "step_times.json").read_text(encoding="utf-8"))
     (docs / "figures").mkdir(parents=True, exist_ok=True)
@@ -39,7 +32,7 @@ def read_runs(results: Path) -> Results:
 
 
 def _page(runs: Results, times: dict[str, Any]) -> str:
-    return "\n".join([*_intro(runs), *_table(runs, times), *_claims(runs, times), *_figures()]) + "\n"
+    return "\n".join([*_intro(runs), *_table(runs, times), *_claims(runs), *_figures()]) + "\n"
 
 
 def _intro(runs: Results) -> list[str]:
@@ -93,7 +86,7 @@ def _ratio(times: dict[str, Any], name: str, kind: str) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def _claims(runs: Results, times: dict[str, Any]) -> list[str]:
+def _claims(runs: Results) -> list[str]:
     lines = ["## The paper's claims here", "", "| claim | here |", "|---|---|"]
     lines += [f"| {claim} | {answer} |" for claim, answer in _answers(runs) if answer]
     caution = (

@@ -24,8 +24,6 @@ from study_models import BUDGET, SEEDS, STUDIED, Studied, config_of, flops_of_ro
 
 from mod_models.train import train
 
-__all__ = ["folder_of", "main", "train_one"]
-
 
 def folder_of(results: Path, studied: Studied, seed: int) -> Path:
     """Where one run keeps its state."""

@@ -11,8 +11,6 @@ from study_models import BATCH, SEQ, STUDIED
 from mod_models.losses import losses
 from mod_models.transformer import Transformer
 
-__all__ = ["step_times"]
-
 
 def step_times(rounds: int = 7) -> dict[str, dict[str, list[float]]]:
     """Name -> {`step`, `forward`} -> seconds of each round, after one round of warm-up. The order is drawn anew."""

@@ -14,8 +14,6 @@ from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec
 from mod_models.train_config import TrainConfig
 from mod_models.transformer import Transformer
 
-__all__ = ["BUDGET", "SEEDS", "STUDIED", "Studied", "config_of", "flops_of_row"]
-
 SEQ = 256
 BATCH = 8
 BUDGET = 5e12

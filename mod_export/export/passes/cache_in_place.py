@@ -24,8 +24,6 @@ from mod_export.errors import GraphError
 from mod_export.export.nodes import NodeWriter, late_zero, static_shape
 from mod_export.types import Dialect, DType
 
-__all__ = ["LOGITS", "SLOTS", "CacheInPlace", "cache_of_row", "is_cache", "layer_of_cache", "present_of"]
-
 OPSET = 24
 """The first opset with TensorScatter."""
 SEQUENCE = -2
@@ -40,14 +38,22 @@ _ROW = re.compile(r"(keys|values)_row_(\d+)")
 
 
 class _Write(NamedTuple):
-    """Output `number`, a row, and the cache that it belongs to; `shape` is (B, G, L, E)."""
+    """Output `number`, a row, and the cache (B, G, L, E) of `layer` that it belongs to."""
 
     number: int
     row: ir.Value
     cache: ir.Value
+    layer: int
     slots: ir.Value
     logits: ir.Value
-    shape: tuple[int, int, int, int]
+    sizes: tuple[int, int]
+    """B and L."""
+
+    def writer(self, purpose: str) -> NodeWriter:
+        producer = self.row.producer()
+        assert producer is not None
+        assert isinstance(producer.graph, ir.Graph)
+        return NodeWriter(producer.graph, producer, f"{self.cache.name}_{purpose}")
 
 
 class CacheInPlace:
@@ -73,43 +79,39 @@ class CacheInPlace:
             GraphError: rows without a cache, or without slots to write them to.
         """
         graph = model.graph
-        writes = [_write(graph, index, cache) for index, cache in _rows(graph)]
+        writes = [_write(graph, *row) for row in _rows(graph)]
         if not writes:
             return 0
         graph.opset_imports[""] = max(OPSET, graph.opset_imports.get("", 0))
-        zero = late_zero(_writer(graph, writes[0], "wait"), writes[0].logits, ir.DataType.INT64, (1,))
+        zero = late_zero(writes[0].writer("wait"), writes[0].logits, ir.DataType.INT64, (1,))
         slots: dict[int, tuple[ir.Value, ir.Value]] = {}
         for write in writes:
-            layer = layer_of_cache(str(write.cache.name))
-            if layer not in slots:
-                slots[layer] = _slot(_writer(graph, write, "slot"), write, layer, zero)
-            graph.outputs[write.number] = _present(_writer(graph, write, "write"), write, *slots[layer])
+            if write.layer not in slots:
+                slots[write.layer] = _slot(write, zero)
+            graph.outputs[write.number] = _present(write, *slots[write.layer])
         graph.sort()
         return len(writes)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [
-            f"output {model.graph.outputs[index].name} is left for the caller to write"
-            for index, _ in _rows(model.graph)
-        ]
+        return [f"output {row.string} is left for the caller to write" for _, row in _rows(model.graph)]
 
 
-def _rows(graph: ir.Graph) -> list[tuple[int, str]]:
-    """(number, name of its cache) of each output that is a row."""
-    named = [(index, cache_of_row(value.name)) for index, value in enumerate(graph.outputs)]
-    return [(index, cache) for index, cache in named if cache is not None]
+def _rows(graph: ir.Graph) -> list[tuple[int, re.Match[str]]]:
+    """(number, keys or values and the layer) of each output that is a row."""
+    named = [(number, _ROW.fullmatch(value.name or "")) for number, value in enumerate(graph.outputs)]
+    return [(number, found) for number, found in named if found]
 
 
-def _write(graph: ir.Graph, number: int, name: str) -> _Write:
-    row = graph.outputs[number]
+def _write(graph: ir.Graph, number: int, found: re.Match[str]) -> _Write:
+    row, name, layer = graph.outputs[number], f"{found[1]}_{found[2]}", int(found[2])
     cache = next((value for value in graph.inputs if value.name == name), None)
     slots, logits = (next((value for value in graph.outputs if value.name == one), None) for one in (SLOTS, LOGITS))
     shapes = [static_shape(value) for value in (row, cache, slots, logits)]
     if cache is not None and slots is not None and logits is not None and row.producer() is not None:
         match shapes:
             case ((B, G, E), (_, _, L, _), (_, layers), (_, V)):
-                if shapes[1:] == [(B, G, L, E), (B, layers), (B, V)] and layer_of_cache(name) < layers:
-                    return _Write(number, row, cache, slots, logits, (B, G, L, E))
+                if shapes[1:] == [(B, G, L, E), (B, layers), (B, V)] and layer < layers:
+                    return _Write(number, row, cache, layer, slots, logits, (B, L))
     raise GraphError(
         f"{row.name}: no cache fits this row: row {shapes[0]}, input {name} {shapes[1]}, outputs {SLOTS} {shapes[2]} "
         f"and {LOGITS} {shapes[3]}; expected (B, G, E), (B, G, L, E), (B, layers) and (B, V), "
@@ -117,46 +119,24 @@ def _write(graph: ir.Graph, number: int, name: str) -> _Write:
     )
 
 
-def _writer(graph: ir.Graph, write: _Write, purpose: str) -> NodeWriter:
-    producer = write.row.producer()
-    assert producer is not None
-    return NodeWriter(graph, producer, f"{write.cache.name}_{purpose}")
-
-
-def _slot(writer: NodeWriter, write: _Write, layer: int, zero: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _slot(write: _Write, zero: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The slots (B,) that rows of one layer are written to, and (B, 1, 1, 1) which of the rows are to be kept."""
-    B, _, L, _ = write.shape
-    slot_B = writer.op("Gather", write.slots, np.array(layer), axis=1)
+    writer, (B, L) = write.writer("slot"), write.sizes
+    slot_B = writer.op("Gather", write.slots, np.array(write.layer), axis=1)
     kept_B = writer.op("GreaterOrEqual", slot_B, zero)
     return writer.op("Where", kept_B, slot_B, np.array(L - 1)), writer.op("Reshape", kept_B, [B, 1, 1, 1])
 
 
-def _present(writer: NodeWriter, write: _Write, slot_B: ir.Value, kept_B111: ir.Value) -> ir.Value:
-    L = write.shape[2]
+def _present(write: _Write, slot_B: ir.Value, kept_B111: ir.Value) -> ir.Value:
+    writer, (_, L) = write.writer("write"), write.sizes
     new_BG1E = writer.op("Unsqueeze", write.row, [2])
     old_BG1E = writer.op("Slice", write.cache, [L - 1], [L], [2])
     update_BG1E = writer.op("Where", kept_B111, new_BG1E, old_BG1E)
     present = writer.op("TensorScatter", write.cache, update_BG1E, slot_B, axis=SEQUENCE)
-    present.name = present_of(str(write.cache.name))
+    present.name = f"present_{write.cache.name}"
     return present
 
 
 def is_cache(name: str | None) -> bool:
     """Whether an input or output holds keys or values, whole or one row of them."""
     return name is not None and _CACHE.fullmatch(name) is not None
-
-
-def cache_of_row(name: str | None) -> str | None:
-    """`keys_3` of `keys_row_3`; None for anything but a row."""
-    match = None if name is None else _ROW.fullmatch(name)
-    return f"{match[1]}_{match[2]}" if match else None
-
-
-def present_of(cache: str) -> str:
-    """What the updated form of a cache is called."""
-    return f"present_{cache}"
-
-
-def layer_of_cache(cache: str) -> int:
-    """The layer, which is also the column of `slots`."""
-    return int(cache.rpartition("_")[2])

@@ -32,8 +32,6 @@ from mod_export.export.nodes import (
 from mod_export.export.passes.cache_in_place import is_cache
 from mod_export.types import Dialect, DType
 
-__all__ = ["NARROW", "CastFloats", "float32_island"]
-
 FLOAT = ir.DataType.FLOAT
 NARROW: dict[DType, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 GATHERS = ("GatherElements", "Gather", "GatherND")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -18,20 +18,8 @@ from mod_export.errors import GraphError
 from mod_export.export.nodes import NodeWriter, is_standard, is_used, label_of, late_zero, require_static_shape
 from mod_export.types import Dialect, DType
 
-__all__ = ["DecomposeAttention"]
-
 INT32 = ir.DataType.INT32
 KNOWN_ATTRIBUTES = frozenset({"is_causal", "scale", "softcap", "qk_matmul_output_mode"})
-
-
-class _Attention(NamedTuple):
-    """A causal or full self-attention: q (B, H, T, E), k (B, G, T, E), v (B, G, T, E)."""
-
-    node: ir.Node
-    q: ir.Value
-    k: ir.Value
-    v: ir.Value
-    sizes: tuple[int, int, int, int, int]
 
 
 class DecomposeAttention:
@@ -53,10 +41,10 @@ class DecomposeAttention:
         Raises:
             GraphError: an Attention with a mask, a cache, a soft cap or another feature that this pass cannot rewrite.
         """
-        found = [_read(node) for node in _unwanted(model, dialect, dtype)]
+        found = [(node, _sizes(node)) for node in _unwanted(model, dialect, dtype)]
         visible: dict[int, ir.Value] = {}
-        for attention in found:
-            _rewrite(model.graph, attention, visible)
+        for node, sizes in found:
+            _rewrite(model.graph, node, sizes, visible)
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -66,13 +54,15 @@ class DecomposeAttention:
 def _unwanted(model: ir.Model, dialect: Dialect, dtype: DType) -> list[ir.Node]:
     """Attention operators for which the dialect has no kernel, by dtype or by the width of a head."""
     found = [node for node in model.graph if is_standard(node, "Attention")]
-    if dtype not in dialect.attention_dtypes or dialect.attention_widths is None:
-        return found if dtype not in dialect.attention_dtypes else []
+    if dtype not in dialect.attention_dtypes:
+        return found
+    assert dialect.attention_widths is not None  # Otherwise this pass does not apply.
     narrowest, widest = dialect.attention_widths
     return [node for node in found if not narrowest <= require_static_shape(node.inputs[0], node)[-1] <= widest]
 
 
-def _read(node: ir.Node) -> _Attention:
+def _sizes(node: ir.Node) -> tuple[int, int, int, int, int]:
+    """(B, H, G, T, E) of a causal or full self-attention: q (B, H, T, E), k (B, G, T, E), v (B, G, T, E)."""
     problems = [f"input {i} ({value.name})" for i, value in enumerate(node.inputs) if i > 2 and value is not None]
     problems += [f"output {i} ({value.name})" for i, value in enumerate(node.outputs) if i > 0 and is_used(value)]
     problems += [f"attribute {name}" for name in node.attributes if name not in KNOWN_ATTRIBUTES]
@@ -84,8 +74,7 @@ def _read(node: ir.Node) -> _Attention:
             f"{label_of(node)}: Attention with {', '.join(problems)} cannot be put into primitive operators; expected "
             "query, key and value and at most is_causal and scale"
         )
-    q, k, v = node.inputs[:3]
-    shapes = [require_static_shape(value, node) for value in (q, k, v)]
+    shapes = [require_static_shape(value, node) for value in node.inputs[:3]]
     if any(len(shape) != 4 for shape in shapes):
         raise GraphError(f"{label_of(node)}: Attention on shapes {shapes}, expected (batch, heads, tokens, width) each")
     (B, H, T, E), (_, G, _, _), _ = shapes
@@ -94,14 +83,14 @@ def _read(node: ir.Node) -> _Attention:
             f"{label_of(node)}: Attention with query {shapes[0]}, key {shapes[1]} and value {shapes[2]} is no "
             "self-attention over equal lengths and widths, with a number of heads that is a multiple of the keys'"
         )
+    return B, H, G, T, E
+
+
+def _rewrite(
+    graph: ir.Graph, node: ir.Node, sizes: tuple[int, int, int, int, int], visible: dict[int, ir.Value]
+) -> None:
+    (B, H, G, T, E), (q, k, v) = sizes, node.inputs[:3]
     assert q is not None
-    assert k is not None
-    assert v is not None
-    return _Attention(node, q, k, v, (B, H, G, T, E))
-
-
-def _rewrite(graph: ir.Graph, attention: _Attention, visible: dict[int, ir.Value]) -> None:
-    node, q, k, v, (B, H, G, T, E) = attention
     assert q.dtype is not None
     number = q.dtype.numpy()
     writer = NodeWriter(graph, node, "decomposed")

@@ -30,21 +30,10 @@ from mod_export.export.nodes import (
 )
 from mod_export.types import Dialect, DType
 
-__all__ = ["FlatHeads", "RotaryEmbedding"]
-
 SWAPPED = [0, 2, 1, 3]
 FIRST_OPSET = 23
 """Of the operator RotaryEmbedding."""
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
-
-class _Rotation(NamedTuple):
-    """A rotation of x (B, H, T, E) that ends in `node`. The tables are (T, E / 2) or (B or 1, 1, T, E / 2)."""
-
-    node: ir.Node
-    x: ir.Value
-    cos: ir.Value
-    sin: ir.Value
 
 
 class RotaryEmbedding:
@@ -58,14 +47,14 @@ class RotaryEmbedding:
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         found = list(_rotations(model))
         tables: dict[ir.Value, ir.Value] = {}
-        for node, x, *raw in found:
+        for node, x, raw in found:
             writer = NodeWriter(model.graph, node, "rotary")
             tables |= {value: _table(writer, value, x) for value in raw if value not in tables}
             writer.replace(writer.op("RotaryEmbedding", x, *(tables[value] for value in raw), like=x))
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{label_of(one.node)} still rotates in primitive operators" for one in _rotations(model)]
+        return [f"{label_of(node)} still rotates in primitive operators" for node, *_ in _rotations(model)]
 
 
 def _written_out(op: Any, x: Any, cos: Any, sin: Any) -> Any:
@@ -82,7 +71,8 @@ def _written_out(op: Any, x: Any, cos: Any, sin: Any) -> Any:
 WRITTEN_OUT = pattern.Pattern(_written_out)
 
 
-def _rotations(model: ir.Model) -> Iterator[_Rotation]:
+def _rotations(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, list[ir.Value]]]:
+    """(node, x, cosines and sines) of each rotation of x (B, H, T, E) that ends in `node`."""
     for node in model.graph if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
         if not is_standard(node, "Concat") or node.outputs[0].dtype not in FLOATS:
             continue
@@ -90,12 +80,11 @@ def _rotations(model: ir.Model) -> Iterator[_Rotation]:
         shape = static_shape(node.outputs[0])
         if not match or shape is None or len(shape) != 4 or node.attributes.get_int("axis", 0) not in (-1, 3):
             continue
-        rotation = _Rotation(node, *(match.bindings[name] for name in ("x", "cos", "sin")))
+        x, *tables = (match.bindings[name] for name in ("x", "cos", "sin"))
         B, _, T, E = shape
-        tables = ((T, E // 2), (B, 1, T, E // 2), (1, 1, T, E // 2))  # The same for all heads.
-        fit = static_shape(rotation.cos) in tables and static_shape(rotation.sin) in tables
-        if fit and static_shape(rotation.x) == shape:
-            yield rotation
+        fitting = ((T, E // 2), (B, 1, T, E // 2), (1, 1, T, E // 2))  # The same for all heads.
+        if static_shape(x) == shape and all(static_shape(table) in fitting for table in tables):
+            yield node, x, tables
 
 
 def _table(writer: NodeWriter, value: ir.Value, x: ir.Value) -> ir.Value:
@@ -112,13 +101,6 @@ class _Heads(NamedTuple):
     flat: ir.Value
     heads: int
     rotation: ir.Node | None
-
-
-class _Attention(NamedTuple):
-    node: ir.Node
-    inputs: list[_Heads]
-    result: tuple[ir.Node, ir.Node]
-    """The Reshape that puts the heads side by side again, and the Transpose before it."""
 
 
 class FlatHeads:
@@ -141,17 +123,18 @@ class FlatHeads:
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{label_of(attention.node)} still gets transposed heads" for attention in _attentions(model)]
+        return [f"{label_of(node)} still gets transposed heads" for node, *_ in _attentions(model)]
 
 
-def _attentions(model: ir.Model) -> Iterator[_Attention]:
+def _attentions(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Heads], tuple[ir.Node, ir.Node]]]:
+    """(attention, its query, key and value, `_result` of what it returns)."""
     for node in model.graph:
         if not is_standard(node, "Attention") or any(value is not None for value in node.inputs[3:]):
             continue
         inputs, result = [_heads(value) for value in node.inputs[:3]], _result(node.outputs[0])
         found = [one for one in inputs if one is not None]
         if len(found) == 3 and result is not None and not any(value.uses() for value in node.outputs[1:]):
-            yield _Attention(node, found, result)
+            yield node, found, result
 
 
 def _heads(value: ir.Value | None) -> _Heads | None:

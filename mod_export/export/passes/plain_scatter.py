@@ -22,8 +22,6 @@ from mod_export.errors import LimitError
 from mod_export.export.nodes import NodeWriter, constant_array, is_standard, label_of, static_shape
 from mod_export.types import Dialect, DType
 
-__all__ = ["PlainScatter", "has_unique_targets"]
-
 ARITHMETIC = {"add": "Add", "mul": "Mul", "max": "Max", "min": "Min"}
 GATHERS = {"ScatterND": "GatherND", "ScatterElements": "GatherElements"}
 CONSTANT = -1

@@ -23,8 +23,6 @@ from mod_export.export.passes.cast_floats import float32_island
 from mod_export.export.weights import BLOCK, ONNX_TYPES, quantized_tensors
 from mod_export.types import QUANTIZED, Dialect, DType
 
-__all__ = ["QuantizeWeights", "StoredWeights", "quantizable_weights"]
-
 MICROSOFT = "com.microsoft"
 FLOAT = ir.DataType.FLOAT
 VIEWS = ("Reshape", "Squeeze", "Transpose", "Unsqueeze")

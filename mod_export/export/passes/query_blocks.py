@@ -18,8 +18,6 @@ import onnx_ir as ir
 from mod_export.export.nodes import NodeWriter, is_standard, label_of, late_zero, require_static_shape, static_shape
 from mod_export.types import Dialect, DType
 
-__all__ = ["QueryBlocks", "splittable_tokens"]
-
 SHARED_MASK_BYTES = 2**24
 """Masks up to this size are constants that all layers share. Larger ones are computed in each layer and freed again."""
 

@@ -34,8 +34,6 @@ from mod_export.export.nodes import (
 )
 from mod_export.types import Dialect, DType
 
-__all__ = ["SelectTopk", "ThresholdSelection"]
-
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
 

@@ -21,8 +21,6 @@ from mod_export.engines.protocol import BindableRunner, Runner
 from mod_export.errors import EngineError, TargetError
 from mod_export.types import PRIMARY, DType, Engine, ModelKind
 
-__all__ = ["Decoder", "DecodingEngines", "Kept", "Prompts", "kept_from_prefill"]
-
 PARTS = ("keys", "values")
 
 
@@ -43,11 +41,6 @@ class Kept:
     count_N: np.ndarray | None
     overflow_N: np.ndarray | None
     logits_V: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(row.nbytes for row in self.rows.values())
 
 
 class Prompts:

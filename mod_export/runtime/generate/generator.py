@@ -13,7 +13,6 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 import numpy as np
@@ -31,8 +30,6 @@ from mod_export.runtime.generate.stream import Completion, Prefix, Stream, Text
 from mod_export.runtime.generate.texts import StopText, vocabulary_of
 from mod_export.types import Bucket, Engine, ModelKind
 
-__all__ = ["Generator", "Prompt", "load_generator"]
-
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
@@ -46,13 +43,7 @@ def load_generator(
 ) -> Generator:
     """Opens a build folder for writing text.
 
-    Args:
-        root: the build folder.
-        target: an engine family; None is the first that can run here.
-        dtype: of the engines; None is the first built.
-        model: `mod`, or `dense` for the dense baseline.
-        threads: of a CPU engine inside one operator; None is every physical core that this process may use
-            (`environment.usable_cores`), 0 is the library's own choice.
+    The arguments are those of `load`.
 
     Raises:
         BuildFolderError: not a complete build folder, or a damaged file.
@@ -320,10 +311,8 @@ class Generator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._closed = True
         self._decoders.clear()
         self._prompts = None
-        self._opened.__exit__(kind, error, trace)
+        self._opened.close()

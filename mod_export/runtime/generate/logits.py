@@ -20,17 +20,6 @@ from mod_export.errors import EngineError, UsageError
 if TYPE_CHECKING:
     from mod_export.runtime.deployment import Deployment
 
-__all__ = [
-    "Sampling",
-    "Score",
-    "draw",
-    "log_softmax",
-    "negative_log_likelihood",
-    "probabilities",
-    "rng_of",
-    "score",
-]
-
 SHOWN = 5
 """Next tokens of a `Score`."""
 
@@ -192,9 +181,7 @@ def score(deployment: Deployment, ids: Sequence[int]) -> Score:
             "this folder gives no logits of every token; build it with outputs = 'logits' to score prompts"
         )
     nll, count = negative_log_likelihood(logits_1SV, ids_1S)
-    last_V = logits_1SV[0, -1].astype(np.float64)
-    share_V = np.exp(last_V - last_V.max())
-    share_V /= share_V.sum()
+    share_V = np.exp(log_softmax(logits_1SV[0, -1]))
     best = np.argsort(-share_V, kind="stable")[:SHOWN]
     following = tuple((int(token), float(share_V[token])) for token in best)
     return Score(len(ids), nll / count if count else math.nan, following)

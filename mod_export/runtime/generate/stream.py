@@ -21,8 +21,6 @@ from mod_export.runtime.generate.logits import Sampling, draw
 from mod_export.runtime.generate.texts import Reader, StopText
 from mod_export.types import Bucket, Site
 
-__all__ = ["Completion", "Piece", "Prefix", "Stream", "Text"]
-
 IDLE = -1
 
 
@@ -200,7 +198,6 @@ class Stream(Iterator[Piece]):
             yield from self._roll(text)  # A prompt that fills the window.
 
     def _step(self, busy: Sequence[Text]) -> Iterator[Piece]:
-        """One token of every row that is busy."""
         ids_B = np.zeros(self._decoder.batch, dtype=np.int64)
         position_B = np.full(self._decoder.batch, IDLE, dtype=np.int64)
         for text in busy:
@@ -224,7 +221,6 @@ class Stream(Iterator[Piece]):
         return self._resume(text, text.prefix.kept, text.ids)
 
     def _read(self, text: Text, ids: Sequence[int]) -> Iterator[Piece]:
-        """Reads as much of a prompt as can be read at once."""
         longest = self._prompts.longest
         return self._resume(text, self._prompts.read(ids[:longest]), ids[longest:])
 
@@ -289,7 +285,6 @@ class Stream(Iterator[Piece]):
         text.completion.finish, text.completion.stop = finish, stop
 
     def _count(self, text: Text) -> None:
-        """Adds the counts of the text's cache to its completion."""
         overflow_BN = self._decoder.overflow_BN
         if overflow_BN is None or not text.position:
             return

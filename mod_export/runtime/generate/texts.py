@@ -1,8 +1,10 @@
 """Between text and token ids: bytes, which need nothing, or the vocabulary of a `tokenizers` file; and stop strings.
 
-A character may take several tokens, so the text that can be shown after a token may be empty, or longer than the token
-itself. Readers and `StopText` take a text piece by piece and return the characters that are certain so far; joined
-together they do not depend on where the text was cut.
+A vocabulary gives the ids of a text, without special tokens, and a reader for each text that is written. A character
+may take several tokens, so the text that can be shown after a token may be empty, or longer than the token itself.
+Readers and `StopText` take a text piece by piece (`feed`) and return the characters that are certain so far; what is
+left when the text ends, an incomplete character as U+FFFD, comes with `close`. Joined together the pieces do not depend
+on where the text was cut.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mod_export.build_folder.files import verify_files
 from mod_export.build_folder.manifest import Manifest
@@ -19,37 +21,7 @@ from mod_export.errors import UsageError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Bytes", "Reader", "StopText", "TokenizersFile", "Vocabulary", "vocabulary_of"]
-
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
-
-
-class Reader(Protocol):
-    """Reads the tokens of one text in their order."""
-
-    def feed(self, token: int) -> str:
-        """The new characters that are certain with this token; it may complete none."""
-        ...
-
-    def close(self) -> str:
-        """What is left when the text ends, an incomplete character as U+FFFD."""
-        ...
-
-
-class Vocabulary(Protocol):
-    """What the ids of a model stand for."""
-
-    def ids(self, text: str) -> list[int]:
-        """The text as token ids, without special tokens.
-
-        Raises:
-            UsageError: the vocabulary has no tokens for this text.
-        """
-        ...
-
-    def reader(self) -> Reader:
-        """A reader at the beginning of a text."""
-        ...
 
 
 def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:
@@ -69,6 +41,11 @@ class Bytes:
     """The bytes of UTF-8 are the ids 0 to 255."""
 
     def ids(self, text: str) -> list[int]:
+        """The bytes of a text.
+
+        Raises:
+            UsageError: no bytes stand for it.
+        """
         try:
             # Bytes of a command line that are not UTF-8 reach Python as escapes; the model gets the original bytes.
             return list(text.encode(errors="surrogateescape"))
@@ -87,7 +64,7 @@ class _ByteReader:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token: int) -> str:
-        """As `Reader.feed`.
+        """The new characters that are certain with this token; it may complete none.
 
         Raises:
             UsageError: the token is not a byte.
@@ -133,6 +110,11 @@ class TokenizersFile:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def ids(self, text: str) -> list[int]:
+        """The tokens of a text.
+
+        Raises:
+            UsageError: the vocabulary has none for it.
+        """
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         except Exception as error:  # the Rust side raises nothing narrower
@@ -180,6 +162,10 @@ class _FileReader:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
+Reader = _ByteReader | _FileReader
+Vocabulary = Bytes | TokenizersFile
+
+
 class StopText:
     """Ends a text before the first of several strings, wherever the text is cut into pieces.
 
@@ -193,15 +179,12 @@ class StopText:
         stopped: the string that ended the text; None until then.
 
     Raises:
-        UsageError: a stop is empty or not a string.
+        UsageError: a stop is empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if isinstance(stops, str):
-            raise UsageError(f"stop: got the string {stops!r}, expected a list of strings; write [{stops!r}]")
-        for stop in stops:
-            if not isinstance(stop, str) or not stop:
-                raise UsageError(f"stop: got {stop!r}, expected a string of at least one character; leave it out")
+        if not all(stops):
+            raise UsageError("stop: got '', expected a string of at least one character; leave it out")
         self.stopped: str | None = None
         self._stops = tuple(stops)
         self._held = ""

@@ -13,8 +13,7 @@ from writing import WINDOW
 
 from mod_export.benchmark.decoding import measure_prompts, measure_steps, read_text
 from mod_export.config import BuildConfig
-from mod_export.results.generation import DecodeRow, StepBytes
-from mod_export.runtime.generate.decoder import DecodingEngines
+from mod_export.results.generation import StepBytes
 from mod_export.sources.model import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.stages.context import step_bytes
@@ -29,11 +28,6 @@ SEQ = 16
 def context(written: Path, writing_config: BuildConfig) -> FolderContext:
     generation = writing_config.generation.model_copy(update={"measured_tokens": 100})
     return FolderContext(written, writing_config.model_copy(update={"generation": generation}), (), verify=False)
-
-
-@pytest.fixture(scope="module")
-def found(context: FolderContext) -> DecodingEngines:
-    return context.decoding_engines()
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +56,8 @@ def decided(model: GeneratingModel, ids_BS: np.ndarray) -> dict[int | str, np.nd
     return ran
 
 
-def measured(
-    context: FolderContext, models: dict[ModelKind, GeneratingModel], rows: int, bandwidth_gbs: float | None
-) -> DecodeRow:
-    bucket = Bucket(rows, WINDOW)
-    return measure_steps(
-        context.decoding_engines(),
-        pair_of(context, "decode", bucket),
-        texts(rows),
-        {kind: models[kind].sites for kind in KINDS},
-        {kind: step_bytes(models[kind], bucket) for kind in KINDS},
-        bandwidth_gbs,
-    )
-
-
-def test_a_text_is_what_both_models_read(found: DecodingEngines, models: dict[ModelKind, GeneratingModel]) -> None:
+def test_a_text_is_what_both_models_read(context: FolderContext, models: dict[ModelKind, GeneratingModel]) -> None:
+    found = context.decoding_engines()
     expected = decided(models["mod"], texts(2))
     with contextlib.ExitStack() as opened:
         prompts = {kind: opened.enter_context(found.prompts(kind, "ort-cpu", "float32")) for kind in KINDS}
@@ -90,11 +71,19 @@ def test_a_text_is_what_both_models_read(found: DecodingEngines, models: dict[Mo
     assert all(kept.count_N is None for kept in text.kept["dense"])
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "bandwidth_gbs"), [(1, None), (3, 10.0)])
 def test_steps_are_those_of_the_text(
-    context: FolderContext, models: dict[ModelKind, GeneratingModel], rows: int
+    context: FolderContext, models: dict[ModelKind, GeneratingModel], rows: int, bandwidth_gbs: float | None
 ) -> None:
-    row = measured(context, models, rows, 10.0)
+    bucket = Bucket(rows, WINDOW)
+    row = measure_steps(
+        context.decoding_engines(),
+        pair_of(context, "decode", bucket),
+        texts(rows),
+        {kind: models[kind].sites for kind in KINDS},
+        {kind: step_bytes(models[kind], bucket) for kind in KINDS},
+        bandwidth_gbs,
+    )
     assert (row.setting.role, row.setting.bucket) == ("decode", Bucket(rows, WINDOW))
     # All positions but the first were timed: so they can be counted.
     assert row.positions == SEQ - 1
@@ -109,21 +98,17 @@ def test_steps_are_those_of_the_text(
     assert row.ci95[0] <= row.measured <= row.ci95[1]
     assert row.predicted_bytes == row.least_bytes["dense"] / row.least_bytes["mod"] > 1
     assert row.efficiency == pytest.approx(row.measured / row.predicted_bytes)
-    assert row.predicted_ms == {kind: size / 10.0 / 1e6 for kind, size in row.least_bytes.items()}
+    # Without a roofline there is no bound in time.
+    bound = bandwidth_gbs and {kind: size / bandwidth_gbs / 1e6 for kind, size in row.least_bytes.items()}
+    assert row.predicted_ms == bound
     # A routed layer has a cache of its capacity.
     slot = 2 * 2 * 8 * 4
     assert row.kv_bytes == {"mod": rows * (18 + WINDOW + 18) * slot, "dense": rows * 3 * WINDOW * slot}
     assert row.routed_kv_bytes == {"mod": rows * 36 * slot, "dense": rows * 2 * WINDOW * slot}
 
 
-def test_without_a_roofline_there_is_no_bound_in_time(
-    context: FolderContext, models: dict[ModelKind, GeneratingModel]
-) -> None:
-    assert measured(context, models, 1, None).predicted_ms is None
-
-
-def test_a_prompt_is_timed_as_whole_rows_are(context: FolderContext, found: DecodingEngines) -> None:
-    row = measure_prompts(found, pair_of(context, "prefill", Bucket(1, SEQ)), texts(1)[0])
+def test_a_prompt_is_timed_as_whole_rows_are(context: FolderContext) -> None:
+    row = measure_prompts(context.decoding_engines(), pair_of(context, "prefill", Bucket(1, SEQ)), texts(1)[0])
     assert (row.setting.role, row.setting.bucket, row.tokens) == ("prefill", Bucket(1, SEQ), SEQ)
     assert row.measured == pytest.approx(row.ms["dense"] / row.ms["mod"])
     assert 0 < row.ci95[0] <= row.measured <= row.ci95[1]

@@ -20,7 +20,7 @@ from mod_export.config import BuildConfig, LatencyOptions
 from mod_export.engines.protocol import Runner
 from mod_export.errors import EngineError
 from mod_export.results.latency import LatencyRow
-from mod_export.types import Bucket, Engine, ModelKind, Setting, pairs_of
+from mod_export.types import KINDS, Bucket, Engine, ModelKind, Setting, pairs_of
 
 FEEDS = {"x": np.ones((2, 4), np.float32), "lengths": np.array([4], np.int64)}
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(1, 4))
@@ -144,41 +144,25 @@ def test_different_conditions_are_not_compared() -> None:
         rows_of(runners)
 
 
-def engine(**fields: Any) -> Engine:
-    usual: dict[str, Any] = {
-        "target": "ort-cpu", "model": "mod", "bucket": Bucket(1, 64), "dtype": "float32", "path": "p",
-    }  # fmt: skip
-    return Engine(**usual | fields)
+def test_which_engines_are_compared() -> None:
+    mod, dense = (
+        Engine(target="ort-cpu", model=kind, bucket=Bucket(1, 64), dtype="float32", path="p") for kind in KINDS
+    )
+    # A model and its dense baseline are alike in all else.
+    assert pairs_of([dense, mod]) == {mod.setting: {"mod": mod, "dense": dense}}
+    unlike = [
+        replace(dense, target="inductor"), replace(dense, bucket=Bucket(2, 64)), replace(dense, dtype="float16"), mod,
+    ]  # fmt: skip
+    assert pairs_of([mod, *unlike]) == {}
+    # Of every other dtype the float32 counterpart; another GPU's is none.
+    narrow = [replace(one, dtype="int8") for one in (mod, dense)]
+    assert precision_pairs([mod, dense, *narrow]) == list(zip(narrow, (mod, dense), strict=True))
+    assert precision_pairs([mod, dense]) == precision_pairs(narrow) == []
+    assert precision_pairs([replace(mod, arch="sm89"), narrow[0]]) == []
 
 
-def test_a_pair_is_alike_in_all_but_the_model() -> None:
-    mod, dense = engine(), engine(model="dense")
-    half = engine(dtype="float16"), engine(dtype="float16", model="dense")
-    assert pairs_of([mod, half[1], dense, half[0]]) == {
-        mod.setting: {"mod": mod, "dense": dense},
-        half[0].setting: {"mod": half[0], "dense": half[1]},
-    }
-    others = {"target": "inductor"}, {"bucket": Bucket(2, 64)}, {"dtype": "float16"}, {"model": "mod"}
-    assert [pairs_of([mod, engine(**{"model": "dense"} | other)]) for other in others] == [{}] * 4
-
-
-def test_every_other_dtype_has_its_float32_counterpart() -> None:
-    wide = [engine(), engine(model="dense")]
-    narrow = [replace(one, dtype="int8") for one in wide]
-    assert precision_pairs([*wide, *narrow]) == list(zip(narrow, wide, strict=True))
-    assert precision_pairs(wide) == precision_pairs(narrow) == []
-    # Another GPU's float32 engine is no counterpart.
-    assert precision_pairs([replace(wide[0], arch="sm89"), narrow[0]]) == []
-
-
-@pytest.fixture
-def engines(built: Path) -> dict[ModelKind, Engine]:
-    return next(iter(pairs_of(open_folder(built, verify=False).engines).values()))
-
-
-def test_both_engines_of_a_folder_are_measured(
-    built: Path, engines: dict[ModelKind, Engine], config: BuildConfig
-) -> None:
+def test_engines_of_a_folder_are_measured(built: Path, built_copy: Path, config: BuildConfig) -> None:
+    engines = next(iter(pairs_of(open_folder(built, verify=False).engines).values()))
     rows = measure_pair(built, engines, 256, config)
     assert [row.setting for row in rows] == [engines["mod"].setting, engines["dense"].setting]
     for row in rows:
@@ -186,21 +170,15 @@ def test_both_engines_of_a_folder_are_measured(
         assert (row.threads, len(row.samples_ms), row.providers) == (1, 8, ("CPUExecutionProvider",))
         assert row.warmup >= 2
         assert min(row.samples_ms) > 0
+    # An engine beside itself is as large and as fast.
+    wide = engines["mod"]
+    narrow = measure_precision(built, replace(wide, dtype="int8"), wide, 256, config)
+    assert narrow.setting == replace(wide.setting, dtype="int8")
+    assert narrow.bytes == narrow.float32_bytes == sum((built / path).stat().st_size for path in wide.files)
+    assert narrow.ci95[0] <= narrow.measured <= narrow.ci95[1]
+    assert 0.2 < narrow.measured < 5
+    assert narrow.float32_p50_ms / narrow.p50_ms == narrow.measured
 
-
-def test_an_engine_that_does_not_load(built_copy: Path, engines: dict[ModelKind, Engine], config: BuildConfig) -> None:
     (built_copy / engines["dense"].path).write_bytes(b"nonsense")
     with pytest.raises(EngineError, match=r"dense-b1s64-float32\.onnx: ONNX Runtime refuses this graph"):
         measure_pair(built_copy, engines, 256, config)
-
-
-def test_an_engine_beside_itself_is_as_large_and_as_fast(
-    built: Path, engines: dict[ModelKind, Engine], config: BuildConfig
-) -> None:
-    wide = engines["mod"]
-    row = measure_precision(built, replace(wide, dtype="int8"), wide, 256, config)
-    assert row.setting == replace(wide.setting, dtype="int8")
-    assert row.bytes == row.float32_bytes == sum((built / path).stat().st_size for path in wide.files)
-    assert row.ci95[0] <= row.measured <= row.ci95[1]
-    assert 0.2 < row.measured < 5
-    assert row.float32_p50_ms / row.p50_ms == row.measured

@@ -16,7 +16,6 @@ from mod_export.benchmark.model_parts import (
     PARTS,
     ms_by_part,
     part_of_kernel,
-    part_of_operator,
     parts_of_nodes,
 )
 from mod_export.build_folder.manifest import open_folder
@@ -35,14 +34,9 @@ def operators_by_part(model: ir.Model) -> dict[str, Counter[str]]:
     return found
 
 
-def only(text: str, output: str = "y") -> str:
-    """The part of the node that makes `output`."""
-    parts = parts_of_nodes(parsed(text).graph)
-    return next(part for node, part in parts.items() if node.outputs[0].name == output)
-
-
 def test_a_routed_graph_falls_into_its_parts() -> None:
-    found = operators_by_part(portable_graph(ROUTED, 2, 32))
+    model = portable_graph(ROUTED, 2, 32)
+    found = operators_by_part(model)
     assert set(found) == set(NODE_PARTS) - {"experts", "other"}
     assert found["attention"] == {"Attention": 2}
     assert found["norms"] == {"RMSNormalization": 5}
@@ -56,6 +50,11 @@ def test_a_routed_graph_falls_into_its_parts() -> None:
     assert {"Transpose", "Concat", "Sigmoid"} <= set(found["elementwise"])
     assert "TopK" not in found["elementwise"]
     assert "routing" not in operators_by_part(portable_graph(ROUTED.dense(), 2, 32))
+    # Constants that are folded have no part.
+    nodes, parts = list(model.graph), parts_of_nodes(model.graph)
+    transposed = [node for node in nodes if node.op_type == "Transpose" and node not in parts]
+    assert len(transposed) == len([node for node in nodes if node.op_type == "MatMul"])
+    assert [part for part in NODE_PARTS if part in PARTS] == list(PARTS)
 
 
 @pytest.mark.parametrize("choice", ["token", pytest.param("expert", marks=pytest.mark.slow)])
@@ -67,13 +66,6 @@ def test_experts_are_a_part_of_their_own(choice: str) -> None:
     # The softmax over experts is no attention.
     assert found["attention"] == {"Attention": 2}
     assert found["routing"]["MatMul"] == found["routing"]["Softmax"] == 1
-
-
-def test_constants_that_are_folded_have_no_part() -> None:
-    graph = portable_graph(ROUTED, 2, 32).graph
-    parts = parts_of_nodes(graph)
-    transposed = [node for node in graph if node.op_type == "Transpose" and node not in parts]
-    assert len(transposed) == len([node for node in graph if node.op_type == "MatMul"])
 
 
 @pytest.mark.parametrize(
@@ -99,20 +91,8 @@ def test_rules(text: str, part: str) -> None:
     constant = "<int64[2] a = {3, 2}>" if "Reshape" in text else "<int64[1] a = {2}>"
     constant = "<int64 a = {1}>" if "CumSum" in text and "Unsqueeze" not in text else constant
     head, _, body = text.partition("{")
-    assert only(f"{head}{constant} {{{body}" if "(x, a)" in text or "(z, a)" in text else text) == part
-
-
-def test_operators_that_say_it_all() -> None:
-    assert part_of_operator("SkipLayerNormalization") == "norms"
-    assert part_of_operator("GroupQueryAttention") == "attention"
-    assert part_of_operator("TopK") == "routing"
-    assert part_of_operator("Gather") is None
-    assert part_of_operator("Mul") is None
-
-
-def test_parts_of_products_come_first_in_tables() -> None:
-    assert list(NODE_PARTS[: len(PARTS) - 1]) == [part for part in PARTS if part != "other"]
-    assert NODE_PARTS[-1] == "other"
+    parts = parts_of_nodes(parsed(f"{head}{constant} {{{body}" if "(x, a)" in text or "(z, a)" in text else text).graph)
+    assert next(found for node, found in parts.items() if node.outputs[0].name == "y") == part
 
 
 NODES = {
@@ -142,40 +122,31 @@ NODES = {
     ],
 )
 def test_kernels_of_onnx_runtime(name: str, operator: str, part: str) -> None:
-    assert part_of_kernel(Kernel(name=name, operator=operator, ms=1.0), NODES) == part
+    kernel = Kernel(name=name, operator=operator, ms=2.0)
+    assert part_of_kernel(kernel, NODES) == part
+    assert ms_by_part(Profile(profiler="by hand", runs=1, kernels=(kernel, kernel)), NODES) == {part: 4.0}
 
 
 @pytest.mark.parametrize(
     ("name", "weights", "part"),
     [
-        ("aoti_torch_cpu_mm_out", ("layers.0.attention.q_proj.weight",), "attention_projections"),
-        ("aoti_torch_cpu_mm_out", ("layers.1.router.projection.weight",), "routing"),
-        ("aoti_torch_cpu_mm_out", ("embedding.weight",), "head"),
-        ("aoti_torch_cpu_mm_out", (), "other"),
-        ("aoti_torch_cpu_bmm_out", (), "attention"),
-        ("aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu", (), "attention"),
-        ("aoti_torch_cpu_sort_stable", (), "routing"),
-        ("cpp_fused_add_embedding_mean_mul_pow_rsqrt_0", ("embedding.weight", "layers.0.attention_norm.weight"),
-         "norms"),
-        ("cpp_fused__unsafe_view_add_embedding_5", ("embedding.weight",), "embedding"),
-        ("cpp_fused_add_arange_index_select_mean_mul_pow_rsqrt_unsqueeze_view_7", ("layers.1.mlp_norm.weight",),
-         "routing"),
-        ("cpp_fused__unsafe_view_mul_silu_4", (), "elementwise"),
+        ("mm_out", "layers.0.attention.q_proj.weight", "attention_projections"),
+        ("mm_out", "layers.1.router.projection.weight", "routing"),
+        ("mm_out", "embedding.weight", "head"),
+        ("mm_out", "", "other"),
+        ("bmm_out", "", "attention"),
+        ("_scaled_dot_product_flash_attention_for_cpu", "", "attention"),
+        ("sort_stable", "", "routing"),
+        ("add_embedding_mean_mul_pow_rsqrt_0", "embedding.weight layers.0.attention_norm.weight", "norms"),
+        ("_unsafe_view_add_embedding_5", "embedding.weight", "embedding"),
+        ("add_arange_index_select_mean_mul_pow_rsqrt_unsqueeze_view_7", "layers.1.mlp_norm.weight", "routing"),
+        ("_unsafe_view_mul_silu_4", "", "elementwise"),
     ],
-)  # fmt: skip
-def test_kernels_of_inductor(name: str, weights: tuple[str, ...], part: str) -> None:
-    assert part_of_kernel(Kernel(name=name, operator=name, weights=weights, ms=1.0), {}) == part
-
-
-def test_milliseconds_are_summed_by_part() -> None:
-    kernels = (
-        Kernel(name="node_linear", operator="MatMul", ms=2.0),
-        Kernel(name="node_silu/QuickGeluFusion/", operator="QuickGelu", ms=0.5),
-        Kernel(name="node_silu", operator="Sigmoid", ms=0.25),
-        Kernel(name="unknown", operator="Memcpy", ms=0.125),
-    )
-    found = ms_by_part(Profile(profiler="by hand", runs=1, kernels=kernels), NODES)
-    assert found == {"attention_projections": 2.0, "elementwise": 0.75, "other": 0.125}
+)
+def test_kernels_of_inductor(name: str, weights: str, part: str) -> None:
+    whole = f"cpp_fused_{name}" if name[-1].isdigit() else f"aoti_torch_cpu_{name}"
+    kernel = Kernel(name=whole, operator=whole, weights=tuple(weights.split()), ms=1.0)
+    assert part_of_kernel(kernel, {}) == part
 
 
 def test_every_kernel_of_a_real_engine_has_its_part(built: Path, config: BuildConfig) -> None:

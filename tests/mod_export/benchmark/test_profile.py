@@ -33,17 +33,17 @@ WORK = (
 
 def test_a_part_is_the_sum_of_its_nodes() -> None:
     mlp, norms = part_rows(ENGINE, WORK, ROOFLINE, None)
-    assert (mlp.part, mlp.flops, mlp.bytes) == ("mlp", 600_001_000, 5_002_000)
-    assert mlp.predicted_ms == pytest.approx(2 * 3.0 + 0.5)
+    assert (mlp.setting, mlp.part, mlp.flops, mlp.bytes) == (ENGINE.setting, "mlp", 600_001_000, 5_002_000)
     assert (norms.part, norms.flops, norms.bytes) == ("norms", 0, 1_000_000)
-    assert norms.predicted_ms == pytest.approx(0.1)
-    assert mlp.setting == ENGINE.setting
+    assert (mlp.predicted_ms, norms.predicted_ms) == pytest.approx((2 * 3.0 + 0.5, 0.1))
     assert mlp.measured_ms is mlp.share is mlp.profiler is None
 
 
 def test_a_profile_adds_what_was_measured() -> None:
     profiled = Profiled(profiler="a profiler", ms_by_part={"mlp": 6.0, "other": 2.0})
-    rows = {row.part: row for row in part_rows(ENGINE, WORK, ROOFLINE, profiled)}
+    found = part_rows(ENGINE, WORK, ROOFLINE, profiled)
+    rows = by_engine(found)[ENGINE.setting]
+    assert tuple(rows.values()) == found
     assert list(rows) == ["mlp", "norms", "other"]
     assert [(row.measured_ms, row.share) for row in rows.values()] == [(6.0, 0.75), (0.0, 0.0), (2.0, 0.25)]
     assert {row.profiler for row in rows.values()} == {"a profiler"}
@@ -90,13 +90,6 @@ def test_without_both_profiles_there_is_no_gap() -> None:
     assert [gap_of(parts(DENSE), mod) for mod in ({}, unmeasured, unpredicted)] == [None] * 3
 
 
-def test_rows_are_found_by_engine_and_part() -> None:
-    rows = [part_row(target=target, part=part) for target in ("inductor", "ort-cpu") for part in ("mlp", "head")]
-    found = by_engine(rows)
-    assert [setting.target for setting in found] == ["inductor", "ort-cpu"]
-    assert found[rows[0].setting] == {"mlp": rows[0], "head": rows[1]}
-
-
 def profiled(root: Path, config: BuildConfig, runs: int) -> FolderContext:
     config = config.model_copy(update={"cost": config.cost.model_copy(update={"profile_runs": runs})})
     context = FolderContext(root, config, (), verify=True)
@@ -117,15 +110,10 @@ def test_a_finished_folder_has_its_cost_model(built: Path, config: BuildConfig) 
         costs = {(row.model, row.bucket): row.flops for row in context.rows(CostRow)}
         assert sum(row.flops for row in rows) == costs[engine.model, engine.bucket.name]
         assert all(str(row.profiler).startswith("ONNX Runtime 1.") for row in rows)
-
-
-def test_no_runs_leave_the_prediction(built: Path, config: BuildConfig) -> None:
-    parts = profiled(built, config, 0).rows(PartRow)
-    assert parts
-    assert {(row.measured_ms, row.share, row.profiler) for row in parts} == {(None, None, None)}
-
-
-def test_only_processors_have_a_cost_model() -> None:
+    # Without runs the prediction is left.
+    unmeasured = profiled(built, config, 0).rows(PartRow)
+    assert len(unmeasured) == len(parts)
+    assert {(row.measured_ms, row.share, row.profiler) for row in unmeasured} == {(None, None, None)}
     targets = ("ort-cpu", "inductor", "ort-cuda", "tensorrt", "tensorrt-rtx")
     assert [can_profile(replace(ENGINE, target=target)) for target in targets] == [True, True, False, False, False]
 

@@ -8,12 +8,11 @@ import threading
 import time
 
 import pytest
-from sample_rows import changed
+from sample_rows import QUIET, changed
 
 from mod_export.benchmark.system_load import Watch, condition_flags
 from mod_export.results.latency import Conditions
 
-QUIET = Conditions(threads_used=1.0, frequency_mhz=(2400.0, 2410.0), load=0.1, other_load=0.02)
 BLOCK = bytes(2**20)
 
 
@@ -26,14 +25,12 @@ def work(cpu_seconds: float) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_threads_that_work_are_counted_whatever_share_of_the_cpu_they_get(count: int) -> None:
-    threads = [threading.Thread(target=work, args=(0.3,)) for _ in range(count)]
-    waiting = threading.Event()
+    # The threads are alive when the watch looks, as those of an engine are.
+    release, waiting = threading.Barrier(count + 1), threading.Event()
     idle = threading.Thread(target=waiting.wait)
+    workers = [threading.Thread(target=lambda: (work(0.3), release.wait())) for _ in range(count)]
     idle.start()
     watch = Watch()
-    # The threads are alive when the watch looks, as those of an engine are.
-    release = threading.Barrier(count + 1)
-    workers = [threading.Thread(target=lambda thread=thread: (thread.run(), release.wait())) for thread in threads]
     for worker in workers:
         worker.start()
     while release.n_waiting < count:
@@ -57,27 +54,24 @@ def test_a_moment_says_nothing_about_shares() -> None:
     assert found.other_load is None
 
 
-def test_quiet_conditions_have_no_flags() -> None:
-    assert condition_flags(QUIET, 1, 0.1) == ()
-    assert condition_flags(Conditions(threads_used=None, frequency_mhz=None, load=None, other_load=None), 1, 0.1) == ()
+NOTHING = Conditions(threads_used=None, frequency_mhz=None, load=None, other_load=None)
+MORE = math.nextafter(0.1, 1)
 
 
-def test_every_condition_that_matters_is_said() -> None:
-    noisy = Conditions(threads_used=1.9, frequency_mhz=(2400.0, 1800.0), load=3.0, other_load=0.42)
-    assert condition_flags(noisy, 1, 0.1) == (
-        "1.9 threads were busy, 1 configured",
-        "others took 42 % of the machine's CPU time",
-        "the CPU's clock went from 2400 to 1800 MHz",
-    )
-
-
-@pytest.mark.parametrize(("used", "threads", "flagged"), [(1.4, 1, 0), (1.6, 1, 1), (4.0, 4, 0), (4.0, 0, 0)])
-def test_more_threads_than_configured(used: float, threads: int, flagged: int) -> None:
-    assert len(condition_flags(changed(QUIET, threads_used=used), threads, 0.1)) == flagged
-
-
-def test_flags_begin_beyond_the_configured_share() -> None:
-    at = changed(QUIET, other_load=0.1, frequency_mhz=(2000.0, 2200.0))
-    beyond = changed(QUIET, other_load=math.nextafter(0.1, 1), frequency_mhz=(2000.0, 2200.1))
-    assert condition_flags(at, 1, 0.1) == ()
-    assert len(condition_flags(beyond, 1, 0.1)) == 2
+@pytest.mark.parametrize(
+    ("conditions", "threads", "flags"),
+    [
+        (QUIET, 1, []),
+        (NOTHING, 1, []),
+        (changed(QUIET, threads_used=1.4), 1, []),
+        (changed(QUIET, threads_used=1.9), 1, ["1.9 threads were busy, 1 configured"]),
+        (changed(QUIET, threads_used=4.0), 4, []),
+        (changed(QUIET, threads_used=4.0), 0, []),
+        (changed(QUIET, other_load=0.1), 1, []),
+        (changed(QUIET, other_load=MORE), 1, ["others took 10 % of the machine's CPU time"]),
+        (changed(QUIET, frequency_mhz=(2000.0, 2200.0)), 1, []),
+        (changed(QUIET, frequency_mhz=(2400.0, 1800.0)), 1, ["the CPU's clock went from 2400 to 1800 MHz"]),
+    ],
+)
+def test_what_lies_beyond_the_configured_share_is_said(conditions: Conditions, threads: int, flags: list[str]) -> None:
+    assert condition_flags(conditions, threads, 0.1) == tuple(flags)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mod_export.build_folder.files import FileEntry, check_place, verify_sizes, write_whole
+from mod_export.build_folder.files import FileEntry, check_place, verify_files, write_whole
 from mod_export.errors import BuildFolderError, UsageError
 
 
@@ -35,7 +35,7 @@ def test_errors_name_the_option(tmp_path: Path, option: str) -> None:
 
 def test_files_of_another_size_are_found_without_reading_them(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("four")
-    verify_sizes(tmp_path, {"a": FileEntry(bytes=4, sha256="never asked for")})
+    verify_files(tmp_path, {"a": FileEntry(bytes=4, sha256="never asked for")}, read=False)
     message = r"a has 4 bytes, 5 were written; b is missing or not a regular file\. Build"
     with pytest.raises(BuildFolderError, match=message):
-        verify_sizes(tmp_path, {"a": FileEntry(bytes=5, sha256=""), "b": FileEntry(bytes=1, sha256="")})
+        verify_files(tmp_path, {"a": FileEntry(bytes=5, sha256=""), "b": FileEntry(bytes=1, sha256="")}, read=False)

@@ -90,13 +90,10 @@ def test_any_flipped_byte_of_a_manifest_is_noticed_or_means_the_same(
         (root / MANIFEST).write_bytes(good)
 
 
-def test_a_manifest_that_cannot_be_read(tmp_path: Path) -> None:
+def test_names_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).mkdir()
     with pytest.raises(BuildFolderError, match=r"manifest\.json: cannot be read \(Is a directory\)"):
         read_manifest(tmp_path)
-
-
-def test_names_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(BuildFolderError, match=r"cannot write .* \(File name too long\)"):
         check_root(tmp_path / ("x" * 300))
     (tmp_path / "b").symlink_to(tmp_path / "nowhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import metadata
+from itertools import product
 
 import pytest
 
@@ -11,7 +12,7 @@ from mod_export.engines import ENGINES, protocol
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.environment import package_version
 from mod_export.errors import ModExportError
-from mod_export.types import DTYPES, Availability, Bucket, Engine, Variant
+from mod_export.types import DTYPES, Bucket, Engine
 
 CONFIG = config_from_toml(None)
 EXTRAS_OF_THIS_PACKAGE = metadata("mod-export").get_all("Provides-Extra") or []
@@ -24,33 +25,24 @@ def test_the_table_is_by_name_and_every_target_has_options() -> None:
 
 
 @each_engine
-def test_availability_always_has_a_reason_and_builds_nothing(engine: EngineBuilder) -> None:
+def test_what_it_says_of_itself(engine: EngineBuilder) -> None:
     assert engine.suffix.startswith(".")
     assert type(engine).__doc__
     found = engine.availability()
-    assert isinstance(found, Availability)
     assert found.reason
     assert "\n" not in found.reason
     assert engine.availability() == found
+    assert engine.versions() == {name: package_version(name) or "" for name in engine.packages}
+    assert engine.packages
+    assert list(engine.problems(CONFIG)) == []
 
 
 @each_engine
 def test_variants_are_what_the_configuration_asks_for(engine: EngineBuilder) -> None:
-    variants = list(engine.variants(CONFIG))
-    assert variants
-    assert len(set(variants)) == len(variants)
     options = CONFIG.target.model_dump(by_alias=True)[engine.name]
-    assert {variant.dtype for variant in variants} == set(options["dtypes"]) <= set(DTYPES)
-    for variant in variants:
-        assert isinstance(variant, Variant)
-        assert variant.arch in options.get("architectures", (None,))
-
-
-@each_engine
-def test_versions_are_those_of_its_packages_and_a_usual_bucket_has_no_problem(engine: EngineBuilder) -> None:
-    assert engine.versions() == {name: package_version(name) or "" for name in engine.packages}
-    assert engine.packages
-    assert list(engine.check(CONFIG, "mod", Bucket(1, 512))) == []
+    variants = [(variant.dtype, variant.arch) for variant in engine.variants(CONFIG)]
+    assert variants == list(product(options["dtypes"], options.get("architectures", (None,))))
+    assert {dtype for dtype, _ in variants} <= set(DTYPES)
 
 
 @each_engine

@@ -16,12 +16,12 @@ import mod_models
 from mod_export.benchmark.model_parts import ms_by_part, part_of_kernel
 from mod_export.config import config_from_toml
 from mod_export.engines import inductor
-from mod_export.engines.inductor import Inductor, InductorRunner, calls_of_package, kernels_of_calls
+from mod_export.engines.inductor import Inductor, calls_of_package, kernels_of_calls
+from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
 from mod_export.export.capture import captured_module
 from mod_export.export.weights import state_of, write_weights
-from mod_export.stages.engines import Job
-from mod_export.types import Bucket, Engine, Graph, Kernel, Variant
+from mod_export.types import Bucket, Engine, Graph, Variant
 from mod_export.validate.checks import judge
 from mod_export.validate.inputs import parity_batches
 from mod_export.validate.parity import compare_runner
@@ -63,7 +63,7 @@ def compiled(root: Path, loaded: LoadedTransformer, bucket: Bucket) -> None:
         path="", model="mod", bucket=bucket, dtype="float32", target=None, k_by_layer=loaded.k_by_layer(bucket.seq)
     )
     module = loaded.module()
-    job = Job(root=root, graph=graph, weights=WEIGHTS, program=lambda: captured_module(module, bucket, "").program)
+    job = EngineJob(root=root, graph=graph, program=lambda: captured_module(module, bucket, "").program)
     Inductor().build(job, Variant(dtype="float32"), root / engine_of(bucket).path, CONFIG)
 
 
@@ -72,12 +72,6 @@ def engine_of(bucket: Bucket, weights: str = WEIGHTS) -> Engine:
         target="inductor", model="mod", bucket=bucket, dtype="float32", path=f"engines/{bucket.name}.pt2",
         weights=weights,
     )  # fmt: skip
-
-
-@pytest.fixture
-def runner(root: Path) -> Iterator[InductorRunner]:
-    with Inductor().load(root, engine_of(BUCKETS[0]), CONFIG, 1) as runner:
-        yield runner
 
 
 def feeds(bucket: Bucket) -> dict[str, np.ndarray]:
@@ -98,37 +92,32 @@ def test_every_bucket_equals_the_eager_model(bucket: Bucket, root: Path, loaded:
     assert row.routing.routed > 0
 
 
-def test_packages_hold_code_and_share_the_weights(root: Path, loaded: LoadedTransformer) -> None:
+def test_a_package_holds_code_and_nothing_of_the_machine_it_was_built_on(root: Path) -> None:
     with zipfile.ZipFile(root / engine_of(BUCKETS[0]).path) as package:
-        names = package.namelist()
-    assert not any("weights" in name or "constants" in name for name in names)
-    # Other weights in the same file, other logits from the same package.
+        files = {name: package.read(name) for name in package.namelist()}
+    assert not any("weights" in name or "constants" in name for name in files)
+    kernels = [content.decode() for name, content in files.items() if name.endswith(".cpp")]
+    assert any("#pragma omp parallel" in kernel for kernel in kernels)
+    assert not any("num_threads(" in kernel for kernel in kernels)
+    # The compiler's own command line may name the environment that it ran in.
+    for source in (mod_export, mod_models):
+        folder = str(Path(source.__file__ or "").parent).encode()
+        assert [name for name, content in files.items() if folder in content] == []
+
+
+def test_weights_are_those_of_the_file_or_given_in_their_place(root: Path, loaded: LoadedTransformer) -> None:
     bucket = BUCKETS[0]
     state = {name: tensor * 2 for name, tensor in state_of(loaded.module()).items()}
     write_weights(root / "graphs/other.data", state, "float32")
-    with (
-        Inductor().load(root, engine_of(bucket), CONFIG, 1) as one,
-        Inductor().load(root, engine_of(bucket, "graphs/other.data"), CONFIG, 1) as two,
-    ):
-        assert not np.array_equal(one.run(feeds(bucket))["logits"], two.run(feeds(bucket))["logits"])
-
-
-def test_other_weights_take_the_place_of_those_in_the_file(root: Path, loaded: LoadedTransformer) -> None:
-    bucket = BUCKETS[0]
     zeros = {"embedding.weight": np.zeros(tuple(loaded.weights["embedding.weight"].shape), np.float32)}
     with (
         Inductor().load(root, engine_of(bucket), CONFIG, 1) as own,
+        Inductor().load(root, engine_of(bucket, "graphs/other.data"), CONFIG, 1) as other,
         Inductor().load(root, engine_of(bucket), CONFIG, 1, zeros) as silenced,
     ):
-        assert np.ptp(silenced.run(feeds(bucket))["logits"]) == 0
-        assert np.ptp(own.run(feeds(bucket))["logits"]) > 0
-
-
-def test_kernels_take_the_threads_of_whoever_runs_them(root: Path) -> None:
-    with zipfile.ZipFile(root / engine_of(BUCKETS[0]).path) as package:
-        kernels = [package.read(name).decode() for name in package.namelist() if name.endswith(".cpp")]
-    assert any("#pragma omp parallel" in kernel for kernel in kernels)
-    assert not any("num_threads(" in kernel for kernel in kernels)
+        found, different, zero = (one.run(feeds(bucket))["logits"] for one in (own, other, silenced))
+        assert not np.array_equal(found, different)
+        assert np.ptp(found) > np.ptp(zero) == 0
 
 
 @pytest.mark.slow
@@ -139,22 +128,17 @@ def test_an_engine_takes_the_threads_that_it_is_loaded_with(root: Path, threads:
         assert runner.threads == torch.get_num_threads() == threads
 
 
-def test_a_runner_knows_its_inputs_and_outputs(runner: InductorRunner) -> None:
-    assert runner.inputs == ("input_ids", "lengths")
-    assert runner.outputs == ("logits", "routed_0")
-    assert runner.providers == ("AOTInductor CPU",)
-    found = runner.run(feeds(BUCKETS[0]), ["routed_0"])
+def test_a_runner_knows_its_inputs_and_outputs(root: Path) -> None:
+    with Inductor().load(root, engine_of(BUCKETS[0]), CONFIG, 1) as runner:
+        assert runner.inputs == ("input_ids", "lengths")
+        assert runner.outputs == ("logits", "routed_0")
+        assert runner.providers == ("AOTInductor CPU",)
+        found = runner.run(feeds(BUCKETS[0]), ["routed_0"])
+        message = r"inductor engines/b1s32\.pt2: input input_ids is int64 \[2, 24\], expected int64 \[1, 32\]"
+        with pytest.raises(EngineError, match=message):
+            runner.run(feeds(BUCKETS[1]))
     assert list(found) == ["routed_0"]
     assert (found["routed_0"].dtype, found["routed_0"].shape) == (np.int64, (1, 8))
-
-
-def test_wrong_feeds_and_outputs_are_refused(runner: InductorRunner) -> None:
-    with pytest.raises(EngineError, match=r"inductor engines/b1s32\.pt2: got inputs \['input_ids'\], the engine has"):
-        runner.run({"input_ids": feeds(BUCKETS[0])["input_ids"]})
-    with pytest.raises(EngineError, match=r"input input_ids is int64 \[2, 24\], expected int64 \[1, 32\]"):
-        runner.run(feeds(BUCKETS[1]))
-    with pytest.raises(EngineError, match=r"no output routed_1; the engine has logits, routed_0"):
-        runner.run(feeds(BUCKETS[0]), ["routed_1"])
 
 
 def test_weights_that_are_missing_are_named(root: Path, loaded: LoadedTransformer) -> None:
@@ -195,7 +179,7 @@ def test_a_model_that_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.Mon
     bucket = Bucket(1, 4)
     graph = Graph(path="", model="dense", bucket=bucket, dtype="float32", target=None, k_by_layer={})
     program = captured_module(Doubles(), bucket, "dense").program
-    job = Job(root=tmp_path, graph=graph, weights="", program=lambda: program)
+    job = EngineJob(root=tmp_path, graph=graph, program=lambda: program)
     with (
         torch._inductor.config.patch({"cpp.cxx": (str(broken),)}),
         pytest.raises(EngineError, match=r"dense\.pt2: AOTInductor failed: "),
@@ -236,14 +220,6 @@ def test_a_profile_places_every_kernel(root: Path, capfd: pytest.CaptureFixture[
     assert sum(ms_by_part(profile, {}).values()) == pytest.approx(sum(kernel.ms for kernel in profile.kernels))
 
 
-def test_a_package_names_no_files_of_the_machine_it_was_built_on(root: Path) -> None:
-    with zipfile.ZipFile(root / engine_of(BUCKETS[0]).path) as package:
-        for name in package.namelist():
-            for source in (mod_export, mod_models):
-                # The compiler's own command line may name the environment that it ran in.
-                assert str(Path(source.__file__ or "").parent).encode() not in package.read(name), name
-
-
 def marked(*names: str) -> Callable[[], None]:
     """Something that leaves these marks in torch's profile."""
 
@@ -255,25 +231,22 @@ def marked(*names: str) -> Callable[[], None]:
     return run
 
 
-def test_calls_are_matched_by_their_order() -> None:
-    names = ("aoti_torch_cpu_mm_out", "graph_0_cpp_fused_add_0", "aoti_torch_cpu_mm_out")
-    calls = (("aoti_torch_cpu_mm_out", ("a",)), ("cpp_fused_add_0", ("n",)), ("aoti_torch_cpu_mm_out", ("b",)))
-    kernels = kernels_of_calls(marked(*names), 2, calls, "test")
-    assert [(kernel.name, kernel.weights) for kernel in kernels] == list(calls)
+MARKS = ("aoti_torch_cpu_mm_out", "graph_0_cpp_fused_add_0", "aoti_torch_cpu_mm_out")
+CALLS = (("aoti_torch_cpu_mm_out", ("a",)), ("cpp_fused_add_0", ("n",)), ("aoti_torch_cpu_mm_out", ("b",)))
 
 
-def test_without_the_same_calls_no_weights_are_known() -> None:
-    names = ("aoti_torch_cpu_mm_out", "graph_0_cpp_fused_add_0", "aoti_torch_cpu_mm_out")
-    kernels = kernels_of_calls(marked(*names), 2, (("aoti_torch_cpu_mm_out", ("a",)),), "test")
-    assert [(kernel.name, kernel.weights) for kernel in kernels] == [
-        ("aoti_torch_cpu_mm_out", ()), ("cpp_fused_add_0", ()),
-    ]  # fmt: skip
-    assert isinstance(kernels[0], Kernel)
-
-
-@pytest.mark.parametrize("names", [(), ("something_else",)])
-def test_a_package_without_marks_shows_nothing(names: tuple[str, ...]) -> None:
-    assert kernels_of_calls(marked(*names), 2, (), "test") == ()
+@pytest.mark.parametrize(
+    ("marks", "calls", "found"),
+    [
+        (MARKS, CALLS, CALLS),
+        (MARKS, CALLS[:1], (("aoti_torch_cpu_mm_out", ()), ("cpp_fused_add_0", ()))),
+        (("something_else",), (), ()),
+    ],
+    ids=["by their order", "other calls: no weights are known", "a package without marks"],
+)
+def test_calls_are_matched(marks: tuple[str, ...], calls: tuple[inductor.Call, ...], found: tuple) -> None:
+    kernels = kernels_of_calls(marked(*marks), 2, calls, "test")
+    assert tuple((kernel.name, kernel.weights) for kernel in kernels) == found
 
 
 def test_runs_that_differ_are_refused() -> None:

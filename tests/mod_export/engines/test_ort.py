@@ -1,35 +1,40 @@
+"""Engines of ONNX Runtime: what they are, what they refuse, and what their profiles are summed up to."""
+
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import psutil
 import pytest
 import torch
+from graph_folders import job_of
 
+from mod_export.benchmark.latency import timing_feeds
 from mod_export.config import BuildConfig
-from mod_export.engines.ort import OrtCpu, OrtCuda
+from mod_export.engines.ort import OrtCpu, OrtCuda, kernels_from_trace
 from mod_export.engines.ort_session import CPU, session_from_onnx
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.stages.engines import Job
-from mod_export.types import Bucket, Engine, Graph, Variant
+from mod_export.types import Bucket, Engine, Graph, Kernel, ModelKind, Variant
 
 BUCKET = Bucket(1, 64)
-ON_CPU = "engines/ort-cpu/mod-b1s64-float32.onnx"
 WEIGHTS = "graphs/weights-float32.data"
+NO_GPU = not torch.cuda.is_available() and not Path("/proc/driver/nvidia/version").exists()
 
 
-def engine(target: str, path: str = ON_CPU) -> Engine:
-    return Engine(target=target, model="mod", bucket=BUCKET, dtype="float32", path=path, weights=WEIGHTS)
+def engine(target: str, model: ModelKind = "mod") -> Engine:
+    path = f"engines/ort-cpu/{model}-b1s64-float32.onnx"
+    return Engine(target=target, model=model, bucket=BUCKET, dtype="float32", path=path, weights=WEIGHTS)
 
 
-def job(root: Path) -> Job:
-    graph = Graph(
-        path="graphs/mod-b1s64.onnx", model="mod", bucket=BUCKET, dtype="float32", target=None, k_by_layer={1: 8, 3: 8}
-    )
-    return Job(root=root, graph=graph, weights=WEIGHTS, program=lambda: pytest.fail("an ONNX engine needs no program"))
+def build(root: Path, destination: Path, config: BuildConfig) -> None:
+    path, k_by_layer = "graphs/mod-b1s64.onnx", {1: 8, 3: 8}
+    graph = Graph(path=path, model="mod", bucket=BUCKET, dtype="float32", target=None, k_by_layer=k_by_layer)
+    OrtCpu().build(job_of(root, graph), Variant(dtype="float32"), destination, config)
 
 
 def feeds() -> dict[str, np.ndarray]:
@@ -37,31 +42,24 @@ def feeds() -> dict[str, np.ndarray]:
 
 
 def test_an_engine_is_the_graph_proven_to_load(built: Path, config: BuildConfig, tmp_path: Path) -> None:
-    OrtCpu().build(job(built), Variant(dtype="float32"), tmp_path / "engine.onnx", config)
+    build(built, tmp_path / "engine.onnx", config)
     assert (tmp_path / "engine.onnx").read_bytes() == (built / "graphs/mod-b1s64.onnx").read_bytes()
 
 
-def test_a_runner_finds_its_weights_in_another_folder(built: Path, config: BuildConfig) -> None:
-    with OrtCpu().load(built, engine("ort-cpu"), config, 1) as runner:
-        assert runner.inputs == ("input_ids", "lengths")
-        assert runner.outputs == ("logits", "routed_1", "routed_3")
-        assert runner.providers == (CPU,)
-        assert runner.threads == 1
-        found = runner.run(feeds())
-        assert {name: array.shape for name, array in found.items()} == {
-            "logits": (1, 64, 256),
-            "routed_1": (1, 8),
-            "routed_3": (1, 8),
-        }
-        assert list(runner.run(feeds(), ["routed_3"])) == ["routed_3"]
+def test_a_graph_without_its_weights_is_refused(built_copy: Path, config: BuildConfig, tmp_path: Path) -> None:
+    (built_copy / WEIGHTS).unlink()
+    with pytest.raises(EngineError, match=r"^mod-b1s64\.onnx: ONNX Runtime refuses this graph: "):
+        build(built_copy, tmp_path / "engine.onnx", config)
+    assert not (tmp_path / "engine.onnx").exists()
 
 
 def test_other_weights_take_the_place_of_those_in_the_file(built: Path, config: BuildConfig) -> None:
-    zeros = {name: np.zeros((256, 32), np.float32) for name in ("embedding.weight",)}
+    zeros = {"embedding.weight": np.zeros((256, 32), np.float32)}
     with (
         OrtCpu().load(built, engine("ort-cpu"), config, 1) as own,
         OrtCpu().load(built, engine("ort-cpu"), config, 1, zeros) as silenced,
     ):
+        assert own.outputs == ("logits", "routed_1", "routed_3")
         assert np.ptp(own.run(feeds())["logits"]) > 0
         assert np.ptp(silenced.run(feeds())["logits"]) == 0
         # And of nobody else's.
@@ -71,12 +69,9 @@ def test_other_weights_take_the_place_of_those_in_the_file(built: Path, config: 
 @pytest.mark.parametrize(
     ("weights", "reason"),
     [
-        (
-            {"layers.9.weight": np.zeros(3, np.float32)},
-            r"Failed to find existing initializer with name layers\.9\.weight",
-        ),
-        ({"embedding.weight": np.zeros((256, 31), np.float32)}, "."),
-        ({"embedding.weight": np.zeros((256, 32), np.float16)}, "."),
+        ({"layers.9.weight": np.zeros(3, np.float32)}, "Failed to find existing initializer with name layers.9.weight"),
+        ({"embedding.weight": np.zeros((256, 31), np.float32)}, ""),
+        ({"embedding.weight": np.zeros((256, 32), np.float16)}, ""),
     ],
 )
 def test_weights_that_are_not_the_engines_are_refused(
@@ -95,54 +90,28 @@ def test_an_engine_takes_the_threads_that_it_is_loaded_with(built: Path, config:
             assert psutil.Process().num_threads() == before + 4
 
 
-def test_a_damaged_graph_is_refused(built_copy: Path, config: BuildConfig) -> None:
-    path = built_copy / ON_CPU
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(EngineError, match=r"^mod-b1s64-float32\.onnx: ONNX Runtime refuses this graph: "):
-        OrtCpu().load(built_copy, engine("ort-cpu"), config, 1)
-
-
-def test_a_graph_without_its_weights_is_refused(built_copy: Path, config: BuildConfig, tmp_path: Path) -> None:
-    (built_copy / WEIGHTS).unlink()
-    with pytest.raises(EngineError, match=r"^mod-b1s64\.onnx: ONNX Runtime refuses this graph: "):
-        OrtCpu().build(job(built_copy), Variant(dtype="float32"), tmp_path / "engine.onnx", config)
-    assert not (tmp_path / "engine.onnx").exists()
-
-
-def test_an_operator_without_a_kernel_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_graph_for_it(tmp_path: Path) -> None:
     domains = '["" : 23, "com.vendor" : 1]'
     text = f"<ir_version: 10, opset_import: {domains}> g (float[1] x) => (float[1] y) {{ y = com.vendor.F(x) }}"
     onnx.save(onnx.parser.parse_model(text), tmp_path / "foreign.onnx")
-    with pytest.raises(EngineError, match=r"^foreign\.onnx: ONNX Runtime refuses this graph: .*com\.vendor"):
-        session_from_onnx(tmp_path / "foreign.onnx", tmp_path, [CPU], 1, {})
-
-
-def test_no_graph_at_all(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"^absent\.onnx: ONNX Runtime refuses this graph: .*File doesn't exist"):
-        session_from_onnx(tmp_path / "absent.onnx", tmp_path, [CPU], 1)
-    with pytest.raises(EngineError, match=r"^a graph in memory: ONNX Runtime refuses this graph: "):
-        session_from_onnx(b"no graph", tmp_path, [CPU], 1)
-
-
-def test_cuda_is_not_claimed_without_a_gpu() -> None:
-    found = OrtCuda().availability()
-    assert found.reason
-    if not torch.cuda.is_available() and not Path("/proc/driver/nvidia/version").exists():
-        assert (found.builds, found.runs) == (False, False)
-        assert "GPU" in found.reason or "onnxruntime-gpu" in found.reason
-
-
-@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="there is a GPU")
-def test_cuda_refuses_to_run_on_the_cpu_instead(built: Path, config: BuildConfig) -> None:
-    with pytest.raises(
-        TargetError,
-        match=r"^ort-cuda: (no CUDA session on this machine|the session runs on CPUEx|this onnxruntime has no)",
+    refused = "ONNX Runtime refuses this graph: "
+    for graph, message in (
+        (tmp_path / "foreign.onnx", rf"^foreign\.onnx: {refused}.*com\.vendor"),
+        (tmp_path / "absent.onnx", rf"^absent\.onnx: {refused}.*File doesn't exist"),
+        (b"no graph", f"^a graph in memory: {refused}"),
     ):
+        with pytest.raises(EngineError, match=message):
+            session_from_onnx(graph, tmp_path, [CPU], 1, {})
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
+def test_cuda_is_not_claimed_and_the_cpu_not_taken_for_it(built: Path, config: BuildConfig) -> None:
+    found = OrtCuda().availability()
+    assert (found.builds, found.runs) == (False, False)
+    assert "GPU" in found.reason or "onnxruntime-gpu" in found.reason
+    message = r"^ort-cuda: (no CUDA session on this machine|the session runs on CPUEx|this onnxruntime has no)"
+    with pytest.raises(TargetError, match=message):
         OrtCuda().load(built, engine("ort-cuda"), config, 1)
-
-
-def test_the_installed_runtime_is_named() -> None:
-    assert OrtCpu().availability().reason == f"onnxruntime {package_version('onnxruntime')}"
 
 
 def test_a_runtime_without_cuda(monkeypatch: pytest.MonkeyPatch, built: Path, config: BuildConfig) -> None:
@@ -152,3 +121,57 @@ def test_a_runtime_without_cuda(monkeypatch: pytest.MonkeyPatch, built: Path, co
     assert found.reason == "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
     with pytest.raises(TargetError, match=rf"^ort-cuda: {found.reason}$"):
         OrtCuda().load(built, engine("ort-cuda"), config, 1)
+
+
+def test_the_installed_runtime_is_named() -> None:
+    assert OrtCpu().availability().reason == f"onnxruntime {package_version('onnxruntime')}"
+
+
+def event(name: str, ts: int, dur: int, op_name: str | None = None) -> dict[str, Any]:
+    category = "Session" if op_name is None else "Node"
+    return {"cat": category, "name": name, "ts": ts, "dur": dur, "args": {"op_name": op_name} if op_name else {}}
+
+
+EVENTS = [
+    event("model_loading_uri", 0, 5),
+    # The run that does not count.
+    event("model_run", 10, 100),
+    event("a_kernel_time", 11, 90_000, "MatMul"),
+    # Three that do; the file has the runs after their kernels.
+    event("b_kernel_time", 210, 400, "Add"),
+    event("a_kernel_time", 201, 1000, "MatMul"),
+    event("a_fence_before", 201, 7, "MatMul"),
+    event("model_run", 200, 100),
+    event("a_kernel_time", 301, 3000, "MatMul"),
+    event("b_kernel_time", 310, 250, "Add"),
+    event("model_run", 300, 100),
+    event("a_kernel_time", 401, 2000, "MatMul"),
+    event("b_kernel_time", 410, 300, "Add"),
+    event("b_kernel_time", 420, 300, "Add"),
+    event("model_run", 400, 100),
+]
+
+
+def test_a_profile_is_the_fastest_of_the_runs_that_count(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(EVENTS), encoding="utf-8")
+    assert kernels_from_trace(path, 3) == (
+        Kernel(name="a", operator="MatMul", ms=1.0),
+        Kernel(name="b", operator="Add", ms=0.25),
+    )
+    with pytest.raises(EngineError, match=r"profile\.json: ONNX Runtime's profile holds 4 runs, expected 5"):
+        kernels_from_trace(path, 5)
+    path.write_text("[{", encoding="utf-8")
+    with pytest.raises(EngineError, match=r"profile\.json: ONNX Runtime's profile is damaged \(.*\); measure again"):
+        kernels_from_trace(path, 1)
+
+
+def test_a_real_engine_is_profiled(built: Path, config: BuildConfig) -> None:
+    profile = OrtCpu().profile(built, engine("ort-cpu", "dense"), config, 1, timing_feeds(BUCKET, 256, 0), 2)
+    assert profile.runs == 2
+    assert profile.profiler.startswith("ONNX Runtime 1.")
+    operators = [kernel.operator for kernel in profile.kernels]
+    assert operators.count("Attention") == 4
+    assert operators.count("RMSNormalization") == 9
+    assert all(kernel.ms >= 0 for kernel in profile.kernels)
+    assert sum(kernel.ms for kernel in profile.kernels) > 0

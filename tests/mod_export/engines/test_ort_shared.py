@@ -51,11 +51,17 @@ def feeds(bucket: Bucket, seed: int = 0) -> dict[str, np.ndarray]:
     return {"input_ids": ids_BS, "lengths": np.arange(bucket.batch) + bucket.seq // 2}
 
 
-def test_it_is_what_ort_cpu_runs(built: Path, engine: Engine, config: BuildConfig) -> None:
-    with OrtCpu().load(built, engine, config, 1) as runner:
-        assert isinstance(runner, SharedRunner)
-        assert runner.providers == (CPU,)
-        assert runner.threads == config.latency.threads
+def test_it_is_what_ort_cpu_runs_where_the_library_is(
+    built: Path, engine: Engine, config: BuildConfig, api: OrtC, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnxruntime
+
+    assert api.version == onnxruntime.__version__
+    for library, kind in ((api, SharedRunner), (None, OrtRunner)):
+        monkeypatch.setattr("mod_export.engines.ort.ort_c", lambda library=library: library)
+        with OrtCpu().load(built, engine, config, 1) as runner:
+            assert isinstance(runner, kind)
+            assert (runner.providers, runner.threads) == ((CPU,), 1)
 
 
 def test_outputs_are_those_of_a_session_of_its_own(runner: SharedRunner, built: Path, engine: Engine) -> None:
@@ -71,16 +77,13 @@ def test_outputs_are_those_of_a_session_of_its_own(runner: SharedRunner, built: 
                 np.testing.assert_array_equal(found[name], expected[name])
 
 
-def test_a_graph_that_is_none(api: OrtC, built: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.onnx").write_bytes(b"no graph")
-    with pytest.raises(EngineError, match=r"bad\.onnx: ONNX Runtime refuses this graph: .*Protobuf parsing failed"):
-        shared_runner(api, tmp_path / "bad.onnx", built / "graphs/weights-float32.data", "bad", 1)
-
-
-def test_weights_that_are_none(api: OrtC, built: Path, engine: Engine, tmp_path: Path) -> None:
-    (tmp_path / "bad.data").write_bytes(b"no weights, but longer than a header's length")
-    with pytest.raises(EngineError, match=r"bad\.data: not a weights file, or damaged"):
-        shared_runner(api, built / engine.path, tmp_path / "bad.data", "bad", 1)
+def test_a_graph_or_weights_that_are_none(api: OrtC, built: Path, engine: Engine, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.write_bytes(b"nothing, but longer than a header's length")
+    with pytest.raises(EngineError, match=r"bad: ONNX Runtime refuses this graph: .*Protobuf parsing failed"):
+        shared_runner(api, bad, built / str(engine.weights), "bad", 1)
+    with pytest.raises(EngineError, match="bad: not a weights file, or damaged"):
+        shared_runner(api, built / engine.path, bad, "bad", 1)
 
 
 def test_weights_are_released_with_the_last_session(api: OrtC, built: Path, engine: Engine) -> None:
@@ -99,20 +102,6 @@ def test_weights_are_released_with_the_last_session(api: OrtC, built: Path, engi
     del first, second
     gc.collect()
     assert len(ort_shared._weights_in_use) == before
-
-
-def test_the_library_is_that_of_the_installed_wheel(api: OrtC) -> None:
-    import onnxruntime
-
-    assert api.version == onnxruntime.__version__
-
-
-def test_without_the_library_sessions_are_pythons(
-    built: Path, engine: Engine, config: BuildConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mod_export.engines.ort.ort_c", lambda: None)
-    with OrtCpu().load(built, engine, config, 1) as runner:
-        assert isinstance(runner, OrtRunner)
 
 
 MEMORY = """

@@ -9,17 +9,18 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from graph_folders import Job, write_graph
+from graph_folders import job_of, write_graph
 from observing import observed
 from small_graphs import make_model, make_spec, parsed
 from step_graphs import prefill_graph, step_graph
 
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import protocol, trt
+from mod_export.engines.protocol import EngineJob
 from mod_export.engines.trt import TensorRT, TensorRTRTX, runner_from_engine
 from mod_export.errors import EngineError, GraphError, TargetError
 from mod_export.export.dialect import check_dialect
-from mod_export.export.passes import run_passes
+from mod_export.export.passes import PORTABLE, run_passes
 from mod_export.types import FLOAT_DTYPES, Bucket, DType, Engine, Graph, Variant
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -55,10 +56,8 @@ def with_architectures(*names: str) -> BuildConfig:
 @pytest.mark.parametrize(("kind", "dtype"), [("mod", "float32"), ("dense", "float16"), ("mod", "bfloat16")])
 def test_builds_ahead_of_time(tmp_path: Path, kind: str, dtype: DType) -> None:
     spec = make_spec() if kind == "mod" else make_spec().dense()
-    job = write_graph(tmp_path, spec, BUCKET, RTX.dialect, dtype)
-    destination = tmp_path / "plan.engine"
-    RTX.build(job, Variant(dtype=dtype, arch="sm89"), destination, CONFIG)
-    assert destination.stat().st_size > 100_000
+    build(write_graph(tmp_path, spec, BUCKET, RTX.dialect, dtype), dtype, tmp_path / "plan.engine")
+    assert (tmp_path / "plan.engine").stat().st_size > 100_000
 
 
 @needs_rtx
@@ -67,47 +66,52 @@ def test_builds_for_every_architecture_that_it_names_and_each_differs(tmp_path: 
     job = write_graph(tmp_path, make_spec(), BUCKET, RTX.dialect, "float16")
     plans = set()
     for arch in trt._probe("tensorrt_rtx")["architectures"]:
-        if RTX.check(with_architectures(arch), "mod", BUCKET):
+        if RTX.problems(with_architectures(arch)):
             with pytest.raises(EngineError, match=r"Turing \(SM75\): FP32 GEMM is not supported"):
-                RTX.build(job, Variant(dtype="float16", arch=arch), tmp_path / arch, CONFIG)
+                build(job, "float16", tmp_path / arch, arch)
         else:
-            RTX.build(job, Variant(dtype="float16", arch=arch), tmp_path / arch, CONFIG)
+            build(job, "float16", tmp_path / arch, arch)
             plans.add((tmp_path / arch).read_bytes())
     assert len(plans) >= 3
 
 
-def build_graph(folder: Path, model: ir.Model, dtype: DType) -> Path:
-    """Rewrites a graph of a model that writes text for TensorRT-RTX, and builds its plan."""
-    run_passes(model, RTX.dialect, dtype)
-    check_dialect(model, RTX.dialect, dtype)
-    return build_plan(folder, model, dtype)
+def build(job: EngineJob, dtype: DType, destination: Path, arch: str = "sm89") -> None:
+    RTX.build(job, Variant(dtype=dtype, arch=arch), destination, CONFIG)
 
 
-def build_plan(folder: Path, model: ir.Model, dtype: DType) -> Path:
+def build_plan(folder: Path, model: ir.Model, dtype: DType) -> int:
+    """Bytes of the plan of this graph."""
     (folder / "graph.onnx").write_bytes(ir.to_proto(model).SerializeToString())
     graph = Graph(path="graph.onnx", model="mod", bucket=BUCKET, dtype=dtype, target=None, k_by_layer={})
-    RTX.build(Job(folder, graph, ""), Variant(dtype=dtype, arch="sm89"), folder / "plan.engine", CONFIG)
-    return folder / "plan.engine"
+    build(job_of(folder, graph), dtype, folder / "plan.engine")
+    return (folder / "plan.engine").stat().st_size
+
+
+GRAPHS = {
+    "a step that skips": lambda: step_graph("predictor", 4, "fair"),
+    # Without a condition nothing but the wait for the logits keeps the writes behind the reads.
+    "a step without conditions": lambda: step_graph("predictor", skip=False),
+    "a prompt": lambda: prefill_graph("predictor"),
+}
 
 
 @needs_rtx
 @pytest.mark.parametrize(
-    "dtype",
-    ["bfloat16", pytest.param("float32", marks=pytest.mark.slow), pytest.param("float16", marks=pytest.mark.slow)],
+    ("kind", "dtype"),
+    [
+        ("a step that skips", "bfloat16"),
+        pytest.param("a step that skips", "float32", marks=pytest.mark.slow),
+        pytest.param("a step that skips", "float16", marks=pytest.mark.slow),
+        ("a step without conditions", "float16"),
+        pytest.param("a prompt", "float32", marks=pytest.mark.slow),
+    ],
 )
-def test_builds_steps_that_skip_and_write_their_own_cache(tmp_path: Path, dtype: DType) -> None:
-    model = step_graph("predictor", 4, "fair")
-    plan = build_graph(tmp_path, model, dtype)
-    assert {node.op_type for node in model.graph} >= {"If", "TensorScatter"}
-    assert plan.stat().st_size > 100_000
-
-
-@needs_rtx
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_builds_steps_without_conditions_and_prompts(tmp_path: Path, dtype: DType) -> None:
-    """Without a condition nothing but the wait for the logits keeps the writes behind the reads."""
-    for model in (step_graph("predictor", skip=False), prefill_graph("predictor")):
-        assert build_graph(tmp_path, model, dtype).stat().st_size > 100_000
+def test_builds_the_graphs_of_models_that_write_text(tmp_path: Path, kind: str, dtype: DType) -> None:
+    model = GRAPHS[kind]()
+    run_passes(model, RTX.dialect, dtype)
+    check_dialect(model, RTX.dialect, dtype)
+    assert build_plan(tmp_path, model, dtype) > 100_000
+    assert ({node.op_type for node in model.graph} >= {"If", "TensorScatter"}) == (kind == "a step that skips")
 
 
 IN_PLACE = "g (bool f, float[1,2,9,4] c, float[1,2,1,4] u, int64[1] i) => (float[1,2,9,4] y)"
@@ -152,7 +156,7 @@ def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
     module, bucket = make_model(spec), Bucket(1, 40_960)
     for dtype in FLOAT_DTYPES:
         job = write_graph(tmp_path, spec, bucket, RTX.dialect, dtype)
-        RTX.build(job, Variant(dtype=dtype, arch="sm89"), tmp_path / dtype, CONFIG)
+        build(job, dtype, tmp_path / dtype)
         # A mask of 5,120 x 5,120 stored in the plan would alone be 26 MB.
         assert (tmp_path / dtype).stat().st_size < 20_000_000
     job = write_graph(tmp_path, spec, bucket, RTX.dialect, "float32")
@@ -167,46 +171,37 @@ def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits[0, :40_001], reference[0, :40_001].numpy(), atol=1e-5)
 
 
-def portable(folder: Path) -> Job:
+@pytest.fixture
+def portable(tmp_path: Path) -> EngineJob:
     """A graph without the passes of TensorRT's dialect."""
-    from mod_export.export.passes import PORTABLE
-
-    return write_graph(folder, make_spec(), BUCKET, PORTABLE, "float32")
+    return write_graph(tmp_path, make_spec(), BUCKET, PORTABLE, "float32")
 
 
 @needs_rtx
-def test_a_graph_that_the_builder_refuses_is_named_with_the_vendors_reason(tmp_path: Path) -> None:
-    """Why attention is decomposed in float32."""
+def test_a_graph_that_is_refused_is_named_with_the_vendors_reason(tmp_path: Path, portable: EngineJob) -> None:
+    """By the builder, which is why attention is decomposed in float32, and by the parser: why scatters are plain."""
     message = (
         r"^graphs/mod-b2s16\.float32\.onnx: TensorRT-RTX cannot build it: IBuilder::buildSerializedNetwork: Error"
         r".*Attention operation was not supported by a dedicated kernel"
     )
     with pytest.raises(EngineError, match=message):
-        RTX.build(portable(tmp_path), Variant(dtype="float32", arch="sm89"), tmp_path / "plan.engine", CONFIG)
+        build(portable, "float32", tmp_path / "plan.engine")
     assert not (tmp_path / "plan.engine").exists()
-
-
-@needs_rtx
-def test_a_graph_that_the_parser_refuses_is_named_with_the_vendors_reason(tmp_path: Path) -> None:
-    """Why scatters are plain."""
-    job = portable(tmp_path)
-    model = ir.load(tmp_path / job.graph.path)
+    model = ir.load(tmp_path / portable.graph.path)
     run_passes(model, RTX.dialect, "float32")
-    next(node for node in model.graph if node.op_type == "ScatterND").attributes["reduction"] = ir.AttrString(
-        "reduction", "add"
-    )
-    (tmp_path / job.graph.path).write_bytes(ir.to_proto(model).SerializeToString())
+    scatter = next(node for node in model.graph if node.op_type == "ScatterND")
+    scatter.attributes["reduction"] = ir.AttrString("reduction", "add")
+    (tmp_path / portable.graph.path).write_bytes(ir.to_proto(model).SerializeToString())
     with pytest.raises(EngineError, match=r"cannot build it: In node \d+ with name: \S+ and operator: ScatterND"):
-        RTX.build(job, Variant(dtype="float32", arch="sm89"), tmp_path / "plan.engine", CONFIG)
+        build(portable, "float32", tmp_path / "plan.engine")
 
 
-def test_weights_behind_a_link_are_refused_before_the_parser_follows_it(tmp_path: Path) -> None:
-    job = portable(tmp_path)
-    weights = tmp_path / job.weights
+def test_weights_behind_a_link_are_refused_before_the_parser_follows_it(tmp_path: Path, portable: EngineJob) -> None:
+    weights = tmp_path / "graphs/weights-float32.data"
     weights.rename(tmp_path / "elsewhere")
     weights.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(GraphError, match=r"lies in weights-float32\.data, which is a link or no regular file"):
-        RTX.build(job, Variant(dtype="float32", arch="sm89"), tmp_path / "plan.engine", CONFIG)
+        build(portable, "float32", tmp_path / "plan.engine")
 
 
 def crashing_library(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,30 +219,29 @@ def crashing_library(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -
     ids=["killed", "ends early"],
 )
 def test_a_builder_that_dies_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, portable: EngineJob, body: str, message: str
 ) -> None:
     crashing_library(tmp_path, body, monkeypatch)
     monkeypatch.setattr(TensorRTRTX, "library", "crashing")
     with pytest.raises(EngineError, match=message):
-        RTX.build(portable(tmp_path), Variant(dtype="float32", arch="sm89"), tmp_path / "plan.engine", CONFIG)
+        build(portable, "float32", tmp_path / "plan.engine")
 
 
-def test_a_probe_that_dies_makes_the_target_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crashing_library(tmp_path, "import os\nos._exit(7)", monkeypatch)
-    probed = trt._probe.__wrapped__("crashing")
-    assert probed["build_problem"] == "the probe of crashing failed: crashing: the probe process died (exit 7): "
-
-
-def test_a_probe_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crashing_library(tmp_path, "import time\ntime.sleep(60)", monkeypatch)
-    monkeypatch.setattr(trt, "PROBE_SECONDS", 2)
-    assert "timed out after 2 seconds" in trt._probe.__wrapped__("crashing")["run_problem"]
-
-
-def test_a_library_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    assert trt._probe.__wrapped__("no_such_library")["build_problem"] == (
-        "no_such_library cannot be loaded: No module named 'no_such_library'"
-    )
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("import os\nos._exit(7)", "the probe of crashing failed: crashing: the probe process died (exit 7): "),
+        ("import time\ntime.sleep(60)", "timed out after 2 seconds"),
+        ("import no_such_library", "crashing cannot be loaded: No module named 'no_such_library'"),
+    ],
+    ids=["dies", "hangs", "cannot be loaded"],
+)
+def test_a_probe_that_fails_makes_the_target_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
+) -> None:
+    crashing_library(tmp_path, body, monkeypatch)
+    monkeypatch.setattr(trt, "PROBE_SECONDS", 2 if "sleep" in body else trt.PROBE_SECONDS)
+    assert problem in trt._probe.__wrapped__("crashing")["build_problem"]
 
 
 @needs_rtx
@@ -260,54 +254,33 @@ def test_rtx_builds_on_any_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "builds", "runs", "reason"),
+    ("target", "facts", "builds", "runs", "reason"),
     [
-        ({}, True, True, "TensorRT 10.14 on sm89"),
-        ({"devices": [], "run_problem": "no CUDA device"}, True, False, "TensorRT 10.14, no CUDA device"),
-        ({"build_problem": "no builder"}, False, False, "TensorRT 10.14, no builder"),
-        ({"version": "", "build_problem": "cannot be loaded"}, False, False, "cannot be loaded"),
+        (TensorRT(), {}, True, True, "TensorRT 10.14 on sm89"),
+        (TensorRT(), {"devices": [], "run_problem": "no CUDA device"}, True, False, "TensorRT 10.14, no CUDA device"),
+        (TensorRT(), {"build_problem": "no builder"}, False, False, "TensorRT 10.14, no builder"),
+        (TensorRT(), {"version": "", "build_problem": "cannot be loaded"}, False, False, "cannot be loaded"),
+        (RTX, {"devices": ["sm90"]}, True, False, "TensorRT-RTX 10.14, which has no kernels for this GPU (sm90)"),
     ],
 )
 def test_availability_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, facts: dict, builds: bool, runs: bool, reason: str
+    monkeypatch: pytest.MonkeyPatch, target: TensorRT | TensorRTRTX, facts: dict, builds: bool, runs: bool, reason: str
 ) -> None:
     monkeypatch.setattr(protocol, "package_version", lambda name: "1")
     found(monkeypatch, **facts)
-    available = TensorRT().availability()
+    available = target.availability()
     assert (available.builds, available.runs, available.reason) == (builds, runs, reason)
-
-
-def test_rtx_has_no_kernels_for_data_centre_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "package_version", lambda name: "1")
-    found(monkeypatch, devices=["sm90"])
-    available = RTX.availability()
-    assert (available.builds, available.runs) == (True, False)
-    assert available.reason == "TensorRT-RTX 10.14, which has no kernels for this GPU (sm90)"
 
 
 @needs_rtx
 def test_architectures_that_it_has_not_are_refused_before_anything_is_built() -> None:
-    assert RTX.check(with_architectures("sm89", "sm120"), "mod", BUCKET) == []
-    problems = RTX.check(with_architectures("sm90", "sm89", "sm75"), "mod", BUCKET)
+    assert RTX.problems(with_architectures("sm89", "sm120")) == []
+    problems = RTX.problems(with_architectures("sm90", "sm89", "sm75"))
     start = "target.tensorrt-rtx.architectures: TensorRT-RTX has no "
     assert [problem.removeprefix(start).partition("; it builds for sm80, ")[0] for problem in problems] == [
         "plans for sm90",
         "float32 matrix product on sm75, and routers are float32",
     ]
-
-
-def test_variants_follow_the_configuration() -> None:
-    assert [(v.dtype, v.arch) for v in RTX.variants(with_architectures("sm86", "sm89"))][:3] == [
-        ("float16", "sm86"),
-        ("float16", "sm89"),
-        ("bfloat16", "sm86"),
-    ]
-    assert [(v.dtype, v.arch) for v in TensorRT().variants(CONFIG)] == [
-        ("float16", None),
-        ("bfloat16", None),
-        ("float32", None),
-    ]
-    assert TensorRT().check(CONFIG, "mod", BUCKET) == []
 
 
 @pytest.mark.parametrize(
@@ -365,13 +338,13 @@ def test_runs_as_the_model_does(tmp_path: Path, builder: TensorRT | TensorRTRTX,
     builder.build(job, Variant(dtype=dtype, arch=arch), tmp_path / "e.engine", CONFIG)
     ids, lengths = torch.randint(0, 40, (2, 16)), torch.tensor([16, 5])
     with torch.no_grad():
-        reference, routed = module(ids, lengths)
+        reference, selections = observed(module, ids, lengths)
     with builder.load(tmp_path, engine_of("e.engine", arch, builder.name), CONFIG, 1) as runner:
         results = runner.run({"input_ids": ids.numpy(), "lengths": lengths.numpy()})
         again = runner.run({"input_ids": ids.numpy(), "lengths": lengths.numpy()}, ["logits"])
     assert again["logits"] is not results["logits"]
     np.testing.assert_array_equal(again["logits"], results["logits"])
-    np.testing.assert_array_equal(results["routed_1"], routed.numpy())
+    np.testing.assert_array_equal(results["routed_1"], selections[1].index_BK.numpy())
     scale = reference.abs().max().item()
     tolerance = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.08}[dtype] * scale
     for row, length in enumerate(lengths):

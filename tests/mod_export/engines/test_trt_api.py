@@ -213,11 +213,7 @@ def test_runs_with_buffers_of_its_own(libraries: Path, tmp_path: Path, version: 
     # The first results were read after the second run, so they are not views of one buffer.
     assert done["second"] == {"logits": [[25, 27, 29], [31, 33, 35]]}
     assert done["transposed"] == [[0, 2, 4], [1, 3, 5]]
-    assert done["errors"] == [
-        "EngineError: here: got inputs ['input_ids'], the engine has ['input_ids', 'lengths']",
-        "EngineError: here: got inputs ['input_ids', 'lengths', 'mask'], the engine has ['input_ids', 'lengths']",
-        "EngineError: here: no output hidden; the engine has logits, routed_0",
-    ]
+    assert done["error"] == "EngineError: here: input lengths is int32 [2], expected int64 [2]"
 
 
 @pytest.mark.parametrize(("version", "shares"), [(VERSIONS[0], False), (VERSIONS[1], True)])
@@ -242,7 +238,7 @@ def test_finds_the_cuda_runtime_of_pip(libraries: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "extra", "environment", "message"),
+    ("fault", "extra", "environment", "message"),
     [
         ("broken", ("cudart",), {}, "EngineError: here: not a usable engine for tensorrt here: said by the library"),
         ("no_runtime", ("cudart",), {}, "TargetError: here: tensorrt has no runtime here: pybind11::init(): factory"),
@@ -255,7 +251,7 @@ def test_finds_the_cuda_runtime_of_pip(libraries: Path, tmp_path: Path) -> None:
     ids=["broken file", "no runtime", "no context", "not started", "no CUDA runtime", "no memory", "device fault"],
 )
 def test_what_goes_wrong_on_a_gpu_is_said(
-    libraries: Path, tmp_path: Path, job: str, extra: tuple[str, ...], environment: dict, message: str
+    libraries: Path, tmp_path: Path, fault: str, extra: tuple[str, ...], environment: dict, message: str
 ) -> None:
-    asked = {"path": str(tmp_path / "e.engine"), **({job: True} if job else {})}
+    asked = {"path": str(tmp_path / "e.engine"), "fault": fault}
     assert process(libraries, VERSIONS[0], "run", asked, *extra, **environment).startswith(message)

@@ -1,12 +1,12 @@
 """Build folders as the pipeline leaves them for an engine's builder: a graph of its dialect beside its weights."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
-import torch
+import pytest
 from small_graphs import make_model, portable_graph
 
+from mod_export.engines.protocol import EngineJob
 from mod_export.export.dialect import check_dialect
 from mod_export.export.passes import run_passes
 from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, write_weights
@@ -14,19 +14,12 @@ from mod_export.types import Bucket, Dialect, DType, Graph
 from mod_models.spec import ModelSpec
 
 
-@dataclass(frozen=True)
-class Job:
-    """`protocols.EngineJob` without a captured program."""
-
-    root: Path
-    graph: Graph
-    weights: str
-
-    def exported_program(self) -> torch.export.ExportedProgram:
-        raise AssertionError("TensorRT builds from the graph")
+def job_of(root: Path, graph: Graph) -> EngineJob:
+    """Of an engine that is built from the graph alone."""
+    return EngineJob(root=root, graph=graph, program=lambda: pytest.fail("this engine is built from the graph"))
 
 
-def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, dtype: DType) -> Job:
+def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, dtype: DType) -> EngineJob:
     """Exports `make_model(spec)`, rewrites it for the dialect, checks it, and writes it and its weights to graphs/."""
     model = portable_graph(spec, bucket.batch, bucket.seq)
     run_passes(model, dialect, dtype)
@@ -44,4 +37,4 @@ def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, d
     (root / name).write_bytes(ir.to_proto(model).SerializeToString())
     k_by_layer = spec.k_by_layer(bucket.seq)
     graph = Graph(path=name, model=kind, bucket=bucket, dtype=dtype, target=dialect.name, k_by_layer=k_by_layer)
-    return Job(root, graph, f"graphs/weights-{dtype}.data")
+    return job_of(root, graph)

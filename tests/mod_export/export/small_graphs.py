@@ -1,7 +1,7 @@
 """Small real graphs, exported or written out, and how the tests of the passes run them."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,29 @@ def make_model(spec: ModelSpec) -> Transformer:
     return module
 
 
+class Does(torch.nn.Module):
+    """A model that is one function of ids and lengths."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> Any:
+        return self.function(ids_BS, lengths_B)
+
+
+class TwoWays(torch.nn.Module):
+    """One of two products, by a condition on the data: the part that is not taken is not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+
+    def forward(self, x_B2: torch.Tensor, flag_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y_B3 = torch.cond(flag_B.any(), lambda x: x @ self.weight, lambda x: (x * 0) @ self.weight, (x_B2,))
+        return y_B3, flag_B.sum()[None]
+
+
 def portable_graph(spec: ModelSpec, batch: int = 2, seq: int = 16) -> ir.Model:
     """The graph of `make_model(spec)` as the exporter hands it on, but with the weights in it.
 
@@ -67,6 +90,14 @@ def parsed(text: str, opset: int = 23) -> ir.Model:
     model = ir.from_onnx_text(f'<ir_version: 10, opset_import: ["" : {opset}]> {text}')
     common.ShapeInferencePass()(model)
     return model
+
+
+def attention(B: int, H: int, G: int, T: int, E: int, attributes: str = "is_causal = 1") -> ir.Model:
+    """One Attention of q (B, H, T, E), k and v (B, G, T, E)."""
+    return parsed(
+        f"""g (float[{B},{H},{T},{E}] q, float[{B},{G},{T},{E}] k, float[{B},{G},{T},{E}] v)
+        => (float[{B},{H},{T},{E}] y) {{ y = Attention <{attributes}> (q, k, v) }}"""
+    )
 
 
 def run(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from small_graphs import Does, TwoWays
 from torch import Tensor
 
 from mod_export.errors import CaptureError
@@ -21,17 +21,6 @@ from mod_models.selection import select_topk
 
 BUCKET = Bucket(2, 8)
 ADVICE = ". Routing must use a fixed k and gather/scatter, without boolean indexing or .item()"
-
-
-class Does(torch.nn.Module):
-    """A model that is one function of ids and lengths."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> Any:
-        return self.function(ids_BS, lengths_B)
 
 
 class Counts(torch.nn.Module):
@@ -114,14 +103,7 @@ def test_without_torch_compile_nothing_is_proven(model: Model) -> None:
         proved(model.loaded.module(), BUCKET, "mod")
 
 
-def test_export_keeps_every_size(model: Model) -> None:
-    program = captured_module(model.loaded.module(), BUCKET, "mod").program
-    assert program.range_constraints == {}
-    inputs = [node.meta["val"].shape for node in program.graph.nodes if node.name in ("ids_bs", "lengths_b")]
-    assert inputs == [torch.Size([2, 8]), torch.Size([2])]
-
-
-def test_the_selection_is_captured_as_it_is() -> None:
+def test_the_selection_and_every_size_are_captured_as_they_are() -> None:
     def select(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
         real_BS = torch.arange(ids_BS.shape[1]) < lengths_B[:, None]
         return select_topk(ids_BS.float(), real_BS, 3)[0]
@@ -130,18 +112,9 @@ def test_the_selection_is_captured_as_it_is() -> None:
     ids_BS, lengths_B = torch.randint(0, 3, (2, 8)), torch.tensor([8, 2])
     (index_BK,) = program.module()(ids_BS, lengths_B)
     assert torch.equal(index_BK, select(ids_BS, lengths_B))
-
-
-class Takes(torch.nn.Module):
-    """One of two products, by a condition on the data: the part that is not taken is not run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-
-    def forward(self, x_B2: Tensor, flag_B: Tensor) -> tuple[Tensor, Tensor]:
-        y_B3 = torch.cond(flag_B.any(), lambda x: x @ self.weight, lambda x: (x * 0) @ self.weight, (x_B2,))
-        return y_B3, flag_B.sum()[None]
+    assert program.range_constraints == {}
+    inputs = [node.meta["val"].shape for node in program.graph.nodes if node.name in ("ids_bs", "lengths_b")]
+    assert inputs == [torch.Size([2, 8]), torch.Size([2])]
 
 
 def two_examples(device: str) -> list[tuple[Tensor, Tensor]]:
@@ -152,17 +125,14 @@ def two_examples(device: str) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_conditions_are_one_graph(device: str) -> None:
     """With values both ways are the same graph, and without them nobody can ask which way."""
-    module = Takes().to(device)
+    module = TwoWays().to(device)
     assert prove_static(module, two_examples(device), "a step") == CaptureProof(graphs=1, graph_breaks=0, recompiles=0)
-
-
-def test_modules_without_values_are_held_to_the_same() -> None:
     with pytest.raises(CaptureError, match=r"a step: torch\.compile"):
-        prove_static(Does(broken), [(torch.ones(2, device="meta"), torch.ones(2, device="meta"))], "a step")
+        prove_static(Does(broken), two_examples(device), "a step")
 
 
 def test_any_inputs_are_exported() -> None:
-    program = captured(Takes().to("meta"), two_examples("meta")[0], "a step").program
+    program = captured(TwoWays().to("meta"), two_examples("meta")[0], "a step").program
     assert not program.range_constraints
     assert any("cond" in str(node.target) for node in program.graph.nodes)
     assert set(program.state_dict) == {"weight"}

@@ -1,7 +1,5 @@
 """A 16-bit graph routes by float32 scores, returns float32, and is as close as its dtype allows, in branches too."""
 
-import dataclasses
-import itertools
 from pathlib import Path
 
 import ml_dtypes
@@ -11,12 +9,12 @@ import onnx_ir as ir
 import pytest
 import torch
 from observing import observed
-from small_graphs import TENSORRT, feeds, make_model, make_spec, parsed, portable_graph, run
+from small_graphs import TENSORRT, feeds, make_model, make_spec, parsed, portable_graph, run, session
 from variants import VARIANTS
 
 from mod_export.errors import GraphError, LimitError
 from mod_export.export.passes.cast_floats import CastFloats
-from mod_export.export.passes.selection import SelectTopk, ThresholdSelection
+from mod_export.export.passes.selection import SelectTopk
 from mod_models.spec import ModelSpec
 
 FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
@@ -58,15 +56,12 @@ def upstream(node: ir.Node) -> set[ir.Node]:
     return found
 
 
-FAST = ("linear, identity", "mlp, softmax")
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(name, dtype, marks=[] if (name, dtype) in zip(FAST, NARROW, strict=True) else pytest.mark.slow)
-        for name in SPECS
-        for dtype in NARROW
+        ("linear, identity", "float16"),
+        ("mlp, softmax", "bfloat16"),
+        *(pytest.param(name, "float16", marks=pytest.mark.slow) for name in list(SPECS)[1:]),
     ],
 )
 def test_scores_stay_float32_and_the_blocks_do_not(name: str, dtype: str) -> None:
@@ -89,12 +84,8 @@ def test_scores_stay_float32_and_the_blocks_do_not(name: str, dtype: str) -> Non
             assert value.dtype == value.const_value.dtype == (FLOAT if ".router." in weight else NARROW[dtype])
     assert {value.dtype for value in model.graph.inputs} == {ir.DataType.INT64}
     assert [(v.name, v.dtype) for v in model.graph.outputs] == [("logits", FLOAT), ("routed_1", ir.DataType.INT64)]
-    if dtype == "float16":  # ONNX Runtime's CPU kernels have no bfloat16.
-        check_logits(model, spec)
-
-
-def check_logits(model: ir.Model, spec: ModelSpec) -> None:
-    """Nearly those of the model, from the same selection."""
+    if dtype == "bfloat16":  # ONNX Runtime's CPU kernels have none.
+        return
     given = {name: torch.from_numpy(array) for name, array in feeds().items()}
     logits, routed = run(model, feeds())
     with torch.no_grad():
@@ -105,14 +96,14 @@ def check_logits(model: ir.Model, spec: ModelSpec) -> None:
         np.testing.assert_allclose(logits[row, :length], reference[row, :length].numpy(), atol=0.01 * scale)
 
 
-DECIDED = [name for name, spec in VARIANTS.items() if not spec.looks_ahead and spec.k_by_layer(16)]
-"""Kinds in which tokens choose: a comparison decides, or the router of experts, which a softmax reads too."""
+DECIDED = ("predictor", "routed apart by predictors", "experts, two of a token", "integrated MoDE")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "staged MoDE, threshold" else pytest.mark.slow) for name in DECIDED]
+    "name", ["staged MoDE, threshold", *(pytest.param(name, marks=pytest.mark.slow) for name in DECIDED)]
 )
 def test_where_tokens_choose_scores_are_compared_in_float32(name: str) -> None:
+    """By a comparison, or by the router of experts, which a softmax reads too."""
     spec = VARIANTS[name]
     model = cast(spec, "float16")
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
@@ -125,15 +116,6 @@ def test_where_tokens_choose_scores_are_compared_in_float32(name: str) -> None:
     routers = [v for n, v in model.graph.initializers.items() if deciding in n or ".experts.router." in n]
     assert routers
     assert {value.dtype for value in routers} == {FLOAT}
-
-
-def test_a_narrow_comparison_that_decides_is_seen() -> None:
-    model = cast(VARIANTS["staged MoDE, threshold"], "float16")
-    compared = next(node for node in model.graph if node.op_type == "Greater")
-    for value in compared.inputs:
-        value.dtype = FLOAT16
-    problems = CastFloats().ensures(model, TENSORRT, "float16")
-    assert any("compares scores in FLOAT16" in problem for problem in problems)
 
 
 def test_a_weight_without_data_only_changes_its_dtype() -> None:
@@ -165,41 +147,72 @@ def test_a_weight_in_a_file_is_not_held_in_memory_but_checked(tmp_path: Path) ->
         CastFloats().run(graph(4), TENSORRT, "float16")
 
 
-def test_order_with_threshold_selection_does_not_matter() -> None:
-    limit = dataclasses.replace(TENSORRT, topk_limit=3)
-    results = []
-    for passes in itertools.permutations([ThresholdSelection(), CastFloats()]):
-        model = portable_graph(make_spec())
-        SelectTopk().run(model, limit, "float16")
-        for one in passes:
-            assert one.run(model, limit, "float16") > 0
-            assert one.ensures(model, limit, "float16") == []
-        results.append(run(model, feeds()))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_array_equal(a, b)
+# Rotary angles of far positions: 2,049 has no exact float16, and neither has 2,049 / 10,000 ** 0.5 by far.
+ANGLES = """g (int64[1,3] position, float16[1,3,2] unused, float[1,3,2] x) => (float[1,3,2] y)
+<float[2] inverse = {1.0, 0.01}, int64[1] last = {-1}> {
+    real = Cast <to = 1> (position)
+    wide = Unsqueeze (real, last)
+    angle = Mul (wide, inverse)
+    turn = Cos (angle)
+    h = Neg (x)
+    y = Mul (h, turn)
+}"""
+# The block's norm, whose weight a router on normed input uses too: it is stored once.
+NORM = """g (float[1,4,2] x) => (float[1,4,2] y, int64[1,2] positions)
+<float[2] w = {0.1, 0.2}, int64[1] last = {-1}, int64[1] k = {2}, float[2,1] r = {1.0, 2.0}> {
+    n = RMSNormalization (x, w)
+    wide = MatMul (n, r)
+    scores = Squeeze (wide, last)
+    values, positions = TopK (scores, k)
+    h = Neg (x)
+    y = RMSNormalization (h, w)
+}"""
+OUTPUT = """g (float[1,4,2] x, float[1,4,2] z) => (float[1,4] scores, int64[1,2] positions, float[1,4,2] y)
+<int64[1] k = {2}, int64[1] last = {-1}, float[2,1] r = {1.0, 2.0}> {
+    h = Neg (x)
+    wide = MatMul (h, r)
+    scores = Squeeze (wide, last)
+    values, positions = TopK (scores, k)
+    y = Add (h, z)
+}"""
+# The gate of the model's own routers: used by a comparison, and by a product.
+GATE = """g (float[1,4] x) => (float[1,4] y, bool[1] ran) <float[4,1] r = {1.0, 2.0, 3.0, 4.0}, float zero = {0.0},
+int64[1] last = {-1}> {
+    h = Neg (x)
+    score = MatMul (h, r)
+    flat = Squeeze (score, last)
+    ran = Greater (flat, zero)
+    gated = Mul (h, score)
+    y = Add (x, gated)
+}"""
 
 
-def test_numbers_made_from_integers_stay_float32() -> None:
-    """Rotary angles of far positions: 2,049 has no exact float16, and neither has 2,049 / 10,000 ** 0.5 by far."""
-    model = narrowed(
-        """g (int64[1,3] position, float16[1,3,2] unused, float[1,3,2] x) => (float[1,3,2] y)
-        <float[2] inverse = {1.0, 0.01}, int64[1] last = {-1}> {
-            real = Cast <to = 1> (position)
-            wide = Unsqueeze (real, last)
-            angle = Mul (wide, inverse)
-            turn = Cos (angle)
-            h = Neg (x)
-            y = Mul (h, turn)
-        }"""
-    )
-    types = {node.op_type: node.outputs[0].dtype for node in model.graph}
-    assert types["Cos"] == FLOAT
-    assert types["Neg"] == FLOAT16
+@pytest.mark.parametrize(
+    ("text", "wide", "narrow"),
+    [
+        (ANGLES, {"real", "wide", "angle", "turn", "inverse", "y"}, {"h", "y/inner"}),
+        (NORM, {"wide", "scores", "r"}, {"w", "h"}),
+        (OUTPUT, {"wide", "scores", "r"}, {"h", "y/inner"}),
+        (GATE, {"score", "flat", "r", "zero"}, {"gated"}),
+    ],
+    ids=["from integers", "a weight of both sides", "a score that is an output", "a score that weighs"],
+)
+def test_what_stays_float32(text: str, wide: set[str], narrow: set[str]) -> None:
+    model = narrowed(text)
+    session(model)
+    graph = model.graph
+    values = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    dtypes = {value.name: value.dtype for value in values}
+    assert {name: dtypes[name] for name in wide} == dict.fromkeys(wide, FLOAT)
+    assert {name: dtypes[name] for name in narrow} == dict.fromkeys(narrow, FLOAT16)
+    assert "scores/inner" not in dtypes
+
+
+def test_numbers_made_from_integers_stay_exact() -> None:
     position = np.array([[2049, 2051, 16_001]])
     x = np.ones((1, 3, 2), np.float32)
-    y = run(model, {"position": position, "unused": x.astype(np.float16), "x": x})[0]
-    expected = -np.cos(position[..., None] * np.array([1.0, 0.01]))
-    np.testing.assert_allclose(y, expected, atol=2e-3)
+    y = run(narrowed(ANGLES), {"position": position, "unused": x.astype(np.float16), "x": x})[0]
+    np.testing.assert_allclose(y, -np.cos(position[..., None] * np.array([1.0, 0.01])), atol=2e-3)
 
 
 def test_a_number_that_both_sides_use_stays_exact_on_the_float32_side() -> None:
@@ -215,23 +228,6 @@ def test_a_number_that_both_sides_use_stays_exact_on_the_float32_side() -> None:
     assert model.graph.initializers["tenth"].const_value.numpy() == np.float32(0.1)
     assert [model.graph.initializers[name].dtype for name in ("tenth", "tenth/float16")] == [FLOAT, FLOAT16]
     assert model.graph.initializers["tenth/float16"].const_value.numpy() == np.float16(0.1)
-
-
-def test_a_weight_that_both_sides_use_is_stored_once() -> None:
-    """The block's norm, whose weight a router on normed input uses too."""
-    model = narrowed(
-        """g (float[1,4,2] x) => (float[1,4,2] y, int64[1,2] positions)
-        <float[2] w = {0.1, 0.2}, int64[1] last = {-1}, int64[1] k = {2}, float[2,1] r = {1.0, 2.0}> {
-            n = RMSNormalization (x, w)
-            wide = MatMul (n, r)
-            scores = Squeeze (wide, last)
-            values, positions = TopK (scores, k)
-            h = Neg (x)
-            y = RMSNormalization (h, w)
-        }"""
-    )
-    assert [name for name, value in model.graph.initializers.items() if value.dtype == FLOAT16] == ["w"]
-    run(model, {"x": np.ones((1, 4, 2), np.float32)})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -272,25 +268,12 @@ def test_constants_inside_the_graph_are_cast_too() -> None:
     np.testing.assert_array_equal(z, np.array([-1, -2], np.float32))
 
 
-def test_a_score_that_is_an_output_stays_float32() -> None:
-    model = narrowed(
-        """g (float[1,4,2] x, float[1,4,2] z) => (float[1,4] scores, int64[1,2] positions, float[1,4,2] y)
-        <int64[1] k = {2}, int64[1] last = {-1}, float[2,1] r = {1.0, 2.0}> {
-            h = Neg (x)
-            wide = MatMul (h, r)
-            scores = Squeeze (wide, last)
-            values, positions = TopK (scores, k)
-            y = Add (h, z)
-        }"""
-    )
-    assert [node.op_type for node in model.graph if node.outputs[0].name == "scores"] == ["Squeeze"]
-
-
 def test_says_what_is_left() -> None:
     model = parsed(
-        """g (float16[1,4] scores, float[1,4] x, float[1] keys_0) => (float16[1,2] values, int64[1,2] positions)
-        <int64[1] k = {2}> {
+        """g (float16[1,4] scores, float[1,4] x, float[1] keys_0) =>
+        (float16[1,2] values, int64[1,2] positions, bool[1,4] ran) <int64[1] k = {2}> {
             values, positions = TopK (scores, k)
+            ran = Greater (scores, scores)
         }"""
     )
     mixed = ir.node("Add", list(model.graph.inputs)[:2], name="sum")
@@ -300,6 +283,7 @@ def test_says_what_is_left() -> None:
         "input keys_0 is FLOAT",
         "output values is FLOAT16",
         "TopK compares scores in FLOAT16",
+        "Greater compares scores in FLOAT16",
         "sum mixes float32 and FLOAT16",
     ]
 
@@ -314,15 +298,6 @@ BRANCHES = """g (bool flag, int64[2] count, float[2] x, float[2] keys_0) =>
         else_branch = b () => (float[2] q, float[2] q2, float[2] q3)
             { q = Abs (h) q2 = Mul (h, w) q3 = ConstantOfShape (size) }>
 }"""
-
-
-def test_refuses_a_weight_beyond_the_range() -> None:
-    text = "g (float[2] x) => (float[2] y) <float[2] w = {1.0, 70000.0}> { y = Add (x, w) }"
-    with pytest.raises(
-        LimitError, match=r"^w: contains 70000, beyond the largest float16 number 65504; build .* bfloat16"
-    ):
-        CastFloats().run(parsed(text), TENSORRT, "float16")
-    CastFloats().run(parsed(text), TENSORRT, "bfloat16")
 
 
 def test_branches_are_cast_as_what_stands_around_them() -> None:
@@ -372,37 +347,21 @@ def test_what_is_cast_in_a_branch_is_not_used_outside() -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_score_that_also_weighs_something_is_compared_as_it_was_computed() -> None:
-    """The gate of the model's own routers: used by a comparison, and by a product."""
-    model = narrowed(
-        """g (float[1,4] x) => (float[1,4] y, bool[1] ran) <float[4,1] r = {1.0, 2.0, 3.0, 4.0}, float zero = {0.0},
-        int64[1] last = {-1}> {
-            h = Neg (x)
-            score = MatMul (h, r)
-            flat = Squeeze (score, last)
-            ran = Greater (flat, zero)
-            gated = Mul (h, score)
-            y = Add (x, gated)
-        }"""
-    )
-    types = {node.op_type: node.outputs[0].dtype for node in model.graph}
-    assert (types["MatMul"], types["Squeeze"], types["Mul"]) == (FLOAT, FLOAT, FLOAT16)
-    assert model.graph.initializers["r"].dtype == FLOAT
+LOOP = """g (int64 n, bool go, float[2] x) => (float[2] y) {
+    y = Loop (n, go, x) <body = b (int64 i, bool on, float[2] h) => (bool still, float[2] k)
+    { still = Identity (on) k = Neg (h) }>
+}"""
+LARGE = "g (float[2] x) => (float[2] y) <float[2] w = {1.0, 70000.0}> { y = Add (x, w) }"
 
 
-def test_refuses_loops() -> None:
-    model = parsed(
-        """g (int64 n, bool go, float[2] x) => (float[2] y) {
-            y = Loop (n, go, x) <body = b (int64 i, bool on, float[2] h) => (bool still, float[2] k)
-            { still = Identity (on) k = Neg (h) }>
-        }"""
-    )
-    with pytest.raises(GraphError, match=r"^Loop: Loop contains a graph, which cannot be cast .* without loops"):
-        CastFloats().run(model, TENSORRT, "float16")
-
-
-def test_refuses_values_without_a_type() -> None:
-    model = parsed("g (float[2] x) => (float[2] y) { a = Neg (x) y = Abs (a) }")
-    model.graph[0].outputs[0].type = None
-    with pytest.raises(GraphError, match=r"^Neg: the type of a is unknown, so whether to cast it is unknown; run"):
-        CastFloats().run(model, TENSORRT, "float16")
+def test_what_cannot_be_cast_is_refused() -> None:
+    untyped = parsed("g (float[2] x) => (float[2] y) { a = Neg (x) y = Abs (a) }")
+    untyped.graph[0].outputs[0].type = None
+    for model, error, message in (
+        (parsed(LOOP), GraphError, "^Loop: Loop contains a graph, which cannot be cast .* without loops"),
+        (untyped, GraphError, "^Neg: the type of a is unknown, so whether to cast it is unknown; run"),
+        (parsed(LARGE), LimitError, "^w: contains 70000, beyond the largest float16 number 65504; build .* bfloat16"),
+    ):
+        with pytest.raises(error, match=message):
+            CastFloats().run(model, TENSORRT, "float16")
+    CastFloats().run(parsed(LARGE), TENSORRT, "bfloat16")

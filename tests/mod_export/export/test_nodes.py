@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import numpy as np
@@ -29,34 +28,6 @@ from mod_export.export.nodes import (
 )
 
 SCOPES = "pkg.torch.onnx.name_scopes"
-
-
-def test_nodes_of_a_routed_block_are_placed_in_it(graph: ir.Model) -> None:
-    """The exporter notes no layer for what `route` does itself, such as the TopK and the scatter."""
-    places = [label_of(node) for node in graph.graph if node.op_type in ("TopK", "ScatterND")]
-    assert [place.partition(" ")[0] for place in places] == ["layers.1"] * 3
-    assert places[0] == "layers.1 (node_sort__1)"
-
-
-@pytest.mark.parametrize(
-    ("scopes", "label"),
-    [
-        ("['', 'layers.12', 'layers.12.mlp', 'linear_3']", "layers.12 (Neg)"),
-        ("['', 'model', 'model.layers.3.mlp.experts.5']", "model.layers.3 (Neg)"),
-        ("['', 'linear_7']", "Neg"),
-        ("", "Neg"),
-    ],
-)
-def test_reads_the_layer_from_the_module_path(scopes: str, label: str) -> None:
-    node = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }").graph[0]
-    node.metadata_props[SCOPES] = scopes
-    assert label_of(node) == label
-
-
-def test_reads_the_layer_from_the_weights_where_there_is_no_path() -> None:
-    model = parsed("g (float[2] x) => (float[2] y) <float[2] w = {1.0, 2.0}> { a = Add (x, w) y = Neg (a) }")
-    model.graph.initializers["w"].name = "layers.4.router.weight"
-    assert label_of(model.graph[1]) == "layers.4 (Neg)"
 
 
 def test_constants() -> None:
@@ -159,13 +130,9 @@ def test_the_layer_in_a_module_path(path: str, expected: tuple[int, str] | None)
     assert numbered_layer(path) == expected
 
 
-@pytest.fixture(scope="module")
-def graph() -> ir.Model:
-    """Layer 0 is dense, layer 1 is routed."""
-    return portable_graph(make_spec())
-
-
-def test_every_node_of_an_export_has_a_place(graph: ir.Model) -> None:
+def test_every_node_of_an_export_has_a_place() -> None:
+    """Layer 0 is dense, layer 1 is routed. The exporter notes no layer for what `route` does itself, such as TopK."""
+    graph = portable_graph(make_spec())
     count = Counter(module_of(node) for node in graph.graph)
     assert {"layers.0", "layers.1", "norm", "embedding"} <= count.keys()
     assert count["layers.0"] > 15
@@ -185,58 +152,39 @@ def test_every_node_of_an_export_has_a_place(graph: ir.Model) -> None:
     assert {"layers.0", "layers.1"} <= {module_of(node) for node in graph.graph if node.op_type == "Add"}
 
 
-def chain(*scopes: str) -> ir.Model:
-    """One node after the other, each with the module path that the exporter noted."""
-    names = ["x", *(f"v{i}" for i in range(len(scopes)))]
-    body = " ".join(f"{after} = Neg ({before})" for before, after in itertools.pairwise(names))
-    model = parsed(f"g (float[2] x) => (float[2] {names[-1]}) {{ {body} }}")
-    for node, scope in zip(model.graph, scopes, strict=True):
-        node.name = f"node_{node.outputs[0].name}"
-        if scope:
-            node.metadata_props[SCOPES] = f"['', '{scope}']"
-    return model
-
-
-def places(model: ir.Model) -> list[str]:
-    return [module_of(node) for node in model.graph]
-
-
 @pytest.mark.parametrize(
-    ("scopes", "expected"),
+    ("body", "scopes", "expected"),
     [
-        # By what it reads, or else by the only layer that reads it.
-        (("layers.0.mlp", "", "layers.1", ""), ["layers.0", "layers.0", "layers.1", "layers.1"]),
-        (("", "layers.2", "layers.3"), ["layers.2", "layers.2", "layers.3"]),
+        # By its own path or weight, by what it reads, or else by the only layer that reads it.
+        ("a = Neg (x) b = Neg (a) y = Neg (b)", {"a": "layers.0.mlp", "y": "layers.1"}, "layers.0 layers.0 layers.1"),
+        ("a = Add (x, w) y = Neg (a)", {}, "layers.4 layers.4"),
+        ("a = Neg (x) b = Neg (a) y = Neg (b)", {"b": "layers.2", "y": "layers.3"}, "layers.2 layers.2 layers.3"),
+        # The latest of several layers counts; what two layers draw on is of neither.
+        ("a = Neg (x) b = Abs (x) y = Add (a, b)", {"a": "layers.4", "b": "layers.2"}, "layers.4 layers.2 layers.4"),
+        ("a = Neg (x) b = Neg (a) y = Abs (a)", {"b": "layers.0", "y": "layers.1"}, "node_a layers.0 layers.1"),
+        ("y = Neg (x)", {"y": "linear_7"}, "node_y"),
     ],
 )
-def test_a_node_without_a_path(scopes: tuple[str, ...], expected: list[str]) -> None:
-    assert [module_of(node) for node in chain(*scopes).graph] == expected
+def test_where_a_node_stands(body: str, scopes: dict[str, str], expected: str) -> None:
+    """For messages its name stands beside the place."""
+    model = parsed(f"g (float[2] x) => (float[2] y) <float[2] w = {{1.0, 2.0}}> {{ {body} }}")
+    model.graph.initializers["w"].name = "layers.4.router.weight"
+    for node in model.graph:
+        node.name = f"node_{node.outputs[0].name}"
+        if node.outputs[0].name in scopes:
+            node.metadata_props[SCOPES] = f"['', '{scopes[node.outputs[0].name]}', 'linear_3']"
+    places = expected.split()
+    assert [module_of(node) for node in model.graph] == places
+    names = [str(node.name) for node in model.graph]
+    assert [label_of(node) for node in model.graph] == [
+        name if place == name else f"{place} ({name})" for place, name in zip(places, names, strict=True)
+    ]
 
 
-def test_what_two_layers_draw_on_is_of_neither() -> None:
-    model = parsed("g (float[2] x) => (float[2] a, float[2] b) { m = Neg (x) a = Neg (m) b = Abs (m) }")
-    mask, one, other = model.graph
-    mask.name = "node_mask"
-    for node, layer in ((one, "layers.0"), (other, "layers.1")):
-        node.metadata_props[SCOPES] = f"['', '{layer}']"
-    assert module_of(mask) == "node_mask"
-
-
-def test_the_latest_of_several_layers_counts() -> None:
-    model = parsed("g (float[2] x) => (float[2] y) { a = Neg (x) b = Abs (x) y = Add (a, b) }")
-    first, second, total = model.graph
-    first.metadata_props[SCOPES], second.metadata_props[SCOPES] = "['', 'layers.4']", "['', 'layers.2']"
-    assert module_of(total) == "layers.4"
-
-
-def test_for_messages_the_name_stands_beside_the_place() -> None:
-    model = chain("layers.3.attention", "")
-    assert [label_of(node) for node in model.graph] == ["layers.3 (node_v0)", "layers.3 (node_v1)"]
-    (lonely,) = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }").graph
-    lonely.name = "lonely"
-    assert (label_of(lonely), module_of(lonely)) == ("lonely", "lonely")
-    lonely.name = None
-    assert (label_of(lonely), module_of(lonely)) == ("Neg", "Neg")
+def test_a_node_without_any_name_is_called_after_its_operator() -> None:
+    (node,) = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }").graph
+    node.name = None
+    assert (label_of(node), module_of(node)) == ("Neg", "Neg")
 
 
 TEXT = """g (bool flag, float[2] x) => (float[2] y) {

@@ -28,26 +28,21 @@ SMALL = Dialect(
 )
 BLOCKED = Dialect(name="a target that takes queries in blocks", max_opset=23, query_blocks=((4, 3), (16, 6)))
 ORT_CPU = ENGINES["ort-cpu"].dialect
-DIALECTS = [PORTABLE, TENSORRT, SMALL, BLOCKED, *(engine.dialect for engine in ENGINES.values() if engine.from_onnx)]
+DIALECTS = [PORTABLE, SMALL, BLOCKED, *(engine.dialect for engine in ENGINES.values() if engine.from_onnx)]
 SPEC = make_spec()
-# Weights as whole numbers are proven where they have values (test_quantize_weights.py).
+# Weights as whole numbers are proven where they have values (test_products.py).
 TOLERANCE: dict[DType, float] = {"float32": 1e-5, "float16": 2e-2}
 
 
-def first_of(graph_pass: GraphPass, dtype: DType) -> Dialect | None:
-    return next((one for one in (SMALL, BLOCKED, ORT_CPU) if graph_pass.applies(one, dtype)), None)
-
-
 CASES = [
-    pytest.param(graph_pass, dialect, dtype, id=f"{graph_pass.name}-{dtype}")
+    pytest.param(graph_pass, needing[0], dtype, id=f"{graph_pass.name}-{dtype}")
     for graph_pass in PASSES
-    for dialect in (SMALL, BLOCKED, ORT_CPU)
     for dtype in DTYPES
-    if graph_pass.applies(dialect, dtype)
-    # The first dialect that needs it; weights as whole numbers are only for one.
-    if dialect is (ORT_CPU if dtype in QUANTIZED else first_of(graph_pass, dtype))
+    # Weights as whole numbers are only for one.
+    for dialects in [(ORT_CPU,) if dtype in QUANTIZED else (SMALL, BLOCKED, ORT_CPU)]
+    if (needing := [one for one in dialects if graph_pass.applies(one, dtype)])
 ]
-"""Every pass with a dialect that needs it, in every dtype in which one does."""
+"""Every pass with the first dialect that needs it, in every dtype in which one does."""
 
 
 def graph_for(graph_pass: GraphPass, dialect: Dialect, dtype: DType) -> ir.Model:
@@ -102,6 +97,7 @@ def test_the_table_as_a_whole_gives_every_dialect_its_graph(dialect: Dialect, dt
     expected = outputs_of(model)
     applied = run_passes(model, dialect, dtype)
     assert list(applied) == [one.name for one in PASSES if one.applies(dialect, dtype)]
+    assert (applied["select_topk"], applied.get("threshold_selection", 0)) == (1, int(dialect is SMALL))
     check_dialect(model, dialect, dtype)
     if dtype in TOLERANCE:
         for found, wanted in zip(outputs_of(model)[:2], expected[:2], strict=True):
@@ -154,8 +150,3 @@ def test_a_broken_promise_is_an_error(monkeypatch: pytest.MonkeyPatch, table: An
     message = rf"^pass forgetful left: one thing; another \(passes before it: {before}\)$"
     with pytest.raises(GraphError, match=message):
         run_passes(portable_graph(SPEC), PORTABLE, "float32")
-
-
-def test_what_ran_is_reported() -> None:
-    applied = run_passes(portable_graph(SPEC), SMALL, "float32")
-    assert (applied["select_topk"], applied["threshold_selection"], applied["cache_in_place"]) == (1, 1, 0)

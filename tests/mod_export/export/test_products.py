@@ -21,10 +21,6 @@ from mod_models.spec import ModelSpec, RoutingSpec
 WEIGHT = "<float[6,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24}>"
 
 
-def product(body: str, types: str = "float[1,3,4] x) => (float[1,3,6] y") -> ir.Model:
-    return parsed(f"g ({types}) {WEIGHT} {{ {body} }}")
-
-
 def test_no_transpose_of_a_weight_is_left() -> None:
     model = portable_graph(make_spec())
     before = Counter(node.op_type for node in model.graph)
@@ -38,25 +34,15 @@ def test_no_transpose_of_a_weight_is_left() -> None:
     }
 
 
-def test_the_product_is_the_same() -> None:
-    model = product("t = Transpose <perm: ints = [1,0]> (w) y = MatMul (x, t)")
-    x = {"x": np.random.default_rng(0).standard_normal((1, 3, 4), np.float32)}
-    (expected,) = run(product("t = Transpose <perm: ints = [1,0]> (w) y = MatMul (x, t)"), x)
-    assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 1
-    (found,) = run(model, x)
-    np.testing.assert_array_equal(found, expected)
-
-
 @pytest.mark.parametrize(
-    "body",
+    ("types", "body"),
     [
-        "t = Identity (w) u = Transpose <perm: ints = [1,0]> (t) y = MatMul (x, u)",
-        "t = Transpose <perm: ints = [1,0]> (w) y = Add (x, t)",
+        ("float[1,3,4] x) => (float[1,3,6] y", "i = Identity (w) t = Transpose (i) y = MatMul (x, t)"),
+        ("float[1,4,6] x) => (float[1,4,6] y", "t = Transpose (w) y = Add (x, t)"),
     ],
 )
-def test_anything_else_is_left(body: str) -> None:
-    types = "float[1,3,4] x) => (float[1,3,6] y" if "MatMul" in body else "float[1,4,6] x) => (float[1,4,6] y"
-    model = product(body, types)
+def test_anything_else_is_left(types: str, body: str) -> None:
+    model = parsed(f"g ({types}) {WEIGHT} {{ {body} }}")
     assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 0
     assert "com.microsoft" not in model.opset_imports
 
@@ -76,6 +62,8 @@ def test_products_in_branches_are_the_same() -> None:
         for flag in (True, False)
     ]
     expected = [run(parsed(BRANCHES), one)[0] for one in feeds]
+    left = ["MatMul multiplies by a copy of w"] * 2
+    assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == left
     assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 2
     assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == []
     kinds = Counter(node.op_type for node in model.graph.all_nodes())
@@ -83,11 +71,6 @@ def test_products_in_branches_are_the_same() -> None:
     for one, other in zip(feeds, expected, strict=True):
         (found,) = run(model, one)
         np.testing.assert_array_equal(found, other)
-
-
-def test_a_copy_that_is_left_in_a_branch_is_named() -> None:
-    (first, second) = StoredWeights().ensures(parsed(BRANCHES), OrtCpu.dialect, "float32")
-    assert first == second == "MatMul multiplies by a copy of w"
 
 
 SPEC = ModelSpec(
@@ -115,26 +98,22 @@ def logits(dtype: QuantizedDType | None, folder: Path) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("int8", INT8), ("int4", INT4)])
-def test_router_head_and_gated_products_stay_float32(dtype: QuantizedDType, expected: set[str]) -> None:
-    assert quantizable_weights(portable_graph(SPEC, 1, 16), dtype) == expected
-
-
-def test_every_product_is_replaced_and_inputs_are_rounded_once() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "expected", "operators"),
+    # q, k and v read one value, gate and up another, o a third: each is rounded once.
+    [("int8", INT8, {"MatMulInteger": len(INT8), "DynamicQuantizeLinear": 2 * 3}), ("int4", INT4, {"MatMulNBits": 14})],
+)
+def test_router_head_and_gated_products_stay_float32_and_all_others_are_replaced(
+    dtype: QuantizedDType, expected: set[str], operators: dict[str, int]
+) -> None:
     model = portable_graph(SPEC, 1, 16)
-    assert QuantizeWeights().run(model, OrtCpu.dialect, "int8") == len(INT8)
-    count = Counter(node.op_type for node in model.graph)
-    assert count["MatMulInteger"] == len(INT8)
-    # q, k and v read one value, gate and up another, o a third.
-    assert count["DynamicQuantizeLinear"] == 2 * 3
-    assert {name for name in model.graph.initializers if name.endswith(".int8")} == {f"{name}.int8" for name in INT8}
-
-
-def test_four_bits_are_an_operator_of_onnx_runtime() -> None:
-    model = portable_graph(SPEC, 1, 16)
-    assert QuantizeWeights().run(model, OrtCpu.dialect, "int4") == len(INT4)
-    assert Counter(node.op_type for node in model.graph)["MatMulNBits"] == len(INT4)
-    assert model.opset_imports["com.microsoft"] == 1
+    assert quantizable_weights(model, dtype) == expected
+    assert QuantizeWeights().run(model, OrtCpu.dialect, dtype) == len(expected)
+    assert operators.items() <= Counter(node.op_type for node in model.graph).items()
+    assert {name for name in model.graph.initializers if name.endswith(f".{dtype}")} == {
+        f"{name}.{dtype}" for name in expected
+    }
+    assert model.opset_imports.get("com.microsoft") == (1 if dtype == "int4" else None)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.1), ("int4", 0.8)])

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
-from small_graphs import make_spec, op_types, parsed, portable_graph, random_feeds, run
+from small_graphs import attention, make_spec, op_types, parsed, portable_graph, random_feeds, run
 
-from mod_export.benchmark.cost import attention_sizes, needed_scores
+from mod_export.benchmark.cost import attention_sizes
 from mod_export.export.passes import query_blocks, run_passes
 from mod_export.export.passes.query_blocks import QueryBlocks, splittable_tokens
 from mod_export.types import Dialect
@@ -21,15 +21,8 @@ def blocks(**sizes: int) -> Dialect:
     return replace(PLAIN, query_blocks=tuple((int(tokens[1:]), block) for tokens, block in sizes.items()))
 
 
-def attention(B: int, H: int, G: int, T: int, E: int, attributes: str = "is_causal = 1") -> ir.Model:
-    return parsed(
-        f"""g (float[{B},{H},{T},{E}] q, float[{B},{G},{T},{E}] k, float[{B},{G},{T},{E}] v)
-        => (float[{B},{H},{T},{E}] y) {{ y = Attention <{attributes}> (q, k, v) }}"""
-    )
-
-
 def scores_of(model: ir.Model) -> int:
-    return sum(attention_sizes(node, "")[0] for node in model.graph if node.op_type == "Attention")
+    return sum(attention_sizes(node, "").scores for node in model.graph if node.op_type == "Attention")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +41,10 @@ def test_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch, attributes: str
     model = attention(2, 4, 2, 17, 8, attributes)
     feeds = random_feeds(model)
     before = run(model, feeds)[0]
+    left = ["Attention still computes scores that its mask hides"]
+    assert QueryBlocks().ensures(model, blocks(T17=block), "float32") == left
     assert QueryBlocks().run(model, blocks(T17=block), "float32") == 1
+    assert QueryBlocks().ensures(model, blocks(T17=block), "float32") == []
     assert ("Less" in op_types(model)) is large  # what hides the masks from constant folding
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
 
@@ -56,7 +52,7 @@ def test_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch, attributes: str
 def test_only_scores_that_can_be_seen_and_the_rest_of_a_block_are_computed() -> None:
     model = attention(1, 2, 1, 64, 4)
     whole = scores_of(model)
-    needed = needed_scores(model.graph[0], "")
+    needed = attention_sizes(model.graph[0], "").needed
     QueryBlocks().run(model, blocks(T64=16), "float32")
     assert (whole, needed, scores_of(model)) == (2 * 64 * 64, 64 * 65, 2 * 64 * (64 + 16) // 2)
 
@@ -84,42 +80,20 @@ def test_only_the_lengths_that_are_named() -> None:
     assert sorted(splittable_tokens(node) or 0 for node in model.graph if node.op_type == "Attention") == [0, 0, 4]
 
 
-def test_a_block_as_long_as_the_text_changes_nothing() -> None:
-    model = attention(1, 1, 1, 8, 4)
-    assert QueryBlocks().run(model, blocks(T8=8), "float32") == 0
-    assert op_types(model) == ["Attention"]
-
-
 @pytest.mark.parametrize(
-    ("signature", "call"),
+    ("keys", "mask", "call", "block"),
     [
-        ("(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v)", "Attention (q, k, v)"),
-        (
-            "(float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v, bool[4,4] m)",
-            "Attention <is_causal = 1> (q, k, v, m)",
-        ),
-        ("(float[1,2,4,8] q, float[1,2,6,8] k, float[1,2,6,8] v)", "Attention <is_causal = 1> (q, k, v)"),
+        (4, "", "Attention (q, k, v)", 2),
+        (4, ", bool[4,4] m", "Attention <is_causal = 1> (q, k, v, m)", 2),
+        (6, "", "Attention <is_causal = 1> (q, k, v)", 2),
+        (4, "", "Attention <is_causal = 1> (q, k, v)", 4),
     ],
-    ids=["not causal", "with a mask", "more keys than queries"],
+    ids=["not causal", "with a mask", "more keys than queries", "a block as long as the text"],
 )
-def test_leaves_alone_what_it_does_not_know(signature: str, call: str) -> None:
-    model = parsed(f"g {signature} => (float[1,2,4,8] y) {{ y = {call} }}")
-    assert QueryBlocks().run(model, blocks(T4=2), "float32") == 0
-
-
-def test_keeps_where_the_node_came_from_and_the_name_of_its_value() -> None:
-    model = attention(1, 1, 1, 4, 4)
-    model.graph[0].metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layers.2.attention']"
-    QueryBlocks().run(model, blocks(T4=2), "float32")
-    assert {node.metadata_props["pkg.torch.onnx.name_scopes"] for node in model.graph} == {"['', 'layers.2.attention']"}
-    assert model.graph.outputs[0].name == "y"
-
-
-def test_says_what_is_left() -> None:
-    model = attention(1, 1, 1, 4, 4)
-    assert QueryBlocks().ensures(model, blocks(T4=2), "float32") == [
-        "Attention still computes scores that its mask hides"
-    ]
+def test_leaves_alone_what_it_need_not_split(keys: int, mask: str, call: str, block: int) -> None:
+    inputs = f"float[1,2,4,8] q, float[1,2,{keys},8] k, float[1,2,{keys},8] v{mask}"
+    model = parsed(f"g ({inputs}) => (float[1,2,4,8] y) {{ y = {call} }}")
+    assert QueryBlocks().run(model, blocks(T4=block), "float32") == 0
 
 
 @pytest.mark.parametrize("block", [1, 3, 4])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -86,69 +84,45 @@ def test_initializers_are_bound_by_name_and_dtype(file: Path) -> None:
 
 def test_the_state_holds_all_buffers(model: Model) -> None:
     module = model.loaded.module()
-    state = state_of(module)
-    assert set(state) == {*module.state_dict(), "rope_cos", "rope_sin"}
+    assert set(state_of(module)) == {*module.state_dict(), "rope_cos", "rope_sin"}
 
 
-@pytest.mark.parametrize("opens", [WeightsFile.open, digests_of_file])
-def test_a_link_is_no_weights_file(file: Path, opens: Callable[[Path], object]) -> None:
+def test_a_link_is_no_weights_file(file: Path) -> None:
     link = file.with_name("link.data")
     link.symlink_to(file)
     for path in (link, file.with_name("absent.data"), file.parent):
         with pytest.raises(BuildFolderError, match=r": expected a regular file of weights; links are refused by ONNX"):
-            opens(path)
+            digests_of_file(path)
 
 
-@pytest.mark.parametrize("bit", [0, 31])
-def test_one_bit_of_one_element(file: Path, bit: int) -> None:
-    before = digests_of_file(file)
-    tensors = load_file(file)
-    tensors["a.weight"].view(torch.int32)[1, 2] ^= (1 << bit) if bit < 31 else -(2**31)
+def test_digests_show_one_bit_of_one_element_and_a_missing_end(file: Path) -> None:
+    before, tensors = digests_of_file(file), load_file(file)
+    tensors["a.weight"].view(torch.int32)[1, 2] ^= 1
     save_file(tensors, file)
     after = digests_of_file(file)
     assert {name for name in before if before[name] != after[name]} == {"a.weight"}
-
-
-def test_a_file_that_is_cut_off(file: Path) -> None:
-    before = digests_of_file(file)
     file.write_bytes(file.read_bytes()[:-4])
-    after = digests_of_file(file)
-    assert sum(before[name] != after[name] for name in before) == 1
+    assert sum(digests_of_file(file)[name] != after[name] for name in after) == 1
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"short",
-        (10**9).to_bytes(8, "little") + b"{}",
-        (2).to_bytes(8, "little") + b"[]",
-        (4).to_bytes(8, "little") + b"{{{{",
-        (2).to_bytes(8, "little") + b"\xff\xff",
-    ],
-)
-def test_a_damaged_weights_file(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(("size", "header"), [(0, b""), (10**9, b"{}"), (2, b"[]"), (4, b"{{{{"), (2, b"\xff\xff")])
+def test_a_damaged_weights_file(tmp_path: Path, size: int, header: bytes) -> None:
     path = tmp_path / "weights.data"
-    path.write_bytes(content)
+    path.write_bytes(size.to_bytes(8, "little") + header)
     with pytest.raises(BuildFolderError, match=r"weights\.data: not a weights file, or damaged; delete it and build"):
         WeightsFile.open(path)
 
 
 def test_metadata_of_other_writers_is_no_tensor(tmp_path: Path) -> None:
-    header = {"__metadata__": {"format": "pt"}, "x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
-    text = json.dumps(header).encode()
-    path = tmp_path / "weights.data"
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    assert WeightsFile.open(path).entries == {"x": ("F32", (1,), 8 + len(text), 4)}
+    save_file({"x": torch.ones(1)}, tmp_path / "weights.data", {"format": "pt"})
+    (entry,) = WeightsFile.open(tmp_path / "weights.data").entries.items()
+    assert (entry[0], entry[1][:2], entry[1][3]) == ("x", ("F32", (1,)), 4)
 
 
 @pytest.mark.parametrize(("path", "reason"), [("absent/weights.data", "No such file"), ("/dev/full", "No space left")])
 def test_weights_that_cannot_be_written(tmp_path: Path, path: str, reason: str) -> None:
     with pytest.raises(BuildFolderError, match=rf"{path}: the weights could not be written \(.*{reason}"):
         write_weights(tmp_path / path, TENSORS, "float32")
-
-
-SHAPES = [(1, 1), (3, 32), (48, 33), (40, 100)]
 
 
 def restored(whole: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: QuantizedDType) -> torch.Tensor:
@@ -161,9 +135,10 @@ def restored(whole: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], d
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 32), (48, 33), (40, 100)])
 def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], dtype: QuantizedDType) -> None:
     weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight_NK[-1] = 0  # Nothing is divided by the largest of these.
     whole, scale = quantize(weight_NK, dtype)
     stored = quantized_tensors("w", shape, dtype)
     assert [tuple(whole.shape), tuple(scale.shape)] == [kind[1] for kind in stored.values()]
@@ -174,13 +149,6 @@ def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], dtype: Qua
     steps = scale.abs()[:, None] if dtype == "int8" else scale.abs().repeat_interleave(BLOCK, 1)[:, : shape[1]]
     error = (restored(whole, scale, shape, dtype) - weight_NK).abs()
     assert bool((error <= (0.5 if dtype == "int8" else 1.0) * steps * 1.0001).all())
-
-
-@pytest.mark.parametrize("dtype", QUANTIZED)
-def test_zeros_stay_zeros(dtype: QuantizedDType) -> None:
-    whole, scale = quantize(torch.zeros(3, 64), dtype)
-    assert bool((restored(whole, scale, (3, 64), dtype) == 0).all())
-    assert bool(torch.isfinite(scale).all())
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40))
@@ -207,13 +175,7 @@ def test_the_largest_of_a_block_is_exact_in_four_bits() -> None:
 
 @pytest.mark.parametrize(
     ("stored", "source"),
-    [
-        ("layers.0.mlp.up_proj.weight.int8", "layers.0.mlp.up_proj.weight"),
-        ("a.weight.int4", "a.weight"),
-        ("a.weight.int8_scale", None),
-        ("a.weight", None),
-        ("int8", ""),
-    ],
+    [("a.weight.int8", "a.weight"), ("a.weight.int4", "a.weight"), ("a.weight.int8_scale", None), ("a.weight", None)],
 )
 def test_the_weight_that_was_rounded(stored: str, source: str | None) -> None:
     assert source_of(stored) == source

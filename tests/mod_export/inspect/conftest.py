@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -28,6 +29,7 @@ KINDS = {
 def loaded(tiny_spec: ModelSpec) -> Loaded:
     """A model of one of KINDS, `dense`, `experts` or `staged MoDE`, with initial weights."""
 
+    @functools.cache
     def load(kind: str) -> Model:
         experts = ExpertsSpec(n_experts=3, top_k=2, layers=EveryNth(every=1, offset=0))
         spec = dataclasses.replace(
@@ -44,4 +46,4 @@ def loaded(tiny_spec: ModelSpec) -> Loaded:
 @pytest.fixture(scope="session")
 def layers(loaded: Loaded) -> Callable[[str], Layers]:
     """The same model's layers at 128 and 256 tokens."""
-    return lambda kind: layers_of(loaded(kind), BUCKETS)
+    return functools.cache(lambda kind: layers_of(loaded(kind), BUCKETS))

@@ -10,13 +10,11 @@ import pytest
 from headless_chromium import DESK, PHONE, Chromium
 from report_pages import drawn, told
 
-from mod_export.inspect.layers import Layers, flops_of
+from mod_export.inspect.layers import Layers
 from mod_export.inspect.page import MOST_SITES, flops_chart, flops_scale, render_html
 from mod_export.inspect.routed_text import RoutedText, routed_text
 from mod_export.sources.model import Model
-from mod_export.types import Bucket
 
-LARGEST = Bucket(1, 256)
 Loaded = Callable[[str], Model]
 Found = Callable[[str], Layers]
 ALL = ["dense", "experts", "routed", "routed apart", "staged MoDE", "threshold"]
@@ -31,13 +29,9 @@ def page_of(loaded: Loaded, layers: Found, kind: str) -> str:
 def test_bars_are_as_long_as_flops(layers: Found, kind: str) -> None:
     found = layers(kind)
     chart = flops_chart(found)
-    size, unit = flops_scale(
-        max(flops_of(row) for costs in (found.mod, found.dense or {}) for row in costs[LARGEST].rows)
-        if found.dense
-        else max(map(flops_of, found.mod[LARGEST].rows))
-    )
+    size, unit = flops_scale(found.most_flops)
     (end,) = re.findall(rf">([\d.]+) {unit}<", chart)
-    for costs, paler in ((found.mod[LARGEST], ""), (found.dense[LARGEST] if found.dense else None, " faint")):
+    for costs, paler in ((found.own, ""), (found.baseline, " faint")):
         for part in ("mlp", "attention", "head"):
             widths = [mark.get("width", 100.0) for mark in drawn(chart, f"part-{part}{paler}")]
             flops = [row.flops[part] for row in costs.rows if row.flops.get(part)] if costs else []
@@ -46,11 +40,11 @@ def test_bars_are_as_long_as_flops(layers: Found, kind: str) -> None:
 
 def test_a_part_without_a_colour_has_that_of_others(layers: Found) -> None:
     found = layers("dense")
-    row = found.mod[found.largest].rows[-1]
+    row = found.own.rows[-1]
     other = type(row)(
         name="x", routed="", selected={}, flops={"convolution": 7}, needed_flops=7, weight_bytes=0, kv_bytes=0
     )
-    costs = type(found.mod[found.largest])(rows=[row, other])
+    costs = type(found.own)(rows=[row, other])
     chart = flops_chart(Layers(buckets=found.buckets, mod=dict.fromkeys(found.buckets, costs), dense=None))
     assert len(drawn(chart, "part-other")) == 1
     assert told(chart)[-1] == "x: 7 FLOP: convolution 7 FLOP"
@@ -91,8 +85,7 @@ def test_more_routing_sites_than_can_be_read(loaded: Loaded, layers: Found) -> N
     assert page.count('class="lane" data-lane=') == MOST_SITES
 
 
-@pytest.mark.parametrize("width", [PHONE, DESK])
-@pytest.mark.parametrize("kind", ["dense", "routed", "staged MoDE"])
+@pytest.mark.parametrize(("kind", "width"), [("dense", PHONE), ("routed", DESK), ("staged MoDE", PHONE)])
 def test_the_page_is_quiet_and_fits(
     chromium: Chromium, tmp_path: Path, loaded: Loaded, layers: Found, kind: str, width: int
 ) -> None:

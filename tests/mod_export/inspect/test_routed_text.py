@@ -15,7 +15,6 @@ from mod_export.errors import UsageError
 from mod_export.inspect.routed_text import RoutedText, lane_lines, lanes_of, routed_text, token_marks
 from mod_export.results.structure import RoutingMap
 from mod_export.sources.model import Model
-from mod_export.types import Site
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
@@ -38,25 +37,18 @@ def test_the_map_is_what_the_model_decides(loaded: Loaded) -> None:
     }
 
 
-def test_a_file_is_read_as_bytes(loaded: Loaded, tmp_path: Path) -> None:
+def test_a_text_or_a_file_of_any_bytes_is_cut_where_it_is_too_long(loaded: Loaded, tmp_path: Path) -> None:
     path = tmp_path / "text.bin"
     path.write_bytes(b"a\r\n\xff")
-    found = routed_text(loaded("routed").loaded, str(path))
-    assert found is not None
-    assert found.map.tokens == ("a", "\r", "\n", "\xff")
-    assert found.source == str(path)
-
-
-def test_what_is_too_long_is_cut(loaded: Loaded) -> None:
-    found = routed_text(loaded("routed").loaded, "x" * 5000)
-    assert found is not None
-    assert (len(found.map.tokens), found.left_out) == (256, 5000 - 256)
-
-
-def test_a_text_can_hold_what_no_path_can(loaded: Loaded) -> None:
-    found = routed_text(loaded("routed").loaded, "a\0b")
-    assert found is not None
-    assert found.map.tokens == ("a", "\0", "b")
+    given = "the text that was given"
+    for text, source, tokens, left_out in (
+        (str(path), str(path), "a\r\n\xff", 0),
+        ("a\0b", given, "a\0b", 0),  # No path can hold that.
+        ("x" * 5000, given, "x" * 256, 5000 - 256),
+    ):
+        found = routed_text(loaded("routed").loaded, text)
+        assert found is not None
+        assert (found.source, found.map.tokens, found.left_out) == (source, tuple(tokens), left_out)
 
 
 def test_without_a_text_it_is_held_out_text(loaded: Loaded) -> None:
@@ -77,61 +69,55 @@ def test_nothing_to_show(loaded: Loaded, tiny_spec: ModelSpec) -> None:
         routed_text(other, "a")
 
 
-def test_an_empty_text_is_refused(loaded: Loaded, tmp_path: Path) -> None:
-    path = tmp_path / "empty.txt"
-    path.touch()
-    with pytest.raises(UsageError, match=r"^--text: .*empty\.txt is empty; give at least one character$"):
-        routed_text(loaded("routed").loaded, str(path))
-    with pytest.raises(UsageError, match=r"^--text: the text that was given is empty"):
-        routed_text(loaded("routed").loaded, "")
-
-
-def test_a_file_that_cannot_be_read_is_named(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "gone.txt"
-    path.write_text("a")
-
+def test_what_is_no_text_is_refused(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
+    path, model = tmp_path / "some.txt", loaded("routed").loaded
+    path.touch()
+    with pytest.raises(UsageError, match=r"^--text: .*some\.txt is empty; give at least one character$"):
+        routed_text(model, str(path))
+    with pytest.raises(UsageError, match=r"^--text: the text that was given is empty"):
+        routed_text(model, "")
     monkeypatch.setattr(Path, "read_bytes", refuse)  # A test that runs as root can read everything.
-    with pytest.raises(UsageError, match=r"^--text: .*gone\.txt: cannot be read \(Permission denied\)$"):
-        routed_text(loaded("routed").loaded, str(path))
+    with pytest.raises(UsageError, match=r"^--text: .*some\.txt: cannot be read \(Permission denied\)$"):
+        routed_text(model, str(path))
 
 
 def routing_map(tokens: str, **routed: tuple[int, ...]) -> RoutingMap:
     """`l3_mlp=(0, 2)`: layer 3's MLP ran the first and the third token."""
-
-    def site(name: str) -> Site:
-        number, _, part = name.removeprefix("l").partition("_")
-        return f"{number}.{part}" if part else int(number)
-
     layers = [
-        {"layer": site(name), "k": len(positions), "routed": positions, "scores": []}
-        for name, positions in routed.items()
+        {"layer": name[1:].replace("_", ".") if "_" in name else int(name[1:]), "k": 1, "routed": ran, "scores": []}
+        for name, ran in routed.items()
     ]
     return RoutingMap.model_validate({"bucket": "b", "tokens": tuple(tokens), "layers": layers})
 
 
-def test_a_lane_marks_what_ran() -> None:
-    lanes = lanes_of(routing_map("abcd", l1=(0, 3), l12_attention=(1,), l12_mlp=()))
-    assert [(lane.name, lane.marks) for lane in lanes] == [
-        ("layer 1", "#..#"), ("layer 12 attention", ".#.."), ("layer 12 mlp", "...."),
-    ]  # fmt: skip
-    assert not any(lane.experts for lane in lanes)
-
-
-def test_experts_share_as_many_lanes_as_a_token_has_experts() -> None:
-    lanes = lanes_of(routing_map("abc", l0_expert0=(0, 1), l0_expert1=(1,), l0_expert11=(1,), l2=(2,)))
-    assert [(lane.name, lane.marks, lane.experts) for lane in lanes] == [
-        ("layer 0 experts", "00.", True), ("", ".1.", True), ("", ".b.", True), ("layer 2", "..#", False),
-    ]  # fmt: skip
-
-
-def test_more_experts_than_are_shown() -> None:
-    many = {f"l0_expert{e}": (0,) for e in range(5)}
-    assert [lane.marks for lane in lanes_of(routing_map("ab", **many))] == ["0.", "1.", "+."]
-    assert lanes_of(routing_map("ab", l0_expert36=(1,)))[0].marks == ".#"
-    assert lanes_of(routing_map("ab", l0_expert0=()))[0].marks == ".."
+@pytest.mark.parametrize(
+    ("found", "lanes"),
+    [
+        (
+            routing_map("abcd", l1=(0, 3), l12_attention=(1,), l12_mlp=()),
+            [("layer 1", "#..#", False), ("layer 12 attention", ".#..", False), ("layer 12 mlp", "....", False)],
+        ),
+        # As many lanes as a token has experts, and no more than three.
+        (
+            routing_map("abc", l0_expert0=(0, 1), l0_expert1=(1,), l0_expert11=(1,), l2=(2,)),
+            [("layer 0 experts", "00.", True), ("", ".1.", True), ("", ".b.", True), ("layer 2", "..#", False)],
+        ),
+        (
+            routing_map("ab", **{f"l0_expert{e}": (0,) for e in range(5)}),
+            [("layer 0 experts", "0.", True), ("", "1.", True), ("", "+.", True)],
+        ),
+        (routing_map("ab", l0_expert36=(1,)), [("layer 0 experts", ".#", True)]),
+        (routing_map("ab", l0_expert0=()), [("layer 0 experts", "..", True)]),
+    ],
+    ids=["parts", "experts", "many experts", "no numeral left", "none ran"],
+)
+def test_a_lane_marks_what_ran(found: RoutingMap, lanes: list[tuple[str, str, bool]]) -> None:
+    assert [(lane.name, lane.marks, lane.experts) for lane in lanes_of(found)] == lanes
+    legend = lane_lines(RoutedText(source="s", left_out=0, map=found))[1]
+    assert legend.endswith("+ for more of them") is any(experts for *_, experts in lanes)
 
 
 def test_every_token_is_one_character() -> None:
@@ -152,8 +138,3 @@ def test_a_long_text_is_cut_into_pieces() -> None:
         "     96  xxxx",
         "layer 1  #...",
     ]
-
-
-def test_the_legend_tells_of_experts() -> None:
-    found = routing_map("ab", l0_expert0=(0,))
-    assert lane_lines(RoutedText(source="s", left_out=0, map=found))[1].endswith("+ for more of them")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sample_report import failed_report, renamed, report
+from sample_report import failed_report, report
 
-__all__ = ["failed_report", "renamed", "report"]
+__all__ = ["failed_report", "report"]

@@ -14,7 +14,7 @@ from report_pages import Page, drawn, paths, told
 from sample_rows import changed, cost_row, latency_row
 
 from mod_export.benchmark.model_parts import PARTS
-from mod_export.report.charts import axis_from_zero
+from mod_export.report.charts import CLOCK_MS, axis_from_zero
 from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
 from mod_export.report.parity_figures import (
     MOST_TOKENS,
@@ -25,7 +25,6 @@ from mod_export.report.parity_figures import (
     token_maps,
 )
 from mod_export.report.speed_figures import (
-    CLOCK_MS,
     MOST_BINS,
     STRIP_PLACES,
     LatencyFigure,
@@ -35,7 +34,6 @@ from mod_export.report.speed_figures import (
 )
 from mod_export.report.summary import Found, settings_of
 from mod_export.results.generation import DecodeRow
-from mod_export.results.parity import ParityRow
 from mod_export.results.report import BuildReport
 from mod_export.results.structure import MapLayer, RoutingMap
 
@@ -89,18 +87,13 @@ def test_every_sample_is_in_the_strip_at_its_place(samples_ms: list[float]) -> N
     assert median.get("width", 100.0) == pytest.approx(axis.clamped(samples_ms[0]), abs=0.01)
 
 
-def test_thousands_of_samples_take_no_more_space_than_the_axis_has_places() -> None:
-    figure = latency_of(*(1 + (index % 997) / 5000 for index in range(20_000)), median=1.1)
-    assert len(paths(figure.distribution, "sample mod")[0]) < 12 * STRIP_PLACES
-    assert len(figure.bins[0]) == MOST_BINS
-    assert len(points(figure)) <= 2 * MOST_BINS
-
-
 def test_thinning_out_keeps_every_extreme() -> None:
     samples = [10.0] * 5000
     samples[1234], samples[4321] = 13.0, 8.0
     figure = latency_of(*samples)
+    assert len(paths(figure.distribution, "sample mod")[0]) < 12 * STRIP_PLACES
     (bins,) = figure.bins
+    assert len(bins) == MOST_BINS
     assert {high for *_, high in bins} == {"10.0", "13.0"}
     assert {low for _, _, low, _ in bins} == {"8.00", "10.0"}
     assert (bins[0][0], bins[-1][1]) == (1, 5000)
@@ -124,14 +117,11 @@ def test_what_lies_far_outside_is_drawn_at_the_edge_and_counted() -> None:
     assert min(y for _, y in points(figure)) == 0
 
 
-def test_samples_that_are_not_finite_are_told_and_not_drawn() -> None:
+def test_samples_without_a_place_are_told_and_not_drawn() -> None:
     figure = latency_of(10.0, math.nan, math.inf, 10.5)
     assert len(points(figure)) == 2
     assert "2 outside" in figure.in_order
     assert figure.bins[0][1][3] == "nan"
-
-
-def test_without_a_median_there_is_no_order_to_draw() -> None:
     assert latency_of(0.0, 0.0).in_order == ""
 
 
@@ -161,56 +151,43 @@ def test_steps_stand_beside_what_memory_takes(report: BuildReport) -> None:
 # Parity and routing
 
 
-def failed_row(report: BuildReport) -> ParityRow:
-    return next(row for row in report.parity if not row.passed)
-
-
-def test_errors_stand_between_rounding_error_and_gate(report: BuildReport) -> None:
+def test_errors_stand_between_rounding_error_and_gate(report: BuildReport, failed_report: BuildReport) -> None:
     chart = error_figure(report.parity)
     for places in zip(*(in_lanes(chart, kind) for kind in ("mean", "bound", "point", "gate")), strict=True):
         at = [mark.get("cx", mark.get("x1", 100.0)) for mark in places]
         assert at == sorted(at)
-
-
-def test_an_error_beyond_its_gate_lies_right_of_it(failed_report: BuildReport) -> None:
-    chart = error_figure([failed_row(failed_report)])
-    assert in_lanes(chart, "point bad")[0]["cx"] > in_lanes(chart, "gate")[0]["x1"]
+    beyond = error_figure([row for row in failed_report.parity if not row.passed])
+    assert in_lanes(beyond, "point bad")[0]["cx"] > in_lanes(beyond, "gate")[0]["x1"]
 
 
 def test_a_fault_lies_right_of_the_bound_and_a_margin_too(failed_report: BuildReport) -> None:
-    chart = layers_figure(failed_row(failed_report))
+    (row,) = (row for row in failed_report.parity if not row.passed)
+    chart = layers_figure(row)
     bounds, margins = in_lanes(chart, "bound"), in_lanes(chart, "predicted")
     assert [words.partition(":")[0] for words in told(chart)] == [f"layer {layer}" for layer in (1, 3, 5, 7, 9, 11)]
     (flip,) = in_lanes(chart, "point bad")
     assert flip["cx"] > bounds[2]["x1"]
     assert all(margin["cx"] > bound["x1"] for margin, bound in zip(margins, bounds, strict=True))
-
-
-def test_layers_without_distances_have_no_chart(report: BuildReport) -> None:
-    row = report.parity[0]
-    bare = tuple(changed(layer, min_margin=None, score_bound=math.nan) for layer in row.routing.layers)
-    assert layers_figure(row.model_copy(update={"routing": row.routing.model_copy(update={"layers": bare})})) == ""
+    # Layers without distances have no chart.
+    bare = tuple(changed(layer, min_margin=None, score_bound=math.nan, worst_flip=None) for layer in row.routing.layers)
+    assert layers_figure(changed(row, routing=changed(row.routing, layers=bare))) == ""
 
 
 def test_overflow_stands_behind_what_ran(report: BuildReport) -> None:
-    assert report.generation is not None
-    chart = executed_figure(report.generation)
+    generation = report.generation
+    assert generation is not None
+    chart = executed_figure(generation)
     first, second = in_lanes(chart, "ran")
     (overflow,) = in_lanes(chart, "lost")
     assert overflow["x"] == second["width"]
     assert overflow["width"] / second["width"] == pytest.approx((14.89 - 12.45) / 12.45, rel=1e-2)
     assert in_lanes(chart, "bound")[1]["x1"] / second["width"] == pytest.approx(12.5 / 12.45, rel=1e-2)
     assert first["width"] < second["width"]
-
-
-def test_nothing_ran_without_text_or_routing(report: BuildReport) -> None:
-    assert report.generation is not None
-    quality = report.generation.quality
-    assert quality is not None
+    # Nothing is drawn without text or without routing of depth.
+    assert generation.quality is not None
     experts = {"0.expert0": 0.5}
-    only = quality.model_copy(update={"wanted": experts, "selected": experts, "overflow": {"0.expert0": 1}})
-    for found in (None, only):
-        assert executed_figure(report.generation.model_copy(update={"quality": found})) == ""
+    only = changed(generation.quality, wanted=experts, selected=experts, overflow={"0.expert0": 1})
+    assert [executed_figure(changed(generation, quality=one)) for one in (None, only)] == ["", ""]
 
 
 def map_of(tokens: int, *routed: tuple[int, ...]) -> RoutingMap:
@@ -230,26 +207,19 @@ def test_each_token_knows_the_layers_that_ran_it() -> None:
     assert paths(one.chart, "ran") == ["M0 0h2v1h-2zM5 0h1v1h-1z", "M1 0h1v1h-1zM7 0h1v1h-1z"]
 
 
-def test_a_long_text_is_cut_and_counted() -> None:
+def test_a_long_text_is_cut_and_missing_scores_are_not_made_up(report: BuildReport) -> None:
     count = MOST_TOKENS + 8
-    (one,) = token_maps([map_of(count, (0, count - 1))])
-    assert (len(one.tokens), one.total, one.skipped) == (MOST_TOKENS, count, count - 2)
-    assert told(one.chart) == [f"layer 1 ran 1 of the {MOST_TOKENS} positions shown"]
-
-
-def test_missing_scores_are_not_made_up() -> None:
-    short = map_of(8, (0, 7))
-    layer = short.layers[0].model_copy(update={"scores": (0.5,)})
-    (one,) = token_maps([short.model_copy(update={"layers": (layer,)})])
-    assert one.tokens[0].scores == (0.5,)
-    assert math.isnan(one.tokens[7].scores[0])
-
-
-def test_maps_without_tokens_or_layers(report: BuildReport) -> None:
-    assert token_maps([RoutingMap(bucket="b", tokens=(), layers=())]) == ()
-    assert [one.total for one in token_maps(report.routing_maps)] == [128]
-    (plain,) = token_maps([map_of(8)])
-    assert {token.shade for token in plain.tokens} == {0}
+    long, short = map_of(count, (0, count - 1)), map_of(8, (0, 7))
+    short = changed(short, layers=(changed(short.layers[0], scores=(0.5,)),))
+    found = token_maps([long, short, RoutingMap(bucket="b", tokens=(), layers=()), map_of(8), *report.routing_maps])
+    assert [(len(one.tokens), one.total, one.skipped) for one in found[:2]] == [
+        (MOST_TOKENS, count, count - 2), (8, 8, 6),
+    ]  # fmt: skip
+    assert told(found[0].chart) == [f"layer 1 ran 1 of the {MOST_TOKENS} positions shown"]
+    assert [str(found[1].tokens[position].scores[0]) for position in (0, 7)] == ["0.5", "nan"]
+    # A map without tokens is left out; one without layers has no shades.
+    assert {token.shade for token in found[2].tokens} == {0}
+    assert [one.total for one in found[3:]] == [128]
 
 
 # Cost
@@ -265,11 +235,8 @@ def test_flops_share_one_axis_per_bucket(report: BuildReport) -> None:
         assert sum(widths) == pytest.approx(100 + 100 * rows["mod"].flops / rows["dense"].flops, abs=0.1)
         shown = [part for kind in ("dense", "mod") for part in PARTS if rows[kind].flops_by_part.get(part)]
         assert [one["class"] for one in parts] == [f"part-{part}" for part in shown]
-
-
-def test_a_graph_without_products_has_an_empty_bar() -> None:
-    row = cost_row(0, flops_by_part=dict.fromkeys(PARTS, 0))
-    assert Page(flops_figures([row])[row.bucket]).all("rect") == []
+    nothing = cost_row(0, flops_by_part=dict.fromkeys(PARTS, 0))
+    assert Page(flops_figures([nothing])[nothing.bucket]).all("rect") == []
 
 
 def test_times_are_predicted_and_measured_on_one_axis_per_setting(report: BuildReport) -> None:
@@ -292,43 +259,32 @@ def test_times_are_predicted_and_measured_on_one_axis_per_setting(report: BuildR
         assert list(figure.rows) == list(dict.fromkeys(row.part for row in report.parts))
         routing = "routing" in told(figure.chart)[3]
         assert routing is (figure.setting.target != "inductor"), "the profile of torch cannot tell routing"
-
-
-def test_the_difference_is_told_where_every_part_was_measured(report: BuildReport) -> None:
-    for figure in time_figures(report.parts):
-        assert (figure.gap is None) is (figure.setting.target == "inductor")
-        if figure.gap is not None:
-            assert figure.gap.contributions.keys() == figure.rows.keys()
+        # The difference of the speed-ups is told where every part was measured.
+        assert (figure.gap is not None) is routing
+        assert figure.gap is None or figure.gap.contributions.keys() == figure.rows.keys()
 
 
 def test_a_setting_that_was_only_predicted_has_no_measured_bar(report: BuildReport) -> None:
-    rows = [row.model_copy(update={"measured_ms": None}) for row in report.parts if row.target == "ort-cpu"]
-    for figure in time_figures(rows):
+    for figure in time_figures([changed(row, measured_ms=None) for row in report.parts if row.target == "ort-cpu"]):
         assert figure.measured_ms == {}
         assert not any("measured" in words for words in told(figure.chart))
 
 
 def test_a_part_that_reaches_the_roof_lies_on_it(report: BuildReport) -> None:
     roof = report.roofline[0]
-    template = next(part for part in report.parts if part.measured_ms is not None and part.flops)
-    ms = template.flops / roof.gemm_gflops / 1e6
-    fast = template.model_copy(update={"bytes": template.flops // 100, "measured_ms": ms})
-    slow = fast.model_copy(update={"measured_ms": 10 * ms})
-    (chart,) = roofline_figures([roof], [fast, slow])
+    part = next(part for part in report.parts if part.measured_ms is not None and part.flops)
+    ms = part.flops / roof.gemm_gflops / 1e6
+    fast = changed(part, bytes=part.flops // 100, measured_ms=ms)
+    (chart,) = roofline_figures([roof], [fast, changed(fast, measured_ms=10 * ms)])
     _, flat = drawn(chart, "roof")
     assert flat["y1"] == flat["y2"]
-    heights = [mark["cy"] for one in ("", " hollow") for mark in drawn(chart, f"part-{template.part}{one}")]
+    heights = [mark["cy"] for one in ("", " hollow") for mark in drawn(chart, f"part-{part.part}{one}")]
     assert heights[0] == pytest.approx(flat["y1"], abs=0.1)
     assert heights[1] > heights[0]
-
-
-def test_parts_without_a_place_in_the_roofline_are_left_out(report: BuildReport) -> None:
-    part = next(part for part in report.parts if part.measured_ms is not None and part.flops)
-    strange = [
-        part.model_copy(update=change)
-        for change in ({"flops": 0}, {"bytes": 0}, {"measured_ms": None}, {"measured_ms": 0.0},
-                       {"measured_ms": math.nan}, {"dtype": "float16"})
-    ]  # fmt: skip
-    (chart,) = roofline_figures(report.roofline, strange)
-    assert Page(chart).all("circle") == []
-    assert roofline_figures((), report.parts) == ()
+    # What has no place in it is left out.
+    changes: tuple[dict[str, Any], ...] = (
+        {"flops": 0}, {"bytes": 0}, {"measured_ms": None}, {"measured_ms": 0.0}, {"measured_ms": math.nan},
+        {"dtype": "float16"},
+    )  # fmt: skip
+    (empty,) = roofline_figures([roof], [changed(part, **change) for change in changes])
+    assert Page(empty).all("circle") == []

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from build_folders import rewrite_manifest
 
 import mod_export
 from mod_export.build_folder.manifest import open_folder
@@ -202,22 +201,6 @@ def test_what_the_folder_does_not_hold(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         mod_export.load(built, **arguments)
-
-
-def test_nothing_runs_here(built_copy: Path) -> None:
-    found = ENGINES["ort-cuda"].availability()
-    if found.runs:
-        pytest.skip("CUDA runs here")
-
-    def elsewhere(manifest: dict[str, Any]) -> None:
-        for engine in manifest["engines"]:
-            engine["target"] = "ort-cuda"
-
-    rewrite_manifest(built_copy, elsewhere)
-    message = f"moved: no engine runs here: ort-cuda: {found.reason}"
-    for target in (None, "ort-cuda"):
-        with pytest.raises(TargetError, match=re.escape(message)):
-            mod_export.load(built_copy, target)
 
 
 def test_damaged_files(built_copy: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from build_folders import Silent, check_files, steps_of
+from build_folders import Silent, changed, check_files, steps_of
 from command_line import FEW_SAMPLES
 from generating import GENERATING, WINDOW
 from observing import observed
@@ -48,8 +48,7 @@ SPEED = steps("decode", ["b1s48-float32", "b3s48-float32"])
 
 
 def with_options(config: BuildConfig, **options: Any) -> BuildConfig:
-    generation = config.generation.model_copy(update=options)
-    return config.model_copy(update={"generation": generation})
+    return changed(config, {f"generation/{name}": value for name, value in options.items()})
 
 
 def test_every_file_is_listed(written: Path) -> None:
@@ -219,16 +218,16 @@ def check_what_is_skipped(report: BuildReport) -> None:
 
 @pytest.mark.slow
 def test_fair_slots_are_judged_in_turns_and_counted(
-    writing_folder: Path, writing_config: BuildConfig, tmp_path: Path
+    writing_folder: Path, writing_config: BuildConfig, written_copy: Path
 ) -> None:
     config = with_options(writing_config, slots="fair", batches=(4,), prompts=(16,))
-    report = build(writing_folder / "writing.pt", config, tmp_path / "fair", None, Silent(), "test")
+    report = build(writing_folder / "writing.pt", config, written_copy, None, Silent(), "test")
     assert report.generation is not None
     assert report.generation.slots == "fair"
     assert [row.reasons for row in report.parity if not row.passed] == []
     assert {(row.texts, row.identical) for row in report.generation.texts} == {(2, 2)}
     prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 256, 4, 9, 0).tolist()
-    with load_generator(tmp_path / "fair") as generator:
+    with load_generator(written_copy) as generator:
         together = generator.generate(prompts, 30)
         alone = [generator.generate([prompt], 30)[0] for prompt in prompts]
     # Two of four rows run in a layer at most: some tokens skip it that would have run alone.
@@ -239,19 +238,19 @@ TARGETS = ("ort-cpu", "tensorrt-rtx")
 
 
 def with_plans(config: BuildConfig) -> BuildConfig:
-    options = config.target.tensorrt_rtx.model_copy(update={"architectures": ("sm89",), "dtypes": ("float16",)})
-    target = config.target.model_copy(update={"tensorrt_rtx": options})
+    rtx = {"target/tensorrt-rtx/architectures": ["sm89"], "target/tensorrt-rtx/dtypes": ["float16"]}
     config = with_options(config, targets=TARGETS, prompts=(16,), batches=(3,), compared_texts=0)
-    return config.model_copy(update={"targets": TARGETS, "target": target})
+    return changed(config, {"targets": TARGETS, **rtx})
 
 
 @pytest.mark.slow
 def test_plans_are_built_and_their_graphs_judged(
-    writing_folder: Path, writing_config: BuildConfig, tmp_path: Path
+    writing_folder: Path, writing_config: BuildConfig, written_copy: Path
 ) -> None:
+    """Beside the engines of a finished folder, from its graphs."""
     if not ENGINES["tensorrt-rtx"].availability().builds:
         pytest.fail("CI installs tensorrt-rtx, whose builder needs no GPU")
-    root = tmp_path / "plans"
+    root = written_copy
     report = build(writing_folder / "writing.pt", with_plans(writing_config), root, None, Silent(), "test")
     assert report.verdict.status == "pass"
     check_files(root)

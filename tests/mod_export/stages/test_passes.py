@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import pytest
+from build_folders import changed
+from small_graphs import parsed
 
 from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
@@ -21,8 +22,8 @@ from mod_export.stages import graphs
 from mod_export.stages import passes as stage
 from mod_export.stages.context import BuildContext, Models
 from mod_export.stages.graphs import capture, onnx, save_graph
-from mod_export.stages.passes import passes
-from mod_export.types import Dialect, Site
+from mod_export.stages.passes import check_memory, passes
+from mod_export.types import Bucket, Dialect, Graph, Site
 from mod_models.architecture import LoadedTransformer
 
 TARGET = "ort-cuda"
@@ -48,12 +49,6 @@ def rewritten(context: BuildContext) -> list[Step]:
     return context.steps
 
 
-def with_gate(context: BuildContext, **changes: Any) -> None:
-    parity = context.config.parity
-    gate = parity.float16.model_copy(update=changes)
-    context.config = context.config.model_copy(update={"parity": parity.model_copy(update={"float16": gate})})
-
-
 def test_only_what_differs_is_rewritten_and_it_is_proven(context: BuildContext) -> None:
     steps = rewritten(context)
     assert [step.name for step in steps] == [
@@ -76,7 +71,7 @@ def test_only_what_differs_is_rewritten_and_it_is_proven(context: BuildContext) 
 
 
 def test_a_rewrite_that_changes_the_meaning_is_refused(context: BuildContext) -> None:
-    with_gate(context, rounding_error=0.0)
+    context.config = changed(context.config, {"parity/float16/rounding_error": 0.0})
     message = (
         r"graphs/mod-b1s64\.ort-cuda\.float16\.onnx: the rewrite changed the meaning of the graph: "
         r"text: logits: max abs error .* given the same routing, allowed 0"
@@ -140,3 +135,26 @@ def test_sites_that_the_spec_does_not_declare_are_refused(
     message = r"mod-b1s64\.onnx: marks the routing sites \{1: 8, 3: 8\}, and the spec declares \{1: 8\}$"
     with pytest.raises(GraphError, match=message):
         graphs._portable(context, context.plan.graphs[0])
+
+
+LONG = Graph(
+    path="g.onnx", model="mod", bucket=Bucket(1, 65_536), dtype="float32", target=None, k_by_layer={}
+)  # fmt: skip
+
+
+def attention(tokens: int) -> ir.Model:
+    """A causal attention of one head over this many tokens."""
+    size = f"float[1,1,{tokens},8]"
+    return parsed(f"g ({size} q, {size} k, {size} v) => ({size} y) {{ y = Attention <is_causal: int = 1> (q, k, v) }}")
+
+
+def test_scores_beyond_memory() -> None:
+    message = (
+        r"ort-cpu, mod b1s65536: attention over 65536 tokens holds about 1953 GiB of scores, \d+ GiB are free; "
+        r"build this bucket for other targets \(--target\), or a shorter one"
+    )
+    with pytest.raises(LimitError, match=message):
+        check_memory(ENGINES["ort-cpu"], LONG, attention(512_000))
+    check_memory(ENGINES["ort-cpu"], LONG, attention(64))
+    # A target that never holds all scores.
+    check_memory(ENGINES["inductor"], LONG, attention(512_000))

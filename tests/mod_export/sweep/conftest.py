@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sample_rows import speedup_row
 
-from mod_export.results.latency import Control, SpeedupRow
 from mod_export.sweep.findings import findings_of
 from mod_export.sweep.schema import CellEntry, Measured, Quality, SweepModel, SweepReport
 
@@ -30,23 +30,12 @@ def _cell(
         threads=1,
         dense_ms=dense_ms,
         mod_ms=dense_ms / speedup,
-        speedup=SpeedupRow(
-            target="ort-cpu",
-            bucket=f"b1s{seq}",
-            dtype="float32",
-            measured=speedup,
-            ci95=(speedup - width, speedup + width),
-            predicted_flops=speedup,
-            efficiency=1.0,
-            gate=None,
-            predicted_roofline=None,
-            verdict="faster",
-            reason=None,
-            control=Control(measured=1.0, ci99=(0.99, 1.01), covers_one=True),
+        speedup=speedup_row(
+            speedup, bucket=f"b1s{seq}", ci95=(speedup - width, speedup + width), predicted_flops=speedup, gate=None,
             passed=None,
         ),
         text=None,
-    )
+    )  # fmt: skip
     quality = None if perplexity is None else Quality(tokens=8192, perplexity=perplexity, dense_perplexity=40.0)
     fields: dict[str, Any] = {
         "name": f"c{k / seq:g}-b1s{seq}-ort-cpu", "capacity": k / seq, "batch": 1, "seq": seq, "target": "ort-cpu",

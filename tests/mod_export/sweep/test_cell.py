@@ -22,7 +22,6 @@ from mod_export.sources.checkpoint import model_from_checkpoint
 from mod_export.sources.model import Model
 from mod_export.sweep.cell import (
     QUALITY_TOKENS,
-    CellJob,
     finished_cell,
     log_of,
     machine_name,
@@ -55,21 +54,15 @@ def test_a_finished_cell_is_reused_while_nothing_has_changed(
     assert finished_cell(job, here=False) is None
 
 
-def failed_with(job: CellJob) -> CellEntry:
+def test_what_changed_while_the_sweep_ran(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    entry = run_cell(job_of(checkpoint, tmp_path, fast, code={"mod_export": "other"}))
+    assert (entry.status, entry.passed, entry.exit_code) == ("failed", False, 2)
+    assert "mod_export: not the source that the sweep was started with" in str(entry.error)
+    job = job_of(checkpoint, tmp_path, fast, checkpoint_sha256="other")
     entry = run_cell(job)
-    assert entry.status == "failed"
-    assert not entry.passed
+    assert str(entry.error).endswith("tiny.pt: has changed since the sweep began; start the sweep again")
     assert CellEntry.model_validate_json(job.row.read_text()) == entry
     assert finished_cell(job, here=True) is None
-    return entry
-
-
-def test_what_changed_while_the_sweep_ran(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
-    entry = failed_with(job_of(checkpoint, tmp_path, fast, code={"mod_export": "other"}))
-    assert entry.exit_code == 2
-    assert "mod_export: not the source that the sweep was started with" in str(entry.error)
-    entry = failed_with(job_of(checkpoint, tmp_path, fast, checkpoint_sha256="other"))
-    assert str(entry.error).endswith("tiny.pt: has changed since the sweep began; start the sweep again")
 
 
 def test_a_process_that_dies_without_a_word(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
@@ -87,7 +80,7 @@ def test_a_process_that_dies_without_a_word(checkpoint: Path, fast: Path, tmp_pa
 
 def test_a_crash_shows_its_last_line(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
     job = job_of(checkpoint, tmp_path, fast).model_copy(update={"config": {"buckets": "not a list"}})
-    entry = failed_with(job)
+    entry = run_cell(job)
     assert entry.exit_code == 1
     assert str(entry.error).startswith("ended with exit code 1 and no result; its last line: ")
     assert "Traceback" in log_of(job).read_text()
@@ -136,15 +129,13 @@ def test_perplexity_by_the_definition(model: Model) -> None:
     assert found == quality_of(model, 100, seed=3)
 
 
-def test_a_trained_model_knows_more_than_an_untrained_one(model: Model) -> None:
+def test_a_trained_model_knows_more_than_an_untrained_one(model: Model, tiny_spec: ModelSpec, tmp_path: Path) -> None:
     trained = quality_of(model_from_checkpoint(MOD_TRANSFORMER.demo_checkpoint()), 128, seed=0)
     untrained = quality_of(model, 128, seed=0)
     assert trained is not None
     assert untrained is not None
     assert trained.perplexity < 6 < 200 < untrained.perplexity
     assert trained.dense_perplexity != trained.perplexity
-
-
-def test_no_text_no_perplexity(tiny_spec: ModelSpec, tmp_path: Path) -> None:
+    # No text of its vocabulary, no perplexity.
     save_checkpoint(tmp_path / "m.pt", random_checkpoint(dataclasses.replace(tiny_spec, vocab_size=100), 0))
     assert quality_of(model_from_checkpoint(tmp_path / "m.pt"), 64, seed=0) is None

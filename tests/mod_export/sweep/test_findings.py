@@ -18,24 +18,21 @@ from mod_export.sweep.findings import (
 from mod_export.sweep.schema import CellEntry
 
 
-def test_break_even_is_the_last_capacity_of_a_run_of_faster_ones(cell: Any) -> None:
-    cells = [cell(64, 0.9), cell(8, 2.0), cell(16, 1.5), cell(32, 1.01, width=0.02)]
-    (found,) = break_even_capacity(points_of(cells))
-    assert (found.largest_capacity, found.largest_k) == (0.125, 16)
-    assert found.tried == (0.0625, 0.125, 0.25, 0.5)
-
-
-def test_break_even_does_not_jump_over_a_gap(cell: Any) -> None:
-    """A larger capacity that happens to be faster does not vouch for the smaller one that is not."""
-    (found,) = break_even_capacity(points_of([cell(8, 1.2), cell(16, 0.99), cell(32, 1.2)]))
-    assert found.largest_k == 8
-
-
-def test_no_break_even_in_the_grid(cell: Any) -> None:
-    (found,) = break_even_capacity(points_of([cell(8, 0.9), cell(16, 1.5)]))
-    assert (found.largest_capacity, found.largest_k) == (None, None)
-    (length,) = break_even_length(points_of([cell(8, 0.9, seq=64)]))
-    assert length.smallest_seq is None
+@pytest.mark.parametrize(
+    ("speedups", "k"),
+    [
+        ({64: 0.9, 8: 2.0, 16: 1.5, 32: 1.01}, 16),
+        # A larger capacity that happens to be faster does not vouch for the smaller one that is not.
+        ({8: 1.2, 16: 0.99, 32: 1.2}, 8),
+        ({8: 0.9, 16: 1.5}, None),
+    ],
+)
+def test_break_even_is_the_last_capacity_of_a_run_of_faster_ones(
+    cell: Any, speedups: dict[int, float], k: int | None
+) -> None:
+    (found,) = break_even_capacity(points_of([cell(*one) for one in speedups.items()]))
+    assert (found.largest_k, found.largest_capacity) == (k, k and k / 128)
+    assert found.tried == tuple(one / 128 for one in sorted(speedups))
 
 
 def test_break_even_length_is_the_first_from_which_all_are_faster(cell: Any) -> None:
@@ -44,6 +41,8 @@ def test_break_even_length_is_the_first_from_which_all_are_faster(cell: Any) -> 
     assert found.capacity == 0.125
     assert found.smallest_seq == 256
     assert found.tried == (64, 128, 256, 512)
+    (nowhere,) = break_even_length(points_of([cell(8, 0.9, seq=64)]))
+    assert nowhere.smallest_seq is None
 
 
 def test_targets_batches_and_machines_are_kept_apart(cell: Any) -> None:
@@ -98,23 +97,18 @@ def test_an_imprecise_cell_says_nothing_about_others(cell: Any) -> None:
     )
 
 
-def test_one_k_is_no_stair(cell: Any) -> None:
-    assert stairs(points_of([cell(8), cell(8, capacity=0.06)])) == ()
-
-
 def test_the_front_is_what_nothing_beats_in_both(cell: Any) -> None:
     cells = [cell(8, 2.0, perplexity=9.0), cell(16, 1.8, perplexity=7.0), cell(64, 1.1, perplexity=8.0)]
     (front,) = fronts(points_of(cells))
     assert [(point.k, point.on_front) for point in front.points] == [(8, True), (16, True), (64, False)]
     assert front.dense_perplexity == 40.0
+    (equal,) = fronts(points_of([cell(8, 2.0, perplexity=9.0), cell(16, 2.0, perplexity=9.0)]))
+    assert [point.on_front for point in equal.points] == [True, True]
 
 
-def test_equal_points_are_both_on_the_front(cell: Any) -> None:
-    (front,) = fronts(points_of([cell(8, 2.0, perplexity=9.0), cell(16, 2.0, perplexity=9.0)]))
-    assert [point.on_front for point in front.points] == [True, True]
-
-
-def test_without_text_there_is_no_front(cell: Any) -> None:
+def test_what_says_nothing(cell: Any) -> None:
+    assert points_of([cell(8, math.nan), cell(16, math.inf), cell(24, dense_ms=0.0)]) == []
+    assert stairs(points_of([cell(8), cell(8, capacity=0.06)])) == ()
     assert fronts(points_of([cell(8), cell(16)])) == ()
     assert fronts(points_of([cell(8, perplexity=math.inf), cell(16, perplexity=3.0)])) == ()
 
@@ -130,10 +124,6 @@ def test_what_failed_or_is_wrong_counts_for_nothing_and_is_named(
         "left out, because they could not be built: c0.125-b2s128-ort-cpu",
         "left out, because a gate was not met: c9-wrong",
     )
-
-
-def test_numbers_that_are_none_count_for_nothing(cell: Any) -> None:
-    assert points_of([cell(8, math.nan), cell(16, math.inf), cell(24, dense_ms=0.0)]) == []
 
 
 def test_other_machines_and_large_drift_are_noted(cell: Any) -> None:

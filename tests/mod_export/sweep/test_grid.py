@@ -23,11 +23,8 @@ def test_every_combination_in_order(model: Model, config: BuildConfig) -> None:
     cells = cells_of(model, config, axes, here=True)
     assert len(cells) == 12
     assert [cell.name for cell in cells[:4]] == [
-        "c0.125-b1s32-ort-cpu",
-        "c0.25-b1s32-ort-cpu",
-        "c0.5-b1s32-ort-cpu",
-        "c0.125-b1s64-ort-cpu",
-    ]
+        "c0.125-b1s32-ort-cpu", "c0.25-b1s32-ort-cpu", "c0.5-b1s32-ort-cpu", "c0.125-b1s64-ort-cpu",
+    ]  # fmt: skip
 
 
 def test_defaults_are_the_models_and_the_configurations(model: Model, config: BuildConfig) -> None:
@@ -37,9 +34,7 @@ def test_defaults_are_the_models_and_the_configurations(model: Model, config: Bu
     )
     crossed = cells_of(model, config, Axes(batches=("4",)), here=True)
     assert [cell.bucket for cell in crossed] == [Bucket(4, 32), Bucket(4, 64)]
-
-
-def test_without_a_target_the_first_that_runs_here(model: Model, config: BuildConfig) -> None:
+    # Without a target the first that runs here.
     found = cells_of(model, config.model_copy(update={"targets": ()}), Axes(), here=True)
     assert {cell.target for cell in found} == {"ort-cpu"}
 
@@ -52,25 +47,32 @@ def test_names_do_not_collide() -> None:
     assert names == {f"{c}-b1s8-ort-cpu" for c in ("own", "c0.1234567", "c0.1234568", "c64", "c1e-05")}
 
 
-def test_every_problem_at_once(model: Model, config: BuildConfig) -> None:
-    axes = Axes(capacities=("0.5,1.5", "x", "nan"), seqs=("64", "1000", "1.5"), batches=("0",))
+@pytest.mark.parametrize(
+    ("axes", "problems"),
+    [
+        (
+            Axes(capacities=("0.5,1.5", "x", "nan"), seqs=("64", "1000", "1.5"), batches=("0",)),
+            (
+                "--capacity: expected a number above 0, got 'x'",
+                "--capacity: expected a number above 0, got 'nan'",
+                "--seq: expected a whole number of at least 1, got '1.5'",
+                "--batch: expected a whole number of at least 1, got '0'",
+            ),
+        ),
+        (
+            Axes(capacities=("1.5",), seqs=("1000",)),
+            (
+                "--seq 1000: longer than the model's 256 positions",
+                "--capacity 1.5: spec.routing.capacity: expected a share in (0, 1], got 1.5",
+            ),
+        ),
+    ],
+    ids=["no numbers", "more than the model takes"],
+)
+def test_every_problem_at_once(model: Model, config: BuildConfig, axes: Axes, problems: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         cells_of(model, config, axes, here=True)
-    assert caught.value.problems == (
-        "--capacity: expected a number above 0, got 'x'",
-        "--capacity: expected a number above 0, got 'nan'",
-        "--seq: expected a whole number of at least 1, got '1.5'",
-        "--batch: expected a whole number of at least 1, got '0'",
-    )
-
-
-def test_what_the_model_cannot_take(model: Model, config: BuildConfig) -> None:
-    with pytest.raises(ConfigError) as caught:
-        cells_of(model, config, Axes(capacities=("1.5",), seqs=("1000",)), here=True)
-    assert caught.value.problems == (
-        "--seq 1000: longer than the model's 256 positions",
-        "--capacity 1.5: spec.routing.capacity: expected a share in (0, 1], got 1.5",
-    )
+    assert caught.value.problems == problems
 
 
 def test_a_capacity_of_an_absolute_rule_is_a_number_of_tokens(

@@ -46,9 +46,7 @@ def test_over_length_where_there_is_one_capacity(cell: Any) -> None:
     assert "sequence length" in plot
     assert "capacity 0.125" in plot
     assert [float(at) for at in re.findall(r'left:([\d.]+)%">(?:64|128)<', plot)] == [6.0, 94.0]
-
-
-def test_a_single_cell_has_no_line(cell: Any) -> None:
+    # A single cell has no line.
     (plot,) = speedup_plots(points_of([cell(8)]))
     assert [mark["cx"] for mark in drawn(plot, "series-0") if "cx" in mark] == [50.0]
 
@@ -88,22 +86,17 @@ def test_what_it_says(whole: SweepReport) -> None:
     assert len(re.findall(r"<tr", html[html.index('id="cells"') : html.index('id="reproduce"')])) == 7
 
 
-def test_failures_come_first(
+def test_failures_come_first_and_names_are_text(
     cell: Any, failed: CellEntry, missed: CellEntry, report_of: Callable[..., SweepReport]
 ) -> None:
-    text = words(report_of(cell(8), failed, missed))
+    report = report_of(cell(8), failed, missed, name="<script>alert(1)</script>\u202e")
+    html, text = render_html(report), words(report)
     assert "3 of 3 cells: 1 could not be built, 1 missed a gate" in text
     assert text.index("stage <onnx>: refused") < text.index("Speed-up over the dense baseline")
-
-
-def test_nothing_measured_yet(report_of: Callable[..., SweepReport]) -> None:
-    assert "Nothing was measured yet." in words(report_of())
-
-
-def test_names_from_outside_are_text(cell: Any, report_of: Callable[..., SweepReport]) -> None:
-    html = render_html(report_of(cell(8, name="x"), name="<script>alert(1)</script>\u202e"))
     assert "<script>alert" not in html
     assert "\u202e" not in html
+    assert [html.count(f'<span class="mark {state}">') for state in ("pass", "fail")] == [1, 2]
+    assert "Nothing was measured yet." in words(report_of())
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(PHONE, "light"), (DESK, "dark")])

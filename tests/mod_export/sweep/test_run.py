@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import invoke
+from rich.console import Console
 
 from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import config_from_toml
@@ -17,22 +19,8 @@ from mod_export.results.report import report_from_json
 from mod_export.sweep.grid import Axes
 from mod_export.sweep.run import exit_code_of, sweep
 from mod_export.sweep.schema import CellEntry, SweepReport
+from mod_export.sweep.text import SweepProgress
 from mod_models.checkpoint import load_checkpoint, save_checkpoint
-
-
-class Recorder:
-    """What a sweep announced."""
-
-    def __init__(self) -> None:
-        self.counts: list[tuple[int, int]] = []
-        self.finished: list[str] = []
-
-    def planned(self, cells: int, reused: int) -> None:
-        self.counts.append((cells, reused))
-
-    def cell_finished(self, entry: CellEntry) -> None:
-        self.finished.append(entry.name)
-
 
 GOOD, HUGE = "c0.25-b1s16-ort-cpu", "c0.25-b1000000000s16-ort-cpu"
 
@@ -41,11 +29,17 @@ GOOD, HUGE = "c0.25-b1s16-ort-cpu", "c0.25-b1000000000s16-ort-cpu"
 def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     axes = Axes(capacities=("0.25",), seqs=("16",), batches=("1", "1000000000"))
-    arguments = (checkpoint, config_from_toml(fast), folder, axes, None)
 
-    first = Recorder()
-    report = sweep(*arguments, first, "mod-export sweep tiny.pt")
-    assert (first.counts, first.finished) == ([(2, 0)], [GOOD, HUGE])
+    def run() -> tuple[SweepReport, list[str]]:
+        """The report, and the first two words of every line of progress about a cell."""
+        file = io.StringIO()
+        progress = SweepProgress(Console(file=file, width=200), 0, "out")
+        report = sweep(checkpoint, config_from_toml(fast), folder, axes, None, progress, "mod-export sweep tiny.pt")
+        head, *lines = file.getvalue().splitlines()
+        return report, [head, *(" ".join(line.split()[1:3]) for line in lines)]
+
+    report, told = run()
+    assert told == ["2 cells, 0 of them finished before", f"1/2 {GOOD}", f"2/2 {HUGE}"]
     good, huge = report.cells
     assert (good.status, good.passed, good.exit_code) == ("measured", True, 0), good.error
     assert (good.k, good.k_by_layer) == (4, {1: 4, 3: 4})
@@ -74,9 +68,8 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     assert config["latency"]["min_speedup"] == 0.0
     assert config["generation"]["build"] == "never"
 
-    again = Recorder()
-    resumed = sweep(*arguments, again, "mod-export sweep tiny.pt")
-    assert (again.counts, again.finished) == ([(2, 1)], [HUGE])
+    resumed, told = run()
+    assert told == ["2 cells, 1 of them finished before", f"2/2 {HUGE}"]
     assert resumed.cells[0] == good
 
     # A cell whose row was lost is done again, and its build folder is what saves the work.
@@ -99,7 +92,6 @@ def test_exit_codes(cell: Any, failed: CellEntry, missed: CellEntry, report_of: 
     ("there", "said"),
     [
         ("out/notes.txt", "out: holds files that are no sweep's (notes.txt); name an empty or new folder with -o"),
-        ("out/manifest.json", "out: holds files that are no sweep's (manifest.json); name an empty or new folder"),
         ("out", "out: cannot be written ("),
         ("out/.lock", "out: another sweep is at work here; wait for it"),
     ],
@@ -113,17 +105,14 @@ def test_folders_that_are_refused(checkpoint: Path, fast: Path, tmp_path: Path, 
     assert said in found.output
 
 
-def test_not_into_the_checkpoint(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "model", load_checkpoint(checkpoint))
-    found = invoke("sweep", tmp_path / "model", "-c", fast, "-o", tmp_path / "model/out")
+def test_what_cannot_be_asked_for(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_checkpoint(model, load_checkpoint(checkpoint))
+    found = invoke("sweep", model, "-c", fast, "-o", model / "out")
     assert found.exit_code == 2
     assert "out: lies in the checkpoint's own folder; name another folder with -o" in found.output
-    assert not (tmp_path / "model/out").exists()
-
-
-def test_what_cannot_be_asked_for(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
-    found = invoke("sweep", checkpoint, "-c", fast, "-o", tmp_path / "out", "--capacity", "7", "--seq", "9999")
+    found = invoke("sweep", checkpoint, "-c", fast, "-o", model / "out", "--capacity", "7", "--seq", "9999")
     assert found.exit_code == 2
     assert "--seq 9999: longer than the model's 256 positions" in found.output
     assert "--capacity 7: spec.routing.capacity: expected a share in (0, 1], got 7.0" in found.output
-    assert not (tmp_path / "out").exists()
+    assert not (model / "out").exists()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from sample_rows import changed
 
 from mod_export.results.parity import TextQuality
 from mod_export.sweep.schema import CellEntry, SweepReport
@@ -54,60 +55,35 @@ def test_failures_say_why_and_where(
 
 
 def test_one_cell_has_little_to_say(cell: Any, report_of: Callable[..., SweepReport]) -> None:
-    text = render_text(report_of(cell(8, capacity=None)), "out")
+    text = render_text(report_of(cell(8, capacity=None), name="a\x1b[2Jb"), "out")
     assert " own " in text
     assert "which k to choose" not in text
     assert "speed against quality" not in text
+    assert "\x1b" not in text
 
 
-def test_control_characters_of_a_name_are_escaped(cell: Any, report_of: Callable[..., SweepReport]) -> None:
-    assert "\x1b" not in render_text(report_of(cell(8), name="a\x1b[2Jb"), "out")
-
-
-@pytest.mark.parametrize(("perplexity", "text"), [(3.5649, "3.565"), (1234.5, "1,234.500"), (1.23e9, "1.2e+09")])
-def test_perplexity(perplexity: float, text: str) -> None:
-    assert perplexity_text(perplexity) == text
-
-
-def test_fidelity_is_a_ratio_on_the_same_texts(cell: Any) -> None:
-    row = (
-        cell(8)
-        .measured[0]
-        .model_copy(
-            update={
-                "text": TextQuality(
-                    tokens=100, perplexity=4.2, reference_perplexity=4.0, own_perplexity=4.0, next_token_agreement=1.0
-                )
-            }
-        )
+def test_perplexity(cell: Any) -> None:
+    assert [perplexity_text(one) for one in (3.5649, 1234.5, 1.23e9)] == ["3.565", "1,234.500", "1.2e+09"]
+    text = TextQuality(
+        tokens=100, perplexity=4.2, reference_perplexity=4.0, own_perplexity=4.0, next_token_agreement=1.0
     )
-    assert fidelity_text(row) == "1.05000"
+    assert fidelity_text(changed(cell(8).measured[0], text=text)) == "1.05000"
 
 
-@pytest.mark.parametrize(
-    ("verbosity", "lines"),
-    [
-        (-1, []),
-        (0, ["3 cells, 1 of them finished before", "*     2/3  x  measured  1.0 s  float32 2.00x [1.98, 2.02]"]),
-        (1, ["3 cells, 1 of them finished before", "*     2/3  x  measured  1.0 s  float32 2.00x [1.98, 2.02]",
-             "    out/cells/x.log"]),
-    ],
-)  # fmt: skip
-def test_progress(cell: Any, verbosity: int, lines: list[str]) -> None:
+@pytest.mark.parametrize(("verbosity", "shown"), [(-1, 0), (0, 4), (1, 7)])
+def test_progress(cell: Any, failed: CellEntry, missed: CellEntry, verbosity: int, shown: int) -> None:
     file = io.StringIO()
     progress = SweepProgress(Console(file=file, width=40), verbosity, "out")
-    progress.planned(3, 1)
-    progress.cell_finished(cell(8, name="x", seconds=1.0))
-    assert [line.split() for line in file.getvalue().splitlines()] == [line.split() for line in lines]
-
-
-def test_progress_of_what_went_wrong(failed: CellEntry, missed: CellEntry) -> None:
-    file = io.StringIO()
-    progress = SweepProgress(Console(file=file, width=40), 0, "out")
-    progress.planned(2, 0)
-    progress.cell_finished(failed)
-    progress.cell_finished(missed)
-    _, first, second = file.getvalue().splitlines()
-    assert "failed" in first
-    assert first.endswith("stage <onnx>: refused")
-    assert "gate failed" in second
+    progress.planned(4, 1)
+    for one in (cell(8, name="x", seconds=1.0), failed, missed):
+        progress.cell_finished(one)
+    lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    assert len(lines) == shown
+    for line in (
+        "4 cells, 1 of them finished before",
+        "* 2/4 x measured 1.0 s float32 2.00x [1.98, 2.02]",
+        "* 3/4 c0.125-b2s128-ort-cpu failed 0.0 s stage <onnx>: refused",
+        "* 4/4 c9-wrong gate failed 0.0 s float32 9.00x [8.98, 9.02]",
+    ):
+        assert (line in lines) is (verbosity >= 0)
+    assert ("out/cells/x.log" in lines) is (verbosity > 0)

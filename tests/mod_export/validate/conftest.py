@@ -31,7 +31,7 @@ SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward"
 GATE = config_from_toml(None).parity.float32
 WEIGHTS = "graphs/weights-float32.data"
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
-Judge = Callable[[ir.Model], ParityRow]
+Judge = Callable[..., ParityRow]
 
 
 @pytest.fixture(scope="session")
@@ -70,11 +70,11 @@ def graph() -> ir.Model:
 
 @pytest.fixture
 def row_of(reference: Reference, batches: list[Batch]) -> Judge:
-    """Judges a graph as the candidate, with the gates of default.toml."""
+    """Judges a graph as the candidate of a reference on inputs, with the gates of default.toml."""
 
-    def judged(model: ir.Model) -> ParityRow:
+    def judged(model: ir.Model, by: Reference = reference, on: list[Batch] = batches) -> ParityRow:
         with OrtRunner(session(model), "candidate", 1) as runner:
-            return judge_runner(runner, reference, batches, GATE, SETTING)
+            return judge_runner(runner, by, on, GATE, SETTING)
 
     return judged
 
@@ -93,7 +93,6 @@ def candidate(loaded: LoadedTransformer) -> Candidate:
 @pytest.fixture(scope="session")
 def _folder(tmp_path_factory: pytest.TempPathFactory, reference: Reference, candidate: Candidate) -> Path:
     root = tmp_path_factory.mktemp("folder")
-    assert candidate.graph is not None
     for path in (candidate.path, candidate.graph.path):
         (root / path).parent.mkdir(parents=True)
     write_weights(root / WEIGHTS, state_of(reference.module), "float32")

@@ -21,9 +21,9 @@ REFERENCE = Reference(LoadedTransformer(random_checkpoint(replace(make_spec(), v
 TEXT = Batch("text", np.random.default_rng(0).integers(0, 256, (2, 16)), np.array([16, 16]))
 
 
-def probe(model: ir.Model, *, tolerance: float = 1e-5, suffixes: int = 4, batch: Batch = TEXT) -> CausalityRow:
+def probe(model: ir.Model, tolerance: float = 1e-5) -> CausalityRow:
     with OrtRunner(session(model), "candidate", 1) as runner:
-        return probe_causality(runner, REFERENCE, batch, SETTING, suffixes=suffixes, tolerance=tolerance, seed=0)
+        return probe_causality(runner, REFERENCE, TEXT, SETTING, suffixes=4, tolerance=tolerance, seed=0)
 
 
 def running(function: str, batch: int = 2, seq: int = 16) -> ir.Model:
@@ -38,7 +38,6 @@ def running(function: str, batch: int = 2, seq: int = 16) -> ir.Model:
 def test_a_routed_model_looks_ahead(graph: ir.Model) -> None:
     row = probe(graph)
     assert not row.causal
-    assert row.earliest_change is not None
     assert 0 <= row.earliest_change < 15
     assert row.largest_change > 1e-3
     assert row.statement == (
@@ -57,26 +56,22 @@ def test_its_dense_baseline_does_not(loaded: LoadedTransformer) -> None:
     )
 
 
-def test_a_sum_of_what_came_before_is_causal() -> None:
-    row = probe(running("y = CumSum (x, axis)"))
-    assert row.causal
-    assert row.largest_change == 0.0
+STEPS = "steps = Constant <value_ints: ints = [2,3,4,5,6,7,8,9,10,11,12,13,14,15,15,15]> () "
 
 
-def test_a_sum_of_what_comes_after_is_not() -> None:
-    row = probe(running("y = CumSum <reverse = 1> (x, axis)"))
-    assert not row.causal
-    assert row.earliest_change == 0
-
-
-def test_the_earliest_change_is_that_of_any_ending() -> None:
-    """Each token sees the two after it, so that the earliest cut shows the earliest change."""
-    positions = running(
-        "steps = Constant <value_ints: ints = [2,3,4,5,6,7,8,9,10,11,12,13,14,15,15,15]> () "
-        "y = Gather <axis = 1> (x, steps)"
-    )
-    assert cuts(16, 4) == [4, 7, 11, 15]
-    assert probe(positions).earliest_change == 2
+@pytest.mark.parametrize(
+    ("function", "earliest"),
+    [
+        ("y = CumSum (x, axis)", None),
+        ("y = CumSum <reverse = 1> (x, axis)", 0),
+        # Each token sees the two after it, and the earliest of the cuts, at 4, shows the earliest change.
+        (STEPS + "y = Gather <axis = 1> (x, steps)", 2),
+    ],
+)
+def test_the_earliest_change_is_that_of_any_ending(function: str, earliest: int | None) -> None:
+    row = probe(running(function))
+    assert (row.causal, row.earliest_change) == (earliest is None, earliest)
+    assert (row.largest_change == 0.0) == row.causal
 
 
 def test_changes_that_rounding_can_explain_are_none() -> None:
@@ -93,13 +88,6 @@ def test_what_is_not_a_number_is_no_causal_answer() -> None:
     assert np.isnan(row.largest_change)
 
 
-def test_engines_that_read_no_lengths_are_fed_none(graph: ir.Model) -> None:
-    assert "lengths" in {value.name for value in graph.graph.inputs}
-    model = running("y = Identity (x)")
-    assert [value.name for value in model.graph.inputs] == ["input_ids"]
-    assert probe(model).causal
-
-
 @pytest.mark.parametrize(
     ("seq", "count", "expected"),
     [(16, 4, [4, 7, 11, 15]), (512, 2, [128, 511]), (4, 9, [1, 2, 3]), (2, 4, [1]), (1, 4, []), (64, 1, [16])],
@@ -108,22 +96,14 @@ def test_cuts_are_spread_and_leave_something_on_both_sides(seq: int, count: int,
     assert cuts(seq, count) == expected
 
 
-def test_a_row_says_how_many_endings_were_tried() -> None:
-    assert probe(running("y = Identity (x)"), suffixes=9).suffixes == 9
-    short = Batch("text", TEXT.ids_BS[:1, :2], np.array([2]))
-    assert probe(running("y = Identity (x)", 1, 2), suffixes=9, batch=short).suffixes == 1
-
-
-def test_a_single_token_says_nothing() -> None:
-    row = probe(running("y = Identity (x)", 1, 1), batch=Batch("text", TEXT.ids_BS[:1, :1], np.array([1])))
-    assert row.suffixes == 0
-    assert row.statement == ("not probed: with a single token there is nothing before a change; ask a longer bucket")
-
-
-def test_a_vocabulary_of_one_token_has_no_other_endings() -> None:
-    lonely = Reference(LoadedTransformer(random_checkpoint(replace(make_spec(), vocab_size=1), seed=0)))
-    text = Batch("text", np.zeros((1, 4), np.int64), np.array([4]))
-    with OrtRunner(session(running("y = Identity (x)", 1, 4)), "candidate", 1) as runner:
-        row = probe_causality(runner, lonely, text, SETTING, suffixes=4, tolerance=0.0, seed=0)
-    assert row.suffixes == 0
-    assert row.statement.startswith("not probed: ")
+@pytest.mark.parametrize(("seq", "vocabulary", "tried"), [(16, 256, 9), (2, 256, 1), (1, 256, 0), (4, 1, 0)])
+def test_a_row_says_how_many_endings_were_tried(seq: int, vocabulary: int, tried: int) -> None:
+    """A single token has nothing before a change, and a vocabulary of one token no other endings."""
+    loaded = LoadedTransformer(random_checkpoint(replace(make_spec(), vocab_size=vocabulary), seed=0))
+    batch = Batch("text", np.zeros((1, seq), np.int64), np.array([seq]))
+    with OrtRunner(session(running("y = Identity (x)", 1, seq)), "candidate", 1) as runner:
+        assert runner.inputs == ("input_ids",)  # An engine that reads no lengths is fed none.
+        row = probe_causality(runner, Reference(loaded), batch, SETTING, suffixes=9, tolerance=1e-5, seed=0)
+    assert (row.causal, row.suffixes) == (True, tried)
+    not_probed = "not probed: with a single token there is nothing before a change; ask a longer bucket"
+    assert (row.statement == not_probed) == (tried == 0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,28 +90,23 @@ def test_any_other_choice_is_counted(case: tuple[np.ndarray, np.ndarray, int], d
     assert ("slots empty" in found.malformed) == (moved_real and other >= length)
 
 
-def test_distances_are_from_the_kth_score() -> None:
-    score_BS = np.array([[4.0, 3.0, 2.0, 1.0]], dtype=np.float32)
-    found = routing_of_site(0, np.array([[0, 3]]), by_rank(score_BS, np.array([4])))
-    assert found.distances == (0.0, 2.0)
-    assert found.min_margin == 1.0
-    assert found.scale == pytest.approx(math.sqrt((16 + 9 + 4 + 1) / 4))
-    assert (found.routed, found.agreed) == (2, 1)
-
-
-def test_ties_go_to_the_earlier_token() -> None:
-    score_BS, lengths_B = np.zeros((1, 4), dtype=np.float32), np.array([4])
-    assert routing_of_site(0, np.array([[0, 1]]), by_rank(score_BS, lengths_B)).distances == ()
-    later = routing_of_site(0, np.array([[0, 2]]), by_rank(score_BS, lengths_B))
-    assert later.agreed == 1
-    assert later.distances == (0.0, 0.0)
-    assert later.min_margin == 0.0
-
-
-def test_padding_has_no_score() -> None:
-    score_BS = np.array([[1.0, 2.0, 9.0, 9.0]], dtype=np.float32)
-    found = routing_of_site(0, np.array([[0, 1, 2]]), by_rank(score_BS, np.array([2])))
-    assert (found.routed, found.agreed, found.malformed, found.min_margin) == (2, 2, "", None)
+@pytest.mark.parametrize(
+    ("scores", "length", "index", "expected"),
+    [
+        # Distances are from the k-th score.
+        ([4.0, 3.0, 2.0, 1.0], 4, [0, 3], {"routed": 2, "agreed": 1, "distances": (0.0, 2.0), "min_margin": 1.0}),
+        # Ties go to the earlier token.
+        ([0.0] * 4, 4, [0, 1], {"agreed": 2, "distances": (), "min_margin": 0.0}),
+        ([0.0] * 4, 4, [0, 2], {"agreed": 1, "distances": (0.0, 0.0), "min_margin": 0.0}),
+        # Padding has no score.
+        ([1.0, 2.0, 9.0, 9.0], 2, [0, 1, 2], {"routed": 2, "agreed": 2, "malformed": "", "min_margin": None}),
+        # A position outside the row is infinitely far.
+        ([3.0, 2.0, 1.0, 0.0], 4, [-2, 0], {"distances": (math.inf, 0.0)}),
+    ],
+)
+def test_where_tokens_are_ranked(scores: list[float], length: int, index: list[int], expected: dict[str, Any]) -> None:
+    found = routing_of_site(0, np.array([index]), by_rank(np.array([scores], np.float32), np.array([length])))
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 ORDER = "positions are not ascending, or not unique"
@@ -134,23 +130,6 @@ def test_what_is_no_selection_is_named(index: list[int], ranked: str, choosing: 
     assert routing_of_site(0, np.array([index]), by_rank(score_BS, np.array([3]))).malformed == ranked
     judged = first_come(1.0, 1.0, 1.0, 1.0, length=3)
     assert routing_of_site(0, np.array([index]), judged).malformed == choosing
-
-
-def test_a_position_outside_the_row_is_infinitely_far() -> None:
-    score_BS = np.array([[3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
-    assert routing_of_site(0, np.array([[-2, 0]]), by_rank(score_BS, np.array([4]))).distances == (math.inf, 0.0)
-
-
-def test_scores_that_are_not_numbers_stay_visible() -> None:
-    score_BS = np.array([[3.0, np.nan, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0]], dtype=np.float32)
-    found = routing_of_site(0, np.array([[1, 2], [0, 1]]), by_rank(score_BS, np.array([4, 4])))
-    # What it would be held against is not a number, and allows nothing.
-    assert math.isnan(found.scale)
-
-
-def test_all_scores_zero() -> None:
-    found = routing_of_site(0, np.array([[0]]), by_rank(np.zeros((1, 2), dtype=np.float32), np.array([2])))
-    assert found.min_margin == 0.0
 
 
 @pytest.mark.parametrize(
@@ -191,50 +170,50 @@ def test_smallest(values: list[float], least: float | None) -> None:
     assert smallest(values) == (least if least is None or not math.isnan(least) else pytest.approx(least, nan_ok=True))
 
 
-def test_error_in_numbers() -> None:
-    reference_NV = np.array([[3.0, -4.0], [0.0, 0.0]], dtype=np.float32)
-    candidate_NV = np.array([[3.0, -4.5], [0.25, 0.0]], dtype=np.float32)
-    found = error_between(candidate_NV, reference_NV)
-    assert (found.max_abs, found.mean_abs, found.max_rel) == (0.5, 0.1875, 0.5 / 2.5)
-    assert found.rms == pytest.approx(math.sqrt((0.5**2 + 0.25**2) / 4))
+@pytest.mark.parametrize(
+    ("candidate", "reference", "expected"),
+    [
+        (
+            np.array([[3.0, -4.5], [0.25, 0.0]], np.float32),
+            np.array([[3.0, -4.0], [0.0, 0.0]], np.float32),
+            {"max_abs": 0.5, "mean_abs": 0.1875, "max_rel": 0.2, "rms": math.sqrt((0.5**2 + 0.25**2) / 4)},
+        ),
+        # Against zeros it is absolute.
+        (np.ones((1, 2), np.float32), np.zeros((1, 2), np.float32), {"max_abs": 1.0, "max_rel": 1.0}),
+        # Of low precision it is taken in float64.
+        (np.array([[6e4]], np.float16), np.array([[-6e4]], np.float32), {"max_abs": 120_000.0}),
+        *(
+            (bad_NV, bad_NV, dict.fromkeys(("max_abs", "mean_abs", "max_rel", "rms"), math.nan))
+            for bad_NV in (np.array([[bad, 1.0]], np.float32) for bad in (np.nan, np.inf))
+        ),
+    ],
+)
+def test_error_in_numbers(candidate: np.ndarray, reference: np.ndarray, expected: dict[str, float]) -> None:
+    found = error_between(candidate, reference)
+    assert {name: getattr(found, name) for name in expected} == pytest.approx(expected, nan_ok=True)
 
 
-def test_error_against_zeros_is_absolute() -> None:
-    found = error_between(np.ones((1, 2), dtype=np.float32), np.zeros((1, 2), dtype=np.float32))
-    assert (found.max_abs, found.max_rel) == (1.0, 1.0)
-
-
-def test_error_of_low_precision_is_taken_in_float64() -> None:
-    found = error_between(np.array([[60_000.0]], dtype=np.float16), np.array([[-60_000.0]], dtype=np.float32))
-    assert found.max_abs == 120_000.0
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_error_is_not_a_number_where_the_logits_are_not(bad: float) -> None:
-    logits_NV = np.array([[bad, 1.0]], dtype=np.float32)
-    found = error_between(logits_NV, logits_NV)
-    assert math.isnan(found.max_abs)
-    assert math.isnan(found.mean_abs)
-    assert math.isnan(found.max_rel)
-    assert math.isnan(found.rms)
-
-
-def test_rounding_of_scores_is_that_of_real_tokens() -> None:
+def test_rounding_of_scores() -> None:
+    """That of real tokens, in the run that is farthest off; what padding scores is nobody's business."""
     score_BS = np.array([[3.0, 4.0, 9.0], [1.0, 1.0, 1.0]], dtype=np.float32)
     exact_BS = score_BS + np.array([[0.0, 0.5, 99.0], [0.25, 0.0, 0.0]])
-    index_BK, lengths_B = np.array([[1], [0]]), np.array([2, 3])
-    found = routing_of_site(0, index_BK, by_rank(score_BS, lengths_B), exact_BS)
-    assert found.rounding == 0.5  # What padding scores is nobody's business.
-    assert found.scale == pytest.approx(math.sqrt(12.5))
-    assert routing_of_site(0, index_BK, by_rank(score_BS, lengths_B)).rounding is None
+    index_BK, judged = np.array([[1], [0]]), by_rank(score_BS, np.array([2, 3]))
+    found = routing_of_site(0, index_BK, judged, exact_BS)
+    assert (found.rounding, found.scale) == (0.5, pytest.approx(math.sqrt(12.5)))
+    assert routing_of_site(0, index_BK, judged).rounding is None
+    assert routing_of_site(0, index_BK, judged, score_BS.astype(np.float64)).rounding == 0.0
+    assert routing_of_site(0, index_BK, judged, score_BS.astype(np.float64), score_BS + np.float32(1)).rounding == 1.0
 
 
-def test_rounding_of_scores_is_that_of_the_run_that_is_farthest_off() -> None:
-    score_BS = np.array([[3.0, 2.0, 1.0]], np.float32)
-    exact_BS, rounded_BS = score_BS.astype(np.float64), score_BS + np.float32(0.5)
-    lengths_B, index_BK = np.array([3]), np.array([[0, 1]])
-    assert routing_of_site(0, index_BK, by_rank(score_BS, lengths_B), exact_BS).rounding == 0.0
-    assert routing_of_site(0, index_BK, by_rank(score_BS, lengths_B), exact_BS, rounded_BS).rounding == 0.5
+@pytest.mark.parametrize("row", [0, 1])
+def test_scores_that_are_not_numbers_stay_visible(row: int) -> None:
+    """What a score would be held against is not a number, and allows nothing."""
+    score_BS = np.array([[3.0, 2.0], [3.0, 2.0]], dtype=np.float32)
+    bad_BS = score_BS.astype(np.float64)
+    bad_BS[row, 1] = np.nan
+    index_BK, lengths_B = np.array([[0], [0]]), np.array([2, 2])
+    assert math.isnan(routing_of_site(0, index_BK, by_rank(score_BS, lengths_B), bad_BS).rounding)
+    assert math.isnan(routing_of_site(0, index_BK, by_rank(bad_BS.astype(np.float32), lengths_B)).scale)
 
 
 def test_the_farthest_of_several_runs() -> None:
@@ -242,16 +221,6 @@ def test_the_farthest_of_several_runs() -> None:
     runs = [np.array([1.0, -2.0, np.nan, 1.0]), np.array([-3.0, 1.0, 5.0, np.nan]), np.array([2.0, 1.0, 5.0, 9.0])]
     np.testing.assert_array_equal(farthest_from(exact, runs[:1]), runs[0])
     np.testing.assert_array_equal(farthest_from(exact, runs), [-3.0, -2.0, np.nan, np.nan])
-
-
-@pytest.mark.parametrize("row", [0, 1])
-def test_rounding_is_not_a_number_where_the_scores_are_not(row: int) -> None:
-    score_BS = np.array([[3.0, 2.0], [3.0, 2.0]], dtype=np.float32)
-    exact_BS = score_BS.astype(np.float64)
-    exact_BS[row, 1] = np.nan
-    found = routing_of_site(0, np.array([[0], [0]]), by_rank(score_BS, np.array([2, 2])), exact_BS)
-    assert found.rounding is not None
-    assert math.isnan(found.rounding)
 
 
 def test_shortfalls_of_the_next_token() -> None:
@@ -262,11 +231,8 @@ def test_shortfalls_of_the_next_token() -> None:
     assert found.tolist() == [0.0, 0.75, math.inf, math.inf, 0.0]
     assert found.dtype == np.float64
     assert next_token_shortfalls(reference_NV, reference_NV).tolist() == [0.0] * 5
-
-
-def test_a_reference_that_is_not_a_number_has_no_next_token() -> None:
-    reference_NV = np.array([[np.nan, 1.0]], dtype=np.float32)
-    assert not next_token_shortfalls(np.zeros((1, 2), dtype=np.float32), reference_NV)[0] <= 0
+    # A reference that is not a number has no next token.
+    assert not next_token_shortfalls(np.zeros((1, 2), np.float32), np.array([[np.nan, 1.0]], np.float32))[0] <= 0
 
 
 def test_divergence_in_nats() -> None:
@@ -276,16 +242,13 @@ def test_divergence_in_nats() -> None:
     logits_NV = [np.log(one)[None].astype(np.float32) + shift for one, shift in ((q, 5000.0), (p, -3.0))]
     assert divergence(*logits_NV) == pytest.approx(expected, rel=1e-3)
     assert divergence(logits_NV[1], logits_NV[1]) == 0.0
+    for bad in (np.nan, np.inf):
+        assert math.isnan(divergence(np.array([[bad, 0.0]]), np.zeros((1, 2))))
 
 
 @given(arrays.arrays(np.float32, (3, 4), elements=st.floats(-30, 30, width=32)), st.integers(0, 3))
 def test_divergence_is_never_negative(logits_NV: np.ndarray, roll: int) -> None:
     assert divergence(np.roll(logits_NV, roll, axis=0), logits_NV) >= -1e-12
-
-
-def test_divergence_of_what_is_not_a_number() -> None:
-    for bad in (np.nan, np.inf):
-        assert math.isnan(divergence(np.array([[bad, 0.0]]), np.zeros((1, 2))))
 
 
 def test_negative_log_likelihood_of_the_tokens_that_have_one_before_them() -> None:

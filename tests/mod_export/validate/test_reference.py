@@ -16,14 +16,15 @@ from mod_export.validate.reference import Reference, check_program, routing_map
 from mod_models.architecture import LoadedTransformer
 
 
-def test_a_run_is_plain_arrays(reference: Reference, batches: list[Batch]) -> None:
-    traced = reference.free(batches[0])
-    assert traced.logits_BSV.shape == (2, 16, 256)
-    assert traced.logits_BSV.dtype == np.float32
-    assert {layer: (found.shape, found.dtype) for layer, found in traced.routed.items()} == dict.fromkeys(
-        (0, 1), ((2, 4), np.dtype(np.int64))
-    )
-    assert {found.dtype for found in (one.score_BS for one in traced.judged.values())} == {np.dtype(np.float32)}
+def test_a_run_is_plain_arrays_of_the_eager_module(reference: Reference, batches: list[Batch]) -> None:
+    for batch in batches:
+        run = reference.free(batch)
+        assert (run.logits_BSV.shape, run.logits_BSV.dtype) == ((2, 16, 256), np.float32)
+        assert list(run.routed) == list(run.judged) == [0, 1]
+        assert {(found.shape, found.dtype.name) for found in run.routed.values()} == {((2, 4), "int64")}
+        assert {one.score_BS.dtype.name for one in run.judged.values()} == {"float32"}
+        (logits_BSV,) = reference.module(torch.from_numpy(batch.ids_BS), torch.from_numpy(batch.lengths_B))
+        np.testing.assert_array_equal(run.logits_BSV, logits_BSV.numpy())
 
 
 def test_runs_are_kept_by_content(loaded: LoadedTransformer, batches: list[Batch]) -> None:
@@ -61,7 +62,6 @@ def test_float64_says_what_float32_rounds_away(reference: Reference, batches: li
     for batch in batches:
         free = reference.free(batch)
         exact = reference.exact(batch, free.routed)
-        assert exact is not None
         assert exact.logits_BSV.dtype == exact.judged[0].score_BS.dtype == np.float64
         error = np.abs(exact.logits_BSV - free.logits_BSV)[batch.real_BS]
         assert 1e-8 < error.max() < 1e-5
@@ -77,7 +77,6 @@ def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Bat
     batch = batches[0]
     free = reference.free(batch)
     exact = reference.exact(batch, free.routed)
-    assert exact is not None
     runs = [free, *reference.shaken(batch, free.routed)]
     assert len(runs) == 3
     errors = [np.abs(run.logits_BSV - exact.logits_BSV)[batch.real_BS].max() for run in runs]
@@ -112,18 +111,9 @@ def test_no_float64_where_the_model_does_not_fit_twice(
 
 
 def test_what_was_found_out_is_remembered_by_name(loaded: LoadedTransformer) -> None:
-    remembers, asked = Reference(loaded), []
-
-    def find() -> str:
-        asked.append(1)
-        return f"answer {len(asked)}"
-
-    assert [remembers.remembered(name, find) for name in ("one", "one", "other")] == [
-        "answer 1",
-        "answer 1",
-        "answer 2",
-    ]
-    assert Reference(loaded).remembered("one", find) == "answer 3"
+    remembers, answers = Reference(loaded), iter("abc")
+    assert [remembers.remembered(name, answers.__next__) for name in ("one", "one", "other")] == ["a", "a", "b"]
+    assert Reference(loaded).remembered("one", answers.__next__) == "c"
 
 
 def test_weights_are_replaced_and_put_back_nowhere(reference: Reference, batches: list[Batch]) -> None:
@@ -133,15 +123,8 @@ def test_weights_are_replaced_and_put_back_nowhere(reference: Reference, batches
     found = other.free(batch)
     assert not np.array_equal(found.logits_BSV, before)
     exact = other.exact(batch, found.routed)
-    assert exact is not None
     np.testing.assert_allclose(exact.logits_BSV[batch.real_BS], found.logits_BSV[batch.real_BS], atol=1e-5)
     np.testing.assert_array_equal(reference.with_weights({}).free(batch).logits_BSV, before)
-
-
-def test_runs_are_those_of_the_eager_module(reference: Reference, batches: list[Batch]) -> None:
-    for batch in batches:
-        (logits_BSV,) = reference.module(torch.from_numpy(batch.ids_BS), torch.from_numpy(batch.lengths_B))
-        np.testing.assert_array_equal(reference.free(batch).logits_BSV, logits_BSV.numpy())
 
 
 class ChangesItsMind(torch.nn.Module):
@@ -168,7 +151,6 @@ def test_a_map_shows_which_token_went_through_which_layer(
     reference: Reference, bucket: Bucket, batches: list[Batch]
 ) -> None:
     found = routing_map(reference, bucket, batches)
-    assert found is not None
     (text, *_) = [batch for batch in batches if batch.kind == "text"]
     assert found.bucket == "b2s16"
     assert "".join(found.tokens).encode("latin-1") == bytes(text.ids_BS[0].astype(np.uint8))
@@ -181,24 +163,18 @@ def test_a_map_shows_which_token_went_through_which_layer(
         np.testing.assert_allclose(np.array(layer.scores), scores, rtol=1e-3)
 
 
-def test_tokens_that_are_no_text_are_shown_as_numbers(
-    reference: Reference, bucket: Bucket, batches: list[Batch]
+def test_other_maps(
+    loaded: LoadedTransformer,
+    reference: Reference,
+    bucket: Bucket,
+    batches: list[Batch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Tokens that are no text are shown as numbers; of a dense model, no input and a long row there is nothing."""
     others = [batch for batch in batches if batch.kind != "text"]
-    found = routing_map(reference, bucket, others)
-    assert found is not None
-    assert found.tokens == tuple(map(str, others[0].ids_BS[0]))
-
-
-def test_nothing_to_draw(loaded: LoadedTransformer, reference: Reference, bucket: Bucket, batches: list[Batch]) -> None:
+    assert routing_map(reference, bucket, others).tokens == tuple(map(str, others[0].ids_BS[0]))
     assert routing_map(Reference(loaded.dense()), bucket, batches) is None
     assert routing_map(reference, bucket, []) is None
-
-
-def test_a_row_too_long_to_be_read_is_not_drawn(
-    reference: Reference, bucket: Bucket, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference_module, "MOST_MAPPED_TOKENS", 16)
-    assert routing_map(reference, bucket, batches) is not None
-    monkeypatch.setattr(reference_module, "MOST_MAPPED_TOKENS", 15)
-    assert routing_map(reference, bucket, batches) is None
+    for most, drawn in ((16, True), (15, False)):
+        monkeypatch.setattr(reference_module, "MOST_MAPPED_TOKENS", most)
+        assert (routing_map(reference, bucket, batches) is not None) is drawn

@@ -12,12 +12,12 @@ import onnx_ir as ir
 import pytest
 import torch
 from graph_folders import write_graph
+from graph_surgery import Surgery, plant
 from safetensors.torch import load_file, save_file
 from small_graphs import make_spec
 
 from mod_export.build_folder.files import FileEntry
 from mod_export.engines import ENGINES
-from mod_export.export.nodes import NodeWriter
 from mod_export.export.weights import digests_of_tensors, state_of
 from mod_export.results.structure import StructureRow
 from mod_export.types import Bucket, Graph
@@ -61,41 +61,43 @@ def test_a_file_that_was_not(folder: Path, change: Callable[[Path], object], rea
     assert re.match(reason, row.reasons[0])
 
 
-def weights_row(
-    folder: Path, reference: Reference, change: Callable[[dict[str, torch.Tensor]], object]
-) -> StructureRow:
-    tensors = load_file(folder / WEIGHTS)
+def flipped(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[DOWN].view(torch.int32)[3, 4] ^= 1
+
+
+def changed_missing_and_surplus(tensors: dict[str, torch.Tensor]) -> None:
+    for name in tensors:
+        if "attention" in name:
+            tensors[name] *= 2
+    tensors["extra"] = tensors.pop("norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda tensors: None, ()),
+        # One bit of one weight.
+        (flipped, (f"{DOWN}: not the checkpoint's values",)),
+        (
+            changed_missing_and_surplus,
+            (
+                "layers.0.attention_norm.weight, layers.0.attention.q_proj.weight, layers.0.attention.k_proj.weight, "
+                "layers.0.attention.v_proj.weight and 6 more: not the checkpoint's values",
+                "norm.weight: missing",
+                "extra: not a tensor of the checkpoint",
+            ),
+        ),
+    ],
+)
+def test_weights_are_the_checkpoints_bit_for_bit(
+    folder: Path, reference: Reference, change: Callable[[dict[str, torch.Tensor]], None], expected: tuple[str, ...]
+) -> None:
+    tensors, state = load_file(folder / WEIGHTS), state_of(reference.module)
     change(tensors)
     save_file(tensors, folder / WEIGHTS)
-    return structure_of_weights(folder, WEIGHTS, digests_of_tensors(state_of(reference.module), "float32"))
-
-
-def test_weights_are_the_checkpoints_bit_for_bit(folder: Path, reference: Reference) -> None:
-    row = weights_row(folder, reference, lambda tensors: None)
-    assert row.passed
-    assert row.checked == (f"{len(state_of(reference.module))} tensors are the checkpoint's, bit for bit",)
-
-
-def test_one_bit_of_one_weight(folder: Path, reference: Reference) -> None:
-    def flip(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[DOWN].view(torch.int32)[3, 4] ^= 1
-
-    row = weights_row(folder, reference, flip)
-    assert (row.passed, row.reasons) == (False, (f"{DOWN}: not the checkpoint's values",))
-
-
-def test_weights_missing_too_many_and_changed(folder: Path, reference: Reference) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        for name in sorted(name for name in tensors if "attention" in name):
-            tensors[name] *= 2
-        tensors["extra"] = tensors.pop("norm.weight")
-
-    row = weights_row(folder, reference, change)
-    changed, missing, more = row.reasons
-    listed = [f"layers.0.attention.{name}_proj.weight" for name in ("q", "k", "v", "o")]
-    assert changed == f"layers.0.attention_norm.weight, {', '.join(listed[:3])} and 6 more: not the checkpoint's values"
-    assert missing == "norm.weight: missing"
-    assert more == "extra: not a tensor of the checkpoint"
+    row = structure_of_weights(folder, WEIGHTS, digests_of_tensors(state, "float32"))
+    assert (row.passed, row.reasons) == (not expected, expected)
+    assert row.checked == (f"{len(state)} tensors are the checkpoint's, bit for bit",)
 
 
 def test_what_is_no_weights_file(folder: Path) -> None:
@@ -107,88 +109,69 @@ def test_what_is_no_weights_file(folder: Path) -> None:
     assert "expected a regular file of weights" in row.reasons[0]
 
 
-Change = Callable[[ir.Model], object]
+Change = Callable[[Surgery], object]
 
 
 @pytest.fixture
-def reasons_of(folder: Path, candidate: Candidate) -> Callable[[Change], tuple[str, ...]]:
+def row_of(folder: Path, candidate: Candidate) -> Callable[..., StructureRow]:
     """What is found in the engine's graph once it is changed."""
 
-    def reasons(change: Change) -> tuple[str, ...]:
-        assert candidate.graph is not None
-        model = ir.load(folder / ENGINE)
-        change(model)
-        (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
-        row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS])
+    def row(change: Change, weights: tuple[str, ...] = (WEIGHTS,)) -> StructureRow:
+        plant(folder / ENGINE, change)
+        row = structure_of_graph(folder, ENGINE, candidate.graph, 256, weights)
         assert row.passed == (not row.reasons)
         assert (row.path, row.checked[0]) == (ENGINE, "outputs")
-        return row.reasons
+        return row
 
-    return reasons
-
-
-Reasons = Callable[[Change], tuple[str, ...]]
+    return row
 
 
-def external(model: ir.Model, name: str) -> ir.ExternalTensor:
-    tensor = model.graph.initializers[name].const_value
-    assert isinstance(tensor, ir.ExternalTensor)
-    return tensor
-
-
-def point(model: ir.Model, name: str, offset: int | None, file: str = "weights-float32.data") -> None:
+def point(s: Surgery, name: str, offset: int | None, file: str = "weights-float32.data") -> None:
     """Makes a weight refer to another place."""
-    tensor = external(model, name)
-    value = model.graph.initializers[name]
+    value = s.graph.initializers[name]
+    tensor = value.const_value
     value.const_value = ir.ExternalTensor(file, offset, tensor.length, tensor.dtype, shape=value.shape, name=name)
 
 
-def other_outputs(model: ir.Model) -> None:
-    model.graph.outputs[0].shape = ir.Shape([2, 16, 255])
-    model.graph.outputs[2].name = "routed_7"
+def offset_of(s: Surgery, name: str) -> int:
+    return s.graph.initializers[name].const_value.offset
 
 
-def own_value(model: ir.Model) -> None:
-    model.graph.initializers[DOWN].const_value = ir.tensor(np.zeros((32, 48), np.float32), name=DOWN)
+def other_outputs(s: Surgery) -> None:
+    s.graph.outputs[0].shape = ir.Shape([2, 16, 255])
+    s.graph.outputs[2].name = "routed_7"
 
 
-def swapped(model: ir.Model) -> None:
-    down, norm = external(model, DOWN).offset, external(model, "norm.weight").offset
-    assert down is not None
-    point(model, DOWN, norm)
-    point(model, "norm.weight", down + 4)
+def swapped(s: Surgery) -> None:
+    down, norm = offset_of(s, DOWN), offset_of(s, "norm.weight")
+    point(s, DOWN, norm)
+    point(s, "norm.weight", down + 4)
 
 
-def renamed(model: ir.Model) -> None:
-    value = model.graph.initializers.pop(DOWN)
+def renamed(s: Surgery) -> None:
+    value = s.graph.initializers.pop(DOWN)
     value.name = "renamed"
-    model.graph.initializers["renamed"] = value
+    s.graph.initializers["renamed"] = value
 
 
-def another_shape(model: ir.Model) -> None:
-    model.graph.initializers[UP].shape = ir.Shape([32, 48])
-    point(model, UP, external(model, UP).offset)
+def another_shape(s: Surgery) -> None:
+    s.graph.initializers[UP].shape = ir.Shape([32, 48])
+    point(s, UP, offset_of(s, UP))
 
 
 def cast(dtype: ir.DataType) -> Change:
-    def change(model: ir.Model) -> None:
-        router = next(node for node in model.graph if node.op_type == "MatMul")
-        writer = NodeWriter(model.graph, router, "coarse")
-        value = writer.op("Cast", router.inputs[0], to=int(dtype))
-        router.replace_input_with(0, writer.op("Cast", value, to=1))
-
-    return change
+    return lambda s: s.rounded(s.node(0, "Attention", 0).inputs[0], dtype)
 
 
-def coarse_scores(model: ir.Model) -> None:
-    take = next(node for node in model.graph if node.op_type == "TopK" and node.attributes.get_int("largest", 1))
-    writer = NodeWriter(model.graph, take, "coarse")
-    take.replace_input_with(0, writer.op("Cast", take.inputs[0], to=10))
+def foreign(s: Surgery) -> None:
+    s.node(None, "Sigmoid", 0).domain = "com.vendor"
+    s.model.opset_imports["com.vendor"] = 1
 
 
-def foreign(model: ir.Model) -> None:
-    next(node for node in model.graph if node.op_type == "Sigmoid").domain = "com.vendor"
-    model.opset_imports["com.vendor"] = 1
+def function(s: Surgery) -> None:
+    body = [onnx.helper.make_node("Tanh", ["x"], ["y"])]
+    made = onnx.helper.make_function("", "Sigmoid", ["x"], ["y"], body, [onnx.helper.make_opsetid("", 23)])
+    s.model.functions[("", "Sigmoid", "")] = ir.from_proto(made)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +185,10 @@ def foreign(model: ir.Model) -> None:
                 "output routed_7 is not one of this model",
             ),
         ),
-        (own_value, (f"{DOWN}: a value of its own in the graph instead of the shared weights",)),
+        (
+            lambda s: s.embed(DOWN, np.zeros((32, 48), np.float32)),
+            (f"{DOWN}: a value of its own in the graph instead of the shared weights",),
+        ),
         (
             swapped,
             (
@@ -213,30 +199,35 @@ def foreign(model: ir.Model) -> None:
         (renamed, ("renamed: refers to weights-float32.data, which has no tensor of this name",)),
         (another_shape, (f"{UP}: is FLOAT (32, 48) in the graph and F32 (48, 32) in weights-float32.data",)),
         (
-            lambda model: point(model, DOWN, 0, "stale.data"),
+            lambda s: point(s, DOWN, 0, "stale.data"),
             (f"{DOWN}: refers to stale.data, which is no weights file of this folder",),
         ),
         *(
             (cast(dtype), (f": Cast computes in {dtype}, this graph is float32",))
             for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
         ),
-        (coarse_scores, (": TopK compares FLOAT16 scores, expected float32",)),
+        (lambda s: s.feed(s.take(1), 0, "Cast", to=10), (": TopK compares FLOAT16 scores, expected float32",)),
         (foreign, ("com.vendor",)),
+        (function, ("holds a function",)),
     ],
 )
-def test_what_is_wrong_in_a_graph(reasons_of: Reasons, change: Change, expected: tuple[str, ...]) -> None:
-    reasons = reasons_of(change)
+def test_what_is_wrong_in_a_graph(
+    row_of: Callable[..., StructureRow], change: Change, expected: tuple[str, ...]
+) -> None:
+    reasons = row_of(change).reasons
     for words in expected:
         assert any(words in reason for reason in reasons), reasons
 
 
-def test_a_sound_graph(reasons_of: Reasons) -> None:
-    assert reasons_of(lambda model: None) == ()
+def test_a_sound_graph(row_of: Callable[..., StructureRow]) -> None:
+    assert row_of(lambda s: None).passed
+    # A file that no fingerprint was taken of is no weights file.
+    (reason, *_) = row_of(lambda s: None, ()).reasons
+    assert reason.endswith("refers to weights-float32.data, which is no weights file of this folder")
 
 
 @pytest.mark.parametrize("data", [None, b"", b"not a graph at all", b"\x08\x0a"])
 def test_what_is_no_graph(folder: Path, candidate: Candidate, data: bytes | None) -> None:
-    assert candidate.graph is not None
     (folder / ENGINE).unlink() if data is None else (folder / ENGINE).write_bytes(data)
     for row in (
         structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS]),
@@ -257,97 +248,43 @@ def test_a_graph_in_half_precision(tmp_path: Path) -> None:
     assert any("computes in FLOAT16, this graph is float32" in reason for reason in row.reasons)
 
 
-def test_weights_that_nobody_took_a_fingerprint_of(folder: Path, candidate: Candidate) -> None:
-    assert candidate.graph is not None
-    row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [])
-    assert not row.passed
-    assert any(
-        reason.endswith(f"refers to {Path(WEIGHTS).name}, which is no weights file of this folder")
-        for reason in row.reasons
-    )
+def port_and_opset(s: Surgery) -> None:
+    s.graph.outputs[1].shape = ir.Shape([2, 5])
+    s.model.opset_imports[""] = 22
 
 
-def test_a_function_in_the_graph(folder: Path, candidate: Candidate) -> None:
-    assert candidate.graph is not None
-    proto = onnx.load(folder / ENGINE, load_external_data=False)
-    body = [onnx.helper.make_node("Tanh", ["x"], ["y"])]
-    opsets = [onnx.helper.make_opsetid("", 23)]
-    proto.functions.append(onnx.helper.make_function("", "Sigmoid", ["x"], ["y"], body, opsets))
-    (folder / ENGINE).write_bytes(proto.SerializeToString())
-    row = structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS])
-    assert any("holds a function" in reason and "Sigmoid" in reason for reason in row.reasons), row.reasons
-
-
-@pytest.fixture
-def differences_of(folder: Path) -> Callable[[Change], tuple[str, ...]]:
-    """How the engine's graph differs from a fresh export once it is changed."""
-
-    def reasons(change: Change) -> tuple[str, ...]:
-        fresh = (folder / ENGINE).read_bytes()
-        model = ir.load(folder / ENGINE)
-        change(model)
-        (folder / ENGINE).write_bytes(ir.to_proto(model).SerializeToString())
-        row = structure_of_export(folder, ENGINE, fresh)
-        assert (row.path, row.checked) == (ENGINE, ("what a fresh export gives",))
-        assert row.passed == (not row.reasons)
-        return row.reasons
-
-    return reasons
-
-
-def attribute(model: ir.Model) -> None:
-    attention = [node for node in model.graph if node.op_type == "Attention"][1]
-    attention.attributes["scale"] = ir.AttrFloat32("scale", 0.2500001)
-
-
-def constant(model: ir.Model) -> None:
-    name, value = next(
-        (name, value)
-        for name, value in model.graph.initializers.items()
-        if value.dtype == ir.DataType.INT64 and not isinstance(value.const_value, ir.ExternalTensor)
-    )
-    assert value.const_value is not None
-    value.const_value = ir.tensor(value.const_value.numpy() + np.int64(1), name=name)
-
-
-def port_and_opset(model: ir.Model) -> None:
-    model.graph.outputs[1].shape = ir.Shape([2, 5])
-    model.opset_imports[""] = 22
-
-
-def another_node(model: ir.Model) -> None:
-    [node for node in model.graph if node.op_type == "Add"][-1].name = "another"
-
-
-def all_nodes(model: ir.Model) -> None:
-    for node in model.graph:
+def all_nodes(s: Surgery) -> None:
+    for node in s.graph:
         node.name = f"{node.name}_renamed"
+
+
+def constant(s: Surgery) -> None:
+    name = next(name for name, value in s.graph.initializers.items() if value.dtype == ir.DataType.INT64)
+    s.embed(name, s.graph.initializers[name].const_value.numpy() + np.int64(1))
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda model: None, []),
-        (attribute, ["node .* changed in layers.1"]),
+        (lambda s: None, []),
+        (lambda s: s.set(s.node(1, "Attention", 0), scale=0.2500001), ["node .* changed in layers.1"]),
         (constant, ["initializer .* changed"]),
-        (another_node, ["node .* added in", "node .* missing in"]),
+        (lambda s: setattr(s.nodes(None, "Add")[-1], "name", "another"), ["node .* added in", "node .* missing in"]),
         (port_and_opset, ["opset changed", "input or output routed_0 changed"]),
         # Only the first few are named.
         (all_nodes, ["node .* added in"] * 4 + ["and .* more differences"]),
     ],
 )
-def test_what_differs_from_a_fresh_export(differences_of: Reasons, change: Change, expected: list[str]) -> None:
-    reasons = differences_of(change)
-    assert len(reasons) >= len(expected)
-    assert bool(reasons) == bool(expected)
+def test_what_differs_from_a_fresh_export(folder: Path, change: Change, expected: list[str]) -> None:
+    row = structure_of_export(folder, ENGINE, plant(folder / ENGINE, change))
+    assert (row.path, row.checked) == (ENGINE, ("what a fresh export gives",))
+    assert row.passed == (not row.reasons) == (not expected)
+    assert len(row.reasons) >= len(expected)
     for words in expected:
-        assert any(re.match(f"not what a fresh export gives: {words}", reason) for reason in reasons), reasons
+        assert any(re.match(f"not what a fresh export gives: {words}", one) for one in row.reasons), row.reasons
 
 
 def test_what_is_neither_node_nor_weight_is_another_file_still(folder: Path) -> None:
-    fresh = (folder / ENGINE).read_bytes()
-    model = onnx.load_from_string(fresh)
-    model.producer_name = "somebody else"
-    (folder / ENGINE).write_bytes(model.SerializeToString())
+    fresh = plant(folder / ENGINE, lambda s: setattr(s.model, "producer_name", "somebody else"))
     row = structure_of_export(folder, ENGINE, fresh)
     assert row.reasons == ("not what a fresh export gives: bytes that are no node, input, output or initializer",)

@@ -31,6 +31,7 @@ from mod_export.validate.texts import PromptRunner, decoding_parts, quality_of, 
 
 NAME = "mod-decode-b3s48-float32"
 BUCKET = Bucket(3, WINDOW)
+Judge = Callable[..., ParityRow]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def reference(writer: GeneratingModel) -> Reference:
 
 def engine_of(role: str, bucket: Bucket) -> Engine:
     return Engine(
-        target="ort-cpu", model="mod", bucket=bucket, dtype="float32", role=role,  # type: ignore[arg-type]
+        target="ort-cpu", model="mod", bucket=bucket, dtype="float32", role=role,
         path=f"engines/ort-cpu/mod-{role}-{bucket.name}-float32.onnx", weights="graphs/weights-float32.data",
     )  # fmt: skip
 
@@ -64,28 +65,40 @@ def opened(
         yield prompts, kind(load(engine_of("decode", bucket)), bucket.seq, "decoder")
 
 
-def judged(
-    folder: Path,
-    config: BuildConfig,
-    reference: Reference,
-    writer: GeneratingModel,
-    kind: type[Decoder] = Decoder,
-    bucket: Bucket = BUCKET,
-) -> ParityRow:
-    setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=bucket)
-    gate = config.parity.float32
-    with opened(folder, config, kind, bucket) as (prompts, decoder):
-        try:
-            return judge_runners(decoding_parts(prompts, (8, 16), decoder, reference, config), reference, gate, setting)
-        except EngineError as error:
-            return failed_row(str(error), gate, setting)
+@pytest.fixture
+def judged(writing_config: BuildConfig, reference: Reference, writer: GeneratingModel) -> Judge:
+    def judge(folder: Path, kind: type[Decoder] = Decoder, bucket: Bucket = BUCKET) -> ParityRow:
+        setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=bucket)
+        gate = writing_config.parity.float32
+        with opened(folder, writing_config, kind, bucket) as (prompts, decoder):
+            try:
+                parts = decoding_parts(prompts, (8, 16), decoder, reference, writing_config)
+                return judge_runners(parts, reference, gate, setting)
+            except EngineError as error:
+                return failed_row(str(error), gate, setting)
+
+    return judge
+
+
+@pytest.fixture
+def finds(judged: Judge, written_copy: Path) -> Callable[[str, Callable[[onnx.GraphProto], None]], None]:
+    """Changes a graph; its folder must not pass then."""
+
+    def check(name: str, change: Callable[[onnx.GraphProto], None]) -> None:
+        path = engine_path(written_copy, name)
+        model = onnx.load(path, load_external_data=False)
+        change(model.graph)
+        path.write_bytes(model.SerializeToString())
+        row = judged(written_copy)
+        assert not row.passed
+        assert row.reasons
+
+    return check
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_sound_engines_pass(
-    written: Path, writing_config: BuildConfig, reference: Reference, writer: GeneratingModel, rows: int
-) -> None:
-    row = judged(written, writing_config, reference, writer, bucket=Bucket(rows, WINDOW))
+def test_sound_engines_pass(judged: Judge, written: Path, rows: int) -> None:
+    row = judged(written, bucket=Bucket(rows, WINDOW))
     assert row.passed, row.reasons
     assert row.routing.routed == row.routing.agreed > 0
     assert set(row.inputs) >= {"random", "padded"}
@@ -186,53 +199,31 @@ def wrong_late_in_the_text(graph: onnx.GraphProto) -> None:
     )
 
 
-FAULTS: list[Callable[[onnx.GraphProto], None]] = [
-    another_layers_cache,
-    values_for_keys,
-    rotated_one_further,
-    counts_stay,
-    next_slot,
-    block_is_skipped,
-    runs_are_mixed_up,
-    nothing_wanted,
-    wrong_late_in_the_text,
-]
+@pytest.mark.parametrize(
+    "fault",
+    [
+        another_layers_cache, values_for_keys, rotated_one_further, counts_stay, next_slot, block_is_skipped,
+        runs_are_mixed_up, nothing_wanted, wrong_late_in_the_text,
+    ],
+)  # fmt: skip
+def test_faults_of_a_graph_are_found(finds: Callable[..., None], fault: Callable[[onnx.GraphProto], None]) -> None:
+    finds(NAME, fault)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_faults_of_a_graph_are_found(
-    written_copy: Path,
-    writing_config: BuildConfig,
-    reference: Reference,
-    writer: GeneratingModel,
-    fault: Callable[[onnx.GraphProto], None],
-) -> None:
-    path = engine_path(written_copy, NAME)
-    model = onnx.load(path, load_external_data=False)
-    fault(model.graph)
-    path.write_bytes(model.SerializeToString())
-    row = judged(written_copy, writing_config, reference, writer)
-    assert not row.passed
-    assert row.reasons
+def no_cache(graph: onnx.GraphProto) -> None:
+    zero = constant(graph, "no_cache", 0, np.float32)
+    outputs = {one.name for one in graph.output if one.name.startswith(("keys_", "values_"))}
+    for node in list(graph.node):
+        for place, name in enumerate(node.output):
+            if name in outputs:
+                node.output[place] = f"true_{name}"
+                graph.node.append(helper.make_node("Mul", [f"true_{name}", zero], [name]))
 
 
 @pytest.mark.parametrize("seq", [8, 16])
-def test_a_prompt_that_leaves_no_cache_is_found(
-    written_copy: Path, writing_config: BuildConfig, reference: Reference, writer: GeneratingModel, seq: int
-) -> None:
+def test_a_prompt_that_leaves_no_cache_is_found(finds: Callable[..., None], seq: int) -> None:
     """Its own logits are right: only what follows is not."""
-    path = engine_path(written_copy, f"mod-prefill-b1s{seq}-float32")
-    model = onnx.load(path, load_external_data=False)
-    zero = constant(model.graph, "no_cache", 0, np.float32)
-    for node in list(model.graph.node):
-        for place, name in enumerate(node.output):
-            if name.startswith(("keys_", "values_")) and any(name == one.name for one in model.graph.output):
-                node.output[place] = f"true_{name}"
-                model.graph.node.append(helper.make_node("Mul", [f"true_{name}", zero], [name]))
-    path.write_bytes(model.SerializeToString())
-    row = judged(written_copy, writing_config, reference, writer)
-    assert not row.passed
-    assert row.reasons
+    finds(f"mod-prefill-b1s{seq}-float32", no_cache)
 
 
 class LateRows(Decoder):
@@ -252,7 +243,7 @@ class RowsOfOthers(Decoder):
     """Mixes up whose cache is whose."""
 
     def put(self, row: int, kept: object) -> None:
-        super().put((row + 1) % self.batch, kept)  # type: ignore[arg-type]
+        super().put((row + 1) % self.batch, kept)
 
 
 class Forgetful(Decoder):
@@ -260,19 +251,13 @@ class Forgetful(Decoder):
 
     def put(self, row: int, kept: object) -> None:
         counts_N = self.cache["counts"][row].copy()
-        super().put(row, kept)  # type: ignore[arg-type]
+        super().put(row, kept)
         self.cache["counts"][row] = np.maximum(counts_N, self.cache["counts"][row])
 
 
 @pytest.mark.parametrize("kind", [LateRows, RowsOfOthers, Forgetful])
-def test_faults_of_a_cache_are_found(
-    written: Path,
-    writing_config: BuildConfig,
-    reference: Reference,
-    writer: GeneratingModel,
-    kind: type[Decoder],
-) -> None:
-    row = judged(written, writing_config, reference, writer, kind)
+def test_faults_of_a_cache_are_found(judged: Judge, written: Path, kind: type[Decoder]) -> None:
+    row = judged(written, kind)
     assert not row.passed
     assert row.reasons
 
@@ -291,7 +276,7 @@ def test_prompts_are_judged_by_their_last_token(
         assert set(found.run({"input_ids": np.zeros((1, seq), np.int64), "lengths": np.array([3])}, ["routed_2"])) == {
             "routed_2"
         }
-        row = judge_runner(found, reference, batches, writing_config.parity.float32, engine.setting)  # type: ignore[arg-type]
+        row = judge_runner(found, reference, batches, writing_config.parity.float32, engine.setting)
     assert row.passed, row.reasons
 
 
@@ -332,19 +317,16 @@ def test_texts_and_where_they_differ(
         other = texts_of(twin, prompts, decoder, prompt_NS, 10, 3, setting)
     assert (same.texts, same.tokens, same.identical, same.first_difference) == (4, 40, 4, None)
     assert other.identical < 4
-    assert other.first_difference is not None
     assert 1 <= other.first_difference <= 10
 
 
 def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, writing_model: Model) -> None:
     causal, own = Reference(writer.loaded), Reference(writing_model.loaded)
     row = quality_of(writer, causal, own, 2, 0)
-    assert row is not None
     assert (row.tokens, row.window) == (2 * (WINDOW - 1), WINDOW)
     assert row.perplexity != row.own_perplexity
     for site in ("0", "2"):
         assert 0 <= row.selected[site] <= min(row.wanted[site], 18 / WINDOW) + 1e-9
         assert row.overflow[site] == round((row.wanted[site] - row.selected[site]) * 2 * WINDOW)
     same = quality_of(writer, causal, causal, 2, 0)
-    assert same is not None
     assert same.perplexity == same.own_perplexity == row.perplexity

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from observing import observed
 from writing import WINDOW, prompts_of_lengths
 
 from mod_export.build_folder.manifest import GenerationFacts, open_folder
-from mod_export.environment import usable_cores
 from mod_export.errors import UsageError
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.runtime.generate.texts import Bytes
@@ -88,7 +89,7 @@ def test_a_prefix_is_read_once(generator: Generator) -> None:
     # What was read is prefix, prompt and the new tokens but for the last.
     assert [one.read for one in found] == [10 + len(end) + 5 for end in ends]
     assert [one.ids for one in found] == [one.ids for one in generator.generate([[*begin, *end] for end in ends], 6)]
-    assert prefix.kept.nbytes < generator.cache_bytes(Bucket(1, WINDOW))
+    assert sum(row.nbytes for row in prefix.kept.rows.values()) < generator.cache_bytes(Bucket(1, WINDOW))
 
 
 def test_stop_ids_end_a_text_and_are_not_part_of_it(generator: Generator) -> None:
@@ -215,8 +216,23 @@ def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingMo
     assert generator.generate([prompts[0]], 10, rolling=True)[0].ids == found[0].ids[:10]
 
 
-def test_every_physical_core_by_default(written: Path, generator: Generator) -> None:
-    with load_generator(written, threads=3) as three:
-        assert (generator.threads, three.threads) == (usable_cores(), 3)
-        (prompt,) = prompts_of_lengths([4])
-        assert three.generate(prompt, 8)[0].ids == generator.generate(prompt, 8)[0].ids
+TOKENS = 5000
+GROWTH = 3 * 2**20
+"""Bytes of a text: itself, and what an allocator rounds up. What rolling reads again would be more."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_long_text_takes_no_more_memory_than_a_short_one(generator: Generator, rows: int) -> None:
+    process = psutil.Process()
+    taken = []
+    with generator.stream(prompts_of_lengths([9] * rows), TOKENS, rolling=True) as stream:
+        for count, _ in enumerate(stream):
+            if count % 500 == 499:
+                gc.collect()
+                taken.append(process.memory_info().rss)
+    assert [len(one.ids) for one in stream.completions] == [TOKENS] * rows
+    assert len(taken) >= 10 * rows
+    # The first five hundred warm up.
+    assert max(taken[1:]) - taken[1] < GROWTH * rows, taken
+    assert sum(len(one.text) for one in stream.completions) > 0

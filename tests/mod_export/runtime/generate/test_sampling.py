@@ -74,8 +74,10 @@ def test_what_is_kept_is_drawn_in_proportion() -> None:
         np.testing.assert_allclose(probabilities(logits_V, sampling), expected_V, rtol=1e-6)
 
 
-@given(logits=logit_lists, sampling=samplings)
-def test_the_cuts_keep_the_fewest_of_the_largest(logits: list[float], sampling: Sampling) -> None:
+@given(logits=logit_lists, sampling=samplings, number=st.integers(0, LAST))
+def test_the_cuts_keep_the_fewest_of_the_largest_and_only_they_are_drawn(
+    logits: list[float], sampling: Sampling, number: int
+) -> None:
     logits_V = array(logits)
     before_V = softmax(np.array(logits) / sampling.temperature)
     found_V = probabilities(logits_V, sampling)
@@ -88,12 +90,8 @@ def test_the_cuts_keep_the_fewest_of_the_largest(logits: list[float], sampling: 
     assert share[:count].sum() >= sampling.top_p - ROUNDING
     assert share[: count - 1].sum() < sampling.top_p + ROUNDING
     np.testing.assert_allclose(found_V[order[:count]], share[:count] / share[:count].sum(), rtol=1e-9)
-
-
-@given(logits=logit_lists, sampling=samplings, number=st.integers(0, LAST))
-def test_only_what_is_kept_is_drawn(logits: list[float], sampling: Sampling, number: int) -> None:
     for u in (0, number, LAST):
-        assert probabilities(array(logits), sampling)[draw(array(logits), sampling, rng_at(u))] > 0
+        assert found_V[draw(logits_V, sampling, rng_at(u))] > 0
 
 
 @given(tokens=st.integers(2, 60), number=st.integers(0, LAST), data=st.data())
@@ -120,15 +118,12 @@ def test_a_vocabulary_of_many_tokens_gets_the_same_nucleus_as_a_full_sort() -> N
         assert top_p > 0.9999 or len(found) == len(expected)
 
 
-def test_greedy_takes_the_first_of_the_largest_and_no_number() -> None:
+def test_greedy_takes_the_first_of_the_largest_and_no_number_and_a_draw_takes_one() -> None:
     rng, untouched = rng_of(1, 2), rng_of(1, 2)
     assert draw(array([0, 3, 3, -np.inf]), Sampling(), rng) == 1
     assert draw(array([0, 3, 3]), Sampling(0, 1, 0.5), rng) == 1
     assert probabilities(array([0, 3, 3]), Sampling()).tolist() == [0, 1, 0]
     assert rng.random() == untouched.random()
-
-
-def test_a_draw_takes_one_number() -> None:
     for sampling in (Sampling(1.0), Sampling(1.0, top_k=1), Sampling(0.5, 3, 0.1)):
         rng, other = rng_of(0, 0), rng_of(0, 0)
         assert isinstance(draw(array([1, 2, 3, 4]), sampling, rng), int)

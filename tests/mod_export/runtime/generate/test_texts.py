@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -218,31 +217,8 @@ def test_no_more_is_held_back_than_could_begin_a_stop(text: str, stops: list[str
             assert text.startswith(shown)
 
 
-def test_which_stop_is_the_first() -> None:
-    for stops, text, shown, stopped in [
-        (["bc", "abcd"], "xabcd", "xa", "bc"),
-        (["c", "abc", "bc"], "xabc", "x", "abc"),
-        (["ab", "abc"], "xabc", "x", "ab"),
-        (["\n\n", "User:"], "Hello\nUser: a\n\nb", "Hello\n", "User:"),
-    ]:
-        stopping = StopText(stops)
-        assert (stopping.feed(text), stopping.stopped) == (shown, stopped)
-        assert (stopping.feed("more"), stopping.close(), stopping.stopped) == ("", "", stopped)
-
-
 def test_what_might_begin_a_stop_is_held_back_and_shown_at_the_end() -> None:
     stopping = StopText([END])
     assert [stopping.feed(piece) for piece in ("a <", "|e", "x<|", "end")] == ["a ", "", "<|ex", ""]
     assert stopping.close() == "<|end"
     assert stopping.stopped is None
-
-
-def test_stops_that_are_none() -> None:
-    wrong: list[tuple[Any, str]] = [
-        (["a", ""], "^stop: got '', expected a string of at least one character; leave it out$"),
-        ([b"a"], "^stop: got b'a', expected a string of at least one character; leave it out$"),
-        ("end", r"^stop: got the string 'end', expected a list of strings; write \['end'\]$"),
-    ]
-    for stops, expected in wrong:
-        with pytest.raises(UsageError, match=expected):
-            StopText(stops)

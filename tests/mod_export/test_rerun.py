@@ -1,11 +1,10 @@
-"""`mod-export validate` on a finished build folder: what it finds in one that was moved or damaged.
+"""`mod-export validate` and `bench` on a finished build folder that was moved, or damaged.
 
-The folder is the smallest that has everything: two layers, one of them routed, and one bucket.
+The folder that is validated is the smallest that has everything: two layers, one of them routed, and one bucket.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_folders import WEIGHTS, Silent, failed, file_entry, rewrite_manifest
-from command_line import FEW_SAMPLES, contents, invoke
+from build_folders import WEIGHTS, Silent, changed, failed, file_entry, flip, once, rewrite_manifest
+from command_line import FEW_SAMPLES, command, contents, invoke
 from safetensors.torch import load_file, save_file
 
 from mod_export.build_folder.manifest import read_manifest
@@ -23,7 +22,8 @@ from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import ENGINES
 from mod_export.export.weights import digests_of_file
 from mod_export.pipeline import build
-from mod_export.rerun import validate_folder
+from mod_export.rerun import bench_folder, validate_folder
+from mod_export.results.latency import LatencyRow, SpeedupRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, StructureRow
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
@@ -46,17 +46,16 @@ text_batches = 1
 def with_baseline(shared_folder: Path, tiny_spec: ModelSpec) -> Path:
     """Holds `model.pt`, its dense baseline `base.pt`, `c.toml` and the build of the two, to be read only."""
     folder = shared_folder / "with_baseline"
-    with (shared_folder / "with_baseline.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "build" / "report.json").exists():
-            folder.mkdir(exist_ok=True)
-            spec = replace(tiny_spec, n_layers=2)
-            save_checkpoint(folder / "model.pt", random_checkpoint(spec, 0))
-            save_checkpoint(folder / "base.pt", random_checkpoint(spec.dense(), 7))
-            (folder / "c.toml").write_text(TOML, encoding="utf-8")
-            config = config_from_toml(folder / "c.toml")
-            build(folder / "model.pt", config, folder / "build", folder / "base.pt", Silent(), "mod-export build")
-    return folder
+
+    def make() -> None:
+        spec = replace(tiny_spec, n_layers=2)
+        save_checkpoint(folder / "model.pt", random_checkpoint(spec, 0))
+        save_checkpoint(folder / "base.pt", random_checkpoint(spec.dense(), 7))
+        (folder / "c.toml").write_text(TOML, encoding="utf-8")
+        config = config_from_toml(folder / "c.toml")
+        build(folder / "model.pt", config, folder / "build", folder / "base.pt", Silent(), "mod-export build")
+
+    return once(folder, make)
 
 
 @pytest.fixture
@@ -65,15 +64,8 @@ def moved(with_baseline: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def checkpoint(with_baseline: Path) -> Path:
+def built_from(with_baseline: Path) -> Path:
     return with_baseline / "model.pt"
-
-
-def flip(path: Path) -> None:
-    """Changes one bit in the middle."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_moved_folder_passes_without_its_checkpoint(moved: Path) -> None:
@@ -103,9 +95,8 @@ def test_a_moved_folder_passes_without_its_checkpoint(moved: Path) -> None:
 
 
 def test_a_configuration_of_ones_own(with_baseline: Path, moved: Path) -> None:
-    config: BuildConfig = config_from_toml(with_baseline / "c.toml")
-    gate = config.parity.float32.model_copy(update={"rounding_error_rms": 0.0})
-    strict = config.model_copy(update={"parity": config.parity.model_copy(update={"float32": gate, "suffixes": 2})})
+    config = config_from_toml(with_baseline / "c.toml")
+    strict = changed(config, {"parity/float32/rounding_error_rms": 0.0, "parity/suffixes": 2})
     found = validate_folder(moved, strict, ["ort-cpu"])
     assert found.verdict.status == "fail"
     assert all("root mean square error" in reason for reason in found.verdict.reasons)
@@ -115,9 +106,9 @@ def test_a_configuration_of_ones_own(with_baseline: Path, moved: Path) -> None:
 
 
 def test_the_command_prints_what_was_found_and_changes_nothing(
-    with_baseline: Path, moved: Path, checkpoint: Path
+    with_baseline: Path, moved: Path, built_from: Path
 ) -> None:
-    said = invoke("validate", moved, "--model", checkpoint, "--target", "ort-cpu")
+    said = invoke("validate", moved, "--model", built_from, "--target", "ort-cpu")
     assert (said.exit_code, said.stderr) == (0, ""), said.output
     assert said.stdout.splitlines()[-1] == "PASS"
     assert "weights are the checkpoint's, bit for bit" in said.stdout
@@ -155,9 +146,9 @@ def test_a_changed_weight_is_given_away_by_its_fingerprint(moved: Path) -> None:
     assert all(row.passed for row in found.rows(ParityRow))
 
 
-def test_with_the_checkpoint_a_changed_weight_is_seen_in_the_logits_too(moved: Path, checkpoint: Path) -> None:
+def test_with_the_checkpoint_a_changed_weight_is_seen_in_the_logits_too(moved: Path, built_from: Path) -> None:
     change_weight(moved, 50.0, sign=False)
-    found = validate_folder(moved, None, ["ort-cpu"], checkpoint)
+    found = validate_folder(moved, None, ["ort-cpu"], built_from)
     assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
     assert f"{WEIGHTS}: has been changed since it was built (SHA-256 differs)" in found.verdict.reasons
     assert [row.passed for row in found.rows(ParityRow)] == [False, True]
@@ -166,7 +157,7 @@ def test_with_the_checkpoint_a_changed_weight_is_seen_in_the_logits_too(moved: P
     assert sorted(looked) == ["graphs/weights-baseline-float32.data", WEIGHTS, WEIGHTS]
 
 
-def test_the_folder_says_which_capacity(moved: Path, checkpoint: Path) -> None:
+def test_the_folder_says_which_capacity(moved: Path, built_from: Path) -> None:
     """A sweep builds a checkpoint at capacities that are not its own."""
 
     def quarter(manifest: dict[str, Any]) -> None:
@@ -174,7 +165,7 @@ def test_the_folder_says_which_capacity(moved: Path, checkpoint: Path) -> None:
         manifest["exporters"]["torch"] = "1.0"
 
     rewrite_manifest(moved, quarter)
-    found = validate_folder(moved, None, ["ort-cpu"], checkpoint)
+    found = validate_folder(moved, None, ["ort-cpu"], built_from)
     routed, whole = found.rows(ParityRow)[:2]
     reason = "text: layer 1 routing: the engine gives routed positions of shape [2, 2], expected [2, 4]"
     assert reason in routed.reasons
@@ -224,7 +215,7 @@ def test_compiled_code_that_was_changed_is_not_run(moved: Path) -> None:
     )
 
 
-def test_weights_and_fingerprints_changed_together_are_found_with_the_checkpoint(moved: Path, checkpoint: Path) -> None:
+def test_weights_and_fingerprints_changed_together_are_found_with_the_checkpoint(moved: Path, built_from: Path) -> None:
     change_weight(moved, 1.001, sign=False)
 
     def sign(manifest: dict[str, Any]) -> None:
@@ -233,7 +224,7 @@ def test_weights_and_fingerprints_changed_together_are_found_with_the_checkpoint
 
     rewrite_manifest(moved, sign)
     assert validate_folder(moved, None, ["ort-cpu"]).verdict.status == "pass"
-    found = validate_folder(moved, None, ["ort-cpu"], checkpoint)
+    found = validate_folder(moved, None, ["ort-cpu"], built_from)
     assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
 
 
@@ -251,3 +242,29 @@ def test_engines_and_graphs_that_nothing_was_run_of_are_said(moved: Path) -> Non
     rewrite_manifest(moved, add)
     note = "not run: 1 bfloat16 graphs of tensorrt-rtx; of these only the files were looked at"
     assert validate_folder(moved, None, ()).notes == [note]
+
+
+# The other command.
+
+
+def test_bench_a_moved_folder_with_a_config_of_ones_own(built_copy: Path) -> None:
+    # Measuring needs no architecture.
+    rewrite_manifest(built_copy, lambda manifest: manifest["models"]["mod"].update(architecture="mamba"))
+    config = BuildConfig.model_validate(read_manifest(built_copy)["config"])
+    found = bench_folder(built_copy, changed(config, {"latency/samples": 9}), ())
+    latency = found.rows(LatencyRow)
+    assert found.verdict.status == "pass"
+    assert [(row.bucket, row.model) for row in latency] == [
+        (bucket, kind) for bucket in ("b1s64", "b2s32") for kind in ("mod", "dense")
+    ]
+    # Whole blocks of rounds are taken: 8 samples by the folder's own configuration.
+    assert {len(row.samples_ms) for row in latency} == {16}
+    assert [row.bucket for row in found.rows(SpeedupRow)] == ["b1s64", "b2s32"]
+
+
+def test_bench_of_a_folder_that_writes_text_needs_no_builder(written: Path) -> None:
+    absent = "for name in ('torch', 'onnx', 'onnx_ir', 'safetensors'): sys.modules[name] = None"
+    found = command("bench", written, code=absent)
+    assert found.returncode == 0, found.stderr
+    tables = [line.split("  ")[0] for line in found.stdout.splitlines()]
+    assert {"token by token", "first token"} <= set(tables)

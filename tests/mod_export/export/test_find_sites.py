@@ -1,0 +1,143 @@
+"""Routing sites of models that do not mark them: found, named, observed, forced, and kept as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from mod_dialects import DIALECTS, D, Model, Routed, V
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mod_export.export.capture import Captured, captured, exported
+from mod_export.export.routing_sites import RoutingSite, SiteRun, routing_sites, run_sites
+from mod_export.export.weights import state_of
+from mod_export.types import AS_GIVEN
+
+B, S, K = 2, 16, 4
+Made = tuple[nn.Module, torch.export.ExportedProgram, Tensor]
+
+
+@pytest.fixture(scope="module", params=DIALECTS)
+def made(request: pytest.FixtureRequest) -> Made:
+    torch.manual_seed(0)
+    module, ids_BS = Model(DIALECTS[request.param]).eval(), torch.randint(0, V, (B, S))
+    return module, exported(module, (ids_BS,), request.param), ids_BS
+
+
+def run_of(made: Made, forced: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    module, program, ids_BS = made
+    run = SiteRun(S, forced)
+    (logits_BSV,) = run_sites(program, state_of(module), (ids_BS,), run)
+    return logits_BSV, {site: one.index_BK for site, one in run.selections.items()}
+
+
+def test_sites_have_the_names_of_their_blocks_and_change_no_bit(made: Made) -> None:
+    module, program, ids_BS = made
+    assert routing_sites(program) == [RoutingSite(name, K, AS_GIVEN) for name in ("blocks.1", "blocks.3")]
+    with torch.no_grad():
+        assert torch.equal(run_of(made)[0], module(ids_BS))
+
+
+def test_the_selection_that_is_forced_decides(made: Made) -> None:
+    logits_BSV, own = run_of(made)
+    assert torch.equal(run_of(made, own)[0], logits_BSV)
+    other_BK = torch.stack([torch.arange(S)[~torch.isin(torch.arange(S), row_K)][:K] for row_K in own["blocks.1"]])
+    changed_BSV, selected = run_of(made, {"blocks.1": other_BK})
+    assert torch.equal(selected["blocks.1"], other_BK)
+    # The gate and the tokens are those of the forced selection, so tokens that no longer run have other logits.
+    assert not torch.equal(changed_BSV, logits_BSV)
+    gone = torch.zeros(B, S, dtype=torch.bool).scatter(1, own["blocks.1"], True)
+    assert (changed_BSV != logits_BSV).any(-1)[gone].any()
+
+
+def test_a_selected_token_is_one_that_the_scores_prefer(made: Made) -> None:
+    module, program, ids_BS = made
+    run = SiteRun(S)
+    run_sites(program, state_of(module), (ids_BS,), run)
+    for one in run.selections.values():
+        assert one.open_BS.all()
+        smallest_B = one.score_BS.gather(1, one.index_BK).amin(1)
+        assert torch.equal(smallest_B, one.score_BS.topk(K).values.amin(1))
+
+
+def test_engines_get_the_indices_as_further_outputs(made: Made) -> None:
+    module, _, ids_BS = made
+    found: Captured = captured(module, (ids_BS,), "test")
+    assert found.routed == ["routed_blocks.1", "routed_blocks.3"]
+    logits_BSV, *routed = found.program.module()(ids_BS)
+    expected_BSV, own = run_of(made)
+    assert torch.equal(logits_BSV, expected_BSV)
+    assert all(torch.equal(one, own[name]) for one, name in zip(routed, own, strict=True))
+
+
+class Masked(Routed):
+    """Tokens that a mask hides are no choice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.router(x)[..., 0].masked_fill(torch.arange(S) >= 10, torch.finfo(x.dtype).min)
+        index = torch.topk(score, K).indices
+        wide = index[..., None].expand(-1, -1, D)
+        return x.scatter(1, wide, self.block(x.gather(1, wide)))
+
+
+def test_masked_tokens_cannot_be_selected() -> None:
+    module, ids_BS = Model(Masked).eval(), torch.randint(0, V, (B, S))
+    run = SiteRun(S)
+    run_sites(exported(module, (ids_BS,), "test"), state_of(module), (ids_BS,), run)
+    assert run.selections["blocks.1"].open_BS.tolist() == [[True] * 10 + [False] * 6] * B
+
+
+class TwoInOne(Routed):
+    """Two selections in one module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            index = torch.topk(self.router(x), K, dim=1).indices.expand(-1, -1, D)
+            x = x.scatter(1, index, self.block(x.gather(1, index)))
+        return x
+
+
+def test_sites_of_one_module_are_numbered() -> None:
+    program = exported(Model(TwoInOne).eval(), (torch.randint(0, V, (B, S)),), "test")
+    names = [site.name for site in routing_sites(program)]
+    assert names == ["blocks.1.0", "blocks.1.1", "blocks.3.0", "blocks.3.1"]
+
+
+def experts_of_tokens(x: Tensor, score: Tensor) -> Tensor:
+    """A choice of experts for each token."""
+    weight, index = torch.topk(score[..., :4], 2)
+    return x + (F.one_hot(index, 4).to(x.dtype) * weight[..., None]).sum(-2) @ torch.ones(4, D)
+
+
+def mask_alone(x: Tensor, score: Tensor) -> Tensor:
+    """All tokens are computed, and a mask keeps some of the results."""
+    mask = torch.zeros(B, S).scatter(1, torch.topk(score[..., 0], K).indices, 1.0)
+    return x + mask[..., None] * x
+
+
+def read_alone(x: Tensor, score: Tensor) -> Tensor:
+    """The best tokens are pooled, and nothing is put back."""
+    index = torch.topk(score[..., 0], K).indices[..., None].expand(-1, -1, D)
+    return x + x.gather(1, index).mean(1, keepdim=True)
+
+
+def whole_sort(x: Tensor, score: Tensor) -> Tensor:
+    """A sort that keeps everything selects nothing."""
+    index = torch.sort(score[..., 0]).indices[..., None].expand(-1, -1, D)
+    return x.scatter(1, index, x.gather(1, index))
+
+
+@pytest.mark.parametrize("function", [experts_of_tokens, mask_alone, read_alone, whole_sort])
+def test_what_is_no_routing_site(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(D, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x, self.router(x))
+
+    program = exported(Model(Other).eval(), (torch.randint(0, V, (B, S)),), "test")
+    assert routing_sites(program) == []
