@@ -158,6 +158,11 @@ def exported(
     except (torch._export.verifier.SpecViolationError, RuntimeError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CaptureError(f"{where}: torch.export refused the model: {reason}") from error
+    return with_found_sites(program)
+
+
+def with_found_sites(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with a named marker at each routing site: the model's own, or else those that are found."""
     if routing_sites(program):
         name_sites(program)
     else:

@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 
 from mod_export.export.program_nodes import add_node, argument_of, module_path, shape_of
 from mod_export.marker import MARKER
-from mod_export.types import AS_GIVEN
+from mod_export.types import BY_POSITION, BY_SCORE
 
 ATEN = torch.ops.aten
 SORTS = {ATEN.sort.default, ATEN.sort.stable}
@@ -74,13 +74,23 @@ class _Selection:
     largest: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Uses:
+    """Where the indices of a selection are used, and whether they are in the order of positions there."""
+
+    gather: fx.Node
+    scatter: fx.Node
+    in_order: bool
+
+
 def mark_found_sites(program: ExportedProgram) -> None:
     """Marks every site that is found, and names it after the module that selects, gathers and puts back."""
     found = [(one, uses) for one in _selections(program.graph) if (uses := _uses(one)) is not None]
-    paths = [_shared_path([one.node, *uses]) for one, uses in found]
+    paths = [_shared_path([one.node, uses.gather, uses.scatter]) for one, uses in found]
     counts, numbers = Counter(paths), Counter[str]()
-    for (one, _), path in zip(found, paths, strict=True):
-        _mark(program.graph, one, path if counts[path] == 1 else f"{path}.{numbers[path]}")
+    for (one, uses), path in zip(found, paths, strict=True):
+        name = path if counts[path] == 1 else f"{path}.{numbers[path]}"
+        _mark(program.graph, one, name, BY_POSITION if uses.in_order else BY_SCORE)
         numbers[path] += 1
     program.graph_module.recompile()
 
@@ -128,30 +138,39 @@ def _kept_from(node: fx.Node, dim: int) -> int | None:
     return start if along and kept < total and start in (0, total - kept) else None
 
 
-def _uses(selection: _Selection) -> tuple[fx.Node, fx.Node] | None:
-    """A node that gathers tokens at the indices, and the last that puts something back; None if one is missing."""
+def _uses(selection: _Selection) -> _Uses | None:
+    """None where nothing is gathered at the indices, or nothing put back."""
     tokens = shape_of(selection.scores)[selection.dim]
     if sum(size != 1 for size in shape_of(selection.indices)) > 2:
         return None  # A choice for each token, such as of its experts, and not of tokens.
-    gathers: list[fx.Node] = []
-    scatters: list[fx.Node] = []
-    waiting, seen, one_hot = [selection.indices], {selection.indices}, set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
+    found: dict[str, list[fx.Node]] = {"gather": [], "scatter": [], "same": [selection.indices], "": []}
+    one_hot, in_order = set[fx.Node](), set[fx.Node]()
+    for node in found["same"]:  # Which grows meanwhile.
         for use in node.users:
-            if use.target in GATHERS and _is_index(node, use):
-                gathers += [use] if _indexed_size(use) % tokens == 0 else []
-            elif use.target in SCATTERS and _is_index(node, use):
-                scatters.append(use)
-            elif use.target in PRODUCTS and node in one_hot:
-                # One-hot rows (K, T) take tokens out of a row; transposed, (T, K), they put them back.
-                (scatters if shape_of(use)[-2] == tokens else gathers).append(use)
-            elif use not in seen and _follows(use):
-                seen.add(use)
-                waiting.append(use)
-                if use.target is ATEN.one_hot.default or node in one_hot:
-                    one_hot.add(use)
-    return (gathers[0], scatters[-1]) if gathers and scatters else None
+            kind = _kind_of_use(use, node, tokens, is_one_hot=node in one_hot)
+            if use in found["same"]:
+                continue
+            found[kind].append(use)
+            if kind == "same" and (use.target is ATEN.one_hot.default or node in one_hot):
+                one_hot.add(use)
+            if node in in_order or (use.target in SORTS and not argument_of(use, "descending")):
+                in_order.add(use)
+    if not found["gather"] or not found["scatter"]:
+        return None
+    scatter = found["scatter"][-1]
+    return _Uses(gather=found["gather"][-1], scatter=scatter, in_order=scatter in in_order)
+
+
+def _kind_of_use(use: fx.Node, node: fx.Node, tokens: int, *, is_one_hot: bool) -> str:
+    """Whether indices, or one-hot rows of them, `gather` or `scatter` here, or go on as the `same` in another form."""
+    if use.target in GATHERS and _is_index(node, use):
+        return "gather" if _indexed_size(use) % tokens == 0 else ""
+    if use.target in SCATTERS and _is_index(node, use):
+        return "scatter"
+    if use.target in PRODUCTS and is_one_hot:
+        # One-hot rows (K, T) take tokens out of a row; transposed, (T, K), they put them back.
+        return "scatter" if shape_of(use)[-2] == tokens else "gather"
+    return "same" if _follows(use) else ""
 
 
 def _follows(node: fx.Node) -> bool:
@@ -186,7 +205,7 @@ def _shared_path(nodes: Sequence[fx.Node]) -> str:
     return ".".join(parts[0][:shared]) or "model"
 
 
-def _mark(graph: fx.Graph, one: _Selection, name: str) -> None:
+def _mark(graph: fx.Graph, one: _Selection, name: str, rule: str) -> None:
     """Sets the marker, on (B, K) and (B, T), and gives everything behind the selection what it returns."""
     shape, tokens = shape_of(one.indices), shape_of(one.scores)[one.dim]
     rows = math.prod(shape) // shape[one.dim]
@@ -207,7 +226,7 @@ def _mark(graph: fx.Graph, one: _Selection, name: str) -> None:
         # Masks are -inf, or the smallest number that there is.
         lowest = torch.finfo(scores.meta["val"].dtype).min
         available = add(ATEN.gt.Scalar, scores, lowest / 2)
-        marked = add(MARKER, index, live, scores, available, None, name, AS_GIVEN)
+        marked = add(MARKER, index, live, scores, available, None, name, rule)
         index = add(ATEN.reshape.default, add(operator.getitem, marked, 0), list(shape))
         values = add(ATEN.gather.default, one.scores, one.dim, index)
     for use in users:

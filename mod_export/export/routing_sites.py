@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from mod_export.export.program_nodes import add_node, module_path
 from mod_export.marker import MARKER
-from mod_export.types import AS_GIVEN, Site, site_from_text
+from mod_export.types import FOUND, Site, site_from_text
 
 EMPTY = -1
 RANK = "rank"
@@ -38,7 +38,7 @@ RANK = "rank"
 
 @dataclass(frozen=True, slots=True)
 class RoutingSite:
-    """A routing site: its name, its slots K, and its rule: `rank`, `first_come` (`mark_selection`), or AS_GIVEN."""
+    """A routing site: its name, its slots K, and its rule: `rank`, `first_come` (`mark_selection`), or one of FOUND."""
 
     name: Site
     k: int
@@ -54,7 +54,7 @@ class Selection(NamedTuple):
         live_BK: bool (B, K), False in empty slots.
         score_BS: (B, S), the scores that decided; -inf for tokens that the site was not given.
         open_BS: bool (B, S), the tokens that could be selected.
-        rule: `rank`, `first_come`, or AS_GIVEN.
+        rule: `rank`, `first_come`, or one of FOUND.
     """
 
     index_BK: Tensor
@@ -86,9 +86,7 @@ class Marked(NamedTuple):
 
         The commonest site needs no further operation for it in this way.
         """
-        return self.rule == AS_GIVEN or (
-            self.rule == RANK and self.positions is None and isinstance(self.sites[0], int)
-        )
+        return self.rule in FOUND or (self.rule == RANK and self.positions is None and isinstance(self.sites[0], int))
 
 
 def _markers(program: ExportedProgram) -> list[tuple[fx.Node, Marked]]:
@@ -240,7 +238,7 @@ class SiteRun:
 
     def _told(self, marked: Marked, forced_BK: Tensor) -> tuple[Tensor, Tensor]:
         """Forced positions as (index_BK, live_BK) among the T tokens: in order, then tokens that are not selected."""
-        if marked.rule == AS_GIVEN:
+        if marked.rule in FOUND:
             return forced_BK, marked.live
         wanted_BS = torch.zeros(len(forced_BK), self._seq + 1, dtype=torch.bool)
         # One column more than there are positions takes the negative ones.

@@ -5,9 +5,15 @@ Facts about the manners are in docs/porting.md. Each block has D = 16, k = S / 4
 
 from __future__ import annotations
 
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from mod_export.export.capture import captured
+from mod_export.export.onnx_export import onnx_from_captured
+from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.export.weights import state_of
 
 V, D, HEADS = 40, 16, 2
 
@@ -133,3 +139,17 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def dialect_graph(name: str, batch: int, seq: int) -> tuple[ir.Model, Model]:
+    """The portable graph of a model in this manner, with its weights in it, and the model."""
+    torch.manual_seed(0)
+    module = Model(DIALECTS[name]).eval()
+    found = captured(module, (torch.zeros(batch, seq, dtype=torch.int64),), name)
+    state = state_of(module)
+    model = onnx_from_captured(found, state, ["ids"], ["logits"])
+    for weight, value in model.graph.initializers.items():
+        if weight in state:
+            value.const_value = ir.tensor(state[weight].detach().numpy(), name=weight)
+    run_passes(model, PORTABLE, "float32")
+    return model, module

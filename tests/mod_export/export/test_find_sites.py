@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from mod_dialects import DIALECTS, D, Model, Routed, V
+from mod_dialects import DIALECTS, D, IndexPut, Model, OneHot, Routed, SortTail, V, dialect_graph
+from small_graphs import run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mod_export.engines import ENGINES
 from mod_export.export.capture import Captured, captured, exported
+from mod_export.export.dialect import check_dialect
+from mod_export.export.passes import run_passes
 from mod_export.export.routing_sites import RoutingSite, SiteRun, routing_sites, run_sites
 from mod_export.export.weights import state_of
-from mod_export.types import AS_GIVEN
+from mod_export.types import BY_POSITION, BY_SCORE
 
 B, S, K = 2, 16, 4
 Made = tuple[nn.Module, torch.export.ExportedProgram, Tensor]
@@ -35,7 +40,8 @@ def run_of(made: Made, forced: dict[str, Tensor] | None = None) -> tuple[Tensor,
 
 def test_sites_have_the_names_of_their_blocks_and_change_no_bit(made: Made) -> None:
     module, program, ids_BS = made
-    assert routing_sites(program) == [RoutingSite(name, K, AS_GIVEN) for name in ("blocks.1", "blocks.3")]
+    rule = BY_SCORE if type(module.blocks[1]) in (IndexPut, SortTail, OneHot) else BY_POSITION
+    assert routing_sites(program) == [RoutingSite(name, K, rule) for name in ("blocks.1", "blocks.3")]
     with torch.no_grad():
         assert torch.equal(run_of(made)[0], module(ids_BS))
 
@@ -70,6 +76,23 @@ def test_engines_get_the_indices_as_further_outputs(made: Made) -> None:
     expected_BSV, own = run_of(made)
     assert torch.equal(logits_BSV, expected_BSV)
     assert all(torch.equal(one, own[name]) for one, name in zip(routed, own, strict=True))
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "tensorrt-rtx"])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_graphs_of_targets_compute_the_same(name: str, target: str) -> None:
+    model, module = dialect_graph(name, B, S)
+    dialect = ENGINES[target].dialect
+    run_passes(model, dialect, "float32")
+    check_dialect(model, dialect, "float32")
+    ids_BS = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(1))
+    logits_BSV, *routed = run(model, {"ids": ids_BS.numpy()})
+    program = exported(module, (ids_BS,), name)
+    own = SiteRun(S)
+    (expected_BSV,) = run_sites(program, state_of(module), (ids_BS,), own)
+    np.testing.assert_allclose(logits_BSV, expected_BSV.numpy(), rtol=0, atol=2e-5)
+    for index_BK, one in zip(routed, own.selections.values(), strict=True):
+        np.testing.assert_array_equal(np.sort(index_BK), one.index_BK.sort().values.numpy())
 
 
 class Masked(Routed):
