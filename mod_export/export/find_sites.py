@@ -16,6 +16,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count as count_up
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ SHAPES = {
     ATEN._to_copy.default, ATEN.type_as.default, ATEN.cat.default, ATEN.stack.default,
 }  # fmt: skip
 """What gives indices, or one-hot rows of them, another shape or dtype, or puts others beside them."""
-ARITHMETIC = {ATEN.add.Tensor, ATEN.add.Scalar, ATEN.mul.Tensor, ATEN.mul.Scalar}
+ARITHMETIC = {
+    ATEN.add.Tensor, ATEN.add_.Tensor, ATEN.add.Scalar, ATEN.mul.Tensor, ATEN.mul_.Tensor, ATEN.mul.Scalar,
+}  # fmt: skip
 """With these, an index of a row becomes an index of the flattened batch."""
 PRODUCTS = {ATEN.matmul.default, ATEN.bmm.default, ATEN.mm.default, ATEN.einsum.default}
 GATHERS = {
@@ -87,11 +90,13 @@ def mark_found_sites(program: ExportedProgram) -> None:
     """Marks every site that is found, and names it after the module that selects, gathers and puts back."""
     found = [(one, uses) for one in _selections(program.graph) if (uses := _uses(one)) is not None]
     paths = [_shared_path([one.node, uses.gather, uses.scatter]) for one, uses in found]
-    counts, numbers = Counter(paths), Counter[str]()
+    counts = Counter(paths)
+    names = {path for path, count in counts.items() if count == 1}
     for (one, uses), path in zip(found, paths, strict=True):
-        name = path if counts[path] == 1 else f"{path}.{numbers[path]}"
+        numbered = (f"{path}.{number}" for number in count_up())
+        name = path if counts[path] == 1 else next(name for name in numbered if name not in names)
+        names.add(name)
         _mark(program.graph, one, name, BY_POSITION if uses.in_order else BY_SCORE)
-        numbers[path] += 1
     program.graph_module.recompile()
 
 
@@ -111,6 +116,8 @@ def _selections(graph: fx.Graph) -> Iterator[_Selection]:
                 for one in indices
             )
             continue
+        if any(_is_changed(one) for one in (*values, *indices)):
+            continue  # Parts of a sort share its memory, which a marker would divide.
         descending = bool(argument_of(node, "descending"))
         for kept in (use for one in indices for use in one.users):
             start = _kept_from(kept, dim)
@@ -134,43 +141,81 @@ def _kept_from(node: fx.Node, dim: int) -> int | None:
     total, kept = shape_of(source)[dim], shape_of(node)[dim]
     start = argument_of(node, "start") or 0
     start = start + total if start < 0 else start
-    along = argument_of(node, "dim") % len(shape_of(source)) == dim
+    along = argument_of(node, "dim") % len(shape_of(source)) == dim and argument_of(node, "step") == 1
     return start if along and kept < total and start in (0, total - kept) else None
 
 
 def _uses(selection: _Selection) -> _Uses | None:
-    """None where nothing is gathered at the indices, or nothing put back."""
-    tokens = shape_of(selection.scores)[selection.dim]
-    if sum(size != 1 for size in shape_of(selection.indices)) > 2:
-        return None  # A choice for each token, such as of its experts, and not of tokens.
+    """None where nothing is gathered at the indices, or nothing of it put back."""
+    if not _is_of_tokens(selection):
+        return None
     found: dict[str, list[fx.Node]] = {"gather": [], "scatter": [], "same": [selection.indices], "": []}
     one_hot, in_order = set[fx.Node](), set[fx.Node]()
     for node in found["same"]:  # Which grows meanwhile.
         for use in node.users:
-            kind = _kind_of_use(use, node, tokens, is_one_hot=node in one_hot)
             if use in found["same"]:
                 continue
-            found[kind].append(use)
-            if kind == "same" and (use.target is ATEN.one_hot.default or node in one_hot):
+            found[_kind_of_use(use, node, selection, is_one_hot=node in one_hot)].append(use)
+            if use.target is ATEN.one_hot.default or node in one_hot:
                 one_hot.add(use)
             if node in in_order or (use.target in SORTS and not argument_of(use, "descending")):
                 in_order.add(use)
-    if not found["gather"] or not found["scatter"]:
-        return None
-    scatter = found["scatter"][-1]
-    return _Uses(gather=found["gather"][-1], scatter=scatter, in_order=scatter in in_order)
+    for gather in found["gather"]:
+        behind = _behind(gather)
+        for scatter in found["scatter"]:
+            if scatter in behind:
+                return _Uses(gather=gather, scatter=scatter, in_order=scatter in in_order)
+    return None
 
 
-def _kind_of_use(use: fx.Node, node: fx.Node, tokens: int, *, is_one_hot: bool) -> str:
+def _is_of_tokens(selection: _Selection) -> bool:
+    """Whether it can be a choice of k tokens for each row: not one of experts for each token, nor of nothing."""
+    indices, scores = shape_of(selection.indices), shape_of(selection.scores)
+    if 0 in indices or sum(size != 1 for size in indices) > 2:
+        return False
+    # Only with nothing behind it is the dimension that is selected from the last one of (B, T).
+    return len(scores) > 0 and math.prod(scores[selection.dim + 1 :]) == 1
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """Whatever depends on a node."""
+    found, waiting = {node}, [node]
+    while waiting:
+        new = [use for use in waiting.pop().users if use not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def _kind_of_use(use: fx.Node, node: fx.Node, selection: _Selection, *, is_one_hot: bool) -> str:
     """Whether indices, or one-hot rows of them, `gather` or `scatter` here, or go on as the `same` in another form."""
-    if use.target in GATHERS and _is_index(node, use):
-        return "gather" if _indexed_size(use) % tokens == 0 else ""
-    if use.target in SCATTERS and _is_index(node, use):
-        return "scatter"
+    if use.target in GATHERS | SCATTERS and _is_index(node, use):
+        is_gather = use.target in GATHERS
+        # Tokens have features: what is as small as the indices are scores, or gates.
+        large = math.prod(shape_of(use)) > math.prod(shape_of(selection.indices))
+        return ("gather" if is_gather else "scatter") if large and _reads_rows(use, selection) else ""
     if use.target in PRODUCTS and is_one_hot:
+        shape, tokens = shape_of(use), shape_of(selection.scores)[selection.dim]
         # One-hot rows (K, T) take tokens out of a row; transposed, (T, K), they put them back.
-        return "scatter" if shape_of(use)[-2] == tokens else "gather"
+        return "" if len(shape) < 2 else "scatter" if shape[-2] == tokens else "gather"
     return "same" if _follows(use) else ""
+
+
+def _reads_rows(use: fx.Node, selection: _Selection) -> bool:
+    """Whether what is indexed are the T tokens of each of the B rows, or those of the flattened batch."""
+    source: Any = use.args[0]
+    shape, size, tokens = shape_of(source), _indexed_size(use), shape_of(selection.scores)[selection.dim]
+    rows = math.prod(shape_of(selection.scores)) // tokens
+    return size == rows * tokens or (size == tokens and shape[0] == rows)
+
+
+def _is_changed(node: fx.Node) -> bool:
+    """Whether a value, or a part of it, is changed in place."""
+    return any(
+        getattr(getattr(use.target, "_schema", None), "is_mutable", False)
+        or (use.target is ATEN.slice.Tensor and _is_changed(use))
+        for use in node.users
+    )
 
 
 def _follows(node: fx.Node) -> bool:
@@ -191,8 +236,9 @@ def _indexed_size(use: fx.Node) -> int:
     """Of the dimension that indices are of."""
     source: Any = use.args[0]
     shape, dim = shape_of(source), argument_of(use, "dim")
-    if use.target is ATEN.index.Tensor:
-        dim = max(n for n, index in enumerate(argument_of(use, "indices")) if index is not None)
+    indices = argument_of(use, "indices")
+    if isinstance(indices, (list, tuple)):
+        dim = max(n for n, index in enumerate(indices) if index is not None)
     return shape[0 if dim is None else dim]
 
 
@@ -202,7 +248,7 @@ def _shared_path(nodes: Sequence[fx.Node]) -> str:
     shared = 0
     while all(len(part) > shared for part in parts) and len({part[shared] for part in parts}) == 1:
         shared += 1
-    return ".".join(parts[0][:shared]) or "model"
+    return (".".join(parts[0][:shared]) or "model").replace(",", "_")
 
 
 def _mark(graph: fx.Graph, one: _Selection, name: str, rule: str) -> None:

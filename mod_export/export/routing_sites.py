@@ -234,12 +234,14 @@ class SiteRun:
             self._of_row(marked.available, positions_BT, False),
             marked.rule,
         )
-        return marked.index, marked.live
+        # Copies, as the marker itself gives: what a program writes to must not change what was reported.
+        return marked.index.clone(), marked.live.clone()
 
     def _told(self, marked: Marked, forced_BK: Tensor) -> tuple[Tensor, Tensor]:
         """Forced positions as (index_BK, live_BK) among the T tokens: in order, then tokens that are not selected."""
         if marked.rule in FOUND:
-            return forced_BK, marked.live
+            # One that names no token has been reported; it must not end the run.
+            return forced_BK.clamp(0, marked.scores.shape[1] - 1), marked.live
         wanted_BS = torch.zeros(len(forced_BK), self._seq + 1, dtype=torch.bool)
         # One column more than there are positions takes the negative ones.
         wanted_BS = wanted_BS.scatter(1, torch.where(forced_BK < 0, self._seq, forced_BK), True)[:, :-1]

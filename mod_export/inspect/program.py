@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,22 @@ def describe_program(path: Path) -> str:
     Raises:
         CheckpointError: it is no program at fixed sizes, or could run code.
     """
-    program = with_found_sites(read_program(path))
+    loaded = read_program(path)
+    try:
+        return _described(path.name, with_found_sites(loaded))
+    except Exception as error:  # A file that is given to us may hold any graph.
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: a program that cannot be described ({what})") from error
+
+
+def _described(name: str, program: ExportedProgram) -> str:
     weights = program.state_dict
     count = sum(tensor.numel() for tensor in weights.values())
     lines = [
-        f"{path.name}  {len(weights)} weights, {count:,} parameters",
-        *(f"in   {name} {_type(node)}" for name, node in _inputs(program)),
+        f"{name}  {len(weights)} weights, {count:,} parameters",
+        *(f"in   {node.name} {_type(node)}" for node in _inputs(program)),
         *(f"out  {_type(node)}" for node in program.graph.output_node().args[0]),
-        f"{flops_of_program(program):,} FLOPs of matrix products",
+        _flops_line(program),
         "",
         *_site_lines(routing_sites(program)),
     ]
@@ -58,31 +67,29 @@ def _site_lines(sites: list[RoutingSite]) -> list[str]:
     return table_lines(["routing site", "k", "selected tokens run in"], rows)
 
 
-def _inputs(program: ExportedProgram) -> list[tuple[str, fx.Node]]:
+def _inputs(program: ExportedProgram) -> list[fx.Node]:
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     specs = program.graph_signature.input_specs
-    return [(node.name, node) for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+    return [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
 
 
-def _type(node: fx.Node) -> str:
-    value = node.meta["val"]
+def _type(node: Any) -> str:
+    """Of an input or output: a tensor, or a number or None that is part of the program."""
+    value = node.meta["val"] if isinstance(node, fx.Node) else node
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def flops_of_program(program: ExportedProgram) -> int:
-    """FLOPs of the matrix products of one run, two for each multiply-add (`torch.utils.flop_counter`).
-
-    Raises:
-        CheckpointError: an operator cannot be run on shapes alone.
-    """
+def _flops_line(program: ExportedProgram) -> str:
+    """FLOPs of the matrix products of one run, two for each multiply-add (`torch.utils.flop_counter`)."""
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
-    values: list[Any] = [node.meta["val"] for node in nodes]
-    mode = detect_fake_mode(values)
-    assert mode is not None
+    mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
     counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), mode, counter:
+        with torch.no_grad(), mode or contextlib.nullcontext(), counter:
+            values = [node.meta["val"] for node in nodes]
             fx.Interpreter(program.graph_module).run(*values, enable_io_processing=False)
-    except (RuntimeError, NotImplementedError) as error:
-        raise CheckpointError(f"its FLOPs cannot be counted: {str(error).splitlines()[0]}") from error
-    return counter.get_total_flops()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return f"FLOPs not counted: {str(error).splitlines()[0]}"
+    return f"{counter.get_total_flops():,} FLOPs of matrix products"

@@ -152,7 +152,55 @@ def whole_sort(x: Tensor, score: Tensor) -> Tensor:
     return x.scatter(1, index, x.gather(1, index))
 
 
-@pytest.mark.parametrize("function", [experts_of_tokens, mask_alone, read_alone, whole_sort])
+def normalised_experts(x: Tensor, score: Tensor) -> Tensor:
+    """A choice of experts whose weights are gathered from other scores than those that decide."""
+    rows = score.reshape(-1, 8)
+    index = torch.topk(rows + 1.0, 2).indices
+    weight = torch.zeros_like(rows).scatter(1, index, rows.softmax(-1).gather(1, index))
+    return x + (weight @ torch.ones(8, D)).reshape(x.shape)
+
+
+def tokens_of_experts(x: Tensor, score: Tensor) -> Tensor:
+    """Every expert chooses tokens of the flattened batch."""
+    rows = x.reshape(-1, D)
+    index = torch.topk(score.reshape(-1, 8).t(), 3).indices.reshape(-1)
+    return rows.index_add(0, index, rows[index] * 2).reshape(x.shape)
+
+
+def other_dimension(x: Tensor, score: Tensor) -> Tensor:
+    """Positions first, so that the rows are not where they are looked for."""
+    turned = x.transpose(0, 1)
+    index = torch.topk(score[..., 0].t(), K, dim=0).indices[..., None].expand(-1, -1, D)
+    return turned.scatter(0, index, turned.gather(0, index) * 2).transpose(0, 1)
+
+
+def nothing(x: Tensor, score: Tensor) -> Tensor:
+    """A capacity that comes out as no token."""
+    index = torch.topk(score[..., 0], 0).indices[..., None].expand(-1, -1, D)
+    return x.scatter(1, index, x.gather(1, index))
+
+
+def unrelated(x: Tensor, score: Tensor) -> Tensor:
+    """What is gathered is not what is put back."""
+    index = torch.topk(score[..., 0], K).indices[..., None].expand(-1, -1, D)
+    return x.scatter(1, index, 0.0) + x.gather(1, index).mean(1, keepdim=True)
+
+
+def changed_in_place(x: Tensor, score: Tensor) -> Tensor:
+    """The parts of a sort share its memory."""
+    values, order = score[..., 0].sort(descending=True)
+    gate, index = values[:, :K], order[:, :K, None].expand(-1, -1, D)
+    gate.sigmoid_()
+    return x.scatter(1, index, x.gather(1, index) * gate[..., None]) + values.sum()
+
+
+NO_SITES = [
+    experts_of_tokens, normalised_experts, tokens_of_experts, other_dimension, mask_alone, read_alone, unrelated,
+    whole_sort, nothing, changed_in_place,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", NO_SITES)
 def test_what_is_no_routing_site(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     class Other(nn.Module):
         def __init__(self) -> None:
@@ -162,5 +210,13 @@ def test_what_is_no_routing_site(function: Callable[[Tensor, Tensor], Tensor]) -
         def forward(self, x: Tensor) -> Tensor:
             return function(x, self.router(x))
 
-    program = exported(Model(Other).eval(), (torch.randint(0, V, (B, S)),), "test")
+    module, ids_BS = Model(Other).eval(), torch.randint(0, V, (B, S))
+    program = exported(module, (ids_BS,), "test")
     assert routing_sites(program) == []
+    with torch.no_grad():
+        assert torch.equal(program.module()(ids_BS), module(ids_BS))
+
+
+def test_a_forced_slot_without_a_token_ends_no_run(made: Made) -> None:
+    logits_BSV, _ = run_of(made, {"blocks.1": torch.tensor([[-1, 0, 1, S]] * B)})
+    assert torch.isfinite(logits_BSV).all()

@@ -76,6 +76,24 @@ def test_a_sound_file_is_the_program(small: nn.Module, records: dict[str, bytes]
     assert torch.equal(read_program(tmp_path / "own.pt2").module()(x), small(x))
 
 
+class Usual(nn.Module):
+    """Casts, constants, a dictionary of outputs, operators whose names begin with an underscore."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.where(x > x.amin(-1, keepdim=True), x, -torch.inf).softmax(-1).to(torch.float64)
+        return {"a": hidden.float() * nn.functional.one_hot(x.argmax(-1), 4).float(), "b": x.masked_fill(x < 0, 0)}
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_usual_programs_are_read(decomposed: bool, tmp_path: Path) -> None:
+    program = torch.export.export(Usual(), (torch.randn(2, 8, 4),))
+    program = program.run_decompositions() if decomposed else program
+    torch.export.save(program, tmp_path / "m.pt2")
+    x = torch.randn(2, 8, 4)
+    found, expected = read_program(tmp_path / "m.pt2").module()(x), Usual()(x)
+    assert all(torch.equal(found[name], expected[name]) for name in ("a", "b"))
+
+
 def in_json(change: Callable[[Any], object], record: str) -> Callable[[dict[str, bytes], Path], None]:
     def apply(records: dict[str, bytes], canary: Path) -> None:
         data = json.loads(records[record])
@@ -114,6 +132,33 @@ def older_format(records: dict[str, bytes], canary: Path) -> None:
     records["serialized_state_dict.pt"] = pickle.dumps(Runs(canary))
 
 
+def another_input(name: str) -> Callable[[dict[str, Any]], None]:
+    """Torch pastes the names of inputs into Python that it runs."""
+
+    def change(program: dict[str, Any]) -> None:
+        graph = program["graph_module"]["graph"]
+        graph["tensor_values"][name] = graph["tensor_values"]["x"]
+        graph["inputs"].append({"as_tensor": {"name": name}})
+        spec = {"user_input": {"arg": {"as_tensor": {"name": name}}}}
+        program["graph_module"]["signature"]["input_specs"].append(spec)
+
+    return change
+
+
+def output_structure(kind: str, context: Any) -> Callable[[dict[str, Any]], None]:
+    """Torch imports the modules that structures of inputs and outputs name."""
+
+    def change(program: dict[str, Any]) -> None:
+        signature = program["graph_module"]["module_call_graph"][0]["signature"]
+        signature["out_spec"] = json.dumps([1, {"type": kind, "context": context, "children_spec": []}])
+
+    return change
+
+
+def second_model(records: dict[str, bytes], canary: Path) -> None:
+    records["models/modelXjson"] = records[MODEL]
+
+
 def symbol(program: dict[str, Any]) -> None:
     expression = {"as_expr": {"expr_str": "__import__('os').mkdir('x')", "hint": {"as_int": 8}}}
     next(iter(program["graph_module"]["graph"]["tensor_values"].values()))["sizes"][0] = expression
@@ -122,7 +167,7 @@ def symbol(program: dict[str, Any]) -> None:
 REFUSED: dict[str, tuple[Callable[[dict[str, bytes], Path], None], str]] = {
     "sample inputs": (sample_inputs_that_run, "its sample inputs are more than plain tensors, and could run code"),
     "bare pickle": (bare_pickle, "its sample inputs are more than plain tensors, and could run code"),
-    "pickled weight": (pickled_weight, "linear.weight: a pickled object in place of a raw tensor, which could"),
+    "pickled weight": (pickled_weight, "linear.weight: an object in place of a raw tensor, which could run code"),
     "opaque object": (opaque_object, "holds data/constants/opaque_obj_0, which is no part of a program"),
     "older format": (older_format, "holds serialized_state_dict.pt, which is no part of a program"),
     "no model": (lambda records, _: records.pop(MODEL), f"holds no {MODEL}; expected an archive of torch.export.save"),
@@ -139,6 +184,31 @@ REFUSED: dict[str, tuple[Callable[[dict[str, bytes], Path], None], str]] = {
         "calls torch.ops.aten.from_file.default, which is no operator",
     ),
     "an expression": (in_json(symbol, MODEL), "has a dynamic size, and a k such as int(c * T) was fixed"),
+    "a name that is code": (
+        in_json(another_input("y=__import__('os').mkdir('x')"), MODEL),
+        "y=__import__('os').mkdir('x'): no name of a value",
+    ),
+    "a name of an argument": (
+        in_json(lambda data: nodes(data)[0]["inputs"][0].update(name="x)\nimport os"), MODEL),
+        "x)\\nimport os: no name of a value (name)",
+    ),
+    "an enumeration": (
+        in_json(output_structure("builtins.tuple", '{"__enum__": 1, "fqn": "antigravity:E", "name": "A"}'), MODEL),
+        "out_spec: more than tuples, lists and dictionaries of tensors",
+    ),
+    "a default": (
+        in_json(output_structure("collections.defaultdict", {"default_factory_module": "antigravity"}), MODEL),
+        "out_spec: more than tuples, lists and dictionaries of tensors",
+    ),
+    "a second model": (second_model, "holds models/modelXjson, which is no part of a program"),
+    "a text as input": (
+        in_json(lambda data: data["graph_module"]["graph"]["inputs"].append({"as_string": "'+str(1)+'"}), MODEL),
+        "'+str(1)+': no name of a value (as_string)",
+    ),
+    "a weight without a name": (
+        in_json(lambda data: data["config"].update({"a\nb": data["config"]["scale"]}), WEIGHTS),
+        "a\\nb: not the name of a weight",
+    ),
     "guards": (
         in_json(lambda data: data.update(guards_code=["__import__('os').mkdir('x')"]), MODEL),
         "has guards, which are Python code; export it at one length",
@@ -157,7 +227,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, bytes], Path], None], str]] = {
     ),
     "no json": (lambda records, _: records.update({MODEL: b"{"}), "not a program of torch.export.save ("),
     "another operator": (
-        in_json(lambda data: nodes(data)[0].update(target="torch.ops.aten.absent.default"), MODEL),
+        in_json(lambda data: nodes(data)[0].update(target="torch.ops.aten.topk.default"), MODEL),
         "torch cannot read this program (",
     ),
 }  # fmt: skip
