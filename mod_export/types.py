@@ -17,6 +17,9 @@ Site = int | str
 """A routing site: the number of a routed layer, or a name such as "3.mlp" or "3.expert0" where a layer has several."""
 Outputs = Literal["logits", "last", "none"]
 """What a model returns: logits of every token, of each row's last real token, or hidden states and no logits."""
+BY_POSITION, BY_SCORE = "by_position", "by_score"
+FOUND = (BY_POSITION, BY_SCORE)
+"""Rules of a routing site that was found and not marked: the order of its selected tokens, which stays as it is."""
 PRIMARY: dict[Outputs, str] = {"logits": "logits", "last": "last_logits", "none": "hidden"}
 """The name of its first output: `logits` (B, S, V), `last_logits` (B, V), `hidden` (B, S, D)."""
 FloatDType = Literal["float32", "float16", "bfloat16"]

@@ -9,6 +9,7 @@ import torch
 from torch.fx.experimental import symbolic_shapes
 
 from mod_export.errors import CaptureError
+from mod_export.export.find_sites import mark_found_sites
 from mod_export.export.routing_sites import RoutingSite, name_sites, routing_sites, with_routed_outputs
 from mod_export.export.weights import state_of
 from mod_export.types import Bucket, routed_output
@@ -141,7 +142,7 @@ def exported(
 ) -> torch.export.ExportedProgram:
     """torch.export for inputs of the shapes of `example`, of which no two may be the same tensor.
 
-    Markers of routing sites stay, and get a name where the model gave none.
+    Markers of routing sites stay, and get a name where the model gave none. In a model that marks none, they are found.
 
     With `strict`, conditions are captured with everything else; without, each of them is compiled on its own, which
     takes longer than all the rest.
@@ -157,5 +158,13 @@ def exported(
     except (torch._export.verifier.SpecViolationError, RuntimeError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CaptureError(f"{where}: torch.export refused the model: {reason}") from error
-    name_sites(program)
+    return with_found_sites(program)
+
+
+def with_found_sites(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with a named marker at each routing site: the model's own, or else those that are found."""
+    if routing_sites(program):
+        name_sites(program)
+    else:
+        mark_found_sites(program)
     return program

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
+from mod_export.export.program_nodes import add_node, module_path
 from mod_export.marker import MARKER
-from mod_export.types import Site, site_from_text
+from mod_export.types import FOUND, Site, site_from_text
 
 EMPTY = -1
 RANK = "rank"
@@ -38,7 +38,7 @@ RANK = "rank"
 
 @dataclass(frozen=True, slots=True)
 class RoutingSite:
-    """A routing site: its name, its slots K, and its rule, `rank` or `first_come` (see `mark_selection`)."""
+    """A routing site: its name, its slots K, and its rule: `rank`, `first_come` (`mark_selection`), or one of FOUND."""
 
     name: Site
     k: int
@@ -54,7 +54,7 @@ class Selection(NamedTuple):
         live_BK: bool (B, K), False in empty slots.
         score_BS: (B, S), the scores that decided; -inf for tokens that the site was not given.
         open_BS: bool (B, S), the tokens that could be selected.
-        rule: `rank` or `first_come`.
+        rule: `rank`, `first_come`, or one of FOUND.
     """
 
     index_BK: Tensor
@@ -86,7 +86,7 @@ class Marked(NamedTuple):
 
         The commonest site needs no further operation for it in this way.
         """
-        return self.rule == RANK and self.positions is None and isinstance(self.sites[0], int)
+        return self.rule in FOUND or (self.rule == RANK and self.positions is None and isinstance(self.sites[0], int))
 
 
 def _markers(program: ExportedProgram) -> list[tuple[fx.Node, Marked]]:
@@ -102,19 +102,13 @@ def name_sites(program: ExportedProgram) -> None:
     for node, marked in _markers(program):
         if not marked.names:
             index = marked.index.meta["val"]
-            unnamed[_module_path(node)].append((node, index.shape[1] if index.dim() > 2 else 1))
+            unnamed[module_path(node)].append((node, index.shape[1] if index.dim() > 2 else 1))
     for path, found in unnamed.items():
         total = sum(count for _, count in found)
         names = iter([path] if total == 1 else [f"{path}.{number}" for number in range(total)])
         for node, count in found:
             node.update_arg(Marked._fields.index("names"), ",".join(islice(names, count)))
     program.graph_module.recompile()
-
-
-def _module_path(node: fx.Node) -> str:
-    """The path of the module whose forward pass the node belongs to; `model` for the outermost one."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return stack[-1][0] if stack and stack[-1][0] else "model"
 
 
 def routing_sites(program: ExportedProgram) -> list[RoutingSite]:
@@ -149,15 +143,7 @@ def with_routed_outputs(program: ExportedProgram) -> ExportedProgram:
 
 def _routed_node(graph: fx.Graph, marker: fx.Node, marked: Marked, n: int) -> fx.Node:
     def call(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        # Messages name the module of a node; here it is that of the marker.
-        node.meta = {key: marker.meta[key] for key in ("nn_module_stack", "stack_trace") if key in marker.meta}
-        values = fx.map_arg(args, lambda one: one.meta["val"])
-        mode = detect_fake_mode([one.meta["val"] for one in node.all_input_nodes])
-        assert mode is not None
-        with mode:
-            node.meta["val"] = target(*values)
-        return node
+        return add_node(graph, marker, target, *args)
 
     aten = torch.ops.aten
     several = marked.index.meta["val"].dim() > 2
@@ -248,10 +234,14 @@ class SiteRun:
             self._of_row(marked.available, positions_BT, False),
             marked.rule,
         )
-        return marked.index, marked.live
+        # Copies, as the marker itself gives: what a program writes to must not change what was reported.
+        return marked.index.clone(), marked.live.clone()
 
     def _told(self, marked: Marked, forced_BK: Tensor) -> tuple[Tensor, Tensor]:
         """Forced positions as (index_BK, live_BK) among the T tokens: in order, then tokens that are not selected."""
+        if marked.rule in FOUND:
+            # One that names no token has been reported; it must not end the run.
+            return forced_BK.clamp(0, marked.scores.shape[1] - 1), marked.live
         wanted_BS = torch.zeros(len(forced_BK), self._seq + 1, dtype=torch.bool)
         # One column more than there are positions takes the negative ones.
         wanted_BS = wanted_BS.scatter(1, torch.where(forced_BK < 0, self._seq, forced_BK), True)[:, :-1]

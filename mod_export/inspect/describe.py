@@ -30,7 +30,7 @@ MOST_COLUMNS = 120
 
 
 def describe(path: Path, *, text: str | None = None, html: Path | None = None, png: Path | None = None) -> str:
-    """A build folder, an ONNX graph, or else a checkpoint.
+    """A build folder, an ONNX graph, a program of `torch.export.save`, or else a checkpoint.
 
     Args:
         path: what to look at.
@@ -43,11 +43,15 @@ def describe(path: Path, *, text: str | None = None, html: Path | None = None, p
         ModExportError: it is none of them, or it cannot be shown in the way that was asked for.
     """
     folder = (path / MANIFEST).exists()
-    if not folder and path.suffix != ".onnx":
+    if not folder and path.suffix not in (".onnx", ".pt2"):
         return _model(path, text, html, png)
     if asked := _named([("--text", text), ("--html", html), ("--png", png)]):
         what = "a build folder, which report --format html shows" if folder else "a graph"
         raise UsageError(f"{asked}: {path} is {what}; give the checkpoint of a model")
+    if path.suffix == ".pt2" and not folder:
+        from mod_export.inspect.program import describe_program
+
+        return describe_program(path)
     return _folder(path) if folder else _graph(path)
 
 

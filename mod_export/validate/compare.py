@@ -9,7 +9,7 @@ import numpy as np
 
 from mod_export.results.parity import ErrorNumbers
 from mod_export.runtime.generate.logits import log_softmax
-from mod_export.types import Site
+from mod_export.types import FOUND, Site
 
 FIRST_COME = "first_come"
 EMPTY = -1
@@ -234,8 +234,9 @@ def _malformed(
         yield f"positions from {given_G.min()} to {given_G.max()} in a row of {seq}"
     if rule == FIRST_COME and len(got_G) < len(given_G):
         yield f"row {row} gives {len(given_G) - len(got_G)} slots to tokens that cannot be chosen"
-    if np.any(np.diff(given_G) <= 0) or np.any(row_K[: len(given_G)] == EMPTY):
-        yield "positions are not ascending, or not unique"
+    in_order_G = np.sort(given_G) if rule in FOUND else given_G
+    if np.any(np.diff(in_order_G) <= 0) or np.any(row_K[: len(given_G)] == EMPTY):
+        yield f"positions are {'' if rule in FOUND else 'not ascending, or '}not unique"
     k = len(row_K)
     if rule != FIRST_COME and len(got_G) < min(k, len(open_L)):
         yield f"row {row} leaves {k - len(got_G)} of {k} slots empty while tokens are left that could be chosen"

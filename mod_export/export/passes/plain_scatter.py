@@ -6,7 +6,7 @@ reading the old values, adding, and writing the sums back, which every target ca
 The proof that every position occurs once follows the indices back to the selections they come from. TopK gives unique
 positions in each row, and that is all a proof can start from: which positions they are is only known when the graph
 runs. So every index is held as a constant plus an unknown position, `offset + draw[slot]`, where the slots of one draw
-are different numbers in [0, span). Reshaping, concatenating and adding constants keep that form.
+are different numbers in [0, span). Reshaping, slicing, concatenating and adding constants keep that form.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def has_unique_targets(node: ir.Node) -> bool:
     False also where that cannot be proven.
     """
     found = _Tracer().index(node.inputs[1])
-    if found is None:
-        return False
+    if found is None or not found.size:
+        return found is not None
     if node.op_type == "ScatterND":
         return _distinct(found.reshape(-1, found.shape[-1]))
     axis = node.attributes.get_int("axis", 0)
@@ -173,7 +173,24 @@ def _follow(node: ir.Node, inputs: list[np.ndarray], shape: tuple[int, ...]) -> 
         return first.transpose(node.attributes.get_ints("perm", tuple(reversed(range(len(shape))))))
     if is_standard(node, "Concat"):
         return np.concatenate(inputs, node.attributes.get_int("axis"))
+    if is_standard(node, "Slice"):
+        return _sliced(node, first, shape)
     return _sum(first, inputs[1], shape) if is_standard(node, "Add") else None
+
+
+def _sliced(node: ir.Node, index: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A part of the lines, such as the last k of a whole sort. Going forward, bounds mean what they mean in Python."""
+    given = [None if value is None else constant_array(value) for value in node.inputs[1:]]
+    if len(given) < 2 or any(array is None for array in given):
+        return None
+    starts, ends, *others = (array.tolist() for array in given if array is not None)
+    axes = others[0] if others else range(len(starts))
+    steps = others[1] if len(others) > 1 else [1] * len(starts)
+    if not len(starts) == len(ends) == len(axes) == len(steps) or min(steps, default=1) < 1:
+        return None
+    parts = dict(zip(axes, map(slice, starts, ends, steps), strict=True))
+    found = index[tuple(parts.get(axis, parts.get(axis - index.ndim, slice(None))) for axis in range(index.ndim))]
+    return found if found.shape == shape else None
 
 
 def _sum(a: np.ndarray, b: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from graph_folders import job_of, write_graph
+from mod_dialects import DIALECTS, dialect_graph
 from observing import observed
 from small_graphs import make_model, make_spec, parsed
 from step_graphs import prefill_graph, step_graph
@@ -112,6 +113,16 @@ def test_builds_the_graphs_of_models_that_write_text(tmp_path: Path, kind: str, 
     check_dialect(model, RTX.dialect, dtype)
     assert build_plan(tmp_path, model, dtype) > 100_000
     assert ({node.op_type for node in model.graph} >= {"If", "TensorScatter"}) == (kind == "a step that skips")
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    "name", [name if name == "index_add" else pytest.param(name, marks=pytest.mark.slow) for name in DIALECTS]
+)
+def test_builds_models_that_were_not_written_for_it(tmp_path: Path, name: str) -> None:
+    model, _ = dialect_graph(name, BUCKET.batch, BUCKET.seq)
+    run_passes(model, RTX.dialect, "float32")
+    assert build_plan(tmp_path, model, "float32") > 50_000
 
 
 IN_PLACE = "g (bool f, float[1,2,9,4] c, float[1,2,1,4] u, int64[1] i) => (float[1,2,9,4] y)"

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mod_export import mark_selection
-
 VOCABULARY, WIDTH, POSITIONS = 32, 16, 64
 
 
@@ -32,8 +30,6 @@ class Block(nn.Module):
         score_BS = self.router(x_BSD).squeeze(-1).masked_fill(~real_BS, -torch.inf)
         index_BK = torch.sort(torch.topk(score_BS, self.k).indices).values
         live_BK = torch.gather(real_BS, 1, index_BK)
-        # Padding that a short row selects stands behind its last token, so the live slots come first.
-        index_BK, live_BK = mark_selection(index_BK, score_BS, live=live_BK, available=real_BS)
         index_BKD = index_BK[..., None].expand(-1, -1, WIDTH)
         chosen_BKD = torch.gather(x_BSD, 1, index_BKD)
         gate_BK1 = torch.gather(score_BS, 1, index_BK).masked_fill(~live_BK, 0)[..., None].sigmoid()

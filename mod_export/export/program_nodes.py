@@ -1,0 +1,41 @@
+"""Nodes of a captured program: read, and added with the metadata that exporters look for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch._guards import detect_fake_mode
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The static shape of a node's tensor."""
+    return tuple(node.meta["val"].shape)
+
+
+def argument_of(node: fx.Node, *names: str) -> Any:
+    """The argument of an operation that has one of these names, or its default; None where it has none of them."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name in names:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(argument.name, argument.default_value)
+    return None
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module whose forward pass the node belongs to; `model` for the outermost one."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return stack[-1][0] if stack and stack[-1][0] else "model"
+
+
+def add_node(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A call at the graph's insertion point. Messages name the module and the line of a node: those of `beside`."""
+    node = graph.call_function(target, args)
+    node.meta = {key: beside.meta[key] for key in ("nn_module_stack", "stack_trace") if key in beside.meta}
+    values = fx.map_arg(args, lambda one: one.meta["val"])
+    mode = detect_fake_mode([one.meta["val"] for one in node.all_input_nodes])
+    assert mode is not None
+    with mode:
+        node.meta["val"] = target(*values)
+    return node

@@ -1,0 +1,95 @@
+"""A program of `torch.export.save`, as text: its inputs and outputs, its routing sites, its FLOPs."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils.flop_counter import FlopCounterMode
+
+from mod_export.errors import CheckpointError
+from mod_export.export.capture import with_found_sites
+from mod_export.export.routing_sites import RoutingSite, routing_sites
+from mod_export.report.tables import table_lines
+from mod_export.sources.pt2 import read_program
+from mod_export.types import BY_POSITION, BY_SCORE
+
+ORDERS = {
+    BY_POSITION: "order of position",
+    BY_SCORE: "order of score: not causal among the selected tokens",
+    "rank": "order of position",
+    "first_come": "order of position",
+}
+NO_SITES = (
+    "no routing site: nothing selects k tokens, gathers them, and puts results back. Mark a selection of another form "
+    "with mod_export.mark_selection(indices, scores)"
+)
+
+
+def describe_program(path: Path) -> str:
+    """What a .pt2 file holds.
+
+    Raises:
+        CheckpointError: it is no program at fixed sizes, or could run code.
+    """
+    loaded = read_program(path)
+    try:
+        return _described(path.name, with_found_sites(loaded))
+    except Exception as error:  # A file that is given to us may hold any graph.
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: a program that cannot be described ({what})") from error
+
+
+def _described(name: str, program: ExportedProgram) -> str:
+    weights = program.state_dict
+    count = sum(tensor.numel() for tensor in weights.values())
+    lines = [
+        f"{name}  {len(weights)} weights, {count:,} parameters",
+        *(f"in   {node.name} {_type(node)}" for node in _inputs(program)),
+        *(f"out  {_type(node)}" for node in program.graph.output_node().args[0]),
+        _flops_line(program),
+        "",
+        *_site_lines(routing_sites(program)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _site_lines(sites: list[RoutingSite]) -> list[str]:
+    if not sites:
+        return [NO_SITES]
+    rows = [[str(site.name), str(site.k), ORDERS[site.rule]] for site in sites]
+    return table_lines(["routing site", "k", "selected tokens run in"], rows)
+
+
+def _inputs(program: ExportedProgram) -> list[fx.Node]:
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    specs = program.graph_signature.input_specs
+    return [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+
+
+def _type(node: Any) -> str:
+    """Of an input or output: a tensor, or a number or None that is part of the program."""
+    value = node.meta["val"] if isinstance(node, fx.Node) else node
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _flops_line(program: ExportedProgram) -> str:
+    """FLOPs of the matrix products of one run, two for each multiply-add (`torch.utils.flop_counter`)."""
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), mode or contextlib.nullcontext(), counter:
+            values = [node.meta["val"] for node in nodes]
+            fx.Interpreter(program.graph_module).run(*values, enable_io_processing=False)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return f"FLOPs not counted: {str(error).splitlines()[0]}"
+    return f"{counter.get_total_flops():,} FLOPs of matrix products"
