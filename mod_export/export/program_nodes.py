@@ -15,7 +15,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 def argument_of(node: fx.Node, *names: str) -> Any:
     """The argument of an operation that has one of these names, or its default; None where it has none of them."""
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]  # An operator has one.
         if argument.name in names:
             if position < len(node.args):
                 return node.args[position]

@@ -17,7 +17,7 @@ import keyword
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -75,14 +75,10 @@ def read_program(path: Path) -> ExportedProgram:
             raise CheckpointError(f"{path}: {problem}")
         file.seek(0)
         try:
-            return _loaded(file)
+            # Not torch.export.load, which falls back to older formats, all of them pickles.
+            return load_pt2(file).exported_programs["model"]
         except Exception as error:  # Whatever torch makes of a graph that it did not write.
             raise CheckpointError(f"{path}: torch cannot read this program ({_first_line(error)})") from error
-
-
-def _loaded(file: IO[bytes]) -> ExportedProgram:
-    # Not torch.export.load, which falls back to older formats, all of them pickles.
-    return load_pt2(file).exported_programs["model"]
 
 
 def _first_line(error: BaseException) -> str:
@@ -145,8 +141,8 @@ def _problems_of(value: Any, key: str, *, in_nodes: bool) -> Iterator[str]:
             yield from _problems_of(one, key, in_nodes=in_nodes)
     elif isinstance(value, dict):
         for name, one in value.items():
-            if name in FREE:
-                continue
+            if name in FREE and _is_flat(one):
+                continue  # A value of the graph may have such a name, and then holds more.
             if name in ("as_expr", "expr_str"):
                 yield DYNAMIC
             elif name in ("as_custom_obj", "custom_obj", "as_operator"):
@@ -169,6 +165,11 @@ def _problems_of_text(text: str, key: str, *, in_nodes: bool) -> Iterator[str]:
         return  # An argument of an operator, such as "mean".
     elif not (_is_name(text) or (text == "" and key in ("name", "fqn")) or (key in PATHS and PATH.fullmatch(text))):
         yield f"{_shown(text)}: no name of a value ({_shown(key)})"
+
+
+def _is_flat(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else [value]
+    return not any(isinstance(one, (dict, list)) for one in inner)
 
 
 def _is_name(text: str) -> bool:

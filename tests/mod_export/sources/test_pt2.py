@@ -164,6 +164,13 @@ def symbol(program: dict[str, Any]) -> None:
     next(iter(program["graph_module"]["graph"]["tensor_values"].values()))["sizes"][0] = expression
 
 
+def hidden_symbol(program: dict[str, Any], name: str) -> None:
+    """An expression in a value whose name is that of something that is not looked at elsewhere."""
+    values = program["graph_module"]["graph"]["tensor_values"]
+    expression = {"as_expr": {"expr_str": "__import__('os').mkdir('x')", "hint": {"as_int": 8}}}
+    values[name] = {**values["x"], "sizes": [expression]}
+
+
 REFUSED: dict[str, tuple[Callable[[dict[str, bytes], Path], None], str]] = {
     "sample inputs": (sample_inputs_that_run, "its sample inputs are more than plain tensors, and could run code"),
     "bare pickle": (bare_pickle, "its sample inputs are more than plain tensors, and could run code"),
@@ -208,6 +215,14 @@ REFUSED: dict[str, tuple[Callable[[dict[str, bytes], Path], None], str]] = {
     "a weight without a name": (
         in_json(lambda data: data["config"].update({"a\nb": data["config"]["scale"]}), WEIGHTS),
         "a\\nb: not the name of a weight",
+    ),
+    "an expression of a value called metadata": (
+        in_json(lambda data: hidden_symbol(data, "metadata"), MODEL),
+        "has a dynamic size, and a k such as int(c * T) was fixed",
+    ),
+    "an expression of a value called torch_version": (
+        in_json(lambda data: hidden_symbol(data, "torch_version"), MODEL),
+        "has a dynamic size, and a k such as int(c * T) was fixed",
     ),
     "guards": (
         in_json(lambda data: data.update(guards_code=["__import__('os').mkdir('x')"]), MODEL),
