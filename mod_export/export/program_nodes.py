@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
@@ -39,3 +42,22 @@ def add_node(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.No
     with mode:
         node.meta["val"] = target(*values)
     return node
+
+
+def with_arguments(module: fx.GraphModule, replacements: Mapping[Any, Any]) -> fx.GraphModule:
+    """A copy, in which operations have other constant arguments, such as dtypes or devices; in inner graphs as well."""
+    found = copy.deepcopy(module)
+    for inner in found.modules():
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        for node in inner.graph.nodes:
+            if node.op == "call_function":
+                node.args, node.kwargs = fx.node.map_aggregate(
+                    (node.args, node.kwargs), lambda one: replacements.get(one, one) if _is_constant(one) else one
+                )
+        inner.recompile()
+    return found
+
+
+def _is_constant(argument: Any) -> bool:
+    return isinstance(argument, (torch.dtype, torch.device))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from mod_export.types import Outputs, Site
+from mod_export.types import Bucket, Outputs, Site
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,8 +36,8 @@ class GraphSource(Protocol):
 
 
 class ExportableModel(Protocol):
-    """What export itself needs. Routing sites and their slots are read from the captured program
-    (`export/routing_sites.py`).
+    """What export itself needs, beside one of `TokenIds` and `SampledInputs`, which say what the model reads. Routing
+    sites and their slots are read from the captured program (`export/routing_sites.py`).
     """
 
     @property
@@ -48,6 +48,24 @@ class ExportableModel(Protocol):
     def weights(self) -> Mapping[str, torch.Tensor]:
         """state_dict name -> tensor, as stored."""
 
+    def module(self, outputs: Outputs = "logits") -> torch.nn.Module:
+        """Eager float32 module in eval mode, with its weights: a tuple of tensors of its inputs."""
+
+    def skeleton(self, outputs: Outputs = "logits") -> torch.nn.Module:
+        """The same module with its parameters on the meta device, where they have shapes and no values. Graphs are
+        captured from it, so that capturing needs no memory for weights. Buffers that `weights` does not contain have
+        values.
+        """
+
+
+@runtime_checkable
+class TokenIds(Protocol):
+    """A model that reads (input_ids int64 (B, S), lengths int64 (B,)), the real tokens of each row, at any length.
+
+    For the outputs `logits` its module returns logits (B, S, V); for `last`, logits (B, V) of each row's last real
+    token; for `none`, hidden states (B, S, D) after the final norm. It returns nothing else.
+    """
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
@@ -56,18 +74,21 @@ class ExportableModel(Protocol):
     def max_positions(self) -> int:
         """Tokens of the longest row."""
 
-    def module(self, outputs: Outputs = "logits") -> torch.nn.Module:
-        """Eager float32 module in eval mode: (input_ids int64 (B, S), lengths int64 (B,)) -> a tuple of one tensor.
 
-        For `logits`, logits (B, S, V); for `last`, logits (B, V) of each row's last real token; for `none`, hidden
-        states (B, S, D) after the final norm. Its selections are marked (`mod_export.mark_selection`).
-        """
+@runtime_checkable
+class SampledInputs(Protocol):
+    """A model of any inputs and outputs, at the shapes that it was captured at."""
 
-    def skeleton(self, outputs: Outputs = "logits") -> torch.nn.Module:
-        """The same module with its parameters on the meta device, where they have shapes and no values. Graphs are
-        captured from it, so that capturing needs no memory for weights. Buffers that `weights` does not contain have
-        values.
-        """
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """These shapes, ascending: rows, and the tokens of a row that its routing selects from."""
+
+    @property
+    def output_names(self) -> Sequence[str]:
+        """Of what its module returns, in order."""
+
+    def sample(self, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
+        """Inputs of one run, by name, in the order of the module's arguments. Other seeds give other values."""
 
 
 @runtime_checkable
