@@ -15,11 +15,11 @@ from typing import Protocol
 from mod_export.build_folder.manifest import TOKENIZER
 from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
-from mod_export.environment import let_go, limited, peak_rss_bytes, reset_peak_rss
+from mod_export.environment import limited, peak_rss_bytes, reset_peak_rss
 from mod_export.errors import ModExportError
 from mod_export.plan import make_plan
 from mod_export.results.report import BuildReport, Stage
-from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.model import Model
 from mod_export.stages.benchmark import benchmark, count_work, profile
 from mod_export.stages.context import BuildContext
 from mod_export.stages.engines import build_engines
@@ -50,10 +50,9 @@ class Observer(Protocol):
 
 
 def build(
-    checkpoint: Path,
+    load: Callable[[], tuple[Model, Model | None]],
     config: BuildConfig,
     root: Path,
-    baseline: Path | None,
     observer: Observer,
     command: str,
     capacity: float | None = None,
@@ -62,13 +61,12 @@ def build(
     """Runs every stage. A failing stage leaves what was whole before it, and the next run resumes there.
 
     Args:
-        checkpoint: model.pt or a folder.
+        load: gives the model, and the dense model that it is compared with if that is not the model's own.
         config: the resolved configuration.
         root: the build folder; made if need be.
-        baseline: a dense checkpoint to compare with, instead of the model's own weights without routing.
         observer: is told of stages and steps.
         command: as typed, for the report.
-        capacity: of every routed layer, in place of the checkpoint's own.
+        capacity: that the model was given in place of its own, for the report.
         tokenizer: a file of the package `tokenizers`, for models whose ids are not bytes.
 
     Raises:
@@ -79,15 +77,13 @@ def build(
         opened.enter_context(limited(config.max_memory))
         steps: list[Step] = []
         with _stage("load", stages, steps, observer):
-            model = model_from_checkpoint(checkpoint)
-            model = model if capacity is None else model.with_capacity(capacity)
-            let_go(model.loaded.weights.values())
-            plan = make_plan(model, model_from_checkpoint(baseline) if baseline else None, config, root, tokenizer)
+            plan = make_plan(*load(), config, root, tokenizer)
             # Not before the request is known to be sound: a refused one leaves nothing behind.
             context = BuildContext(plan, opened.enter_context(Workspace(root)), observer.step_started)
             context.steps = steps
             context.step("load", {kind: context.identity(kind) for kind in KINDS}, [], lambda paths: None)
             _keep_tokenizer(context)
+            _keep_programs(context)
         for name, works in AFTER_LOAD:
             with _stage(name, stages, steps, observer):
                 for work in works:
@@ -102,6 +98,13 @@ def _keep_tokenizer(context: BuildContext) -> None:
         data = path.read_bytes()
         inputs = {"sha256": hashlib.sha256(data).hexdigest()}
         context.step("tokenizer", inputs, [TOKENIZER], lambda paths: paths[0].write_bytes(data))
+
+
+def _keep_programs(context: BuildContext) -> None:
+    """What a reference is rebuilt from where a model is no registered architecture."""
+    for kind, loaded in context.plan.loaded.items():
+        if isinstance(loaded, SampledInputs):
+            keep_programs(context, kind)
 
 
 @contextlib.contextmanager

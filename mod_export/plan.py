@@ -15,8 +15,16 @@ from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
 from mod_export.runtime.generate.texts import TokenizersFile
-from mod_export.sources.model import Model
-from mod_export.sources.protocol import DeclaredRouting, ExportableModel, GeneratingModel, Generation, Text
+from mod_export.sources.model import Model, token_ids
+from mod_export.sources.protocol import (
+    DeclaredRouting,
+    ExportableModel,
+    GeneratingModel,
+    Generation,
+    SampledInputs,
+    Text,
+    TokenIds,
+)
 from mod_export.types import KINDS, Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
 
 LIBRARIES_BYTES = 2**30
@@ -129,15 +137,13 @@ def make_plan(
         "mod": model.loaded,
         "dense": model.of_kind("dense") if baseline is None else baseline.loaded,
     }
-    buckets = config.bucket_list(model.loaded.max_positions)
+    buckets = _buckets(model, config)
     availability = {name: engine.availability() for name, engine in ENGINES.items()}
     targets = _targets(config, availability)
     problems = _too_large(model, buckets)
     problems += [problem for engine in targets.values() for problem in engine.problems(config)]
-    if tokenizer is not None and (size := TokenizersFile(tokenizer).size) > model.loaded.vocab_size:
-        problems.append(
-            f"{tokenizer}: has ids up to {size - 1}, and the model {model.loaded.vocab_size} ids; name its own"
-        )
+    if tokenizer is not None:
+        problems += _problems_of_tokenizer(tokenizer, model)
     generation: GenerationPlan | str = ""
     try:
         generation = _generation(loaded, config, targets)
@@ -160,6 +166,32 @@ def make_plan(
         raise ConfigError(list(dict.fromkeys(problems)))
     _check_room(plan, root)
     return plan
+
+
+def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
+    """The shapes of whole rows: what the configuration names, or those that the model was captured at.
+
+    Raises:
+        ConfigError: one of them is not possible.
+    """
+    if isinstance(model.loaded, TokenIds):
+        return config.bucket_list(model.loaded.max_positions)
+    assert isinstance(model.loaded, SampledInputs)
+    captured = tuple(model.loaded.buckets)
+    wanted = tuple(sorted({Bucket(*pair) for pair in config.buckets})) or captured
+    if missing := [bucket.name for bucket in wanted if bucket not in captured]:
+        known = ", ".join(bucket.name for bucket in captured)
+        raise ConfigError([f"buckets: {', '.join(missing)}: {model.name} was captured at {known}; capture it at each"])
+    return wanted
+
+
+def _problems_of_tokenizer(tokenizer: Path, model: Model) -> list[str]:
+    if not isinstance(model.loaded, TokenIds):
+        return [f"{tokenizer}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"]
+    size, vocab_size = TokenizersFile(tokenizer).size, model.loaded.vocab_size
+    if size <= vocab_size:
+        return []
+    return [f"{tokenizer}: has ids up to {size - 1}, and the model {vocab_size} ids; name its own"]
 
 
 def check_names(targets: Sequence[str]) -> None:
@@ -217,7 +249,7 @@ def _generation(
         if options.build == "always":
             raise ConfigError([f"generation.build: always, but this model cannot generate token by token: {reason}"])
         return reason
-    window = options.window_of(loaded["mod"].max_positions)
+    window = options.window_of(token_ids(loaded["mod"]).max_positions)
     problems = [
         f"generation.{name}: {length} is longer than the window of {window}; shorten it, or give a longer window"
         for name, lengths in (("prompts", options.prompts), ("caches", options.caches))
@@ -258,13 +290,19 @@ def _portable(kind: ModelKind, role: Role, bucket: Bucket, outputs: Outputs) -> 
 def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:
     """Problems of buckets whose logits do not fit into memory: every bucket is run at least once, during capture."""
     memory = psutil.virtual_memory().total
-    needed = {bucket: 4 * bucket.batch * bucket.seq * model.loaded.vocab_size for bucket in buckets}
+    needed = {bucket: _logits_bytes(model, bucket) for bucket in buckets}
     return [
         f"buckets: {bucket.batch} x {bucket.seq} has {size / 2**30:,.0f} GiB of logits, this machine has "
         f"{memory / 2**30:,.0f} GiB of memory; lower the batch or the length"
         for bucket, size in needed.items()
         if size > memory
     ]
+
+
+def _logits_bytes(model: Model, bucket: Bucket) -> int:
+    """Of what a model of token ids returns; other models were run at their shapes when they were captured."""
+    vocab_size = model.loaded.vocab_size if isinstance(model.loaded, TokenIds) else 0
+    return FLOAT32_BYTES * bucket.batch * bucket.seq * vocab_size
 
 
 def _beyond_budget(plan: Plan) -> list[str]:
@@ -274,7 +312,7 @@ def _beyond_budget(plan: Plan) -> list[str]:
     stages need no memory for weights. Benchmarks load two engines, which share their weights; validation loads one.
     """
     weights = FLOAT32_BYTES * plan.parameters
-    logits = max(FLOAT32_BYTES * bucket.batch * bucket.seq * plan.model.loaded.vocab_size for bucket in plan.buckets)
+    logits = max(_logits_bytes(plan.model, bucket) for bucket in plan.buckets)
     needed = LIBRARIES_BYTES + 2 * weights + LOGITS_AT_ONCE * logits
     budget = plan.config.max_memory
     if not budget or needed <= budget:
@@ -288,16 +326,24 @@ def _beyond_budget(plan: Plan) -> list[str]:
 def _check_baseline(model: Model, baseline: Model) -> None:
     if isinstance(baseline.loaded, DeclaredRouting) and baseline.loaded.routes_depth:
         raise CheckpointError(f"baseline {baseline.name}: has routed layers; a baseline is a dense model")
-    problems = [
-        f"{what} {theirs} instead of {ours}"
-        for what, ours, theirs in (
-            ("a vocabulary of", model.loaded.vocab_size, baseline.loaded.vocab_size),
-            ("positions up to", model.loaded.max_positions, baseline.loaded.max_positions),
-        )
-        if ours != theirs
-    ]
+    ours, found = _job_of(model.loaded), _job_of(baseline.loaded)
+    problems = [f"{what} {found.get(what)} instead of {one}" for what, one in ours.items() if found.get(what) != one]
     if problems:
         raise CheckpointError(f"baseline {baseline.name}: has {' and '.join(problems)}, so it does not do the same job")
+
+
+def _job_of(model: ExportableModel) -> dict[str, str]:
+    """What a baseline must have in common with the model: what it is -> how much, or which."""
+    if isinstance(model, TokenIds):
+        return {"a vocabulary of": str(model.vocab_size), "positions up to": str(model.max_positions)}
+    assert isinstance(model, SampledInputs)
+    inputs = {
+        f"at {bucket.name} the inputs": ", ".join(
+            f"{name} {array.dtype} {list(array.shape)}" for name, array in model.sample(bucket, 0).items()
+        )
+        for bucket in model.buckets
+    }
+    return {**inputs, "the outputs": ", ".join(model.output_names)}
 
 
 def _check_room(plan: Plan, root: Path) -> None:

@@ -21,7 +21,9 @@ BY_POSITION, BY_SCORE = "by_position", "by_score"
 FOUND = (BY_POSITION, BY_SCORE)
 """Rules of a routing site that was found and not marked: the order of its selected tokens, which stays as it is."""
 PRIMARY: dict[Outputs, str] = {"logits": "logits", "last": "last_logits", "none": "hidden"}
-"""The name of its first output: `logits` (B, S, V), `last_logits` (B, V), `hidden` (B, S, D)."""
+"""The name of what a model of token ids returns: `logits` (B, S, V), `last_logits` (B, V), `hidden` (B, S, D)."""
+TOKEN_INPUTS = ("input_ids", "lengths")
+"""The names of what it reads: int64 (B, S), and int64 (B,), the real tokens of each row."""
 FloatDType = Literal["float32", "float16", "bfloat16"]
 QuantizedDType = Literal["int8", "int4"]
 DType = Literal["float32", "float16", "bfloat16", "int8", "int4"]
@@ -31,9 +33,12 @@ FLOAT_DTYPES: tuple[FloatDType, ...] = get_args(FloatDType)
 QUANTIZED: tuple[QuantizedDType, ...] = get_args(QuantizedDType)
 
 
+ROUTED = "routed_"
+
+
 def routed_output(site: Site) -> str:
     """The name of the graph output that says which positions a site selected."""
-    return f"routed_{site}"
+    return f"{ROUTED}{site}"
 
 
 def is_expert(site: Site) -> bool:
@@ -170,8 +175,10 @@ class Graph:
         dtype: of its weights and matrix products.
         target: the target whose dialect it is in; None for the portable graph.
         k_by_layer: routing site -> slots, as captured; empty in a plan, before that.
+        inputs: name of each of the module's arguments -> its NumPy dtype and shape, in order; as captured likewise.
+        results: name of each of the model's own outputs -> its shape, in order; likewise.
         query_blocks: number of tokens whose causal attention is computed in blocks -> queries of a block.
-        outputs: its first output.
+        outputs: what a model of token ids returns.
     """
 
     path: str
@@ -180,6 +187,8 @@ class Graph:
     dtype: DType
     target: str | None
     k_by_layer: dict[SiteKey, int] = field(default_factory=dict, hash=False)
+    inputs: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, hash=False)
+    results: dict[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     query_blocks: dict[int, int] = field(default_factory=dict, hash=False)
     outputs: Outputs = "logits"
     role: Role = "forward"
@@ -291,9 +300,9 @@ class Profile:
 
 
 def primary_output(names: Iterable[str]) -> str:
-    """Which of an engine's outputs is the model's own, and not the selection of a routing site.
+    """The first of an engine's outputs that is the model's own, and not the selection of a routing site.
 
     Raises:
         StopIteration: there is none.
     """
-    return next(name for name in names if name in PRIMARY.values())
+    return next(name for name in names if not name.startswith(ROUTED))

@@ -19,40 +19,31 @@ from mod_export.benchmark.statistics import compare, drift_of, outliers_of, quan
 from mod_export.benchmark.system_load import Watch, condition_flags
 from mod_export.config import BuildConfig, LatencyOptions
 from mod_export.engines import ENGINES
-from mod_export.engines.protocol import Runner
+from mod_export.engines.protocol import Arrays, Runner
 from mod_export.errors import EngineError
 from mod_export.results.base import setting_fields
 from mod_export.results.latency import LatencyRow, PrecisionRow
-from mod_export.types import Bucket, Engine, ModelKind, Setting, primary_output
+from mod_export.types import Engine, ModelKind, Setting, primary_output
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
 def measure_pair(
-    root: Path, pair: Mapping[ModelKind, Engine], vocab_size: int, config: BuildConfig, gate: float | None = None
+    root: Path, pair: Mapping[ModelKind, Engine], feeds: Arrays, config: BuildConfig, gate: float | None = None
 ) -> tuple[LatencyRow, ...]:
-    """Loads an engine of the build folder `root` and that of its dense baseline, and samples them on the same tokens,
-    which are drawn below `vocab_size`. `gate` is the speed-up that this setting must show, if any.
+    """Loads an engine of the build folder `root` and that of its dense baseline, and samples them on the same `feeds`.
+    `gate` is the speed-up that this setting must show, if any.
     """
     setting = pair["mod"].setting
     load = partial(ENGINES[setting.target].load, root, config=config, threads=config.latency.threads)
-    feeds = timing_feeds(setting.bucket, vocab_size, config.seed)
     with load(pair["mod"]) as mod, load(pair["dense"]) as dense:
         return latency_rows({"mod": mod, "dense": dense}, feeds, setting, config.latency, seed=config.seed, gate=gate)
 
 
-def timing_feeds(bucket: Bucket, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
-    """A full bucket of random ids, by the names of the graph's inputs. Graphs have static shapes, so their time does
-    not depend on which ids they are.
-    """
-    ids_BS = np.random.default_rng(seed).integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
-    return {"input_ids": ids_BS, "lengths": np.full(bucket.batch, bucket.seq, dtype=np.int64)}
-
-
 def latency_rows(
     runners: Mapping[ModelKind, Runner],
-    feeds: Mapping[str, NDArray[np.generic]],
+    feeds: Arrays,
     setting: Setting,
     options: LatencyOptions,
     *,
@@ -101,7 +92,7 @@ def latency_rows(
     return tuple(rows)
 
 
-def _runs(runners: Iterable[Runner], feeds: Mapping[str, NDArray[np.generic]]) -> list[Callable[[], object]]:
+def _runs(runners: Iterable[Runner], feeds: Arrays) -> list[Callable[[], object]]:
     """One run of each, from feeds in host memory: copies to a device and back count.
 
     An engine is given what it has inputs for: a dense one reads no lengths, and some builders drop what nothing reads.
@@ -190,15 +181,14 @@ def precision_pairs(engines: Sequence[Engine]) -> list[tuple[Engine, Engine]]:
     return [(engine, other) for engine, other in counterparts if other is not None and other is not engine]
 
 
-def measure_precision(root: Path, narrow: Engine, wide: Engine, vocab_size: int, config: BuildConfig) -> PrecisionRow:
-    """Samples an engine and its float32 counterpart interleaved on the same tokens, `latency.samples` each.
+def measure_precision(root: Path, narrow: Engine, wide: Engine, feeds: Arrays, config: BuildConfig) -> PrecisionRow:
+    """Samples an engine and its float32 counterpart interleaved on the same inputs, `latency.samples` each.
 
     Raises:
         TargetError: this machine cannot run them.
         EngineError: one of the files is not a usable engine.
     """
     load = partial(ENGINES[narrow.target].load, root, config=config, threads=config.latency.threads)
-    feeds = timing_feeds(narrow.bucket, vocab_size, config.seed)
     with load(wide) as float32, load(narrow) as other:
         rounds = interleaved(_runs([float32, other], feeds), config.latency, config.seed)
     found = compare(rounds.samples_ms(0), rounds.samples_ms(1), config.latency, looks=1, seed=config.seed)

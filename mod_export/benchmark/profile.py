@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mod_export.benchmark.latency import timing_feeds
 from mod_export.benchmark.model_parts import NODE_PARTS, ms_by_part
 from mod_export.benchmark.roofline import cached_roofline
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
-from mod_export.engines.protocol import EngineProfiler
+from mod_export.engines.protocol import Arrays, EngineProfiler
 from mod_export.results.base import setting_fields
 from mod_export.results.cost import PartRow, Roofline, Work
 from mod_export.types import DType, Engine, Setting
@@ -78,7 +77,7 @@ def can_profile(engine: Engine) -> bool:
 
 
 def profile_engine(
-    root: Path, engine: Engine, work: Sequence[Work], vocab_size: int, config: BuildConfig
+    root: Path, engine: Engine, work: Sequence[Work], feeds: Arrays, config: BuildConfig
 ) -> Profiled | None:
     """Runs an engine of the build folder `root` under its own profiler.
 
@@ -93,7 +92,6 @@ def profile_engine(
     assert isinstance(builder, EngineProfiler), f"{engine.target}: the caller asks can_profile first"
     if config.cost.profile_runs == 0:
         return None
-    feeds = timing_feeds(engine.bucket, vocab_size, config.seed)
     profile = builder.profile(root, engine, config, config.latency.threads, feeds, config.cost.profile_runs)
     if not profile.kernels:
         return None

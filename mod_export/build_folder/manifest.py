@@ -42,6 +42,7 @@ class ModelFacts(_Facts):
     Attributes:
         checkpoint_sha256: of the file, or of the folder's files.
         spec: as plain data, with a capacity that was replaced.
+        vocab_size: of a model of token ids, else None.
         weights: the folder's float32 weights file.
         tensors: names of this model's tensors in that file.
     """
@@ -50,7 +51,7 @@ class ModelFacts(_Facts):
     architecture: str
     checkpoint_sha256: str
     spec: dict[str, JsonValue]
-    vocab_size: int
+    vocab_size: int | None
     weights: str
     tensors: tuple[str, ...]
 

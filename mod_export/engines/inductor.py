@@ -7,6 +7,7 @@ branches: the i-th call that the profiler sees is the i-th call of the source, w
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
@@ -22,7 +23,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port
 from mod_export.environment import cpu_features, package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import PRIMARY, Availability, Dialect, Engine, Kernel, Profile, Variant
+from mod_export.types import Availability, Dialect, Engine, Kernel, Profile, Variant, routed_output
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +44,8 @@ class InductorRunner(EngineRunner):
     ):
         import torch
 
-        B, S = int(metadata["batch"]), int(metadata["seq"])
-        int64 = np.dtype(np.int64)
-        inputs = {"input_ids": Port((B, S), int64), "lengths": Port((B,), int64)}
+        ports = json.loads(metadata["inputs"])
+        inputs = {name: Port(tuple(shape), np.dtype(dtype)) for name, (dtype, shape) in ports.items()}
         outputs = metadata["outputs"].split(",")
         super().__init__(where, inputs, outputs, ["AOTInductor CPU"], threads or torch.get_num_threads())
         self._package = package
@@ -100,10 +100,10 @@ class Inductor(EngineBuilder):
         import torch
         from torch._inductor import exc
 
-        outputs = [PRIMARY[job.graph.outputs], *(f"routed_{layer}" for layer, k in job.graph.k_by_layer.items() if k)]
+        program = job.program()
+        outputs = [*job.graph.results, *(routed_output(site) for site, k in job.graph.k_by_layer.items() if k)]
         metadata = {
-            "batch": str(job.graph.bucket.batch),
-            "seq": str(job.graph.bucket.seq),
+            "inputs": json.dumps(job.graph.inputs),
             "outputs": ",".join(outputs),
             "cpu": ",".join(sorted(cpu_features())),
         }
@@ -115,7 +115,6 @@ class Inductor(EngineBuilder):
             # Marks every kernel for the profiler; without a profiler, a mark costs a fraction of a microsecond.
             "cpp.enable_kernel_profile": True,
         }
-        program = job.program()
         _forget_sources(program)
         try:
             with warnings.catch_warnings():

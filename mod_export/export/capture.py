@@ -11,8 +11,7 @@ from torch.fx.experimental import symbolic_shapes
 from mod_export.errors import CaptureError
 from mod_export.export.find_sites import mark_found_sites
 from mod_export.export.routing_sites import RoutingSite, name_sites, routing_sites, with_routed_outputs
-from mod_export.export.weights import state_of
-from mod_export.types import Bucket, routed_output
+from mod_export.types import routed_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,14 +26,6 @@ class CaptureProof:
     graphs: int
     graph_breaks: int
     recompiles: int
-
-
-def bucket_example(module: torch.nn.Module, bucket: Bucket, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs (input_ids, lengths) of a bucket whose rows all have `length` tokens."""
-    # A row may be full, short, or down to one token; none of it may change the graph.
-    device = next((tensor.device for tensor in state_of(module).values()), None)
-    ids_BS = torch.zeros((bucket.batch, bucket.seq), dtype=torch.int64, device=device)
-    return ids_BS, torch.full((bucket.batch,), length, device=device)
 
 
 def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]], where: str) -> CaptureProof:
@@ -120,15 +111,6 @@ class Captured:
     def routed(self) -> list[str]:
         """The names of those outputs."""
         return [routed_output(site.name) for site in self.sites]
-
-
-def captured_module(module: torch.nn.Module, bucket: Bucket, name: str) -> Captured:
-    """torch.export of one bucket, every dimension static.
-
-    Raises:
-        CaptureError: torch.export refused the model.
-    """
-    return captured(module, bucket_example(module, bucket, bucket.seq), f"{name} at {bucket.name}")
 
 
 def captured(module: torch.nn.Module, example: Sequence[torch.Tensor], where: str, *, strict: bool = False) -> Captured:

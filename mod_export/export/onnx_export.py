@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -23,8 +23,6 @@ from mod_export.types import Bucket, Site, routed_output
 
 OPSET = 23
 """The lowest opset with Attention and RMSNormalization as single operators, taken by every target."""
-INPUTS = ("input_ids", "lengths")
-"""The names of the inputs of a graph that reads whole rows."""
 IR_VERSION = 10
 """The highest that TensorRT 10's parser and older ONNX Runtimes in serving containers take."""
 
@@ -138,11 +136,14 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def assert_capacity(model: ir.Model, bucket: Bucket, k_by_layer: Mapping[Site, int], primary: str = "logits") -> None:
-    """The graph must route exactly the constant number of tokens that the spec declares.
+def assert_capacity(
+    model: ir.Model, bucket: Bucket, k_by_layer: Mapping[Site, int], results: Iterable[str] = ("logits",)
+) -> None:
+    """The graph must route exactly the constant number of tokens that was captured, and have the outputs `results`.
 
     Raises:
-        GraphError: a routed output has another shape than (batch, k), or is missing.
+        GraphError: a routed output is missing, or has another shape than (batch, k), or (1, k) where the model makes
+            one row of a batch.
     """
     outputs = {value.name: value for value in model.graph.outputs}
     for layer, k in k_by_layer.items():
@@ -151,11 +152,11 @@ def assert_capacity(model: ir.Model, bucket: Bucket, k_by_layer: Mapping[Site, i
         value = outputs.get(routed_output(layer))
         if value is None or value.shape is None:
             raise GraphError(f"layer {layer}: the graph has no output {routed_output(layer)} of known shape")
-        if tuple(value.shape.dims) != (bucket.batch, k):
+        if tuple(value.shape.dims) not in ((bucket.batch, k), (1, k)):
             raise GraphError(
-                f"layer {layer}: the graph routes {value.shape}, the spec says [{bucket.batch}, {k}] at {bucket.name}"
+                f"layer {layer}: the graph routes {value.shape}, expected [{bucket.batch}, {k}] at {bucket.name}"
             )
-    expected = {primary, *(routed_output(layer) for layer, k in k_by_layer.items() if k)}
+    expected = {*results, *(routed_output(layer) for layer, k in k_by_layer.items() if k)}
     if set(outputs) != expected:
         raise GraphError(f"the graph's outputs are {sorted(map(str, outputs))}, expected {sorted(expected)}")
 

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -89,8 +89,8 @@ class Marked(NamedTuple):
         return self.rule in FOUND or (self.rule == RANK and self.positions is None and isinstance(self.sites[0], int))
 
 
-def _markers(program: ExportedProgram) -> list[tuple[fx.Node, Marked]]:
-    nodes = program.graph.nodes
+def _markers(program: Runnable) -> list[tuple[fx.Node, Marked]]:
+    nodes = program.graph_module.graph.nodes
     return [(node, Marked(*node.args)) for node in nodes if node.op == "call_function" and node.target is MARKER]
 
 
@@ -111,7 +111,7 @@ def name_sites(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-def routing_sites(program: ExportedProgram) -> list[RoutingSite]:
+def routing_sites(program: Runnable) -> list[RoutingSite]:
     """The sites of a captured program in the order in which it decides."""
     return [
         RoutingSite(site, marked.index.meta["val"].shape[-1], marked.rule)
@@ -268,8 +268,19 @@ class _Interpreter(fx.Interpreter):
         return self._run.mark(*args) if target is MARKER else super().call_function(target, args, kwargs)
 
 
+class Runnable(Protocol):
+    """What is run of a captured program."""
+
+    @property
+    def graph_module(self) -> fx.GraphModule: ...
+    @property
+    def graph_signature(self) -> ExportGraphSignature: ...
+    @property
+    def constants(self) -> Mapping[str, Any]: ...
+
+
 def run_sites(
-    program: ExportedProgram, state: Mapping[str, Tensor], inputs: Sequence[Tensor], run: SiteRun
+    program: Runnable, state: Mapping[str, Tensor], inputs: Sequence[Tensor], run: SiteRun
 ) -> tuple[Tensor, ...]:
     """Runs a captured program, markers and all, on the CPU.
 

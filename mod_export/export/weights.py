@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mod_export.environment import let_go
-from mod_export.errors import BuildFolderError, CheckpointError
+from mod_export.errors import BuildFolderError
 from mod_export.types import QUANTIZED, DType
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
-    from mod_export.sources.protocol import ExportableModel
 
 ALIGNMENT = 8
 PIECE = 2**22
@@ -86,19 +85,6 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     Also the buffers that a state_dict leaves out (RoPE tables), so that no graph needs a copy of its own.
     """
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def stored_state(loaded: ExportableModel) -> dict[str, torch.Tensor]:
-    """The same of a model whose module is not made: weights as the checkpoint stores them, and the other buffers.
-
-    Raises:
-        CheckpointError: the module has a parameter that the checkpoint holds nothing for.
-    """
-    state = {name: loaded.weights.get(name, tensor) for name, tensor in state_of(loaded.skeleton()).items()}
-    missing = [name for name, tensor in state.items() if tensor.is_meta]
-    if missing:
-        raise CheckpointError(f"the checkpoint holds no value for {', '.join(missing[:3])}")
-    return state
 
 
 def quantized_tensors(name: str, shape: tuple[int, ...], dtype: DType) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -20,6 +20,7 @@ from mod_export.inspect.routed_text import lane_lines, routed_text
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import causality_text
 from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.model import token_ids
 from mod_export.sources.protocol import DeclaredRouting, LayerCosts
 from mod_export.types import Bucket
 
@@ -78,7 +79,7 @@ def _model(path: Path, text: str | None, html: Path | None, png: Path | None) ->
         if asked := _named([("--text", text), ("--html", html), ("--png", png)]):
             raise UsageError(f"{asked}: {path} does not declare its layers; build it, and look at its report")
         return "\n".join([*about, "its layers are not declared; build it, and inspect the build folder"]) + "\n"
-    layers = layers_of(model, config_from_toml(None).bucket_list(loaded.max_positions))
+    layers = layers_of(model, config_from_toml(None).bucket_list(token_ids(loaded).max_positions))
     routed = None if text is None and html is None and png is None else routed_text(loaded, text)
     lines = [*about, causality_text(loaded.looks_ahead), "", *layer_lines(layers)]
     if text is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mod_export.errors import UsageError
 from mod_export.report.parity_figures import MOST_TOKENS
 from mod_export.results.structure import MapLayer, RoutingMap
+from mod_export.sources.model import token_ids
 from mod_export.sources.protocol import ExportableModel, Text
 from mod_export.types import Bucket
 from mod_export.validate.inputs import Batch, text_ids
@@ -51,7 +52,7 @@ def routed_text(loaded: ExportableModel, given: str | None) -> RoutedText | None
     Raises:
         UsageError: the text is empty, or cannot be read, or the model's ids stand for no text.
     """
-    most = min(MOST_TOKENS, loaded.max_positions)
+    most = min(MOST_TOKENS, token_ids(loaded).max_positions)
     if given is None:
         sample_1S = text_ids(loaded, 1, most, 0)
         return None if sample_1S is None else _routed(loaded, sample_1S[0], "held-out text", 0)
@@ -59,8 +60,8 @@ def routed_text(loaded: ExportableModel, given: str | None) -> RoutedText | None
     ids_S = loaded.ids_of_text(text) if isinstance(loaded, Text) else None
     if ids_S is None:
         raise UsageError(
-            f"--text: this model's vocabulary of {loaded.vocab_size:,} ids is not known to stand for text, so a text "
-            "cannot be given to it; leave --text out"
+            f"--text: this model's vocabulary of {token_ids(loaded).vocab_size:,} ids is not known to stand for text, "
+            "so a text cannot be given to it; leave --text out"
         )
     if len(ids_S) == 0:
         raise UsageError(f"--text: {source} is empty; give at least one character")
@@ -89,7 +90,7 @@ def _routed(loaded: ExportableModel, ids_S: np.ndarray, source: str, left_out: i
 
     from mod_export.validate.reference import Reference, routing_map
 
-    batch = Batch("text", ids_S[None], np.array([len(ids_S)], dtype=np.int64))
+    batch = Batch.of_tokens("text", ids_S[None], np.array([len(ids_S)], dtype=np.int64))
     found = routing_map(Reference(loaded), Bucket(1, len(ids_S)), [batch])
     if found is None:
         return None

@@ -145,6 +145,11 @@ def _quality(text: Callable[[ParityRow], Cell | str]) -> Callable[[Judged], Cell
     return lambda row: text(row[1]) if row[1] is not None and row[1].text is not None else "-"
 
 
+def _gated(found: float | None, gate: float, text: Callable[[float], str]) -> Cell | str:
+    """A number with its gate; a dash where the model's output is no logits."""
+    return "-" if found is None else Cell(text(found), f"gate {text(gate)}")
+
+
 PARITY: tuple[Column[ParityRow], ...] = (
     Column("model", lambda row: NAMES[row.model], number=False),
     Column("parity", lambda row: judged(row.passed), number=False),
@@ -155,9 +160,9 @@ PARITY: tuple[Column[ParityRow], ...] = (
     Column("mean error", lambda row: error_text(row.error.mean_abs)),
     Column(
         "next token",
-        lambda row: Cell(share_text(row.next_token_agreement), f"gate {share_text(row.gate.next_token_agreement)}"),
+        lambda row: _gated(row.next_token_agreement, row.gate.next_token_agreement, share_text),
     ),
-    Column("KL", lambda row: Cell(error_text(row.kl), f"gate {error_text(row.gate.max_kl)}")),
+    Column("KL", lambda row: _gated(row.kl, row.gate.max_kl, error_text)),
     Column(
         "perplexity",
         lambda row: (

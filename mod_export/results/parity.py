@@ -63,14 +63,14 @@ class RoutingAgreement(Result):
 
 
 class ErrorNumbers(Result):
-    """Differences of the logits of real tokens, given the same routing."""
+    """Differences of one output, of logits those of real tokens, given the same routing."""
 
     max_abs: float
-    """Largest absolute difference of a logit."""
+    """Largest absolute difference of a value."""
     mean_abs: float
     """Mean absolute difference, of the worst input."""
     max_rel: float
-    """Largest difference over the root mean square of the reference's logits."""
+    """Largest difference over the root mean square of the reference's values."""
     rms: float
     """Root mean square of the differences, of the worst input."""
 
@@ -133,6 +133,19 @@ class Located(Result):
         return f"differs first in {self.layer}{at}{by}"
 
 
+class OutputParity(Result):
+    """Another output of a model that has several."""
+
+    name: str
+    """Its name."""
+    error: ErrorNumbers
+    """Its error, given the same routing."""
+    rounding_error: float | None
+    """Its largest rounding error in the reference; null where it was not measured."""
+    allowed_max_abs: float
+    """Largest `error.max_abs` that passes."""
+
+
 class ParityRow(EngineRow):
     """One engine, or one graph, against eager float32 PyTorch of the same model."""
 
@@ -145,20 +158,23 @@ class ParityRow(EngineRow):
     routing: RoutingAgreement
     """Which tokens were selected."""
     error: ErrorNumbers
-    """Error of the logits, given the same routing."""
+    """Error of the first output, given the same routing."""
     rounding_error: float | None
-    """Largest difference of a logit between the reference and the same model in float64, on the same inputs and
+    """Largest difference of a value of it between the reference and the same model in float64, on the same inputs and
     routing: what rounding alone does to the reference. Null where it was not measured."""
     allowed_max_abs: float
     """Largest `error.max_abs` that passes."""
-    next_token_agreement: float
-    """Share of positions with the same most probable next token, of the worst input."""
-    kl: float
-    """Mean divergence of the next-token distribution from the reference's in nats, of the worst input."""
+    next_token_agreement: float | None
+    """Share of positions with the same most probable next token, of the worst input; null where the output is not
+    logits."""
+    kl: float | None
+    """Mean divergence of the next-token distribution from the reference's in nats, of the worst input; likewise."""
     text: TextQuality | None
     """Quality on held-out text, where there is text for the model's vocabulary."""
     ties_exact: bool | None
     """Whether exactly equal scores were given to the earlier token; null where that could not be tested."""
+    further_outputs: tuple[OutputParity, ...] = ()
+    """The other outputs, each judged by its own rounding error."""
     located: Located | None
     """On failure: where candidate and reference differ first, as far as it could be found."""
     gate: Gate

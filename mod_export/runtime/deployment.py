@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +22,7 @@ from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UsageError
-from mod_export.types import PRIMARY, Bucket, Engine, ModelKind, primary_output
+from mod_export.types import PRIMARY, ROUTED, Bucket, Engine, ModelKind, graph_of, primary_output
 
 NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
 
@@ -124,7 +124,7 @@ class Deployment:
         target: of the engines.
         dtype: likewise.
         threads: of a CPU engine inside one operator; 0 is the library's own choice.
-        vocab_size: of the model.
+        vocab_size: of a model of token ids; None of a model that reads other things.
         buckets: smallest first.
     """
 
@@ -137,6 +137,7 @@ class Deployment:
         self.target, self.dtype, self.threads = engines[0].target, engines[0].dtype, threads
         self.vocab_size = manifest.models[engines[0].model].vocab_size
         self._root, self._config = root, manifest.config
+        self._graphs = {engine.bucket: graph_of(engine, manifest.graphs) for engine in engines}
         self._engines = {engine.bucket: engine for engine in engines}
         self.buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
         self._unread = manifest.entries(path for engine in engines for path in engine.files)
@@ -172,9 +173,11 @@ class Deployment:
             meaningless; or logits (B, V) of each row's last real token.
 
         Raises:
-            UsageError: not a batch of token ids, or larger than every bucket.
+            UsageError: not a batch of token ids, or larger than every bucket; or the model reads other things.
             BuildFolderError: a file has changed since the build.
         """
+        if self.vocab_size is None:
+            raise UsageError("this model was built with inputs of its own; give them by name: infer({name: array})")
         ids_BS = np.asarray(ids_BS)
         if ids_BS.ndim != 2 or ids_BS.dtype.kind not in "iu" or 0 in ids_BS.shape:
             raise UsageError(
@@ -200,6 +203,32 @@ class Deployment:
         result = runner.run(feeds, [primary])[primary]
         return result[:B] if primary == PRIMARY["last"] else result[:B, :S]
 
+    def infer(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The model's own outputs, by name, for inputs of exactly the shapes of a bucket.
+
+        Args:
+            feeds: every input by name. Numbers of the same kind are converted to the dtype that the model reads.
+
+        Raises:
+            UsageError: a name, shape or dtype that no bucket has.
+            BuildFolderError: a file has changed since the build.
+        """
+        given = {name: np.asarray(array) for name, array in feeds.items()}
+        shapes = {name: array.shape for name, array in given.items()}
+        ports = {bucket: graph.inputs for bucket, graph in self._graphs.items() if graph is not None}
+        known = {bucket: {name: shape for name, (_, shape) in inputs.items()} for bucket, inputs in ports.items()}
+        bucket = next((bucket for bucket, expected in known.items() if expected == shapes), None)
+        if bucket is None:
+            built = "; ".join(map(_shapes, known.values()))
+            raise UsageError(f"no bucket was built for {_shapes(shapes)}; built: {built}")
+        runner = self._runner(bucket)
+        used = {
+            name: _of_dtype(name, array, np.dtype(ports[bucket][name][0]))
+            for name, array in given.items()
+            if name in runner.inputs
+        }
+        return runner.run(used, [name for name in runner.outputs if not name.startswith(ROUTED)])
+
     def __enter__(self) -> Self:
         return self
 
@@ -218,6 +247,16 @@ class Deployment:
                     runner = ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
                     self._runners[bucket] = self._opened.enter_context(runner)
         return self._runners[bucket]
+
+
+def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"
+
+
+def _of_dtype(name: str, array: np.ndarray, dtype: np.dtype[np.generic]) -> np.ndarray:
+    if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise UsageError(f"{name}: expected {dtype}, got {array.dtype}")
+    return np.ascontiguousarray(array, dtype=dtype)
 
 
 def _checked(lengths_B: np.ndarray, rows: int, seq: int) -> np.ndarray:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mod_export.environment import source_digest
 from mod_export.errors import CheckpointError, ConfigError
-from mod_export.sources.protocol import AdjustableCapacity, DeclaredRouting, DenseBaseline, ExportableModel
-from mod_export.types import ModelKind
+from mod_export.export.weights import state_of
+from mod_export.sources.protocol import (
+    AdjustableCapacity,
+    DeclaredRouting,
+    DenseBaseline,
+    ExportableModel,
+    SampledInputs,
+    TokenIds,
+)
+from mod_export.types import PRIMARY, TOKEN_INPUTS, Bucket, ModelKind, Outputs
+
+if TYPE_CHECKING:
+    import torch
 
 GROUP = "mod_export.architectures"
 """The entry-point group in which packages register their architectures."""
@@ -72,3 +87,42 @@ class Model:
     def parameters(self) -> int:
         """Number of weights, predictors included."""
         return sum(tensor.numel() for tensor in self.loaded.weights.values())
+
+
+def sample_of(model: ExportableModel, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
+    """Inputs of one run by name, in the order of the module's arguments: full rows of random ids, or what the model
+    says itself.
+    """
+    if isinstance(model, SampledInputs):
+        return model.sample(bucket, seed)
+    return tokens_sample(token_ids(model).vocab_size, bucket, seed)
+
+
+def tokens_sample(vocab_size: int, bucket: Bucket, seed: int) -> dict[str, np.ndarray]:
+    """Full rows of random ids, for a model of token ids."""
+    ids_BS = np.random.default_rng(seed).integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
+    return dict(zip(TOKEN_INPUTS, (ids_BS, np.full(bucket.batch, bucket.seq, dtype=np.int64)), strict=True))
+
+
+def token_ids(model: ExportableModel) -> TokenIds:
+    """The same model, of which is known that it reads token ids."""
+    assert isinstance(model, TokenIds), "neither TokenIds nor SampledInputs"
+    return model
+
+
+def output_names(model: ExportableModel, outputs: Outputs) -> tuple[str, ...]:
+    """Of what its module returns, in order."""
+    return tuple(model.output_names) if isinstance(model, SampledInputs) else (PRIMARY[outputs],)
+
+
+def stored_state(loaded: ExportableModel) -> dict[str, torch.Tensor]:
+    """The same of a model whose module is not made: weights as the checkpoint stores them, and the other buffers.
+
+    Raises:
+        CheckpointError: the module has a parameter that the checkpoint holds nothing for.
+    """
+    state = {name: loaded.weights.get(name, tensor) for name, tensor in state_of(loaded.skeleton()).items()}
+    missing = [name for name, tensor in state.items() if tensor.is_meta]
+    if missing:
+        raise CheckpointError(f"the checkpoint holds no value for {', '.join(missing[:3])}")
+    return state

@@ -35,12 +35,11 @@ def benchmark(context: Context) -> None:
 
 
 def _precision(context: Context, narrow: Engine, wide: Engine) -> None:
-    vocab_size = context.facts[narrow.model].vocab_size
     context.measure(
         PrecisionRow,
         f"precision/{narrow.target}/{narrow.stem}",
         _inputs(context, [narrow, wide], latency=context.config.latency.model_dump(exclude={"min_speedup"})),
-        lambda: [measure_precision(context.root, narrow, wide, vocab_size, context.config)],
+        lambda: [measure_precision(context.root, narrow, wide, context.feeds(narrow.bucket), context.config)],
     )
 
 
@@ -53,12 +52,11 @@ def _rows(context: Context, setting: Setting, pair: Pair) -> None:
     options = context.config.latency
     gate = gate_of(setting.bucket, context.buckets, options.min_speedup)
     latency = options.model_dump(exclude={"min_speedup", "bootstrap"})
-    vocab_size = context.facts["mod"].vocab_size
     context.measure(
         LatencyRow,
         f"latency/{setting.target}/{setting.bucket.name}-{setting.dtype}",
         _inputs(context, list(pair.values()), latency=latency, gate=gate),
-        lambda: measure_pair(context.root, pair, vocab_size, context.config, gate),
+        lambda: measure_pair(context.root, pair, context.feeds(setting.bucket), context.config, gate),
     )
 
 
@@ -144,6 +142,6 @@ def profile(context: Context) -> None:
 
 
 def _profile(context: Context, engine: Engine, paths: Sequence[Path]) -> dict[str, Any] | None:
-    vocab_size = context.facts[engine.model].vocab_size
-    found = profile_engine(context.root, engine, context.work[engine.path], vocab_size, context.config)
+    feeds = context.feeds(engine.bucket)
+    found = profile_engine(context.root, engine, context.work[engine.path], feeds, context.config)
     return None if found is None else {"profiler": found.profiler, "ms_by_part": dict(found.ms_by_part)}

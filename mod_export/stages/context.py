@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mod_export.build_folder.manifest import GenerationFacts, ModelFacts
+from mod_export.build_folder.samples import SAMPLES, read_samples
 from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
@@ -24,10 +25,10 @@ from mod_export.results.base import Result
 from mod_export.results.cost import Work
 from mod_export.results.generation import StepBytes
 from mod_export.runtime.generate.decoder import DecodingEngines
-from mod_export.sources.protocol import ExportableModel, GeneratingModel
+from mod_export.sources.model import output_names, sample_of, token_ids, tokens_sample
+from mod_export.sources.protocol import ExportableModel, GeneratingModel, TokenIds
 from mod_export.types import (
     KINDS,
-    PRIMARY,
     Availability,
     Bucket,
     DType,
@@ -39,7 +40,7 @@ from mod_export.types import (
     graph_of,
 )
 from mod_export.validate.inputs import prompts_of
-from mod_export.validate.reference import Reference
+from mod_export.validate.reference import Reference, tensors_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,13 +72,14 @@ class _Source:
 
 
 def _forward_source(model: ExportableModel, graph: Graph) -> GraphSource:
-    from mod_export.export.capture import bucket_example
-    from mod_export.export.onnx_export import INPUTS
-
-    module = model.skeleton(graph.outputs).to("meta")
-    # A row may be full or down to one token; neither may change the graph.
-    full, short = (bucket_example(module, graph.bucket, length) for length in (graph.bucket.seq, 1))
-    return _Source(module, (full, short), INPUTS, (PRIMARY[graph.outputs],))
+    samples = [sample_of(model, graph.bucket, seed) for seed in range(2)]
+    first, second = (tuple(tensor.to("meta") for tensor in tensors_of(feeds)) for feeds in samples)
+    return _Source(
+        model.skeleton(graph.outputs).to("meta"),
+        (first, second),
+        tuple(samples[0]),
+        output_names(model, graph.outputs),
+    )
 
 
 class Models:
@@ -130,10 +132,11 @@ class Models:
         """The eager float32 module with its weights, captured for the bucket of a graph of whole rows. Not kept: the
         one target that asks for it makes one engine of it.
         """
-        from mod_export.export.capture import captured_module
+        from mod_export.export.capture import captured
 
-        module = self.loaded(graph.model).module(graph.outputs)
-        return captured_module(module, graph.bucket, graph.model).program
+        model = self.loaded(graph.model)
+        example = tensors_of(sample_of(model, graph.bucket, 0))
+        return captured(model.module(graph.outputs), example, graph.stem).program
 
 
 class Context:
@@ -247,7 +250,16 @@ class Context:
 
     def texts(self, rows: int, length: int) -> np.ndarray:
         """Beginnings of texts for timing, int64 (rows, length): random ids, for which no model is needed."""
-        return prompts_of(None, self.facts["mod"].vocab_size, rows, length, self.config.seed)
+        vocab_size = self.facts["mod"].vocab_size
+        assert vocab_size is not None, "only a model of token ids writes text"
+        return prompts_of(None, vocab_size, rows, length, self.config.seed)
+
+    def feeds(self, bucket: Bucket) -> Mapping[str, np.ndarray]:
+        """Inputs for timing, by name. Graphs have static shapes, so their time does not depend on the values."""
+        vocab_size = self.facts["mod"].vocab_size
+        if vocab_size is not None:
+            return tokens_sample(vocab_size, bucket, self.config.seed)
+        return read_samples(self.root / SAMPLES)[bucket][0]
 
     def decoding_engines(self) -> DecodingEngines:
         """The prefill and decode engines, as they are served."""
@@ -308,7 +320,7 @@ class BuildContext(Context):
     def texts(self, rows: int, length: int) -> np.ndarray:
         """Held-out text where the model has text."""
         model = self.models.loaded("mod")
-        return prompts_of(model, model.vocab_size, rows, length, self.config.seed)
+        return prompts_of(model, token_ids(model).vocab_size, rows, length, self.config.seed)
 
 
 def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:
@@ -318,7 +330,7 @@ def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:
         architecture=source.architecture,
         checkpoint_sha256=source.checkpoint_sha256,
         spec=dict(loaded.spec),
-        vocab_size=loaded.vocab_size,
+        vocab_size=loaded.vocab_size if isinstance(loaded, TokenIds) else None,
         weights=plan.weights_path(kind, "float32"),
         tensors=tuple(sorted(loaded.weights)),
     )

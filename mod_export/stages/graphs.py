@@ -20,16 +20,17 @@ from mod_export.engines import ENGINES
 from mod_export.environment import EXPORTERS, versions
 from mod_export.errors import GraphError
 from mod_export.export.capture import captured, prove_static
-from mod_export.export.nodes import graph_from_bytes
+from mod_export.export.nodes import graph_from_bytes, static_shape
 from mod_export.export.onnx_export import assert_capacity, check_model, onnx_from_captured
 from mod_export.export.passes import PORTABLE, needs_rewrite, run_passes
 from mod_export.export.passes.products import quantizable_weights
 from mod_export.export.routing_sites import RoutingSite
-from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, stored_state, write_weights
+from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, write_weights
 from mod_export.results.cost import CostRow
+from mod_export.sources.model import stored_state
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel
 from mod_export.stages.context import BuildContext, Context
-from mod_export.types import DTYPES, KINDS, PRIMARY, QUANTIZED, DType, Graph, ModelKind, Site, site_from_text
+from mod_export.types import DTYPES, KINDS, QUANTIZED, DType, Graph, ModelKind, Site, site_from_text
 
 SHOWN = 4
 MOST_KEPT = 32
@@ -66,7 +67,9 @@ def onnx(context: BuildContext) -> None:
         }
         step = context.step(f"graph/{graph.stem}", inputs, [graph.path], partial(_export, context, graph))
         k_by_layer = {site_from_text(name): k for name, k in step.result["k_by_layer"].items()}
-        context.graphs.append(replace(graph, k_by_layer=k_by_layer))
+        results = {name: tuple(shape) for name, shape in step.result["results"].items()}
+        ports = {name: (dtype, tuple(shape)) for name, (dtype, shape) in step.result["inputs"].items()}
+        context.graphs.append(replace(graph, k_by_layer=k_by_layer, inputs=ports, results=results))
         if step.result["cost"] is not None:
             context.add([CostRow.model_validate(step.result["cost"])])
     # Which weights can become whole numbers is read from the graphs.
@@ -87,12 +90,18 @@ def _quantized(context: BuildContext, kind: ModelKind, dtype: DType) -> frozense
 
 
 def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
+    source = context.models.source(graph)
     model, applied, sites = _portable(context, graph)
     save_graph(context, model, graph, paths[0])
     cost = cost_row(model, graph.model, graph.bucket) if graph.role == "forward" else None
     return {
         "passes": applied,
         "k_by_layer": {str(site.name): site.k for site in sites},
+        "inputs": {
+            name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in zip(source.inputs, source.examples[0], strict=True)
+        },
+        "results": {value.name: static_shape(value) for value in model.graph.outputs if value.name in source.outputs},
         "cost": None if cost is None else cost.model_dump(mode="json"),
     }
 
@@ -112,7 +121,7 @@ def _portable(context: Context, graph: Graph) -> tuple[ir.Model, dict[str, int],
     if graph.role == "forward":
         k_by_layer = {site.name: site.k for site in found.sites}
         _check_routing(context.models.loaded(graph.model), graph, k_by_layer)
-        assert_capacity(model, graph.bucket, k_by_layer, PRIMARY[graph.outputs])
+        assert_capacity(model, graph.bucket, k_by_layer, source.outputs)
     return model, applied, found.sites
 
 

@@ -22,7 +22,7 @@ from mod_export.export.passes import needs_rewrite, run_passes
 from mod_export.export.passes.query_blocks import splittable_tokens
 from mod_export.stages.context import BuildContext
 from mod_export.stages.graphs import save_graph
-from mod_export.types import PRIMARY, Dialect, DType, Graph, Setting
+from mod_export.types import Dialect, DType, Graph, Setting
 from mod_export.validate.inputs import parity_batches
 from mod_export.validate.parity import judge_runner
 
@@ -93,7 +93,7 @@ def _rewrite(
     check_dialect(model, dialect, graph.dtype)
     check_memory(builder, graph, model)
     if graph.role == "forward":
-        assert_capacity(model, graph.bucket, graph.k_by_layer, PRIMARY[graph.outputs])
+        assert_capacity(model, graph.bucket, graph.k_by_layer, graph.results)
     save_graph(context, model, graph, destination)
     proof = _prove_rewrite(context, builder, graph, destination, needed)
     return {"passes": applied, "proof": proof}

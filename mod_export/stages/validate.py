@@ -72,7 +72,7 @@ def _structure_rows(context: Context, graphs: Mapping[str, Graph]) -> Iterator[S
     for path, digests in context.weight_digests.items():
         yield structure_of_weights(root, path, digests)
     for path, graph in graphs.items():
-        yield structure_of_graph(root, path, graph, context.facts[graph.model].vocab_size, context.weight_digests)
+        yield structure_of_graph(root, path, graph, context.weight_digests)
     # A build has just exported; a finished folder is compared with a fresh export, and with a checkpoint that is named.
     if isinstance(context, FolderContext):
         if context.exports_alike:

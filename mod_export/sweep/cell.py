@@ -35,7 +35,7 @@ from mod_export.environment import describe_machine, source_digest
 from mod_export.errors import CheckpointError, ModExportError, UsageError
 from mod_export.results.report import BuildReport
 from mod_export.sources.checkpoint import model_from_checkpoint, sha256_of
-from mod_export.sources.model import Model
+from mod_export.sources.model import Model, token_ids
 from mod_export.sources.protocol import ExportableModel
 from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
 from mod_export.validate.inputs import text_ids
@@ -248,7 +248,7 @@ def quality_of(model: Model, seq: int, seed: int) -> Quality | None:
     ids_RT = text_ids(loaded, rows, seq + 1, seed)
     if ids_RT is None:
         return None
-    at_once = max(1, LOGITS_BYTES // (4 * seq * loaded.vocab_size))
+    at_once = max(1, LOGITS_BYTES // (4 * seq * token_ids(loaded).vocab_size))
     return Quality(
         tokens=rows * seq,
         perplexity=_perplexity(loaded, ids_RT, at_once),

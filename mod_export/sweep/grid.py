@@ -11,7 +11,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
 from mod_export.plan import check_names
-from mod_export.sources.model import Model
+from mod_export.sources.model import Model, token_ids
 from mod_export.sources.protocol import AdjustableCapacity
 from mod_export.types import Bucket
 
@@ -59,7 +59,7 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
     capacities = _numbers("--capacity", axes.capacities, float, "a number above 0", problems)
     seqs = _numbers("--seq", axes.seqs, int, "a whole number of at least 1", problems)
     batches = _numbers("--batch", axes.batches, int, "a whole number of at least 1", problems)
-    longest = model.loaded.max_positions
+    longest = token_ids(model.loaded).max_positions
     problems += [f"--seq {seq}: longer than the model's {longest} positions" for seq in seqs if seq > longest]
     for capacity in capacities:
         try:

@@ -1,13 +1,14 @@
 """Whether the logits of a token depend on what comes after it: asked of the engine itself, as a black box.
 
-The end of a text is replaced, and the logits before the replaced part are compared. A model that generates one token
-at a time must not change them. Top-k over a whole sequence does, by construction: a later token can take the place of
-an earlier one.
+The end of a text is replaced by that of another, and the logits before the replaced part are compared. A model that
+generates one token at a time must not change them. Top-k over a whole sequence does, by construction: a later token can
+take the place of an earlier one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,15 @@ from mod_export.config import BuildConfig
 from mod_export.engines.protocol import Runner
 from mod_export.results.base import setting_fields
 from mod_export.results.structure import CausalityRow
+from mod_export.sources.model import sample_of
 from mod_export.sources.protocol import DeclaredRouting
-from mod_export.types import PRIMARY, Setting
+from mod_export.types import Setting
 from mod_export.validate.candidates import Candidate
-from mod_export.validate.inputs import Batch, parity_batches
+from mod_export.validate.inputs import Batch, parity_batches, per_token
 from mod_export.validate.reference import Reference
 
+TRIES = 20
+"""Samples among which one with another last token is looked for."""
 LAST = (
     "only the last token's logits are returned, and nothing comes after it; each further token needs the whole text "
     "again, because what was computed for earlier ones may change with it"
@@ -31,8 +35,8 @@ LAST = (
 def causality_of(
     root: Path, candidate: Candidate, reference: Reference, config: BuildConfig, tolerance: float
 ) -> CausalityRow:
-    """Asks a candidate whether its logits depend on what comes later; `tolerance` is the largest error of a logit that
-    its parity allows.
+    """Asks a candidate whether its first output depends on what comes later; `tolerance` is the largest error of it
+    that its parity allows.
 
     Raises:
         BuildError: it cannot be run.
@@ -41,8 +45,10 @@ def causality_of(
         return _unprobed(LAST, candidate.setting)
     bucket = candidate.setting.bucket
     batch = parity_batches(reference.loaded, bucket, reference.k_by_layer(bucket).values(), config.seed, 1)[0]
-    name = PRIMARY[reference.outputs]
+    if not per_token(batch.feeds, bucket):
+        return _unprobed("no input has a place for each token", candidate.setting)
     with candidate.open(root, config) as runner:
+        name = reference.output_names[0]
         if name not in runner.outputs:
             return _unprobed(f"the engine gives no {name}", candidate.setting)
         return probe_causality(
@@ -77,7 +83,7 @@ def probe_causality(
     tolerance: float,
     seed: int,
 ) -> CausalityRow:
-    """Replaces several endings of a batch of full rows by random tokens.
+    """Replaces several endings of a batch of full rows by those of other inputs.
 
     Args:
         runner: the engine.
@@ -86,23 +92,29 @@ def probe_causality(
         setting: of the engine.
         suffixes: endings to try; fewer where the bucket is short.
         tolerance: change of a logit that rounding can explain.
-        seed: of the endings.
+        seed: of the other inputs.
 
     Raises:
         EngineError: the engine cannot be run.
     """
-    rng, vocab_size = np.random.default_rng(seed), reference.loaded.vocab_size
-    base_BSV = _logits(runner, reference, batch.ids_BS, batch.lengths_B)
+    bucket = batch.bucket
+    base = _output(runner, reference, batch)
+    if not per_token({"": base}, bucket):
+        return _unprobed("its first output has no place for each token", setting)
     # With a single token in the vocabulary no ending is another one.
-    tried: Sequence[int] = cuts(batch.ids_BS.shape[1], suffixes) if vocab_size > 1 else []
+    other = next(
+        (found for n in range(1, TRIES) if _differs(found := sample_of(reference.loaded, bucket, seed + n), batch)),
+        None,
+    )
+    tried: Sequence[int] = cuts(bucket.seq, suffixes) if other is not None else []
     earliest: int | None = None
     largest = 0.0
     for cut in tried:
-        ids_BS = batch.ids_BS.copy()
-        # Adding 1 to V - 1 modulo V: every token of the ending is another one.
-        ids_BS[:, cut:] = (ids_BS[:, cut:] + rng.integers(1, vocab_size, ids_BS[:, cut:].shape)) % vocab_size
+        assert other is not None
+        changed = _output(runner, reference, _with_ending(batch, other, cut))
         with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which is no causal answer either.
-            change_BC = np.abs(_logits(runner, reference, ids_BS, batch.lengths_B)[:, :cut] - base_BSV[:, :cut]).max(-1)
+            change = np.abs(changed[:, :cut] - base[:, :cut])
+        change_BC = change.reshape(*change.shape[:2], -1).max(-1)
         largest = float(np.maximum(largest, change_BC.max()))
         moved_C = ~(change_BC <= tolerance).all(0)
         if moved_C.any():
@@ -130,10 +142,24 @@ def _statement(earliest: int | None, suffixes: int, largest: float) -> str:
     return f"no logit before the change moved in {suffixes} tries: nothing speaks against autoregressive sampling"
 
 
-def _logits(runner: Runner, reference: Reference, ids_BS: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
-    batch = Batch("text", ids_BS, lengths_B)
-    name = PRIMARY[reference.outputs]
-    found = runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs}, [name])
-    if name == "logits":
-        return found[name]
-    return reference.output_head.head(found[name].reshape(ids_BS.size, -1)).reshape(*ids_BS.shape, -1)
+def _differs(feeds: Mapping[str, np.ndarray], batch: Batch) -> bool:
+    """Whether other inputs have another last token."""
+    names = per_token(batch.feeds, batch.bucket)
+    return any(not np.array_equal(feeds[name][:, -1], batch.feeds[name][:, -1]) for name in names)
+
+
+def _with_ending(batch: Batch, other: Mapping[str, np.ndarray], cut: int) -> Batch:
+    feeds = dict(batch.feeds)
+    for name in per_token(feeds, batch.bucket):
+        feeds[name] = np.concatenate([feeds[name][:, :cut], other[name][:, cut:]], axis=1)
+    return replace(batch, feeds=feeds)
+
+
+def _output(runner: Runner, reference: Reference, batch: Batch) -> np.ndarray:
+    """The first output, as logits where it is hidden states that the model has a head for."""
+    name = reference.output_names[0]
+    found = runner.run(batch.read_by(runner.inputs), [name])[name]
+    if reference.outputs != "none":
+        return found.astype(np.float64) if found.dtype == bool else found
+    B, S = batch.bucket.batch, batch.bucket.seq
+    return reference.output_head.head(found.reshape(B * S, -1)).reshape(B, S, -1)

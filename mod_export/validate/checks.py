@@ -25,6 +25,7 @@ from mod_export.results.parity import (
     Gate,
     InputAgreement,
     LayerAgreement,
+    OutputParity,
     ParityRow,
     RoutingAgreement,
     TextQuality,
@@ -63,38 +64,40 @@ class TextNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What was found on one batch.
+    """What was found about one output on one batch.
 
     Attributes:
         kind: of the input.
-        sites: of every routing site.
-        error: candidate against reference, given the same routing, over the logits of real tokens.
-        logits: how many.
+        output: its name.
+        sites: of every routing site; only of the first output.
+        error: candidate against reference, given the same routing, over the logits of real tokens, or all values.
+        values: how many.
         rounding: rounding error of the reference: its float32 runs against float64; None where it was not measured.
-        shortfalls: float64 (N,), see `compare.next_token_shortfalls`.
-        kl: mean divergence of the next-token distribution, in nats.
+        shortfalls: float64 (N,), see `compare.next_token_shortfalls`; None of an output that is not logits.
+        kl: mean divergence of the next-token distribution, in nats; likewise.
         text: only for real text.
         problems: outputs that should be there or should not.
     """
 
     kind: str
+    output: str
     sites: tuple[SiteRouting, ...]
     error: ErrorNumbers
-    logits: int
+    values: int
     rounding: ErrorNumbers | None = None
-    shortfalls: np.ndarray = field(repr=False)
-    kl: float
+    shortfalls: np.ndarray | None = field(repr=False)
+    kl: float | None
     text: TextNumbers | None = None
     problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What one engine may differ by.
+    """What one output of an engine may differ by.
 
     Attributes:
         gate: of the configuration.
-        max_abs: largest error of a logit.
+        max_abs: largest error of a value.
         rms: root mean square of the errors, None where only a fixed tolerance is known.
         scores: site -> largest distance from the edge of the selection, in the units of the scores, at which a token
             that only one side selects is a near-tie.
@@ -136,7 +139,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
             # np.minimum, unlike min, keeps a NaN.
             scores[site] = float(np.minimum(scores[site], 2 * gate.rounding_error * coarser * unit))
     rounding = _largest([one.max_abs for one in measured]) if measured else None
-    enough = measured and sum(one.logits for one in found) >= FEWEST_LOGITS
+    enough = measured and sum(one.values for one in found) >= FEWEST_LOGITS
     return Allowance(
         gate=gate,
         max_abs=gate.max_abs if rounding is None else gate.rounding_error * coarser * rounding,
@@ -172,7 +175,7 @@ def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
 
 
 def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """The largest error of a logit, and the root mean square of all, given the same routing."""
+    """The largest error of a value, and the root mean square of all, given the same routing."""
     reasons = []
     for one in found:
         for name, error, limit in (
@@ -180,7 +183,9 @@ def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str
             ("root mean square error", one.error.rms, allowed.rms),
         ):
             if limit is not None and not error <= limit:
-                reasons.append(f"{one.kind}: logits: {name} {error:.3g} given the same routing, allowed {limit:.3g}")
+                reasons.append(
+                    f"{one.kind}: {one.output}: {name} {error:.3g} given the same routing, allowed {limit:.3g}"
+                )
     return reasons
 
 
@@ -194,7 +199,10 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
         positions, agreed = sum(text.positions for text in texts), sum(text.agreed for text in texts)
         how = "agree on text, each with its own routing"
     else:
-        same = np.concatenate([one.shortfalls for one in found]) <= allowed.next_token_slack
+        shortfalls = [one.shortfalls for one in found if one.shortfalls is not None]
+        if not shortfalls:
+            return []
+        same = np.concatenate(shortfalls) <= allowed.next_token_slack
         positions, agreed, how = len(same), int(same.sum()), "agree given the same routing"
     # Of a quantized model some differ, and of a few positions how many is chance: two standard deviations are allowed.
     luck = allowed.quantized and positions < FEWEST_POSITIONS
@@ -209,7 +217,7 @@ def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     return [
         f"{one.kind}: next token: divergence {one.kl:.3g} nats given the same routing, allowed {allowed.gate.max_kl:g}"
         for one in found
-        if not one.kl <= allowed.gate.max_kl
+        if one.kl is not None and not one.kl <= allowed.gate.max_kl
     ]
 
 
@@ -241,28 +249,48 @@ CHECKS: tuple[Callable[[Sequence[Comparison], Allowance], Sequence[str]], ...] =
 
 def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
     """Applies the gate to every batch; passes only when each check could be evaluated and held."""
-    allowed = allowance(found, gate, setting.dtype)
-    reasons = [reason for check in CHECKS for reason in check(found, allowed)] if found else ["nothing was compared"]
+    outputs = {
+        name: [one for one in found if one.output == name] for name in dict.fromkeys(one.output for one in found)
+    }
+    allowances = {name: allowance(some, gate, setting.dtype) for name, some in outputs.items()}
+    reasons = [reason for name in outputs for check in CHECKS for reason in check(outputs[name], allowances[name])]
+    first, *others = outputs or [""]
+    found, allowed = outputs.get(first, []), allowances.get(first) or allowance([], gate, setting.dtype)
+    reasons = reasons if found else ["nothing was compared"]
+    shortfalls = [one.shortfalls for one in found if one.shortfalls is not None]
     return ParityRow(
         **setting_fields(setting),
         artifact=artifact,
         reference=REFERENCE,
         inputs=tuple(sorted({one.kind for one in found})),
         routing=_routing(found, allowed),
-        error=ErrorNumbers(
-            **{name: _worst(getattr(one.error, name) for one in found) for name in ErrorNumbers.model_fields}
-        ),
+        error=_worst_error(found),
         rounding_error=allowed.rounding,
         allowed_max_abs=allowed.max_abs,
         # Share of the tokens with the same most probable next one.
-        next_token_agreement=min((float(np.mean(one.shortfalls <= 0)) for one in found), default=0.0),
-        kl=_worst(one.kl for one in found),
+        next_token_agreement=min((float(np.mean(some <= 0)) for some in shortfalls), default=None if found else 0.0),
+        kl=_worst(one.kl for one in found if one.kl is not None) if shortfalls or not found else None,
         text=_text(found),
         ties_exact=None,
         located=None,
+        further_outputs=tuple(
+            OutputParity(
+                name=name,
+                error=_worst_error(outputs[name]),
+                rounding_error=allowances[name].rounding,
+                allowed_max_abs=allowances[name].max_abs,
+            )
+            for name in others
+        ),
         gate=Gate.model_validate(gate.model_dump()),
         passed=not reasons,
         reasons=tuple(dict.fromkeys(reasons)),
+    )
+
+
+def _worst_error(found: Sequence[Comparison]) -> ErrorNumbers:
+    return ErrorNumbers(
+        **{name: _worst(getattr(one.error, name) for one in found) for name in ErrorNumbers.model_fields}
     )
 
 

@@ -1,23 +1,25 @@
-"""The inputs of a validation: seeded, and of five kinds, because each kind finds other faults.
+"""The inputs of a validation: seeded, and of several kinds, because each kind finds other faults.
 
-`text` is what the model was trained for. `random` reaches ids and scores that text does not. `padded` has rows that are
-shorter than the bucket, shorter than k, and exactly k long. `ties` repeats one token, so that many scores are equal or
-nearly so and the rule for ties decides. `near_ties` are random rows in which the last selected and the first skipped
-token have the closest scores: close enough for the rounding of a shorter float to swap them, and too far apart for that
-of float32.
+Of a model of token ids, `text` is what it was trained for. `random` reaches ids and scores that text does not. `padded`
+has rows that are shorter than the bucket, shorter than k, and exactly k long. Of a model of any other inputs, `sample`
+is what it was given as inputs, or what resembles them. `ties` repeats one token, so that many scores are equal or
+nearly so and the rule for ties decides. `near_ties` are rows in which the last selected and the first skipped token
+have the closest scores: close enough for the rounding of a shorter float to swap them, and too far apart for that of
+float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.sources.protocol import ExportableModel, Text
-from mod_export.types import Bucket, Site
+from mod_export.sources.model import sample_of, token_ids
+from mod_export.sources.protocol import ExportableModel, SampledInputs, Text
+from mod_export.types import TOKEN_INPUTS, Bucket, Site
 from mod_export.validate.compare import FIRST_COME, Judged
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 MOST_LENGTHS = 16
 MOST_RANDOM_BATCHES = 8
 MOST_RANDOM_TOKENS = 2**13
+MOST_SAMPLES = 4
 MOST_FLOPS = 200 * 10**9
 """Of the inputs of one kind: about two seconds of one core. It limits models of more than 6 M parameters."""
 LEAST_LENGTHS = 4
@@ -35,29 +38,48 @@ SEARCHED_ROWS = 256
 NEAR_TIE_BATCHES = 4
 FAR = 2.0**-17
 """A hundred times the unit roundoff of float32: margins below it can be swapped by rounding alone."""
-KINDS = ("text", "random", "padded", "ties", "near_ties")
+KINDS = ("text", "random", "padded", "sample", "ties", "near_ties")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One batch: ids int64 (B, S), and lengths int64 (B,) of real tokens; kind is one of KINDS. Logits before position
-    `judged_from` are ignored.
+    """One batch.
+
+    Attributes:
+        kind: one of KINDS.
+        bucket: its shape.
+        feeds: by the names of the graph's inputs, in the order of the module's arguments.
+        judged_from: logits before this position are ignored.
     """
 
     kind: str
-    ids_BS: np.ndarray
-    lengths_B: np.ndarray
+    bucket: Bucket
+    feeds: Mapping[str, np.ndarray]
     judged_from: int = 0
 
+    @classmethod
+    def of_tokens(cls, kind: str, ids_BS: np.ndarray, lengths_B: np.ndarray) -> Batch:
+        """Token ids int64 (B, S), and the number int64 (B,) of real tokens of each row."""
+        return cls(kind, Bucket(*ids_BS.shape), dict(zip(TOKEN_INPUTS, (ids_BS, lengths_B), strict=True)))
+
     @property
-    def feeds(self) -> dict[str, np.ndarray]:
-        """By the names of the graph's inputs."""
-        return {"input_ids": self.ids_BS, "lengths": self.lengths_B}
+    def ids_BS(self) -> np.ndarray:
+        """The ids of a batch of tokens."""
+        return self.feeds[TOKEN_INPUTS[0]]
+
+    @property
+    def lengths_B(self) -> np.ndarray:
+        """The real tokens of its rows."""
+        return self.feeds[TOKEN_INPUTS[1]]
 
     @property
     def real_BS(self) -> np.ndarray:
         """Bool (B, S): True for real tokens."""
-        return np.arange(self.ids_BS.shape[1]) < self.lengths_B[:, None]
+        return np.arange(self.bucket.seq) < self.lengths_B[:, None]
+
+    def read_by(self, inputs: Iterable[str]) -> dict[str, np.ndarray]:
+        """The feeds that an engine has inputs for: some builders drop an input that nothing reads."""
+        return {name: array for name, array in self.feeds.items() if name in inputs}
 
 
 def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig) -> list[Batch]:
@@ -83,24 +105,43 @@ def parity_batches(
         per_kind: batches of each kind.
         texts: least number of batches of text, which perplexity is averaged over.
     """
-    rng, ks = np.random.default_rng(seed), sorted(set(ks))
+    if isinstance(model, SampledInputs):
+        return _samples(model, bucket, seed, per_kind)
+    rng, ks, vocab_size = np.random.default_rng(seed), sorted(set(ks)), token_ids(model).vocab_size
     full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
     batches = []
     for i in range(per_kind, texts):
         text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i)
         if text_BS is not None:
-            batches.append(Batch("text", text_BS, full_B))
+            batches.append(Batch.of_tokens("text", text_BS, full_B))
     for i in range(per_kind):
-        random_BS = rng.integers(0, model.vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
+        random_BS = rng.integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
         text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i)
         if text_BS is not None:
-            batches.append(Batch("text", text_BS, full_B))
-        batches += [Batch("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, model)]
+            batches.append(Batch.of_tokens("text", text_BS, full_B))
+        batches += [Batch.of_tokens("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, model)]
         for lengths_B in _lengths(rng, bucket, ks, model):
-            batches.append(Batch("padded", random_BS if text_BS is None else text_BS, lengths_B))
-        token_B1 = rng.integers(0, model.vocab_size, (bucket.batch, 1), dtype=np.int64)
-        batches.append(Batch("ties", np.repeat(token_B1, bucket.seq, axis=1), full_B))
+            batches.append(Batch.of_tokens("padded", random_BS if text_BS is None else text_BS, lengths_B))
+        token_B1 = rng.integers(0, vocab_size, (bucket.batch, 1), dtype=np.int64)
+        batches.append(Batch.of_tokens("ties", np.repeat(token_B1, bucket.seq, axis=1), full_B))
     return batches
+
+
+def _samples(model: ExportableModel, bucket: Bucket, seed: int, per_kind: int) -> list[Batch]:
+    """Samples, and one of them with its first token everywhere, where an input has a place for each token."""
+    count = per_kind * max(1, min(MOST_SAMPLES, affordable_tokens(model) // (bucket.batch * bucket.seq)))
+    batches = [Batch("sample", bucket, sample_of(model, bucket, seed + i)) for i in range(count)]
+    feeds = batches[0].feeds
+    rows = per_token(feeds, bucket)
+    if rows:
+        repeated = {name: np.repeat(feeds[name][:, :1], bucket.seq, axis=1) for name in rows}
+        batches.append(Batch("ties", bucket, {**feeds, **repeated}))
+    return batches
+
+
+def per_token(arrays: Mapping[str, np.ndarray], bucket: Bucket) -> list[str]:
+    """Names of those that have a value, or a vector, for each token: (B, S, ...)."""
+    return [name for name, array in arrays.items() if array.shape[:2] == (bucket.batch, bucket.seq)]
 
 
 def one_of_each_kind(batches: Iterable[Batch]) -> list[Batch]:
@@ -131,7 +172,7 @@ def affordable_tokens(model: ExportableModel) -> int:
 
 def _every_id(rng: np.random.Generator, bucket: Bucket, model: ExportableModel) -> list[np.ndarray]:
     """Batches in which every id stands once, in any order, and others; of a large vocabulary or model a part of it."""
-    size, vocab_size = bucket.batch * bucket.seq, model.vocab_size
+    size, vocab_size = bucket.batch * bucket.seq, token_ids(model).vocab_size
     most = min(MOST_RANDOM_TOKENS, affordable_tokens(model))
     count = max(1, min(-(-vocab_size // size), most // size, MOST_RANDOM_BATCHES))
     ids_N = rng.permutation(vocab_size)[: count * size]
@@ -161,25 +202,39 @@ def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Ba
 
     Costs one run of the reference for up to SEARCHED_TOKENS tokens, fewer of a large model.
     """
-    rng = np.random.default_rng(seed)
     # These runs are not needed again: kept with the others, their logits would take all the memory for kept runs.
     passing = reference.with_weights({})
     tokens = min(SEARCHED_TOKENS, affordable_tokens(reference.loaded))
     # In batches of the bucket's own shape, because another shape would have to be captured first.
     count = max(2, min(SEARCHED_ROWS, tokens // bucket.seq) // bucket.batch)
-    batches_NBS = rng.integers(0, reference.loaded.vocab_size, (count, bucket.batch, bucket.seq), dtype=np.int64)
-    full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
+    samples = [sample_of(reference.loaded, bucket, seed * SEARCHED_ROWS + i) for i in range(count)]
     margins: dict[Site, list[float]] = {}
-    for ids_BS in batches_NBS:
-        traced = passing.free(Batch("near_ties", ids_BS, full_B))
+    for feeds in samples:
+        traced = passing.free(Batch("near_ties", bucket, feeds))
         if not traced.routed:
             return []
         for site, index_BK in traced.routed.items():
             margins.setdefault(site, []).extend(_margins(traced.judged[site], index_BK.shape[1]))
     # The best row of every site, then the second best: several, because a swap is likely and not certain.
-    ranked = dict.fromkeys(np.argsort(list(margins.values()), axis=1).T.ravel().tolist())
-    chosen_NBS = batches_NBS.reshape(-1, bucket.seq)[list(ranked)].reshape(batches_NBS.shape)
-    return [Batch("near_ties", ids_BS, full_B) for ids_BS in chosen_NBS[: min(NEAR_TIE_BATCHES, count // 2)]]
+    ranked = list(dict.fromkeys(np.argsort(list(margins.values()), axis=1).T.ravel().tolist()))
+    if len(ranked) == count * bucket.batch:
+        chosen = [_batch_of_rows(samples, ranked[i : i + bucket.batch]) for i in range(0, len(ranked), bucket.batch)]
+    else:  # The model makes one row of a batch, so that rows cannot be told apart.
+        chosen = [samples[i] for i in ranked]
+    return [Batch("near_ties", bucket, feeds) for feeds in chosen[: min(NEAR_TIE_BATCHES, count // 2)]]
+
+
+def _batch_of_rows(samples: Sequence[Mapping[str, np.ndarray]], rows: Sequence[int]) -> Mapping[str, np.ndarray]:
+    """Rows of several samples, numbered through all of them, as one batch. An input that all rows of a batch share is
+    that of the first row's sample.
+    """
+    batch = len(rows)
+    return {
+        name: np.stack([samples[row // batch][name][row % batch] for row in rows])
+        if array.shape[:1] == (batch,)
+        else array
+        for name, array in samples[rows[0] // batch].items()
+    }
 
 
 def _margins(judged: Judged, k: int) -> list[float]:

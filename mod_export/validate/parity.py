@@ -5,9 +5,9 @@ then differ by a lot while nothing is wrong; a wrong gate may change them by lit
 reference is run with the candidate's routing, which makes the error comparable, and each site's choice is judged by
 the reference's own scores given the same choices before it.
 
-A candidate's first output is turned into logits, so that all kinds are judged by the same numbers: `logits` are those
-of every token, `last` of each row's last real token alone, and `none` are hidden states after the final norm, which
-the reference's own head makes logits of.
+What a model of token ids returns is turned into logits, so that all kinds are judged by the same numbers: `logits` are
+those of every token, `last` of each row's last real token alone, and `none` are hidden states after the final norm,
+which the reference's own head makes logits of. Of any other model all outputs are compared, each by itself.
 
 Shape legend: B batch, S sequence, V vocabulary, D model width, N the tokens that are compared.
 """
@@ -23,8 +23,9 @@ from mod_export.config import ParityGate
 from mod_export.engines.protocol import Runner
 from mod_export.results.parity import ErrorNumbers, ParityRow
 from mod_export.runtime.generate.logits import negative_log_likelihood
+from mod_export.sources.protocol import SampledInputs
 from mod_export.types import PRIMARY, Setting, Site, routed_output
-from mod_export.validate.checks import Comparison, TextNumbers, judge
+from mod_export.validate.checks import ROUNDOFF, Comparison, TextNumbers, judge
 from mod_export.validate.compare import (
     EMPTY,
     SiteRouting,
@@ -37,6 +38,8 @@ from mod_export.validate.compare import (
 from mod_export.validate.inputs import Batch, one_of_each_kind
 from mod_export.validate.reference import Reference, Traced
 
+LOGITS = frozenset(PRIMARY.values())
+"""Names of outputs that are logits, or are made into logits before they are compared."""
 Rounding = Literal["some", "all", "shaken"]
 ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
 """On how many inputs the rounding error of the reference is measured: on one of each kind; on all; on all, in several
@@ -87,16 +90,20 @@ def compare_runner(
     # Padded rows have few logits: full ones say more about rounding.
     full = [batch for batch in batches if batch.kind != "padded"] or batches
     measured = one_of_each_kind(full) if rounding == "some" else batches
-    return [_compare(runner, reference, batch, rounding if batch in measured else None) for batch in batches]
+    return [
+        found
+        for batch in batches
+        for found in _compare(runner, reference, batch, rounding if batch in measured else None)
+    ]
 
 
-def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Rounding | None) -> Comparison:
-    # A dense engine does not use the lengths, and some builders drop an input that is not read.
-    outputs = runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs})
+def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Rounding | None) -> list[Comparison]:
+    """One comparison for each of the model's own outputs; the first has what was found out about routing."""
+    outputs = runner.run(batch.read_by(runner.inputs))
     free = reference.free(batch)
     candidate, unusable = _candidate_routing(outputs, free)
     # Positions outside the row cannot be forced; the routing check reports them.
-    last = batch.ids_BS.shape[1] - 1
+    last = batch.bucket.seq - 1
     routing = {site: index_BK.clip(EMPTY, last) for site, index_BK in candidate.items()}
     same = all(np.array_equal(index_BK, free.routed[site]) for site, index_BK in routing.items())
     given = free if same else reference.forced(batch, routing)
@@ -104,28 +111,52 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Round
     exact = reference.exact(batch, chosen) if rounding else None
     runs = [given, *(reference.shaken(batch, chosen) if rounding == "shaken" else [])]
     sites = {site: _judged(site, index_BK, given, exact, runs) for site, index_BK in candidate.items()} | unusable
-    tokens_BS = _compared_tokens(reference, batch)
-    expected_NV = given.logits_BSV[tokens_BS]
-    logits_NV, problem = _logits_of(outputs, reference, tokens_BS, expected_NV.shape[1])
-    return Comparison(
-        kind=batch.kind,
-        sites=tuple(sites[site] for site in free.routed),
-        error=error_between(logits_NV, expected_NV),
-        logits=expected_NV.size,
-        rounding=_rounding(exact, runs, tokens_BS),
-        shortfalls=next_token_shortfalls(logits_NV, expected_NV),
-        kl=divergence(logits_NV, expected_NV),
-        text=_text(logits_NV, given.logits_BSV, free.logits_BSV, batch) if batch.kind == "text" else None,
-        problems=(*problem, *_foreign(outputs, free, reference)),
-    )
+    found = []
+    for n, name in enumerate(reference.output_names):
+        tokens_BS = _compared_tokens(reference, batch)
+        expected_NV = _rows(given.outputs[n], tokens_BS)
+        values_NV, problem = _values_of(outputs, reference, name, given.outputs[n], tokens_BS)
+        is_logits = name in LOGITS
+        found.append(
+            Comparison(
+                kind=batch.kind,
+                output=name,
+                sites=() if n else tuple(sites[site] for site in free.routed),
+                error=error_between(values_NV, expected_NV),
+                values=expected_NV.size,
+                rounding=_rounding(exact, runs, n, tokens_BS),
+                shortfalls=next_token_shortfalls(values_NV, expected_NV) if is_logits else None,
+                kl=divergence(values_NV, expected_NV) if is_logits else None,
+                text=_text(values_NV, given.logits_BSV, free.logits_BSV, batch) if batch.kind == "text" else None,
+                problems=(*problem, *(() if n else _foreign(outputs, free, reference))),
+            )
+        )
+    return found
 
 
-def _rounding(exact: Traced | None, runs: Sequence[Traced], tokens_BS: np.ndarray) -> ErrorNumbers | None:
-    """The largest error of several runs of the reference in float32."""
+def _rows(values: np.ndarray, tokens_BS: np.ndarray | None) -> np.ndarray:
+    """Values of some tokens of a model of token ids; of another model all of them: rows of the last dimension."""
+    if tokens_BS is not None:
+        given_NV: np.ndarray = values[tokens_BS]
+        return given_NV
+    rows_NV = values.reshape(-1, values.shape[-1] if values.ndim else 1)
+    return rows_NV.astype(np.uint8) if rows_NV.dtype == bool else rows_NV
+
+
+def _rounding(
+    exact: Traced | None, runs: Sequence[Traced], n: int, tokens_BS: np.ndarray | None
+) -> ErrorNumbers | None:
+    """The largest error in an output of several runs of the reference in float32."""
     if exact is None:
         return None
-    exact_NV = exact.logits_BSV[tokens_BS]
-    return error_between(farthest_from(exact_NV, [run.logits_BSV[tokens_BS] for run in runs]), exact_NV)
+    exact_NV = _rows(exact.outputs[n], tokens_BS)
+    error = error_between(farthest_from(exact_NV, [_rows(run.outputs[n], tokens_BS) for run in runs]), exact_NV)
+    if exact_NV.dtype.kind != "f":
+        return error
+    # A value that comes out exact here may be rounded once by another order of operations.
+    once = ROUNDOFF["float32"] * np.abs(exact_NV)
+    least = {"max_abs": float(np.max(once)), "rms": float(np.sqrt(np.mean(once**2)))}
+    return error.model_copy(update={name: float(np.maximum(getattr(error, name), one)) for name, one in least.items()})
 
 
 def _judged(
@@ -173,8 +204,10 @@ def _candidate_routing(
     return usable, unusable
 
 
-def _compared_tokens(reference: Reference, batch: Batch) -> np.ndarray:
-    """Bool (B, S): the tokens whose logits a candidate gives, padding left out."""
+def _compared_tokens(reference: Reference, batch: Batch) -> np.ndarray | None:
+    """Bool (B, S): the tokens whose logits a candidate gives, padding left out; None of a model of other inputs."""
+    if isinstance(reference.loaded, SampledInputs):
+        return None
     position_S = np.arange(batch.ids_BS.shape[1])
     if reference.outputs != "last":
         given_BS: np.ndarray = batch.real_BS & (position_S >= batch.judged_from)
@@ -183,26 +216,34 @@ def _compared_tokens(reference: Reference, batch: Batch) -> np.ndarray:
     return last_BS
 
 
-def _logits_of(
-    outputs: Mapping[str, np.ndarray], reference: Reference, tokens_BS: np.ndarray, vocab_size: int
+def _values_of(
+    outputs: Mapping[str, np.ndarray],
+    reference: Reference,
+    name: str,
+    expected: np.ndarray,
+    tokens_BS: np.ndarray | None,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The candidate's logits (N, V) of some tokens; NaN where it gives nothing usable, and what is wrong then."""
-    kind, name = reference.outputs, PRIMARY[reference.outputs]
-    B, S = tokens_BS.shape
-    shapes = {"logits": (B, S, vocab_size), "last": (B, vocab_size)}
-    shape = shapes[kind] if kind != "none" else (B, S, reference.output_head.d_model)
+    """What `_rows` gives of a candidate's output, as logits where it is hidden states: (N, V). NaN where it gives
+    nothing usable, and what is wrong then.
+    """
+    kind, shape = reference.outputs, expected.shape
+    if kind == "last":
+        shape = (shape[0], shape[2])
+    elif kind == "none":
+        shape = (*shape[:2], reference.output_head.d_model)
     array = outputs.get(name)
     if array is None or array.shape != shape:
         found = f"no {name}" if array is None else f"{name} of shape {list(array.shape)}"
-        nothing_NV = np.full((int(tokens_BS.sum()), vocab_size), np.nan, np.float32)
+        nothing_NV = np.full(_rows(expected, tokens_BS).shape, np.nan, np.float32)
         return nothing_NV, (f"the engine gives {found}, expected {list(shape)}",)
     if kind == "last":
         return array, ()
-    return (array[tokens_BS] if kind == "logits" else reference.output_head.head(array[tokens_BS])), ()
+    rows_NV = _rows(array, tokens_BS)
+    return (reference.output_head.head(rows_NV) if kind == "none" else rows_NV), ()
 
 
 def _foreign(outputs: Mapping[str, np.ndarray], free: Traced, reference: Reference) -> tuple[str, ...]:
     """Outputs that this model does not have."""
-    expected = {PRIMARY[reference.outputs], *map(routed_output, free.routed)}
+    expected = {*reference.output_names, *map(routed_output, free.routed)}
     extra = sorted(name for name in outputs if name not in expected)
     return (f"the engine gives {', '.join(extra)}, which this model does not have",) if extra else ()

@@ -11,10 +11,10 @@ parity with it is parity with eager PyTorch.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import numpy as np
@@ -22,18 +22,21 @@ import numpy as np
 from mod_export.environment import free_bytes
 from mod_export.errors import CaptureError, ConfigError
 from mod_export.results.structure import MapLayer, RoutingMap
-from mod_export.sources.protocol import ExportableModel, OutputHead, Text
-from mod_export.types import Bucket, Outputs, Site
+from mod_export.sources.model import output_names, sample_of
+from mod_export.sources.protocol import ExportableModel, OutputHead, SampledInputs, Text
+from mod_export.types import TOKEN_INPUTS, Bucket, Outputs, Site
 from mod_export.validate.compare import EMPTY, Judged
 from mod_export.validate.inputs import Batch
 
 if TYPE_CHECKING:
     import torch
 
+    from mod_export.export.routing_sites import Runnable
+
 Found = TypeVar("Found")
 Precision = Literal["float32", "float64"]
 KEPT_BYTES = 2**30
-"""Logits of runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
+"""Outputs of runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
 FLOAT64_BYTES = 8
 SHAKEN = 2
 MOST_MAPPED_TOKENS = 1024
@@ -42,11 +45,32 @@ MOST_MAPPED_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """One run: logits (B, S, V); site -> positions int64 (B, k); site -> what it is judged by. Floats of one dtype."""
+    """One run: what the module returns; site -> positions int64 (B, k); site -> what it is judged by. Floats of one
+    dtype.
+    """
 
-    logits_BSV: np.ndarray
+    outputs: tuple[np.ndarray, ...]
     routed: Mapping[Site, np.ndarray]
     judged: Mapping[Site, Judged]
+
+    @property
+    def logits_BSV(self) -> np.ndarray:
+        """Of a model of token ids."""
+        return self.outputs[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the outputs."""
+        return sum(array.nbytes for array in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wide:
+    """A captured program that computes in float64, as `run_sites` runs it."""
+
+    graph_module: torch.fx.GraphModule
+    graph_signature: torch.export.ExportGraphSignature
+    constants: Mapping[str, torch.Tensor]
 
 
 class Programs:
@@ -54,44 +78,71 @@ class Programs:
 
     def __init__(self, loaded: ExportableModel) -> None:
         self._loaded = loaded
-        self._modules: dict[Precision, torch.nn.Module | None] = {}
-        self._programs: dict[tuple[int, int, Precision], torch.export.ExportedProgram] = {}
+        self._programs: dict[tuple[Bucket, Precision], Runnable] = {}
 
-    def module(self, precision: Precision) -> torch.nn.Module | None:
-        """The eager module; None where this machine's memory does not hold it in float64 as well."""
-        if precision not in self._modules:
-            self._modules[precision] = self._loaded.module() if precision == "float32" else self._double()
-        return self._modules[precision]
+    @cached_property
+    def module(self) -> torch.nn.Module:
+        """The eager module in float32."""
+        return self._loaded.module()
 
-    def _double(self) -> torch.nn.Module | None:
+    @cached_property
+    def has_room(self) -> bool:
+        """Whether this machine's memory holds the weights in float64 as well."""
         needed = FLOAT64_BYTES * sum(tensor.numel() for tensor in self._loaded.weights.values())
-        module = self.module("float32")
-        return copy.deepcopy(module).double() if module is not None and needed < free_bytes() // 2 else None
+        return needed < free_bytes() // 2
 
-    def program(self, bucket: Bucket, precision: Precision) -> torch.export.ExportedProgram:
+    def program(self, bucket: Bucket, precision: Precision = "float32") -> Runnable:
         """The captured program of a shape, its routing sites marked.
 
         Raises:
             CaptureError: the module cannot be captured, or the program does not compute the same bits.
         """
-        from mod_export.export.capture import bucket_example, exported
+        if (bucket, precision) not in self._programs:
+            found = self._captured(bucket) if precision == "float32" else _widened(self.program(bucket))
+            self._programs[bucket, precision] = found
+        return self._programs[bucket, precision]
 
-        key = (bucket.batch, bucket.seq, precision)
-        if key not in self._programs:
-            module = self.module(precision)
-            assert module is not None
-            where = f"the reference in {precision} at {bucket.name}"
-            program = exported(module, bucket_example(module, bucket, bucket.seq), where)
-            if precision == "float32":
-                check_program(program, module, bucket, self._loaded.vocab_size)
-            self._programs[key] = program
-        return self._programs[key]
+    def _captured(self, bucket: Bucket) -> torch.export.ExportedProgram:
+        from mod_export.export.capture import exported
+
+        samples = [sample_of(self._loaded, bucket, seed) for seed in range(2)]
+        if not isinstance(self._loaded, SampledInputs):
+            lengths_B = np.random.default_rng(0).integers(1, bucket.seq + 1, bucket.batch)
+            samples[1] = {**samples[1], TOKEN_INPUTS[1]: lengths_B}
+        program = exported(self.module, tensors_of(samples[0]), f"the reference at {bucket.name}")
+        check_program(program, self.module, bucket, samples)
+        return program
+
+
+def _widened(program: Runnable) -> _Wide:
+    """The same operations in float64: a dtype that a model names is replaced like one that follows from its weights."""
+    import torch
+
+    from mod_export.export.program_nodes import with_arguments
+
+    module = with_arguments(program.graph_module, {torch.float32: torch.float64})
+    constants = {name: _double(tensor) for name, tensor in program.constants.items()}
+    return _Wide(module, program.graph_signature, constants)
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def tensors_of(feeds: Mapping[str, np.ndarray]) -> tuple[torch.Tensor, ...]:
+    """Inputs as a module takes them."""
+    import torch
+
+    return tuple(torch.from_numpy(array) for array in feeds.values())
 
 
 def check_program(
-    program: torch.export.ExportedProgram, module: torch.nn.Module, bucket: Bucket, vocab_size: int
+    program: torch.export.ExportedProgram,
+    module: torch.nn.Module,
+    bucket: Bucket,
+    samples: Iterable[Mapping[str, np.ndarray]],
 ) -> None:
-    """Compares a captured program with its module on a full batch and on a padded one, bit for bit.
+    """Compares a captured program with its module on several inputs, bit for bit.
 
     Raises:
         CaptureError: an output differs.
@@ -101,10 +152,8 @@ def check_program(
     from mod_export.export.routing_sites import SiteRun, run_sites
     from mod_export.export.weights import state_of
 
-    rng = np.random.default_rng(0)
-    for lengths_B in (np.full(bucket.batch, bucket.seq), rng.integers(1, bucket.seq + 1, bucket.batch)):
-        ids_BS = rng.integers(0, vocab_size, (bucket.batch, bucket.seq))
-        inputs = (torch.from_numpy(ids_BS), torch.from_numpy(lengths_B))
+    for feeds in samples:
+        inputs = tensors_of(feeds)
         with torch.no_grad():
             expected = module(*inputs)
         found = run_sites(program, state_of(module), inputs, SiteRun(bucket.seq))
@@ -134,6 +183,10 @@ class Reference:
         Raises:
             ConfigError: candidates return hidden states, and the model cannot make logits of them.
         """
+        if isinstance(loaded, SampledInputs) and outputs != "logits":
+            raise ConfigError(
+                [f"outputs: {outputs}, but only a model of token ids can be asked for it; leave `outputs` out"]
+            )
         if outputs == "none" and not isinstance(loaded, OutputHead):
             raise ConfigError(
                 ["outputs: none, but this model has no head that makes logits of hidden states; build it with logits"]
@@ -150,9 +203,7 @@ class Reference:
     @property
     def module(self) -> torch.nn.Module:
         """The eager module in float32, with its own weights."""
-        module = self._programs.module("float32")
-        assert module is not None
-        return module
+        return self._programs.module
 
     def with_weights(self, replaced: Mapping[str, np.ndarray]) -> Reference:
         """The same model with other values of some weights, by name; nothing that is found with it is kept here."""
@@ -168,11 +219,16 @@ class Reference:
         assert isinstance(self.loaded, OutputHead)
         return self.loaded
 
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Of what candidates return, in order."""
+        return output_names(self.loaded, self.outputs)
+
     def k_by_layer(self, bucket: Bucket) -> dict[Site, int]:
         """Routing site -> slots, in the order of the decisions, in the captured program of a shape."""
         from mod_export.export.routing_sites import routing_sites
 
-        return {site.name: site.k for site in routing_sites(self._programs.program(bucket, "float32"))}
+        return {site.name: site.k for site in routing_sites(self._programs.program(bucket))}
 
     def remembered(self, name: str, find: Callable[[], Found]) -> Found:
         """Something that was found out with this reference and holds as long as it does."""
@@ -190,7 +246,7 @@ class Reference:
 
     def exact(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Traced | None:
         """The same in float64; None where this machine's memory does not hold the model in float64 as well."""
-        return None if self._programs.module("float64") is None else self._run(batch, routing, "float64")
+        return self._run(batch, routing, "float64") if self._programs.has_room else None
 
     def shaken(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> list[Traced]:
         """The same in float32 with every weight moved to one of its two neighbouring numbers, drawn at random: SHAKEN
@@ -227,9 +283,9 @@ class Reference:
         from mod_export.export.weights import state_of
 
         if precision not in self._states:
-            module = self._programs.module(precision)
-            assert module is not None
-            state = state_of(module)
+            state = state_of(self.module)
+            if precision == "float64":
+                state = {name: _double(tensor) for name, tensor in state.items()}
             given = {name: torch.from_numpy(array).to(state[name].dtype) for name, array in self._replaced.items()}
             self._states[precision] = {**state, **given}
         return self._states[precision]
@@ -239,8 +295,8 @@ class Reference:
         if key in self._kept:
             return self._kept[key]
         traced = self._trace(self._state(precision), batch, routing, precision)
-        kept = sum(known.logits_BSV.nbytes for known in self._kept.values())
-        if kept + traced.logits_BSV.nbytes <= KEPT_BYTES:
+        kept = sum(known.nbytes for known in self._kept.values())
+        if kept + traced.nbytes <= KEPT_BYTES:
             self._kept[key] = traced
         return traced
 
@@ -255,22 +311,23 @@ class Reference:
 
         from mod_export.export.routing_sites import SiteRun, run_sites
 
-        bucket = Bucket(*batch.ids_BS.shape)
-        run = SiteRun(bucket.seq, {site: torch.from_numpy(index_BK) for site, index_BK in routing.items()})
-        inputs = (torch.from_numpy(batch.ids_BS), torch.from_numpy(batch.lengths_B))
-        logits_BSV, *_ = run_sites(self._programs.program(bucket, precision), state, inputs, run)
+        run = SiteRun(batch.bucket.seq, {site: torch.from_numpy(index_BK) for site, index_BK in routing.items()})
+        inputs = tensors_of(batch.feeds)
+        if precision == "float64":
+            inputs = tuple(_double(tensor) for tensor in inputs)
+        outputs = run_sites(self._programs.program(batch.bucket, precision), state, inputs, run)
         found = run.selections.items()
         return Traced(
-            logits_BSV.numpy(),
+            tuple(tensor.numpy() for tensor in outputs),
             {site: one.index_BK.numpy() for site, one in found},
             {site: Judged(one.rule, one.score_BS.numpy(), one.open_BS.numpy()) for site, one in found},
         )
 
 
 def _digest(batch: Batch, routing: Mapping[Site, np.ndarray], dtype: str) -> str:
-    digest = hashlib.sha256(f"{dtype} {batch.ids_BS.shape}".encode())
-    digest.update(batch.ids_BS.tobytes())
-    digest.update(batch.lengths_B.tobytes())
+    digest = hashlib.sha256(f"{dtype} {batch.bucket}".encode())
+    for array in batch.feeds.values():
+        digest.update(np.ascontiguousarray(array).data)
     for site, index_BK in sorted(routing.items(), key=lambda item: str(item[0])):
         digest.update(f"{site} {index_BK.shape}".encode())
         digest.update(index_BK.tobytes())
@@ -288,11 +345,16 @@ def routing_map(reference: Reference, bucket: Bucket, batches: Sequence[Batch]) 
     traced = reference.free(batch)
     if not traced.routed:
         return None
-    ids_S, loaded = batch.ids_BS[0], reference.loaded
-    texts = loaded.token_texts(ids_S) if batch.kind == "text" and isinstance(loaded, Text) else None
+    loaded = reference.loaded
+    if isinstance(loaded, SampledInputs):
+        texts: Sequence[str] | None = [str(position) for position in range(bucket.seq)]
+    elif batch.kind == "text" and isinstance(loaded, Text):
+        texts = loaded.token_texts(batch.ids_BS[0])
+    else:
+        texts = None
     return RoutingMap(
         bucket=bucket.name,
-        tokens=tuple(map(str, ids_S)) if texts is None else tuple(texts),
+        tokens=tuple(map(str, batch.ids_BS[0])) if texts is None else tuple(texts),
         layers=tuple(
             MapLayer(
                 layer=site,

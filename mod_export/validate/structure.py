@@ -24,7 +24,7 @@ from mod_export.export.passes import PORTABLE
 from mod_export.export.passes.cast_floats import NARROW
 from mod_export.export.weights import ONNX_TYPES, WeightsFile, digests_of_file
 from mod_export.results.structure import StructureRow
-from mod_export.types import PRIMARY, DType, Graph
+from mod_export.types import DType, Graph, routed_output
 
 SHOWN = 4
 FRESH = ("what a fresh export gives",)
@@ -53,7 +53,7 @@ def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> 
     return _row(path, (f"{len(expected)} tensors are the checkpoint's, bit for bit",), reasons)
 
 
-def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, weights: Collection[str]) -> StructureRow:
+def structure_of_graph(root: Path, path: str, graph: Graph, weights: Collection[str]) -> StructureRow:
     """Weights, outputs, operators and precision of an ONNX file, which may be an engine, and is meant to be `graph`.
 
     `weights` are the folder's weights files whose tensors have fingerprints.
@@ -62,7 +62,7 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, wei
         model = graph_from_file(root / path)
         reasons = [
             # Those of prefill and decode graphs follow from the cache, and were checked when they were exported.
-            *(_outputs(model, graph, vocab_size) if graph.role == "forward" else ()),
+            *(_outputs(model, graph) if graph.role == "forward" else ()),
             *_references(model, root, weights),
             *_precision(model, graph.dtype),
             *_operators(model, graph),
@@ -75,18 +75,16 @@ def structure_of_graph(root: Path, path: str, graph: Graph, vocab_size: int, wei
     return _row(path, checked, list(dict.fromkeys(reasons)))
 
 
-def _outputs(model: ir.Model, graph: Graph, vocab_size: int) -> Iterator[str]:
-    B, S = graph.bucket.batch, graph.bucket.seq
+def _outputs(model: ir.Model, graph: Graph) -> Iterator[str]:
     found = {value.name: static_shape(value) for value in model.graph.outputs}
-    # How wide hidden states are is the model's own business.
-    width = (found.get(PRIMARY["none"]) or (0,))[-1]
-    shapes = {"logits": (B, S, vocab_size), "last": (B, vocab_size), "none": (B, S, width)}
-    routed = {f"routed_{i}": (B, k) for i, k in graph.k_by_layer.items() if k}
-    expected = {PRIMARY[graph.outputs]: shapes[graph.outputs], **routed}
+    routed = {routed_output(site): (graph.bucket.batch, k) for site, k in graph.k_by_layer.items() if k}
+    expected = {**graph.results, **routed}
     for name, shape in expected.items():
+        # A model may make one row of a batch, and select from that.
+        possible = [shape, (1, *shape[1:])] if name in routed else [shape]
         if name not in found:
             yield f"no output {name}"
-        elif found[name] != shape:
+        elif found[name] not in possible:
             yield f"output {name} has shape {found[name]}, expected {shape}"
     yield from (f"output {name} is not one of this model" for name in found if name not in expected)
 

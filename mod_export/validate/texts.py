@@ -24,8 +24,9 @@ from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts, kept_from_prefill
 from mod_export.runtime.generate.logits import negative_log_likelihood
+from mod_export.sources.model import token_ids
 from mod_export.sources.protocol import GeneratingModel
-from mod_export.types import PRIMARY, Bucket, Engine, Setting, Site, routed_output
+from mod_export.types import PRIMARY, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
 from mod_export.validate.checks import failed_row
 from mod_export.validate.compare import EMPTY
 from mod_export.validate.inputs import (
@@ -99,7 +100,7 @@ def decoding_parts(
 class _Borrowed:
     """A runner on engines that somebody else opened and closes."""
 
-    inputs: tuple[str, ...] = ("input_ids", "lengths")
+    inputs: tuple[str, ...] = TOKEN_INPUTS
     providers: tuple[str, ...] = ()
     threads = 0
 
@@ -238,7 +239,7 @@ def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingM
     longest = max(one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype))
     start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2), longest)
     tokens = min(options.compared_tokens, engine.bucket.seq - start + 1)
-    prompt_NS = prompts_of(loaded, loaded.vocab_size, options.compared_texts, start, found.config.seed)
+    prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, options.compared_texts, start, found.config.seed)
     with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
         # Texts that share slots are not those that each of them would be alone.
         rows = 1 if options.slots == "fair" else decoder.batch
@@ -317,7 +318,7 @@ def quality_of(model: GeneratingModel, causal: Reference, own: Reference, texts:
     tokens = 0
     wanted, ran = dict.fromkeys(model.sites, 0), dict.fromkeys(model.sites, 0)
     for ids_S in ids_NS:
-        batch = Batch("text", ids_S[None], np.array([model.window], dtype=np.int64))
+        batch = Batch.of_tokens("text", ids_S[None], np.array([model.window], dtype=np.int64))
         traced = causal.free(batch)
         found, count = negative_log_likelihood(traced.logits_BSV, batch.ids_BS)
         nll, tokens = nll + found, tokens + count

@@ -21,20 +21,20 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from captures import captured_module
 
 from mod_export.benchmark.cost import cost_row
 from mod_export.engines.ort import OrtCpu
 from mod_export.engines.ort_attention import fastest_block, time_blocks
 from mod_export.engines.ort_c import ort_c
 from mod_export.engines.ort_shared import shared_runner
-from mod_export.export.capture import captured_module
-from mod_export.export.onnx_export import INPUTS, onnx_from_captured
+from mod_export.export.onnx_export import onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
 from mod_export.export.passes.products import quantizable_weights
 from mod_export.export.weights import WeightsFile, bind_weights, state_of, write_weights
 from mod_export.results.cost import CostRow
 from mod_export.stages.passes import attention_shapes
-from mod_export.types import PRIMARY, QUANTIZED, Bucket, DType, Outputs, primary_output
+from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, DType, Outputs, primary_output
 from mod_models import transformer
 from mod_models.checkpoint import Checkpoint
 
@@ -61,7 +61,7 @@ class Case:
 def _portable(case: Case) -> ir.Model:
     skeleton = case.checkpoint.skeleton(case.outputs).to("meta")
     model = onnx_from_captured(
-        captured_module(skeleton, case.bucket, "bench"), state_of(skeleton), INPUTS, [PRIMARY[case.outputs]]
+        captured_module(skeleton, case.bucket, "bench"), state_of(skeleton), TOKEN_INPUTS, [PRIMARY[case.outputs]]
     )
     run_passes(model, PORTABLE, "float32")
     return model

@@ -15,15 +15,15 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 from build_folders import Silent
+from captures import captured_module
 
 from mod_export.build_folder.manifest import MANIFEST, with_checksum
 from mod_export.config import BuildConfig, config_from_toml
-from mod_export.export.capture import captured_module
-from mod_export.export.onnx_export import INPUTS, onnx_from_captured
+from mod_export.export.onnx_export import onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
 from mod_export.export.weights import WeightsFile, bind_weights, state_of
 from mod_export.pipeline import build
-from mod_export.types import Bucket
+from mod_export.types import TOKEN_INPUTS, Bucket
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -100,7 +100,7 @@ def sign(root: Path) -> None:
 def portable_graph_of(root: Path, spec: ModelSpec, bucket: Bucket = SHAPE) -> bytes:
     """The graph of another spec or bucket, with references to the weights of the folder."""
     module = Checkpoint(spec=spec, weights=checkpoint_with(SPEC, 1, STD).weights).module()
-    model = onnx_from_captured(captured_module(module, bucket, "other"), state_of(module), INPUTS, ["logits"])
+    model = onnx_from_captured(captured_module(module, bucket, "other"), state_of(module), TOKEN_INPUTS, ["logits"])
     run_passes(model, PORTABLE, "float32")
     weights = WeightsFile.open(root / "graphs" / "weights-float32.data")
     bind_weights(model, [weights], root / "graphs")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from base_folder import SPEC, STD, checkpoint_with
+from captures import captured_module, ports
 from torch import Tensor
 from torch.nn import functional
 
 from mod_export.config import config_from_toml
 from mod_export.engines.inductor import Inductor
 from mod_export.engines.protocol import EngineJob
-from mod_export.export.capture import captured_module
 from mod_export.types import Bucket, Graph, Variant
 from mod_models import transformer
 from mod_models.selection import select_topk
@@ -63,7 +63,13 @@ def write_packages(folder: Path) -> None:
             patch.setattr(transformer, "select_topk", selections.get(name, select_topk))
             program = captured_module(module, Bucket(2, 32), name).program
         graph = Graph(
-            path="", model="mod", bucket=Bucket(2, 32), dtype="float32", target=None, k_by_layer=SPEC.k_by_layer(32)
+            path="",
+            model="mod",
+            bucket=Bucket(2, 32),
+            dtype="float32",
+            target=None,
+            k_by_layer=SPEC.k_by_layer(32),
+            **ports(Bucket(2, 32), SPEC.vocab_size),
         )
         job = EngineJob(root=folder, graph=graph, program=lambda program=program: program)
         Inductor().build(job, Variant(dtype="float32"), folder / f"{name}.pt2", config_from_toml(None))

@@ -92,7 +92,9 @@ class Generator:
         self.vocabulary = vocabulary_of(root, manifest)
         self.target, self.dtype, self.threads = first.target, first.dtype, threads
         self._root, self._config, self._model = root, manifest.config, first.model
-        self._vocab_size = manifest.models[first.model].vocab_size
+        vocab_size = manifest.models[first.model].vocab_size
+        assert vocab_size is not None, "only a model of token ids writes text"
+        self._vocab_size = vocab_size
         self._kv_bytes = manifest.generation.kv_bytes[first.model]
         self._sites = manifest.generation.sites[first.model]
         self._decode = {engine.bucket: engine for engine in engines if engine.role == "decode"}

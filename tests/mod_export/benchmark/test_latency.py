@@ -20,6 +20,7 @@ from mod_export.config import BuildConfig, LatencyOptions
 from mod_export.engines.protocol import Runner
 from mod_export.errors import EngineError
 from mod_export.results.latency import LatencyRow
+from mod_export.sources.model import tokens_sample
 from mod_export.types import KINDS, Bucket, Engine, ModelKind, Setting, pairs_of
 
 FEEDS = {"x": np.ones((2, 4), np.float32), "lengths": np.array([4], np.int64)}
@@ -36,12 +37,12 @@ class Session:
     """A session on a tiny graph that knows what it was given and asked for; `before_run` may take time."""
 
     providers = ("CPUExecutionProvider",)
-    outputs = ("z", "logits")
+    outputs = ("routed_0", "logits")
 
     def __init__(
         self, threads: int = 1, inputs: str = "float[2,4] x", before_run: Callable[[int], object] = lambda number: None
     ) -> None:
-        graph = f"g ({inputs}) => (float[2,4] z, float[2,4] logits) {{ z = Mul(x, x) logits = Add(x, x) }}"
+        graph = f"g ({inputs}) => (int64[2] routed_0, float[2,4] logits) {{ routed_0 = Shape(x) logits = Add(x, x) }}"
         model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 23]> {graph}')
         self._session = ort.InferenceSession(model.SerializeToString(), providers=list(self.providers))
         self.inputs = tuple(item.name for item in self._session.get_inputs())
@@ -163,7 +164,8 @@ def test_which_engines_are_compared() -> None:
 
 def test_engines_of_a_folder_are_measured(built: Path, built_copy: Path, config: BuildConfig) -> None:
     engines = next(iter(pairs_of(open_folder(built, verify=False).engines).values()))
-    rows = measure_pair(built, engines, 256, config)
+    feeds = tokens_sample(256, engines["mod"].bucket, 0)
+    rows = measure_pair(built, engines, feeds, config)
     assert [row.setting for row in rows] == [engines["mod"].setting, engines["dense"].setting]
     for row in rows:
         # Whole blocks of four rounds with two samples each.
@@ -172,7 +174,7 @@ def test_engines_of_a_folder_are_measured(built: Path, built_copy: Path, config:
         assert min(row.samples_ms) > 0
     # An engine beside itself is as large and as fast.
     wide = engines["mod"]
-    narrow = measure_precision(built, replace(wide, dtype="int8"), wide, 256, config)
+    narrow = measure_precision(built, replace(wide, dtype="int8"), wide, feeds, config)
     assert narrow.setting == replace(wide.setting, dtype="int8")
     assert narrow.bytes == narrow.float32_bytes == sum((built / path).stat().st_size for path in wide.files)
     assert narrow.ci95[0] <= narrow.measured <= narrow.ci95[1]
@@ -181,4 +183,4 @@ def test_engines_of_a_folder_are_measured(built: Path, built_copy: Path, config:
 
     (built_copy / engines["dense"].path).write_bytes(b"nonsense")
     with pytest.raises(EngineError, match=r"dense-b1s64-float32\.onnx: ONNX Runtime refuses this graph"):
-        measure_pair(built_copy, engines, 256, config)
+        measure_pair(built_copy, engines, feeds, config)

@@ -10,7 +10,6 @@ import onnx_ir as ir
 import pytest
 from small_graphs import make_spec, parsed, portable_graph
 
-from mod_export.benchmark.latency import timing_feeds
 from mod_export.benchmark.model_parts import (
     NODE_PARTS,
     PARTS,
@@ -21,6 +20,7 @@ from mod_export.benchmark.model_parts import (
 from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
 from mod_export.engines.ort import OrtCpu
+from mod_export.sources.model import tokens_sample
 from mod_export.types import Kernel, Profile
 from mod_models.spec import ExpertsSpec
 
@@ -152,7 +152,7 @@ def test_kernels_of_inductor(name: str, weights: str, part: str) -> None:
 def test_every_kernel_of_a_real_engine_has_its_part(built: Path, config: BuildConfig) -> None:
     folder = open_folder(built, verify=False)
     engine = next(one for one in folder.engines if one.model == "mod")
-    profile = OrtCpu().profile(built, engine, config, 1, timing_feeds(engine.bucket, 256, 0), 2)
+    profile = OrtCpu().profile(built, engine, config, 1, tokens_sample(256, engine.bucket, 0), 2)
     part_of_node = {name: one.part for one in folder.work[engine.path] for name in one.nodes}
     placed = {kernel.name: part_of_kernel(kernel, part_of_node) for kernel in profile.kernels}
     assert len(placed) > 60

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from captures import captured_module, ports
 
 import mod_export
 import mod_models
@@ -19,7 +20,6 @@ from mod_export.engines import inductor
 from mod_export.engines.inductor import Inductor, calls_of_package, kernels_of_calls
 from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
-from mod_export.export.capture import captured_module
 from mod_export.export.weights import state_of, write_weights
 from mod_export.types import Bucket, Engine, Graph, Variant
 from mod_export.validate.checks import judge
@@ -60,7 +60,13 @@ def root(loaded: LoadedTransformer, tmp_path_factory: pytest.TempPathFactory) ->
 
 def compiled(root: Path, loaded: LoadedTransformer, bucket: Bucket) -> None:
     graph = Graph(
-        path="", model="mod", bucket=bucket, dtype="float32", target=None, k_by_layer=loaded.k_by_layer(bucket.seq)
+        path="",
+        model="mod",
+        bucket=bucket,
+        dtype="float32",
+        target=None,
+        k_by_layer=loaded.k_by_layer(bucket.seq),
+        **ports(bucket, 256),
     )
     module = loaded.module()
     job = EngineJob(root=root, graph=graph, program=lambda: captured_module(module, bucket, "").program)
@@ -177,7 +183,7 @@ def test_a_model_that_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.Mon
     broken.chmod(0o755)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     bucket = Bucket(1, 4)
-    graph = Graph(path="", model="dense", bucket=bucket, dtype="float32", target=None, k_by_layer={})
+    graph = Graph(path="", model="dense", bucket=bucket, dtype="float32", target=None, **ports(bucket, 1))
     program = captured_module(Doubles(), bucket, "dense").program
     job = EngineJob(root=tmp_path, graph=graph, program=lambda: program)
     with (

@@ -13,12 +13,12 @@ import pytest
 import torch
 from graph_folders import job_of
 
-from mod_export.benchmark.latency import timing_feeds
 from mod_export.config import BuildConfig
 from mod_export.engines.ort import OrtCpu, OrtCuda, kernels_from_trace
 from mod_export.engines.ort_session import CPU, session_from_onnx
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
+from mod_export.sources.model import tokens_sample
 from mod_export.types import Bucket, Engine, Graph, Kernel, ModelKind, Variant
 
 BUCKET = Bucket(1, 64)
@@ -167,7 +167,7 @@ def test_a_profile_is_the_fastest_of_the_runs_that_count(tmp_path: Path) -> None
 
 
 def test_a_real_engine_is_profiled(built: Path, config: BuildConfig) -> None:
-    profile = OrtCpu().profile(built, engine("ort-cpu", "dense"), config, 1, timing_feeds(BUCKET, 256, 0), 2)
+    profile = OrtCpu().profile(built, engine("ort-cpu", "dense"), config, 1, tokens_sample(256, BUCKET, 0), 2)
     assert profile.runs == 2
     assert profile.profiler.startswith("ONNX Runtime 1.")
     operators = [kernel.operator for kernel in profile.kernels]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+from captures import ports
 from small_graphs import make_model, portable_graph
 
 from mod_export.engines.protocol import EngineJob
@@ -35,6 +36,8 @@ def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, d
     kind = "dense" if spec.routing is None else "mod"
     name = f"graphs/{kind}-{bucket.name}.{dtype}.onnx"
     (root / name).write_bytes(ir.to_proto(model).SerializeToString())
-    k_by_layer = spec.k_by_layer(bucket.seq)
-    graph = Graph(path=name, model=kind, bucket=bucket, dtype=dtype, target=dialect.name, k_by_layer=k_by_layer)
+    graph = Graph(
+        path=name, model=kind, bucket=bucket, dtype=dtype, target=dialect.name, k_by_layer=spec.k_by_layer(bucket.seq),
+        **ports(bucket, spec.vocab_size),
+    )  # fmt: skip
     return job_of(root, graph)

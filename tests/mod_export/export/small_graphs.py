@@ -8,12 +8,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+from captures import captured_module
 from onnx_ir.passes import common
 
-from mod_export.export.capture import captured_module
-from mod_export.export.onnx_export import INPUTS, onnx_from_captured
+from mod_export.export.onnx_export import onnx_from_captured
 from mod_export.export.weights import state_of
-from mod_export.types import Bucket, Dialect
+from mod_export.types import TOKEN_INPUTS, Bucket, Dialect
 from mod_models.spec import ModelSpec, RoutingSpec
 from mod_models.transformer import Transformer
 
@@ -78,7 +78,7 @@ def portable_graph(spec: ModelSpec, batch: int = 2, seq: int = 16) -> ir.Model:
 def _portable_proto(spec: ModelSpec, batch: int, seq: int) -> onnx.ModelProto:
     module = make_model(spec)
     state = state_of(module)
-    model = onnx_from_captured(captured_module(module, Bucket(batch, seq), "test"), state, INPUTS, ["logits"])
+    model = onnx_from_captured(captured_module(module, Bucket(batch, seq), "test"), state, TOKEN_INPUTS, ["logits"])
     for name, value in model.graph.initializers.items():
         if name in state:
             value.const_value = ir.tensor(state[name].detach().numpy(), name=name)

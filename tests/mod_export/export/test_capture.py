@@ -4,17 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from captures import bucket_example, captured_module
 from small_graphs import Does, TwoWays
 from torch import Tensor
 
 from mod_export.errors import CaptureError
-from mod_export.export.capture import (
-    CaptureProof,
-    bucket_example,
-    captured,
-    captured_module,
-    prove_static,
-)
+from mod_export.export.capture import CaptureProof, captured, prove_static
 from mod_export.sources.model import Model
 from mod_export.types import Bucket
 from mod_models.selection import select_topk

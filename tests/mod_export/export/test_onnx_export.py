@@ -11,15 +11,15 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from captures import captured_module
 from observing import observed
 from small_graphs import Does, TwoWays, make_model, parsed
 from torch import Tensor
 
 from mod_export.engines.ort_session import OrtRunner, session_from_onnx
 from mod_export.errors import GraphError
-from mod_export.export.capture import captured, captured_module
+from mod_export.export.capture import captured
 from mod_export.export.onnx_export import (
-    INPUTS,
     IR_VERSION,
     OPSET,
     assert_capacity,
@@ -28,7 +28,7 @@ from mod_export.export.onnx_export import (
 )
 from mod_export.export.passes import PORTABLE, run_passes
 from mod_export.export.weights import WeightsFile, bind_weights, state_of, write_weights
-from mod_export.types import Bucket
+from mod_export.types import TOKEN_INPUTS, Bucket
 from mod_models.declarations import LEARNED_ROUTERS, POSITIONS, ROUTER_INPUTS
 from mod_models.routing import COMBINES, GATES
 from mod_models.spec import CAPACITY_RULES, ModelSpec, RoutingSpec
@@ -68,7 +68,7 @@ def save(model: ir.Model, state: Mapping[str, Tensor], folder: Path) -> Path:
 
 def export(spec: ModelSpec, bucket: Bucket) -> tuple[ir.Model, torch.nn.Module]:
     module = make_model(spec)
-    model = onnx_from_captured(captured_module(module, bucket, "mod"), state_of(module), INPUTS, ["logits"])
+    model = onnx_from_captured(captured_module(module, bucket, "mod"), state_of(module), TOKEN_INPUTS, ["logits"])
     run_passes(model, PORTABLE, "float32")
     return model, module
 
@@ -185,7 +185,7 @@ def test_an_operator_without_a_translation_is_named() -> None:
         library.impl("mystery", lambda x: torch.empty_like(x), "Meta")
         program = captured_module(Does(lambda ids, _: torch.ops.mod_export_test.mystery(ids)), Bucket(1, 4), "mod")
         with pytest.raises(GraphError, match=r"^torch\.onnx\.export failed: .*mod_export_test.*mystery"):
-            onnx_from_captured(program, {}, INPUTS, ["logits"])
+            onnx_from_captured(program, {}, TOKEN_INPUTS, ["logits"])
 
 
 def test_an_operator_of_another_domain_is_refused() -> None:
@@ -194,7 +194,7 @@ def test_an_operator_of_another_domain_is_refused() -> None:
 
     program = captured_module(Does(foreign), Bucket(1, 4), "mod")
     with pytest.raises(GraphError, match=r"holds operators of com\.vendor; only standard ONNX is allowed"):
-        onnx_from_captured(program, {}, INPUTS, ["logits"])
+        onnx_from_captured(program, {}, TOKEN_INPUTS, ["logits"])
 
 
 def test_the_whole_sort_keeps_its_ties_in_order(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_the_whole_sort_keeps_its_ties_in_order(tmp_path: Path) -> None:
         return torch.stack([down, up])
 
     program = captured_module(Does(by_value), Bucket(3, 5), "mod")
-    model = onnx_from_captured(program, {}, INPUTS, ["logits"])
+    model = onnx_from_captured(program, {}, TOKEN_INPUTS, ["logits"])
     ids_BS = torch.tensor([[1, 2, 1, 2, 1], [0, 0, 0, 0, 0], [1, 2, 1, 2, 3]])
     found = runner_of(save(model, {}, tmp_path)).run({"input_ids": ids_BS.numpy(), "lengths": np.ones(3, np.int64)})
     np.testing.assert_array_equal(found["logits"], by_value(ids_BS, ids_BS).numpy())
@@ -224,8 +224,8 @@ def shapeless() -> ir.Model:
 @pytest.mark.parametrize(
     ("model", "k_by_layer", "words"),
     [
-        (routed("[2, 3]"), {1: 4}, "layer 1: the graph routes [2,3], the spec says [2, 4] at b2s8"),
-        (routed("[1, 4]"), {1: 4}, "layer 1: the graph routes [1,4], the spec says [2, 4] at b2s8"),
+        (routed("[2, 3]"), {1: 4}, "layer 1: the graph routes [2,3], expected [2, 4] at b2s8"),
+        (routed("[3, 4]"), {1: 4}, "layer 1: the graph routes [3,4], expected [2, 4] at b2s8"),
         (routed("[2, 4]"), {1: 4, 3: 4}, "layer 3: the graph has no output routed_3 of known shape"),
         (shapeless(), {1: 4}, "layer 1: the graph has no output routed_1 of known shape"),
         (routed("[2, 4]"), {1: 0}, "the graph's outputs are ['logits', 'routed_1'], expected ['logits']"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+from captures import ports
 from small_graphs import make_model, make_spec, portable_graph, session
 
 from mod_export.config import config_from_toml
@@ -84,7 +85,7 @@ def candidate(loaded: LoadedTransformer) -> Candidate:
     """The engine of `folder`."""
     graph = Graph(
         path="graphs/mod-b2s16.onnx", model="mod", bucket=BUCKET, dtype="float32", target=None,
-        k_by_layer=loaded.k_by_layer(BUCKET.seq),
+        k_by_layer=loaded.k_by_layer(BUCKET.seq), **ports(BUCKET, 256),
     )  # fmt: skip
     engine = Engine(target="ort-cpu", model="mod", bucket=BUCKET, dtype="float32", path=ENGINE, weights=WEIGHTS)
     return Candidate(setting=engine.setting, path=ENGINE, weights=WEIGHTS, graph=graph, engine=engine)

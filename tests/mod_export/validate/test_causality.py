@@ -18,7 +18,7 @@ from mod_models.checkpoint import random_checkpoint
 
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(2, 16))
 REFERENCE = Reference(LoadedTransformer(random_checkpoint(replace(make_spec(), vocab_size=256), seed=0)))
-TEXT = Batch("text", np.random.default_rng(0).integers(0, 256, (2, 16)), np.array([16, 16]))
+TEXT = Batch.of_tokens("text", np.random.default_rng(0).integers(0, 256, (2, 16)), np.array([16, 16]))
 
 
 def probe(model: ir.Model, tolerance: float = 1e-5) -> CausalityRow:
@@ -100,7 +100,7 @@ def test_cuts_are_spread_and_leave_something_on_both_sides(seq: int, count: int,
 def test_a_row_says_how_many_endings_were_tried(seq: int, vocabulary: int, tried: int) -> None:
     """A single token has nothing before a change, and a vocabulary of one token no other endings."""
     loaded = LoadedTransformer(random_checkpoint(replace(make_spec(), vocab_size=vocabulary), seed=0))
-    batch = Batch("text", np.zeros((1, seq), np.int64), np.array([seq]))
+    batch = Batch.of_tokens("text", np.zeros((1, seq), np.int64), np.array([seq]))
     with OrtRunner(session(running("y = Identity (x)", 1, seq)), "candidate", 1) as runner:
         assert runner.inputs == ("input_ids",)  # An engine that reads no lengths is fed none.
         row = probe_causality(runner, Reference(loaded), batch, SETTING, suffixes=9, tolerance=1e-5, seed=0)

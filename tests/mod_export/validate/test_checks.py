@@ -87,7 +87,7 @@ def test_a_reference_that_is_not_finite_allows_nothing(bad: float, order: int) -
 
 
 def test_the_mean_square_of_a_few_errors_is_luck() -> None:
-    few = replace(GOOD, rounding=errors(1e-6), logits=300)
+    few = replace(GOOD, rounding=errors(1e-6), values=300)
     assert allowance([few, few, few], GATE, "float32").rms is None
     assert allowance([few, few, few, few], GATE, "float32").rms == pytest.approx(4e-6)
 

@@ -225,7 +225,7 @@ def test_which_routers_are_silenced(spec: ModelSpec, seq: int, routers: list[lis
 )
 def test_slots_that_go_to_other_tokens_are_counted(rule: str, routed: list[list[int]], wrong: int) -> None:
     """And said once, whichever inputs show it."""
-    batch = Batch("padded", np.zeros((2, 6), np.int64), np.array([6, 2]))
+    batch = Batch.of_tokens("padded", np.zeros((2, 6), np.int64), np.array([6, 2]))
     judged = {"1.expert0": Judged(rule, np.zeros((2, 6), np.float32), batch.real_BS)}
     runs = [{"logits": np.ones(3), "routed_1.expert0": np.array(routed)}] * 2
     said = f"padded: layer 1.expert0 routing: {wrong} slots do not go to the earlier of tokens with equal scores"

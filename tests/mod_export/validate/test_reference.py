@@ -6,9 +6,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from captures import bucket_example
 
 from mod_export.errors import CaptureError
-from mod_export.export.capture import bucket_example, exported
+from mod_export.export.capture import exported
+from mod_export.sources.model import tokens_sample
 from mod_export.types import Bucket
 from mod_export.validate import reference as reference_module
 from mod_export.validate.inputs import Batch
@@ -29,9 +31,9 @@ def test_a_run_is_plain_arrays_of_the_eager_module(reference: Reference, batches
 
 def test_runs_are_kept_by_content(loaded: LoadedTransformer, batches: list[Batch]) -> None:
     kept, one = Reference(loaded), batches[0]
-    again = Batch("another", one.ids_BS.copy(), one.lengths_B.copy())
+    again = Batch.of_tokens("another", one.ids_BS.copy(), one.lengths_B.copy())
     assert kept.free(one) is kept.free(again)
-    assert kept.free(Batch(one.kind, one.ids_BS, one.lengths_B - 1)) is not kept.free(one)
+    assert kept.free(Batch.of_tokens(one.kind, one.ids_BS, one.lengths_B - 1)) is not kept.free(one)
     routing = {1: np.tile(np.arange(4), (2, 1))}
     assert kept.forced(one, routing) is kept.forced(again, copy.deepcopy(routing))
     assert kept.forced(one, routing) is not kept.free(one)
@@ -144,7 +146,7 @@ def test_a_program_that_is_not_the_module_is_refused() -> None:
     program = exported(module, bucket_example(module, bucket, 3), "model")
     message = r"the captured program is not the eager model: at b2s3 its output 0 differs by up to \d.*same bits"
     with pytest.raises(CaptureError, match=message):
-        check_program(program, module, bucket, 16)
+        check_program(program, module, bucket, [tokens_sample(16, bucket, 0)])
 
 
 def test_a_map_shows_which_token_went_through_which_layer(

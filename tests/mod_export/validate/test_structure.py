@@ -118,7 +118,7 @@ def row_of(folder: Path, candidate: Candidate) -> Callable[..., StructureRow]:
 
     def row(change: Change, weights: tuple[str, ...] = (WEIGHTS,)) -> StructureRow:
         plant(folder / ENGINE, change)
-        row = structure_of_graph(folder, ENGINE, candidate.graph, 256, weights)
+        row = structure_of_graph(folder, ENGINE, candidate.graph, weights)
         assert row.passed == (not row.reasons)
         assert (row.path, row.checked[0]) == (ENGINE, "outputs")
         return row
@@ -230,7 +230,7 @@ def test_a_sound_graph(row_of: Callable[..., StructureRow]) -> None:
 def test_what_is_no_graph(folder: Path, candidate: Candidate, data: bytes | None) -> None:
     (folder / ENGINE).unlink() if data is None else (folder / ENGINE).write_bytes(data)
     for row in (
-        structure_of_graph(folder, ENGINE, candidate.graph, 256, [WEIGHTS]),
+        structure_of_graph(folder, ENGINE, candidate.graph, [WEIGHTS]),
         structure_of_export(folder, ENGINE, (folder / candidate.graph.path).read_bytes()),
     ):
         assert not row.passed
@@ -241,10 +241,10 @@ def test_a_graph_in_half_precision(tmp_path: Path) -> None:
     job = write_graph(tmp_path, make_spec(), Bucket(2, 16), ENGINES["tensorrt"].dialect, "float16")
     graph: Graph = replace(job.graph, target="tensorrt")
     weights = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*.data"))]
-    row = structure_of_graph(tmp_path, graph.path, graph, 40, weights)
+    row = structure_of_graph(tmp_path, graph.path, graph, weights)
     assert row.passed, row.reasons
     # The same graph, taken for one in float32.
-    row = structure_of_graph(tmp_path, graph.path, replace(graph, dtype="float32"), 40, weights)
+    row = structure_of_graph(tmp_path, graph.path, replace(graph, dtype="float32"), weights)
     assert any("computes in FLOAT16, this graph is float32" in reason for reason in row.reasons)
 
 

@@ -1,0 +1,33 @@
+"""Captures a module of token ids, at a shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mod_export.export.capture import Captured, captured
+from mod_export.export.weights import state_of
+from mod_export.types import Bucket
+
+
+def bucket_example(module: torch.nn.Module, bucket: Bucket, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs (input_ids, lengths) of a bucket whose rows all have `length` tokens."""
+    # A row may be full, short, or down to one token; none of it may change the graph.
+    device = next((tensor.device for tensor in state_of(module).values()), None)
+    ids_BS = torch.zeros((bucket.batch, bucket.seq), dtype=torch.int64, device=device)
+    return ids_BS, torch.full((bucket.batch,), length, device=device)
+
+
+def captured_module(module: torch.nn.Module, bucket: Bucket, name: str) -> Captured:
+    """`capture.captured` of full rows."""
+    return captured(module, bucket_example(module, bucket, bucket.seq), f"{name} at {bucket.name}")
+
+
+def ports(bucket: Bucket, vocab_size: int) -> dict[str, Any]:
+    """What a graph that reads and scores whole rows of tokens has as `inputs` and `results`."""
+    B, S = bucket.batch, bucket.seq
+    return {
+        "inputs": {"input_ids": ("int64", (B, S)), "lengths": ("int64", (B,))},
+        "results": {"logits": (B, S, vocab_size)},
+    }
