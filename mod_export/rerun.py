@@ -12,7 +12,7 @@ from mod_export.results.base import Result
 from mod_export.results.report import Verdict
 from mod_export.stages.benchmark import benchmark, profile
 from mod_export.stages.folder import FolderContext, notes
-from mod_export.stages.report import compare_with_baseline, verdict_of
+from mod_export.stages.report import compare_with_baseline, not_compared, verdict_of
 
 Row = TypeVar("Row", bound=Result)
 
@@ -31,11 +31,13 @@ class Rerun:
         rows: type of a result -> the rows of that type.
         verdict: over all of them.
         notes: what was not run or not compared, and why.
+        not_compared: why the latencies of `bench` are compared with nothing; None where they are.
     """
 
     rows: Rows
     verdict: Verdict
     notes: Sequence[str] = ()
+    not_compared: str | None = None
 
 
 def validate_folder(
@@ -60,7 +62,9 @@ def validate_folder(
 
 
 def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:
-    """Time of every role, model and dense baseline interleaved. Needs no PyTorch unless an `inductor` engine is run.
+    """Time of every role, of model and dense baseline interleaved, or of the model alone where there is none.
+
+    Needs no PyTorch unless an `inductor` engine is run.
 
     Raises:
         BuildFolderError: not a whole build folder, or damaged.
@@ -71,4 +75,5 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
     benchmark(context)
     profile(context)
     compare_with_baseline(context)
-    return Rerun(rows=context.rows, verdict=verdict_of(context, parity=False))
+    verdict = verdict_of(context, parity=False)
+    return Rerun(rows=context.rows, verdict=verdict, not_compared=not_compared(context))

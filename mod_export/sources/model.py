@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 
 from mod_export.environment import source_digest
-from mod_export.errors import CheckpointError, ConfigError
+from mod_export.errors import ConfigError
 from mod_export.sources.protocol import AdjustableCapacity, DeclaredRouting, DenseBaseline, ExportableModel
-from mod_export.types import ModelKind
+from mod_export.types import KINDS, ModelKind
 
 GROUP = "mod_export.architectures"
 """The entry-point group in which packages register their architectures."""
@@ -33,16 +33,16 @@ class Model:
         """Of the source code of that package, because graphs depend on it."""
         return source_digest(self.package)
 
-    def of_kind(self, kind: ModelKind) -> ExportableModel:
-        """The model itself for `mod`, its dense baseline for `dense`.
+    @property
+    def kinds(self) -> tuple[ModelKind, ...]:
+        """`mod`, and `dense` if it has a dense baseline of its own."""
+        return KINDS if isinstance(self.loaded, DenseBaseline) else ("mod",)
 
-        Raises:
-            CheckpointError: it has no dense baseline of its own.
-        """
+    def of_kind(self, kind: ModelKind) -> ExportableModel:
+        """The model itself for `mod`, its dense baseline for `dense`; one of `kinds`."""
         if kind == "mod":
             return self.loaded
-        if not isinstance(self.loaded, DenseBaseline):
-            raise CheckpointError(f"{self.name}: has no dense baseline of its own; name a checkpoint with --baseline")
+        assert isinstance(self.loaded, DenseBaseline), f"{self.name}: the caller asks `kinds` first"
         return self.loaded.dense()
 
     @property

@@ -17,6 +17,7 @@ from mod_export.types import Bucket, Outputs
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
+
 class ProgramModel:
     """An `ExportableModel` with `SampledInputs`, made of programs."""
 

@@ -26,7 +26,6 @@ from mod_export.results.generation import StepBytes
 from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.sources.protocol import ExportableModel, GeneratingModel
 from mod_export.types import (
-    KINDS,
     PRIMARY,
     Availability,
     Bucket,
@@ -142,7 +141,7 @@ class Context:
     Attributes:
         config: the resolved configuration.
         models: the MoD model and its dense baseline.
-        facts: of both, as the manifest has them.
+        facts: of the model, and of its dense baseline if it has one, as the manifest has them.
         generation: what writing text needs, or the reason why the folder cannot.
         buckets: of whole rows, ascending.
         targets: that are run; all if empty.
@@ -290,7 +289,7 @@ class BuildContext(Context):
             workspace,
             plan.config,
             Models(plan.loaded.__getitem__, plan.generating, plan.config),
-            {kind: _facts(plan, kind) for kind in KINDS},
+            {kind: _facts(plan, kind) for kind in plan.loaded},
             plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
             plan.buckets,
             announce,
