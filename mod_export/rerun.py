@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from mod_export.config import BuildConfig
+from mod_export.plan import without_speed_gate
 from mod_export.results.base import Result
 from mod_export.results.report import Verdict
 from mod_export.stages.benchmark import benchmark, profile
@@ -68,10 +69,13 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
 
     Raises:
         BuildFolderError: not a whole build folder, or damaged.
+        ConfigError: `config` demands a speed-up, and the folder has no dense baseline.
         TargetError: nothing to run.
         EngineError: an engine failed.
     """
     context = FolderContext(root, config, targets, verify=True)
+    if "dense" not in context.facts:
+        context.config = without_speed_gate(context.config)
     benchmark(context)
     profile(context)
     compare_with_baseline(context)

@@ -13,7 +13,7 @@ from mod_export.build_folder.workspace import Step
 from mod_export.config import BuildConfig
 from mod_export.environment import EXPORTERS, versions
 from mod_export.errors import BuildFolderError, CheckpointError
-from mod_export.plan import generating_form, without_speed_gate
+from mod_export.plan import generating_form
 from mod_export.results.parity import ParityRow
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.sources.checkpoint import model_from_checkpoint, model_from_weights
@@ -62,13 +62,10 @@ class FolderContext(Context):
         Raises:
             BuildFolderError: not a whole build folder, or, with `verify`, a file that is not what was built.
             TargetError: nothing to run.
-            ConfigError: it demands a speed-up, and the folder has no dense baseline.
         """
         self.manifest = manifest = open_folder(root, verify=verify)
         self.checkpoint = checkpoint
         config = _as_built(config, manifest.config)
-        if "dense" not in manifest.models:
-            config = without_speed_gate(config)
         models = Models(self._restored, self._generating, config)
         super().__init__(
             _Finished(root, manifest), config, models, manifest.models, manifest.generation, manifest.buckets

@@ -57,7 +57,7 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
         raise CheckpointError(f"{model.name}: no layer is routed by a capacity that could be swept")
     if "dense" not in model.kinds:
         raise CheckpointError(
-            f"{model.name}: has no dense baseline of its own, which every cell of a sweep is timed beside"
+            f"{model.name}: has no dense baseline of its own, beside which every cell of a sweep is timed"
         )
     problems: list[str] = []
     capacities = _numbers("--capacity", axes.capacities, float, "a number above 0", problems)
