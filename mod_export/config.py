@@ -198,13 +198,13 @@ class LatencyOptions(_Section):
     1, the verdict is `not faster`."""
     precision: Share = 0.1
     """Sampling continues, within `max_seconds` and `max_samples`, while the interval of the ratio is wider than this
-    share of the ratio."""
+    share of the ratio; of a model without a dense baseline, the interval of its median."""
     disturbance: Share = 0.1
     """Shares above this one are flagged: outliers among the samples, CPU time that other processes used, a change of
     the CPU's clock."""
     min_speedup: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Gate: the whole interval of the ratio dense / MoD must reach this, for every target that runs here, at the
-    largest bucket. 0 means no gate."""
+    largest bucket. 0 means no gate. Without a dense baseline there is none, and more than the default is refused."""
 
 
 class GenerationOptions(_Section):

@@ -27,7 +27,6 @@ from mod_export.stages.graphs import capture, onnx
 from mod_export.stages.passes import passes
 from mod_export.stages.report import write_report
 from mod_export.stages.validate import validate
-from mod_export.types import KINDS
 
 AFTER_LOAD: tuple[tuple[str, tuple[Callable[[BuildContext], None], ...]], ...] = (
     ("capture", (capture,)),
@@ -81,7 +80,7 @@ def build(
             # Not before the request is known to be sound: a refused one leaves nothing behind.
             context = BuildContext(plan, opened.enter_context(Workspace(root)), observer.step_started)
             context.steps = steps
-            context.step("load", {kind: context.identity(kind) for kind in KINDS}, [], lambda paths: None)
+            context.step("load", {kind: context.identity(kind) for kind in context.facts}, [], lambda paths: None)
             _keep_tokenizer(context)
             _keep_programs(context)
         for name, works in AFTER_LOAD:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from mod_export.config import BuildConfig
+from mod_export.benchmark.speedup import GIVE_A_BASELINE
+from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
@@ -25,7 +26,7 @@ from mod_export.sources.protocol import (
     Text,
     TokenIds,
 )
-from mod_export.types import KINDS, Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
+from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
 
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
@@ -48,8 +49,9 @@ class Plan:
 
     Attributes:
         model: the Mixture-of-Depths model.
-        baseline: the dense model given with --baseline; None if the dense baseline has the model's own weights.
-        loaded: both models.
+        baseline: the dense model given with --baseline; None if the dense baseline has the model's own weights, and if
+            there is none.
+        loaded: the model, and its dense baseline if it has one.
         buckets: of the forward graphs, ascending.
         graphs: the portable graph of every model, role and bucket. All stages loop over this table.
         targets: the targets to build, by name.
@@ -123,7 +125,8 @@ def make_plan(
     `tokenizer` is a file of the package `tokenizers`, for models whose ids are not bytes.
 
     Raises:
-        ConfigError: a bucket is longer than the model, too large for the memory, or not supported by a target.
+        ConfigError: a bucket is longer than the model, too large for the memory, or not supported by a target; or a
+            speed-up is demanded and there is no dense baseline.
         CheckpointError: the baseline does not match the model.
         TargetError: a target is unknown or cannot build on this machine.
         BuildFolderError: there is not enough free space on the disk.
@@ -133,10 +136,11 @@ def make_plan(
         config = config.model_copy(update={"latency": config.latency.model_copy(update={"min_speedup": 0.0})})
     if baseline is not None:
         _check_baseline(model, baseline)
-    loaded: dict[ModelKind, ExportableModel] = {
-        "mod": model.loaded,
-        "dense": model.of_kind("dense") if baseline is None else baseline.loaded,
-    }
+    loaded: dict[ModelKind, ExportableModel] = {"mod": model.loaded}
+    if baseline is not None or "dense" in model.kinds:
+        loaded["dense"] = baseline.loaded if baseline is not None else model.of_kind("dense")
+    else:
+        config = without_speed_gate(config)
     buckets = _buckets(model, config)
     availability = {name: engine.availability() for name, engine in ENGINES.items()}
     targets = _targets(config, availability)
@@ -155,7 +159,7 @@ def make_plan(
         loaded=loaded,
         config=config,
         buckets=buckets,
-        graphs=tuple(_graphs(config, buckets, generation)),
+        graphs=tuple(_graphs(config, loaded.keys(), buckets, generation)),
         targets=targets,
         availability=availability,
         generation=generation,
@@ -194,6 +198,23 @@ def _problems_of_tokenizer(tokenizer: Path, model: Model) -> list[str]:
     return [f"{tokenizer}: has ids up to {size - 1}, and the model {vocab_size} ids; name its own"]
 
 
+def without_speed_gate(config: BuildConfig) -> BuildConfig:
+    """The configuration of a build that has no dense baseline, so that no speed-up can be shown.
+
+    Raises:
+        ConfigError: it demands a larger one than the default configuration, which holds for any model.
+    """
+    demanded = config.latency.min_speedup
+    if demanded > config_from_toml(None).latency.min_speedup:
+        raise ConfigError(
+            [
+                f"latency.min_speedup: a speed-up of {demanded:g} is demanded, and there is no dense baseline that it "
+                f"could be shown over; {GIVE_A_BASELINE}, or set min_speedup = 0"
+            ]
+        )
+    return config.model_copy(update={"latency": config.latency.model_copy(update={"min_speedup": 0.0})})
+
+
 def check_names(targets: Sequence[str]) -> None:
     """Checks that every target is known.
 
@@ -228,7 +249,7 @@ def _why_not_generating(loaded: Mapping[ModelKind, ExportableModel]) -> str | No
         reason = model.why_not_generating() if isinstance(model, Generation) else "it only reads whole rows"
         if reason is not None:
             return reason if kind == "mod" else f"its dense baseline cannot: {reason}"
-    return None
+    return None if "dense" in loaded else f"there is no dense baseline beside which to time it; {GIVE_A_BASELINE}"
 
 
 def _generation(
@@ -259,16 +280,18 @@ def _generation(
     if problems:
         raise ConfigError(problems)
     try:
-        models = {kind: generating_form(loaded[kind], kind, window, config) for kind in KINDS}
+        models = {kind: generating_form(one, kind, window, config) for kind, one in loaded.items()}
     except ValueError as error:
         raise ConfigError([f"generation: {error}"]) from error
     return GenerationPlan(models=models, window=window)
 
 
-def _graphs(config: BuildConfig, buckets: Sequence[Bucket], generation: GenerationPlan | str) -> Iterator[Graph]:
-    """The portable graphs of a build: forward graphs of both models, then prefill and decode graphs of both."""
+def _graphs(
+    config: BuildConfig, kinds: Collection[ModelKind], buckets: Sequence[Bucket], generation: GenerationPlan | str
+) -> Iterator[Graph]:
+    """The portable graphs of a build: forward graphs of every model, then prefill and decode graphs of both."""
     for bucket in buckets:
-        for kind in KINDS:
+        for kind in kinds:
             yield _portable(kind, "forward", bucket, config.outputs)
     if isinstance(generation, str):
         return
@@ -276,7 +299,7 @@ def _graphs(config: BuildConfig, buckets: Sequence[Bucket], generation: Generati
     prefills = [Bucket(1, length) for length in options.prompt_lengths(window)]
     decodes = sorted(Bucket(batch, cache) for batch in options.batches for cache in options.cache_lengths(window))
     roles: list[tuple[Role, Outputs, list[Bucket]]] = [("prefill", "last", prefills), ("decode", "logits", decodes)]
-    for kind in KINDS:
+    for kind in kinds:
         for role, outputs, role_buckets in roles:
             for bucket in role_buckets:
                 yield _portable(kind, role, bucket, outputs)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from mod_export.config import BuildConfig
+from mod_export.plan import without_speed_gate
 from mod_export.results.base import Result
 from mod_export.results.report import Verdict
 from mod_export.stages.benchmark import benchmark, profile
 from mod_export.stages.folder import FolderContext, notes
-from mod_export.stages.report import compare_with_baseline, verdict_of
+from mod_export.stages.report import compare_with_baseline, not_compared, verdict_of
 
 Row = TypeVar("Row", bound=Result)
 
@@ -31,11 +32,13 @@ class Rerun:
         rows: type of a result -> the rows of that type.
         verdict: over all of them.
         notes: what was not run or not compared, and why.
+        not_compared: why the latencies of `bench` are compared with nothing; None where they are.
     """
 
     rows: Rows
     verdict: Verdict
     notes: Sequence[str] = ()
+    not_compared: str | None = None
 
 
 def validate_folder(
@@ -60,15 +63,21 @@ def validate_folder(
 
 
 def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:
-    """Time of every role, model and dense baseline interleaved. Needs no PyTorch unless an `inductor` engine is run.
+    """Time of every role, of model and dense baseline interleaved, or of the model alone where there is none.
+
+    Needs no PyTorch unless an `inductor` engine is run.
 
     Raises:
         BuildFolderError: not a whole build folder, or damaged.
+        ConfigError: `config` demands a speed-up, and the folder has no dense baseline.
         TargetError: nothing to run.
         EngineError: an engine failed.
     """
     context = FolderContext(root, config, targets, verify=True)
+    if "dense" not in context.facts:
+        context.config = without_speed_gate(context.config)
     benchmark(context)
     profile(context)
     compare_with_baseline(context)
-    return Rerun(rows=context.rows, verdict=verdict_of(context, parity=False))
+    verdict = verdict_of(context, parity=False)
+    return Rerun(rows=context.rows, verdict=verdict, not_compared=not_compared(context))

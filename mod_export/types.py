@@ -108,18 +108,23 @@ class HasSetting(Protocol):
 About = TypeVar("About", bound=HasSetting)
 
 
-def pairs_of(items: Iterable[About]) -> dict[Setting, dict[ModelKind, About]]:
-    """What is about the MoD model beside what is about its dense baseline, for every setting that has both.
+def by_setting(items: Iterable[About]) -> dict[Setting, dict[ModelKind, About]]:
+    """What is about the MoD model, beside what is about its dense baseline where there is anything.
 
     Returns:
         Setting of the MoD model -> model -> item, in the order of the items of the MoD model.
     """
     found = {item.setting: item for item in items}
     return {
-        setting: {"mod": item, "dense": found[setting.of("dense")]}
-        for setting, item in found.items()
-        if setting.model == "mod" and setting.of("dense") in found
+        setting: {kind: found[setting.of(kind)] for kind in KINDS if setting.of(kind) in found}
+        for setting in found
+        if setting.model == "mod"
     }
+
+
+def pairs_of(items: Iterable[About]) -> dict[Setting, dict[ModelKind, About]]:
+    """The same of the settings that have both."""
+    return {setting: both for setting, both in by_setting(items).items() if len(both) == len(KINDS)}
 
 
 def _stem(model: ModelKind, role: Role, bucket: Bucket) -> str:

@@ -1,10 +1,11 @@
 """The latency of two engines: interleaved samples, summed up, with the conditions they hold for.
 
-Of a model beside its dense baseline, and of a narrower dtype beside float32.
+Of a model beside its dense baseline, or alone where it has none, and of a narrower dtype beside float32.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,16 +30,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def measure_pair(
-    root: Path, pair: Mapping[ModelKind, Engine], feeds: Arrays, config: BuildConfig, gate: float | None = None
+def measure_latency(
+    root: Path, engines: Mapping[ModelKind, Engine], feeds: Arrays, config: BuildConfig, gate: float | None = None
 ) -> tuple[LatencyRow, ...]:
-    """Loads an engine of the build folder `root` and that of its dense baseline, and samples them on the same `feeds`.
-    `gate` is the speed-up that this setting must show, if any.
+    """Loads an engine of the build folder `root`, and that of its dense baseline if it is among `engines`, and samples
+    them on the same `feeds`. `gate` is the speed-up that this setting must show, if any.
     """
-    setting = pair["mod"].setting
+    setting = engines["mod"].setting
     load = partial(ENGINES[setting.target].load, root, config=config, threads=config.latency.threads)
-    with load(pair["mod"]) as mod, load(pair["dense"]) as dense:
-        return latency_rows({"mod": mod, "dense": dense}, feeds, setting, config.latency, seed=config.seed, gate=gate)
+    with contextlib.ExitStack() as opened:
+        runners = {kind: opened.enter_context(load(engine)) for kind, engine in engines.items()}
+        return latency_rows(runners, feeds, setting, config.latency, seed=config.seed, gate=gate)
 
 
 def latency_rows(
@@ -50,11 +52,11 @@ def latency_rows(
     seed: int,
     gate: float | None = None,
 ) -> tuple[LatencyRow, ...]:
-    """Samples both models on the same feeds, in this process, and sums up each.
+    """Samples the models on the same feeds, in this process, and sums up each.
 
     After `options.samples` samples the comparison of dense and MoD is looked at, and samples are doubled until it is
     settled, and so is the `gate` that this setting must reach, or `options.max_samples` or `options.max_seconds` is
-    spent (`statistics.compare` says why that is allowed).
+    spent (`statistics.compare` says why that is allowed). Of a model alone, its median is looked at.
 
     Returns:
         One row for each of `runners` (model -> loaded engine), in their order.
@@ -127,10 +129,20 @@ def _sample(
         if wanted <= 0:
             return
         rounds.sample(wanted)
-        dense_RT, mod_RT = (rounds.samples_ms(kinds.index(kind)) for kind in ("dense", "mod"))
-        found = compare(dense_RT, mod_RT, options, looks=len(planned), seed=seed)
-        if rounds.done < look or settled(found, gate, options.precision):
+        if rounds.done < look or _settled(rounds, kinds, options, len(planned), gate=gate, seed=seed):
             return
+
+
+def _settled(
+    rounds: Rounds, kinds: Sequence[ModelKind], options: LatencyOptions, looks: int, *, gate: float | None, seed: int
+) -> bool:
+    """Whether the comparison is settled; of a model alone, whether its median is known to within `precision`."""
+    if len(kinds) == 1:
+        samples_ms = rounds.samples_ms(0).reshape(-1)
+        interval = quantile_interval(samples_ms, 0.5)
+        return interval is not None and interval[1] - interval[0] <= options.precision * float(np.median(samples_ms))
+    dense_RT, mod_RT = (rounds.samples_ms(kinds.index(kind)) for kind in ("dense", "mod"))
+    return settled(compare(dense_RT, mod_RT, options, looks=looks, seed=seed), gate, options.precision)
 
 
 def _same_conditions(runners: Mapping[ModelKind, Runner], setting: Setting) -> None:

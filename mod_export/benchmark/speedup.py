@@ -22,6 +22,12 @@ from mod_export.results.cost import CostRow, PartRow
 from mod_export.results.latency import LatencyRow, SpeedupRow
 from mod_export.types import Bucket, ModelKind, Setting, Site, pairs_of
 
+GIVE_A_BASELINE = (
+    "give a dense model with --baseline dense.pt, in Python with baseline=dense_module (of a factory that takes a "
+    "capacity, the same module with capacity=1.0)"
+)
+NOTHING_COMPARED = f"there is no dense baseline, so latency has no speed-up and no gate; {GIVE_A_BASELINE}"
+
 
 def gated_bucket(buckets: Sequence[Bucket]) -> Bucket:
     """The largest bucket, the one that the speed-up gate applies to: most tokens, then the longest sequence."""

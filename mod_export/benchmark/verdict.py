@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Collection, Sequence
 
 from mod_export.benchmark.speedup import gated_bucket
 from mod_export.results.latency import SpeedupRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.report import Verdict
 from mod_export.results.structure import CausalityRow, StructureRow
-from mod_export.types import Bucket, ModelKind, Setting
+from mod_export.types import KINDS, Bucket, ModelKind, Setting
 
 QUIETER = "take more samples (latency.max_samples, latency.max_seconds), or a quieter machine"
 
@@ -23,6 +22,7 @@ def judge(
     parity: Sequence[ParityRow] | None,
     speedup: Sequence[SpeedupRow] | None,
     min_speedup: float,
+    kinds: Collection[ModelKind] = KINDS,
     structure: Sequence[StructureRow] = (),
     causality: Sequence[CausalityRow] = (),
 ) -> Verdict:
@@ -31,10 +31,11 @@ def judge(
     Args:
         expected: the setting of every MoD engine that reads whole rows and can run here.
         buckets: all buckets of the build.
-        parity: the rows of both models of all of them, because a ratio to a dense baseline that computes something else
+        parity: the rows of all `kinds` of all of them, because a ratio to a dense baseline that computes something else
             would mean nothing; None when parity was not asked for.
         speedup: likewise.
         min_speedup: the gate of the configuration; 0 is no gate, and then no speed-up row is required.
+        kinds: the models of the build.
         structure: what was found in the files without running them.
         causality: whether logits depend on later tokens, and whether they may.
     """
@@ -46,7 +47,7 @@ def judge(
         )
         return Verdict(status="fail", reasons=(*reasons, nothing))
     if parity is not None:
-        for kind in get_args(ModelKind):
+        for kind in kinds:
             judged = {row.setting for row in parity}
             reasons += [
                 f"{setting}: parity of the {kind} engine was not checked"

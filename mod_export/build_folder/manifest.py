@@ -19,7 +19,7 @@ from mod_export.config import BuildConfig
 from mod_export.errors import BuildFolderError
 from mod_export.results.cost import CostRow, Work
 from mod_export.results.generation import StepBytes
-from mod_export.types import KINDS, Bucket, Engine, Graph, ModelKind, SiteKey, graph_of
+from mod_export.types import Bucket, Engine, Graph, ModelKind, SiteKey, graph_of
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -37,7 +37,7 @@ class _Facts(BaseModel):
 
 
 class ModelFacts(_Facts):
-    """One of the two models: where it came from, and what its reference is rebuilt from.
+    """The model or its dense baseline: where it came from, and what its reference is rebuilt from.
 
     Attributes:
         checkpoint_sha256: of the file, or of the folder's files.
@@ -79,6 +79,7 @@ class Manifest(_Facts):
 
     Attributes:
         command: that built it, as typed; None where nothing was typed.
+        models: `mod`, and `dense` if there is a dense baseline.
         buckets: of whole rows, ascending.
         weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor in the file's dtype.
         exporters: versions that an exported graph depends on.
@@ -142,7 +143,8 @@ def _contradictions(manifest: Manifest) -> list[str]:
     files, engines, graphs = manifest.files, manifest.engines, manifest.graphs
     listed = {*(graph.path for graph in graphs), *(path for engine in engines for path in engine.files)}
     listed |= {*manifest.weight_digests, *(facts.weights for facts in manifest.models.values())}
-    problems = [f"{kind} is not described" for kind in KINDS if kind not in manifest.models]
+    kinds = dict.fromkeys(["mod", *(graph.model for graph in graphs), *(engine.model for engine in engines)])
+    problems = [f"{kind} is not described" for kind in kinds if kind not in manifest.models]
     problems += [f"{path} is no file of it" for path in sorted(listed - files.keys())]
     problems += [
         f"{one.path} has no weights file" for one in engines if one.weights is None and one.path.endswith(".onnx")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "--baseline",
     metavar="MODEL",
     type=PATH,
-    help="A dense checkpoint, in place of the dense baseline that is derived from MODEL.",
+    help="A dense checkpoint to compare with; default: the dense baseline that is derived from MODEL, if it has one.",
 )
 @click.option("--capacity", metavar="C", type=float, help="Of every routed layer, in place of the checkpoint's own.")
 @target_option

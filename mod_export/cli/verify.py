@@ -55,7 +55,7 @@ def validate(
 @config_option
 @command
 def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbosity: int) -> int:
-    """Measure the latency of a build folder against its dense baseline again."""
+    """Measure the latency of a build folder again, against its dense baseline if it has one."""
     from rich.console import Console
 
     from mod_export.console import Progress
@@ -67,5 +67,5 @@ def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbos
     with Progress(Console(stderr=True), verbosity) as progress:
         progress.stage_started("bench")
         found = bench_folder(folder, config, targets)
-    click.echo(render_bench(found.rows(PairRow), found.verdict), nl=False)
+    click.echo(render_bench(found.rows(PairRow), found.verdict, found.not_compared), nl=False)
     return 0 if found.verdict.status == "pass" else GATE_FAILED

@@ -19,6 +19,7 @@ from mod_export.inspect.picture import check_matplotlib, render_png
 from mod_export.inspect.routed_text import lane_lines, routed_text
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import causality_text
+from mod_export.results.cost import CostRow
 from mod_export.sources.checkpoint import model_from_checkpoint
 from mod_export.sources.model import token_ids
 from mod_export.sources.protocol import DeclaredRouting, LayerCosts
@@ -128,22 +129,23 @@ def _folder(path: Path) -> str:
     manifest = open_folder(path)
     model = manifest.models["mod"]
     dense = {row.bucket: row.flops for row in manifest.cost if row.model == "dense"}
-    flops = [
-        [row.bucket, f"{row.flops:,}", f"{dense[row.bucket]:,}", f"{dense[row.bucket] / row.flops:.2f}x"]
-        for row in manifest.cost
-        if row.model == "mod"
-    ]
+    flops = [[row.bucket, f"{row.flops:,}", *_beside(row, dense)] for row in manifest.cost if row.model == "mod"]
     files = [[entry.sha256[:16], f"{entry.bytes:>12,}", name] for name, entry in manifest.files.items()]
     lines = [
         f"{path}  {model.name}  {model.architecture}  every file is as it was built",
         "",
         *_spec_lines(model.spec),
         "",
-        *table_lines(["bucket", "FLOPs", "dense FLOPs", "ratio"], flops, numbers_from=1),
+        *table_lines(["bucket", "FLOPs", *(["dense FLOPs", "ratio"] if dense else [])], flops, numbers_from=1),
         "",
         *table_lines(["sha256", "bytes", "file"], files),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _beside(row: CostRow, dense: Mapping[str, int]) -> list[str]:
+    """The FLOPs of the dense baseline and their ratio; nothing where there is none."""
+    return [f"{dense[row.bucket]:,}", f"{dense[row.bucket] / row.flops:.2f}x"] if dense else []
 
 
 def _spec_lines(spec: Mapping[str, Any]) -> list[str]:

@@ -57,7 +57,7 @@ class Layers:
         buckets: ascending; the last one is the one that absolute numbers are given for.
         mod: bucket -> rows of the model itself.
         dense: bucket -> rows of its dense baseline, of the same names in the same order; None where no token skips a
-            block, so that the baseline would be the model itself.
+            block, so that the baseline would be the model itself, and where it has none.
     """
 
     buckets: tuple[Bucket, ...]
@@ -120,7 +120,7 @@ def layers_of(model: Model, buckets: Sequence[Bucket]) -> Layers:
     return Layers(
         buckets=tuple(sorted(buckets, key=lambda bucket: (bucket.batch * bucket.seq, bucket))),
         mod=costs(model.loaded),
-        dense=costs(model.of_kind("dense")) if model.routes_depth else None,
+        dense=costs(model.of_kind("dense")) if model.routes_depth and "dense" in model.kinds else None,
     )
 
 

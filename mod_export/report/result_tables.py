@@ -11,6 +11,7 @@ from mod_export.report.tables import Cell, Column, State, judged
 from mod_export.report.wording import (
     agreement_text,
     bytes_text,
+    ci_text,
     error_text,
     interval_text,
     ms_text,
@@ -19,7 +20,7 @@ from mod_export.report.wording import (
     share_text,
 )
 from mod_export.results.generation import DecodeRow
-from mod_export.results.latency import PrecisionRow, SpeedupRow, SpeedVerdict
+from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import ParityRow
 from mod_export.types import HasSetting, ModelKind
 
@@ -53,6 +54,16 @@ def _judged_speedup(row: Found) -> Cell:
 
 def _of_whole_texts(text: Callable[[SpeedupRow], Cell | str]) -> Callable[[Found], Cell | str]:
     return lambda row: text(row.speed) if isinstance(row.speed, SpeedupRow) else "-"
+
+
+def _of_model(text: Callable[[LatencyRow], str]) -> Callable[[Found], str]:
+    """What is shown of the latency of the model itself."""
+
+    def cell(row: Found) -> str:
+        latency = row.latency("mod")
+        return text(latency) if latency else "-"
+
+    return cell
 
 
 def _of_steps(text: Callable[[DecodeRow], Cell | str]) -> Callable[[Found], Cell | str]:
@@ -101,17 +112,23 @@ VERDICT: Column[Found] = Column("verdict", _verdict, number=False)
 PREDICTED: Column[Found] = Column("predicted (FLOPs)", _of_whole_texts(lambda row: ratio_text(row.predicted_flops)))
 EFFICIENCY: Column[Found] = Column("efficiency", _of_whole_texts(lambda row: f"{row.efficiency:.2f}"))
 
+AGREEMENT: Column[Found] = Column("routing agreement", lambda row: agreement_text(row.routing) if row.routing else "-")
+ERROR: Column[Found] = Column("max error", lambda row: error_text(row.error.max_abs) if row.error else "-")
+JUDGED: tuple[Column[Found], ...] = (*SETTING, OUTCOME, AGREEMENT, ERROR)
 WHOLE_TEXTS: tuple[Column[Found], ...] = (
-    *SETTING,
-    OUTCOME,
-    Column("routing agreement", lambda row: agreement_text(row.routing) if row.routing else "-"),
-    Column("max error", lambda row: error_text(row.error.max_abs) if row.error else "-"),
+    *JUDGED,
     *TIMES,
     Column("speed-up [95 %]", _judged_speedup),
     VERDICT,
     PREDICTED,
     EFFICIENCY,
 )
+ALONE: tuple[Column[Found], ...] = (
+    Column("ms [95 %]", _of_model(lambda row: f"{ms_text(row.p50_ms)} {ci_text(row.p50_ci95)}".rstrip())),
+    Column("p90 ms", _of_model(lambda row: ms_text(row.p90_ms))),
+    Column("p99 ms", _of_model(lambda row: ms_text(row.p99_ms))),
+)
+"""In place of TIMES and all that compares them, where there is no dense baseline."""
 COMPARED: tuple[Column[Found], ...] = (
     SPEEDUP,
     VERDICT,
@@ -138,6 +155,8 @@ PROMPTS_TIMED: tuple[Column[Found], ...] = (*TIMES, SPEEDUP, VERDICT)
 PROMPTS: tuple[Column[Found], ...] = (TARGET, PROMPT, DTYPE, OUTCOME, *PROMPTS_TIMED)
 STACKS = ((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11))
 """Which columns of WHOLE_TEXTS, and of SETTING and STEPS, stand on top of each other on a narrow terminal."""
+ALONE_STACKS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+"""Likewise of JUDGED and ALONE."""
 PROMPTS_STACKS = ((0, 1, 2), (3,), (4, 5), (6, 7))
 
 

@@ -12,7 +12,7 @@ from mod_export.results.generation import DecodeRow, FirstTokenRow, GenerationRe
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
 from mod_export.results.report import Artifact, BuildReport, Target
-from mod_export.types import Bucket, ModelKind, Role, Setting
+from mod_export.types import KINDS, Bucket, ModelKind, Role, Setting
 
 State = Literal["passed", "failed", "not run here", "portable"]
 Row = TypeVar("Row", bound=PairRow)
@@ -151,9 +151,9 @@ class Sampling:
 
 
 def samplings(report: BuildReport) -> tuple[Sampling, ...]:
-    """One for each model: it may be used only if no engine of it was seen to look ahead."""
+    """One for each model of the build: it may be used only if no engine of it was seen to look ahead."""
     found = []
-    for model in get_args(ModelKind):
+    for model in KINDS if report.not_compared is None else KINDS[:1]:
         rows = sorted((row for row in report.causality if row.model == model), key=lambda row: row.causal)
         probed = [row for row in rows if row.suffixes]
         found.append(

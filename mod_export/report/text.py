@@ -42,6 +42,8 @@ Parts = list[Table | Text]
 Row = TypeVar("Row")
 TIMED = 8
 """Columns of PRECISION that `bench` fills; the others judge."""
+NOT_COMPARED = "not compared: "
+"""What the reason stands behind."""
 
 
 def print_report(report: BuildReport, folder: str, file: IO[str] | None = None) -> None:
@@ -79,8 +81,13 @@ def _print(report: BuildReport, folder: str, console: Console, encoding: str) ->
         return [fitted_table(table_of(columns, rows), stacks, console, clean), Text()]
 
     if settings:
-        parts += fitted(shown.WHOLE_TEXTS, settings, shown.STACKS)
+        if report.not_compared is None:
+            parts += fitted(shown.WHOLE_TEXTS, settings, shown.STACKS)
+        else:
+            parts += fitted((*shown.JUDGED, *shown.ALONE), settings, shown.ALONE_STACKS)
         parts += [*_quiet(_conditions(report), clean), Text()]
+    if report.not_compared is not None:
+        parts += [Text(clean(f"{NOT_COMPARED}{report.not_compared}")), Text()]
     if report.precision:
         parts += [Text("Lower precision", "bold"), Text()]
         parts += fitted(shown.PRECISION, precisions(report), shown.PRECISION_STACKS)
@@ -110,15 +117,15 @@ def _conditions(report: BuildReport) -> list[str]:
         kinds = ", ".join(dict.fromkeys(kind for row in parity for kind in row.inputs))
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
         lines.append(
-            f"parity: against {references}, on inputs {kinds}; max error of a logit given the same routing, "
-            "the worse of MoD and dense"
+            f"parity: against {references}, on inputs {kinds}; max error of a logit given the same routing"
+            + (", the worse of MoD and dense" if report.not_compared is None else "")
         )
         found = gains(report)
         inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in found.by_input)
         differences = difference_text(found.routed - found.agreed, found.faults)
         lines += [f"routing agreement: {inputs}; {differences}"] if inputs else []
     if report.latency:
-        lines += _sampled(report.latency)
+        lines += _sampled(report.latency, "samples" if report.not_compared else "interleaved samples")
     gated = [row for row in report.speedup if row.gate is not None]
     if report.speedup:
         gate = f"; gate {gated[0].gate:.2f}x at {gated[0].bucket}" if gated else "; no gate on speed-up"
@@ -127,14 +134,14 @@ def _conditions(report: BuildReport) -> list[str]:
     return [*lines, *_reasons(report.speedup), *_disturbances(report.latency)]
 
 
-def _sampled(rows: Sequence[LatencyRow]) -> list[str]:
+def _sampled(rows: Sequence[LatencyRow], samples: str) -> list[str]:
     """On what each target ran, and how many samples were taken: sampling ends when a comparison is settled."""
     counts: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
     for row in rows:
         counts.setdefault((row.target, row.providers, row.threads), []).append(len(row.samples_ms))
     return [
         f"latency: {target} on {', '.join(providers)}, {threads_text(threads)}, "
-        f"{min(found):,}{f' to {max(found):,}' if max(found) > min(found) else ''} interleaved samples"
+        f"{min(found):,}{f' to {max(found):,}' if max(found) > min(found) else ''} {samples}"
         for (target, providers, threads), found in counts.items()
     ]
 
@@ -276,18 +283,24 @@ def render_validation(
     return _text([*lines_of(table_of(columns, parity)), "", *beside, "", *_outcome(verdict)])
 
 
-def render_bench(rows: Sequence[PairRow], verdict: Verdict) -> str:
-    """One line for each comparison of whole texts, reasons and disturbances, the verdict, and what else was timed."""
+def render_bench(rows: Sequence[PairRow], verdict: Verdict, not_compared: str | None = None) -> str:
+    """One line for each comparison of whole texts, reasons and disturbances, the verdict, and what else was timed.
+
+    `not_compared` says why there are no comparisons; then there is one line for each engine.
+    """
     whole, prompts, steps = (
-        [one for one in settings_of(rows, role) if one.speed] for role in ("forward", "prefill", "decode")
+        [one for one in settings_of(rows, role) if one.ms("mod") is not None]
+        for role in ("forward", "prefill", "decode")
     )
+    times = (*shown.TIMES, *shown.COMPARED) if not_compared is None else shown.ALONE
     remarks = [
+        *([] if not_compared is None else [f"{NOT_COMPARED}{not_compared}"]),
         *_reasons([row for row in rows if isinstance(row, SpeedupRow)]),
         *_disturbances([row for row in rows if isinstance(row, LatencyRow)]),
     ]
     narrow = [(row, None) for row in rows if isinstance(row, PrecisionRow)]
     lines = [
-        *lines_of(table_of((*shown.SETTING, *shown.TIMES, *shown.COMPARED), whole)),
+        *lines_of(table_of((*shown.SETTING, *times), whole)),
         "",
         *remarks,
         *([""] if remarks else []),

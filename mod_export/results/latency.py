@@ -30,7 +30,7 @@ class LatencyRow(EngineRow):
     """The latency of one model in one setting, with the conditions that it holds for.
 
     The models of a setting are interleaved: every round has two samples of each, so samples 2 r and 2 r + 1 of both
-    models are round r.
+    models are round r. A model without a dense baseline is sampled alone, likewise two samples in a round.
     """
 
     providers: tuple[str, ...]

@@ -107,6 +107,8 @@ class BuildReport(Result):
     """Of every routed layer, where it was given in place of the checkpoint's own (`--capacity`)."""
     verdict: Verdict
     """The outcome of all gates."""
+    not_compared: str | None = None
+    """Why there is no speed-up, and how to get one; null where the build has a dense baseline."""
     model: ReportedModel
     """What was built."""
     environment: dict[str, JsonValue]
@@ -122,9 +124,9 @@ class BuildReport(Result):
     parity: tuple[ParityRow, ...]
     """Of every engine that ran here, in every role, and of every graph that no engine stands for."""
     latency: tuple[LatencyRow, ...]
-    """Two rows, MoD and dense, for each setting that ran here."""
+    """Two rows, MoD and dense, for each setting that ran here; one where there is no dense baseline."""
     speedup: tuple[SpeedupRow, ...]
-    """One for each setting that ran here."""
+    """One for each setting that ran here; none where there is no dense baseline."""
     cost: tuple[CostRow, ...]
     """Of every portable graph."""
     precision: tuple[PrecisionRow, ...] = ()

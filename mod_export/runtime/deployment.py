@@ -66,7 +66,9 @@ def served_engines(
     what = f"engine{' that writes text' if texts else ''}"
     engines = [one for one in manifest.engines if one.model == model and (one.role != "forward") == texts]
     if not engines:
-        raise UsageError(f"{folder}: holds no {what} of model {model!r}; expected 'mod' or 'dense'")
+        raise UsageError(
+            f"{folder}: holds no {what} of model {model!r}; expected {' or '.join(map(repr, manifest.models))}"
+        )
     here = runnable_engines(folder, engines, [target] if target else [], texts=texts)
     wanted = [one for one in here if one.target == here[0].target and dtype in (None, one.dtype)]
     if not wanted:

@@ -20,7 +20,7 @@ from mod_export.sources.protocol import (
     SampledInputs,
     TokenIds,
 )
-from mod_export.types import PRIMARY, TOKEN_INPUTS, Bucket, ModelKind, Outputs
+from mod_export.types import KINDS, PRIMARY, TOKEN_INPUTS, Bucket, ModelKind, Outputs
 
 if TYPE_CHECKING:
     import torch
@@ -48,16 +48,16 @@ class Model:
         """Of the source code of that package, because graphs depend on it."""
         return source_digest(self.package)
 
-    def of_kind(self, kind: ModelKind) -> ExportableModel:
-        """The model itself for `mod`, its dense baseline for `dense`.
+    @property
+    def kinds(self) -> tuple[ModelKind, ...]:
+        """`mod`, and `dense` if it has a dense baseline of its own."""
+        return KINDS if isinstance(self.loaded, DenseBaseline) else ("mod",)
 
-        Raises:
-            CheckpointError: it has no dense baseline of its own.
-        """
+    def of_kind(self, kind: ModelKind) -> ExportableModel:
+        """The model itself for `mod`, its dense baseline for `dense`; one of `kinds`."""
         if kind == "mod":
             return self.loaded
-        if not isinstance(self.loaded, DenseBaseline):
-            raise CheckpointError(f"{self.name}: has no dense baseline of its own; name a checkpoint with --baseline")
+        assert isinstance(self.loaded, DenseBaseline), f"{self.name}: the caller asks `kinds` first"
         return self.loaded.dense()
 
     @property

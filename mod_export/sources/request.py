@@ -71,9 +71,7 @@ class Request:
             baseline, _ = self._one(self.baseline, buckets, model)
         return model, baseline
 
-    def _one(
-        self, sources: Sequence[str], buckets: Sequence[Bucket], like: Model | None
-    ) -> tuple[Model, Model | None]:
+    def _one(self, sources: Sequence[str], buckets: Sequence[Bucket], like: Model | None) -> tuple[Model, Model | None]:
         # Capacity and samples are those of the model that is built; its baseline is `like` it.
         way, capacity = way_of(sources), self.capacity if like is None else None
         if way == "checkpoint":

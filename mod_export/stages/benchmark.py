@@ -1,5 +1,5 @@
-"""Stages benchmark and profile: time against the dense baseline for every role, of narrower dtypes against float32, and
-of each part of a model against what the cost model expects.
+"""Stages benchmark and profile: time against the dense baseline for every role, or alone where there is none; of
+narrower dtypes against float32; and of each part of a model against what the cost model expects.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.benchmark.decoding import measure_prompts, measure_steps
-from mod_export.benchmark.latency import measure_pair, measure_precision, precision_pairs
+from mod_export.benchmark.latency import measure_latency, measure_precision, precision_pairs
 from mod_export.benchmark.profile import Profiled, can_profile, part_rows, profile_engine, rooflines_of
 from mod_export.benchmark.roofline import cached_roofline
 from mod_export.benchmark.speedup import gate_of
@@ -20,16 +20,19 @@ from mod_export.results.cost import Work
 from mod_export.results.generation import DecodeRow, FirstTokenRow
 from mod_export.results.latency import LatencyRow, PrecisionRow
 from mod_export.stages.context import Context
-from mod_export.types import Engine, ModelKind, Role, Setting, pairs_of
+from mod_export.types import Engine, ModelKind, Role, Setting, by_setting, pairs_of
 
 Pair = Mapping[ModelKind, Engine]
 
 
 def benchmark(context: Context) -> None:
-    """Time of model and dense baseline, interleaved, for every setting that runs here."""
+    """Time of model and dense baseline, interleaved, for every setting that runs here. Engines that read whole rows and
+    have no dense baseline are timed alone.
+    """
     for role, measure in BENCHMARKS.items():
-        for setting, pair in pairs_of(context.runnable(role)).items():
-            measure(context, setting, pair)
+        grouped = by_setting if role == "forward" else pairs_of
+        for setting, engines in grouped(context.runnable(role)).items():
+            measure(context, setting, engines)
     for narrow, wide in precision_pairs(context.runnable("forward")):
         _precision(context, narrow, wide)
 
@@ -47,7 +50,7 @@ def _inputs(context: Context, engines: Sequence[Engine], **others: Any) -> dict[
     return {**context.conditions(engines), "seed": context.config.seed, **others}
 
 
-def _rows(context: Context, setting: Setting, pair: Pair) -> None:
+def _rows(context: Context, setting: Setting, engines: Mapping[ModelKind, Engine]) -> None:
     # Sampling goes on until the gate is settled: another gate may need more samples.
     options = context.config.latency
     gate = gate_of(setting.bucket, context.buckets, options.min_speedup)
@@ -55,8 +58,8 @@ def _rows(context: Context, setting: Setting, pair: Pair) -> None:
     context.measure(
         LatencyRow,
         f"latency/{setting.target}/{setting.bucket.name}-{setting.dtype}",
-        _inputs(context, list(pair.values()), latency=latency, gate=gate),
-        lambda: measure_pair(context.root, pair, context.feeds(setting.bucket), context.config, gate),
+        _inputs(context, list(engines.values()), latency=latency, gate=gate),
+        lambda: measure_latency(context.root, engines, context.feeds(setting.bucket), context.config, gate),
     )
 
 

@@ -28,7 +28,6 @@ from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.sources.model import output_names, sample_of, token_ids, tokens_sample
 from mod_export.sources.protocol import ExportableModel, GeneratingModel, TokenIds
 from mod_export.types import (
-    KINDS,
     Availability,
     Bucket,
     DType,
@@ -145,7 +144,7 @@ class Context:
     Attributes:
         config: the resolved configuration.
         models: the MoD model and its dense baseline.
-        facts: of both, as the manifest has them.
+        facts: of the model, and of its dense baseline if it has one, as the manifest has them.
         generation: what writing text needs, or the reason why the folder cannot.
         buckets: of whole rows, ascending.
         targets: that are run; all if empty.
@@ -302,7 +301,7 @@ class BuildContext(Context):
             workspace,
             plan.config,
             Models(plan.loaded.__getitem__, plan.generating, plan.config),
-            {kind: _facts(plan, kind) for kind in KINDS},
+            {kind: _facts(plan, kind) for kind in plan.loaded},
             plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
             plan.buckets,
             announce,

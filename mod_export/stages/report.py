@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mod_export.benchmark.cost import flops_of
-from mod_export.benchmark.speedup import speedup_rows
+from mod_export.benchmark.speedup import NOTHING_COMPARED, speedup_rows
 from mod_export.benchmark.verdict import judge
 from mod_export.build_folder.manifest import TOKENIZER, Manifest
 from mod_export.environment import EXPORTERS, versions
@@ -21,7 +21,7 @@ from mod_export.stages.context import BuildContext, Context
 
 
 def compare_with_baseline(context: Context) -> None:
-    """The speed-up of every setting that was timed: measured, predicted, and explained."""
+    """The speed-up of every setting that was timed with its dense baseline: measured, predicted, and explained."""
     k_by_layer = {
         graph.bucket: graph.k_by_layer
         for graph in context.graphs
@@ -53,9 +53,15 @@ def verdict_of(context: Context, *, parity: bool = True, speedup: bool = True) -
         parity=context.rows(ParityRow) if parity else None,
         speedup=context.rows(SpeedupRow) if speedup else None,
         min_speedup=context.config.latency.min_speedup if speedup else 0,
+        kinds=list(context.facts),
         structure=context.rows(StructureRow),
         causality=context.rows(CausalityRow),
     )
+
+
+def not_compared(context: Context) -> str | None:
+    """That there is no speed-up and how to get one; None where there is a dense baseline."""
+    return None if "dense" in context.facts else NOTHING_COMPARED
 
 
 def write_report(context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
@@ -81,6 +87,7 @@ def _report(context: BuildContext, stages: Sequence[Stage], command: str, capaci
         command=command,
         capacity=capacity,
         verdict=verdict_of(context),
+        not_compared=not_compared(context),
         model=ReportedModel(
             name=model.name,
             architecture=model.architecture,

@@ -96,9 +96,10 @@ def _against_checkpoint(context: FolderContext) -> Iterator[StructureRow]:
     """
     # The model comes last: where both share a file, the dense baseline's tensors are a part of its own.
     built_from = context.facts["mod"].checkpoint_sha256
-    own = [kind for kind in reversed(KINDS) if context.facts[kind].checkpoint_sha256 == built_from]
-    kinds = {context.weights_path(kind, dtype): (kind, dtype) for kind in own for dtype in DTYPES}
-    for path, (kind, dtype) in kinds.items():
+    kinds = [kind for kind in reversed(KINDS) if kind in context.facts]
+    own = [kind for kind in kinds if context.facts[kind].checkpoint_sha256 == built_from]
+    files = {context.weights_path(kind, dtype): (kind, dtype) for kind in own for dtype in DTYPES}
+    for path, (kind, dtype) in files.items():
         if path in context.weight_digests:
             state = state_of(context.models.reference(kind).module)
             digests = digests_of_tensors(state, dtype, _quantized(context.root / path))

@@ -49,12 +49,16 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
     `here` says that the cells run on this machine, so that its targets decide.
 
     Raises:
-        CheckpointError: a model without routed layers.
+        CheckpointError: a model without routed layers, or without a dense baseline.
         ConfigError: values that are no numbers, or that the model cannot take, all of them at once.
         TargetError: an unknown target, or one that cannot be measured on this machine.
     """
     if not (model.routes_depth and isinstance(model.loaded, AdjustableCapacity)):
         raise CheckpointError(f"{model.name}: no layer is routed by a capacity that could be swept")
+    if "dense" not in model.kinds:
+        raise CheckpointError(
+            f"{model.name}: has no dense baseline of its own, beside which every cell of a sweep is timed"
+        )
     problems: list[str] = []
     capacities = _numbers("--capacity", axes.capacities, float, "a number above 0", problems)
     seqs = _numbers("--seq", axes.seqs, int, "a whole number of at least 1", problems)

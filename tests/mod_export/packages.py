@@ -1,4 +1,4 @@
-"""Packages that tests install: each registers an architecture."""
+"""Packages that tests install, each of which registers an architecture, and a model as such a package may have it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from mod_models.architecture import LoadedTransformer
+
+
+class WithoutBaseline(LoadedTransformer):
+    """A model with every capability but `DenseBaseline`: None says that it is absent."""
+
+    dense = None
 
 
 def register(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: str, code: str | None) -> None:

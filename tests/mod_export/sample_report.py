@@ -172,6 +172,20 @@ def failed_report(report: BuildReport) -> BuildReport:
     )
 
 
+NO_BASELINE = "there is no dense baseline; give one with --baseline dense.pt"
+
+
+@pytest.fixture(scope="session")
+def alone_report(report: BuildReport) -> BuildReport:
+    """The same build without a dense baseline."""
+    tables = ("artifacts", "parity", "causality", "latency", "cost", "parts")
+    own = {name: tuple(row for row in getattr(report, name) if row.model != "dense") for name in tables}
+    structure = tuple(row for row in report.structure if "dense" not in row.path)
+    own["parity"] = tuple(row for row in own["parity"] if row.role == "forward")
+    generation = GenerationReport(reason="there is no dense baseline")
+    return changed(report, **own, structure=structure, speedup=(), generation=generation, not_compared=NO_BASELINE)
+
+
 def _faulty(row: ParityRow, reason: str) -> ParityRow:
     layers, by_input = list(row.routing.layers), list(row.routing.by_input)
     layers[2] = changed(layers[2], agreed=253, near_ties=1, faults=2, worst_flip=0.031)

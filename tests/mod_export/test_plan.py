@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packages import WithoutBaseline
 
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
@@ -93,6 +94,21 @@ def test_why_nothing_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_
         plan = make_plan(model_of(replace(tiny_spec, routing=routing)), None, generating(config, **fields), tmp_path)
         assert isinstance(plan.generation, str)
         assert plan.generation.startswith(reason)
+
+
+def test_without_a_baseline_nothing_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(replace(tiny_spec, routing=WRITES), 0)
+    alone: Any = WithoutBaseline(checkpoint)
+    model = replace(model_with(checkpoint), loaded=alone)
+    plan = make_plan(model, None, config, tmp_path)
+    assert (list(plan.loaded), {graph.model for graph in plan.graphs}) == (["mod"], {"mod"})
+    reason = "there is no dense baseline beside which to time it; give a dense model with --baseline dense.pt"
+    assert isinstance(plan.generation, str)
+    assert plan.generation.startswith(reason)
+    with pytest.raises(ConfigError, match=f"generation.build: always, but this model .*: {reason}"):
+        make_plan(model, None, generating(config, build="always"), tmp_path)
+    baseline = model_of(checkpoint.spec.dense(), "base")
+    assert isinstance(make_plan(model, baseline, config, tmp_path).generation, GenerationPlan)
 
 
 @pytest.mark.skipif(not ENGINES["tensorrt-rtx"].availability().builds, reason="needs TensorRT-RTX")

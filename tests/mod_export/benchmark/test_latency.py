@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort  # noqa: TID253 - a test may load what it tests on.
 import pytest
 
-from mod_export.benchmark.latency import latency_rows, measure_pair, measure_precision, precision_pairs
+from mod_export.benchmark.latency import latency_rows, measure_latency, measure_precision, precision_pairs
 from mod_export.benchmark.statistics import quantile_interval
 from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig, LatencyOptions
@@ -21,7 +21,7 @@ from mod_export.engines.protocol import Runner
 from mod_export.errors import EngineError
 from mod_export.results.latency import LatencyRow
 from mod_export.sources.model import tokens_sample
-from mod_export.types import KINDS, Bucket, Engine, ModelKind, Setting, pairs_of
+from mod_export.types import KINDS, Bucket, Engine, ModelKind, Setting, by_setting, pairs_of
 
 FEEDS = {"x": np.ones((2, 4), np.float32), "lengths": np.array([4], np.int64)}
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(1, 4))
@@ -116,6 +116,24 @@ def test_sampling_ends_when_the_comparison_is_settled(kind: str, fields: dict[st
     assert count in samples
 
 
+@pytest.mark.parametrize(
+    ("alone", "fields", "samples"),
+    [
+        (sleeping(2), {"max_samples": 128, "precision": 0.5}, {8, 16}),
+        (sleeping(1, 8), {"max_samples": 32, "precision": 0.01}, {32}),
+        (sleeping(1, 8), {"max_samples": 100_000, "max_seconds": 0.0, "precision": 0.01}, {8}),
+    ],
+    ids=["known", "not known well enough", "time budget"],
+)
+def test_alone_sampling_ends_when_the_median_is_known(
+    alone: Session, fields: dict[str, Any], samples: set[int]
+) -> None:
+    (row,) = rows_of({"mod": alone}, **fields)
+    assert len(row.samples_ms) in samples
+    assert (row.model, row.p50_ms) == ("mod", np.median(row.samples_ms))
+    assert row.p50_ci95 == quantile_interval(np.array(row.samples_ms), 0.5)
+
+
 def test_a_warm_up_that_does_not_settle_drift_and_outliers_are_said() -> None:
     def late(number: int) -> None:
         time.sleep(0.0005 if number < 30 else 0.002)
@@ -155,6 +173,9 @@ def test_which_engines_are_compared() -> None:
         replace(dense, target="inductor"), replace(dense, bucket=Bucket(2, 64)), replace(dense, dtype="float16"), mod,
     ]  # fmt: skip
     assert pairs_of([mod, *unlike]) == {}
+    assert by_setting([dense, mod]) == pairs_of([dense, mod])
+    assert by_setting([mod, *unlike]) == {mod.setting: {"mod": mod}}
+    assert by_setting([dense]) == {}
     # Of every other dtype the float32 counterpart; another GPU's is none.
     narrow = [replace(one, dtype="int8") for one in (mod, dense)]
     assert precision_pairs([mod, dense, *narrow]) == list(zip(narrow, (mod, dense), strict=True))
@@ -165,13 +186,15 @@ def test_which_engines_are_compared() -> None:
 def test_engines_of_a_folder_are_measured(built: Path, built_copy: Path, config: BuildConfig) -> None:
     engines = next(iter(pairs_of(open_folder(built, verify=False).engines).values()))
     feeds = tokens_sample(256, engines["mod"].bucket, 0)
-    rows = measure_pair(built, engines, feeds, config)
+    rows = measure_latency(built, engines, feeds, config)
     assert [row.setting for row in rows] == [engines["mod"].setting, engines["dense"].setting]
     for row in rows:
         # Whole blocks of four rounds with two samples each.
         assert (row.threads, len(row.samples_ms), row.providers) == (1, 8, ("CPUExecutionProvider",))
         assert row.warmup >= 2
         assert min(row.samples_ms) > 0
+    (alone,) = measure_latency(built, {"mod": engines["mod"]}, feeds, config)
+    assert (alone.setting, len(alone.samples_ms)) == (engines["mod"].setting, 8)
     # An engine beside itself is as large and as fast.
     wide = engines["mod"]
     narrow = measure_precision(built, replace(wide, dtype="int8"), wide, feeds, config)
@@ -183,4 +206,4 @@ def test_engines_of_a_folder_are_measured(built: Path, built_copy: Path, config:
 
     (built_copy / engines["dense"].path).write_bytes(b"nonsense")
     with pytest.raises(EngineError, match=r"dense-b1s64-float32\.onnx: ONNX Runtime refuses this graph"):
-        measure_pair(built_copy, engines, feeds, config)
+        measure_latency(built_copy, engines, feeds, config)

@@ -115,6 +115,15 @@ def test_what_was_expected_and_is_missing_is_a_reason() -> None:
     )
 
 
+def test_without_a_baseline_only_the_model_itself_is_expected() -> None:
+    own = [row for row in PARITY if row.model == "mod"]
+    judged: dict[str, Any] = {"speedup": [], "min_speedup": 0.0, "kinds": ["mod"]}
+    assert judge(SETTINGS, [SMALL, LARGE], parity=own, **judged).status == "pass"
+    assert judge(SETTINGS, [SMALL, LARGE], parity=own[:1], **judged).reasons == (
+        "ort-cpu b1s512 float32: parity of the mod engine was not checked",
+    )
+
+
 def test_what_was_not_asked_for_is_not_missed() -> None:
     assert verdict() == Verdict(status="pass", reasons=())
     for parity in (None, PARITY):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from packages import WithoutBaseline
 
 from mod_export.inspect.layers import (
     Costs,
@@ -55,6 +58,14 @@ def test_routed_layers_are_held_against_the_dense_baseline(layers: Callable[[str
     own, dense = (flops_of(costs.rows[2]) for costs in (found.own, found.baseline))
     assert share_of(found, largest, 2) == f"{100 * own / dense:.1f} %"
     assert share_of(found, largest, 0) == "-", "an embedding multiplies nothing"
+
+
+def test_a_model_without_a_baseline_is_shown_alone(loaded: Callable[[str], Model]) -> None:
+    routed: Any = loaded("routed")
+    alone: Any = WithoutBaseline(routed.loaded.checkpoint)
+    found = layers_of(dataclasses.replace(routed, loaded=alone), [Bucket(1, 128)])
+    assert found.dense is None
+    assert not any("dense" in line for line in layer_lines(found))
 
 
 def test_buckets_of_one_length_have_one_column_of_k(loaded: Callable[[str], Model]) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sample_report import failed_report, report
+from sample_report import alone_report, failed_report, report
 
-__all__ = ["failed_report", "report"]
+__all__ = ["alone_report", "failed_report", "report"]

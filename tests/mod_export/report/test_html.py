@@ -12,7 +12,7 @@ from html import unescape
 from typing import Any
 
 from report_pages import DRAWN, Page
-from sample_report import renamed
+from sample_report import NO_BASELINE, renamed
 from sample_rows import changed, precision_row
 
 from mod_export.report import render_html
@@ -24,6 +24,20 @@ from mod_export.results.report import BuildReport
 
 def words(html: str) -> str:
     return re.sub(r"\s+", " ", Page(html).text)
+
+
+def test_without_a_baseline_nothing_dense_is_shown(alone_report: BuildReport) -> None:
+    html = render_html(alone_report)
+    text = words(html)
+    assert "No speed-up is claimed: there is no dense baseline." in text
+    assert f"Speed-up over the dense baseline Not compared: {NO_BASELINE}." in text
+    medians = sorted(row.p50_ms for row in alone_report.latency)
+    assert f"Latency{medians[0]:.0f} to {medians[-1]:.0f} msmedians of the settings" in text
+    for absent in ("Dense baseline:", "against dense", "dense predicted", "contribution", "compared with its dense"):
+        assert absent not in text
+    assert "bar dense" not in html
+    told = words(render_html(changed(alone_report, latency=alone_report.latency[:1])))
+    assert f"Latency{alone_report.latency[0].p50_ms:.0f} msmedian Routing" in told
 
 
 def section(report: BuildReport, **fields: Any) -> str:

@@ -80,6 +80,14 @@ def test_one_engine_that_looks_ahead_speaks_for_its_model(report: BuildReport) -
     assert [item.causal for item in samplings(changed(report, causality=()))] == [None, None]
 
 
+def test_there_is_nothing_to_say_of_a_baseline_that_there_is_not(alone_report: BuildReport) -> None:
+    (mod,) = samplings(alone_report)
+    assert (mod.model, mod.causal) == ("mod", False)
+    found = [one for one in settings_of(alone_report, "forward") if one.latency("mod")]
+    assert len(found) == 4
+    assert {(one.speed, one.latency("dense")) for one in found} == {(None, None)}
+
+
 def test_what_is_deployed_is_the_model_and_not_its_dense_baseline(failed_report: BuildReport) -> None:
     found = deployments(failed_report)
     assert {item.artifact.model for item in found} == {"mod"}

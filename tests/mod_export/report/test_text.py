@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_report import renamed
+from sample_report import NO_BASELINE, renamed
 from sample_rows import causality_row, changed, parity_row, precision_row
 
 from mod_export.report import print_report, render_text
@@ -83,6 +83,22 @@ def test_a_failing_report_on_a_narrow_terminal(failed_report: BuildReport) -> No
     text = render_text(failed_report, "build/medium", width=80)
     assert text == (GOLDENS / "failed-80-columns.txt").read_text(encoding="utf-8")
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_without_a_baseline_latency_stands_alone(alone_report: BuildReport) -> None:
+    text = render_text(alone_report, "b")
+    head = next(one for one in text.splitlines() if one.startswith("target"))
+    assert cells(head)[3:] == ["parity", "routing agreement", "max error", "ms [95 %]", "p90 ms", "p99 ms"]
+    row = next(row for row in alone_report.latency if (row.target, row.bucket) == ("ort-cpu", "b1s512"))
+    assert row.p50_ci95 is not None
+    interval = f"{row.p50_ms:.0f} [{row.p50_ci95[0]:.0f}, {row.p50_ci95[1]:.0f}]"
+    assert cells(line(text, "ort-cpu   b1s512"))[6:] == [interval, f"{row.p90_ms:.0f}", f"{row.p99_ms:.0f}"]
+    assert "latency: ort-cpu on CPUExecutionProvider, 1 thread, 30 samples\n" in text
+    assert f"\n\nnot compared: {NO_BASELINE}\n\n" in text
+    assert text.count("dense") == 3  # In that line twice, and in why it writes no text.
+    assert "speed-up" not in text
+    narrow = render_text(alone_report, "b", width=60)
+    assert max(map(len, narrow.splitlines())) <= 60
 
 
 def test_a_report_without_results_is_still_a_report(report: BuildReport) -> None:
@@ -294,6 +310,16 @@ def test_bench_tells_of_steps_prompts_and_narrower_dtypes(report: BuildReport) -
     ]  # fmt: skip
     assert tables["lower precision"][0][-2:] == ["2.00x [1.90, 2.10]", "faster"]
     assert render_bench([], PASSED).splitlines()[-1] == "PASS"
+
+
+def test_bench_without_a_baseline_has_one_line_for_each_engine(alone_report: BuildReport) -> None:
+    rows = [*alone_report.latency, *alone_report.parts]
+    table, remarks, verdict = render_bench(rows, PASSED, NO_BASELINE).split("\n\n")
+    head, _, *lines = map(cells, table.splitlines())
+    assert head == ["target", "bucket", "dtype", "ms [95 %]", "p90 ms", "p99 ms"]
+    assert [found[:2] for found in lines] == [[row.target, row.bucket] for row in alone_report.latency]
+    assert remarks == f"not compared: {NO_BASELINE}"
+    assert verdict == "PASS\n"
 
 
 def test_bench_says_what_failed_and_why(failed_report: BuildReport) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from build_folders import Silent
-from command_line import FEW_SAMPLES
+from command_line import invoke, refused, toml_file
 from packages import register
 
+from mod_export import load
 from mod_export.build_folder.manifest import open_folder
 from mod_export.config import config_from_toml
 from mod_export.errors import CheckpointError, ConfigError, GraphError, UsageError
@@ -21,10 +24,21 @@ from mod_export.results.structure import StructureRow
 from mod_export.sources.checkpoint import model_from_checkpoint
 from mod_export.sweep.grid import Axes, cells_of
 
-TOML = f"""
+TOML = """
 buckets = [[1, 32]]
 targets = ["ort-cpu"]
-{FEW_SAMPLES}"""
+[latency]
+samples = 8
+max_samples = 8
+warmup = 1
+bootstrap = 100
+"""
+"""With the default gate on speed-up."""
+NO_GATE = "min_speedup = 0.0\n"
+NO_BASELINE = (
+    "there is no dense baseline, so latency has no speed-up and no gate; give a dense model with --baseline dense.pt, "
+    "in Python with baseline=dense_module (of a factory that takes a capacity, the same module with capacity=1.0)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,26 +48,96 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed(folder: Path) -> object:
-    """The architecture as a package of its own, and two checkpoints of it: `mod` and `dense`."""
+    """The architecture as a package of its own, and checkpoints: `mod`, `dense`, and `full`, which selects all."""
     with pytest.MonkeyPatch.context() as patch:
         code = (Path(__file__).parent / "plain_mod.py").read_text(encoding="utf-8")
         register(patch, folder, "plain_mod", "plain_mod", code)
         import plain_mod
 
-        for name, k in (("mod", 4), ("dense", None)):
+        for name, k in (("mod", 4), ("dense", None), ("full", 32)):
             plain_mod.ARCHITECTURE.random({"k": k}, 0, folder / f"{name}.pt")
         yield
     sys.modules.pop("plain_mod", None)
 
 
-def build_plain(folder: Path, root: Path, baseline: Path | None) -> BuildReport:
-    (folder / "plain.toml").write_text(TOML, encoding="utf-8")
-    config = config_from_toml(folder / "plain.toml")
+def build_plain(folder: Path, root: Path, baseline: Path | None, more: str = "") -> BuildReport:
+    config = config_from_toml(toml_file(folder, TOML + more))
     return build(folder / "mod.pt", config, root, baseline, Silent(), "mod-export build mod.pt")
 
 
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> tuple[Path, BuildReport]:
+    """Its build without a baseline, to be read only, and its report."""
+    return folder / "alone", build_plain(folder, folder / "alone", None)
+
+
+def test_without_a_baseline_it_is_judged_and_timed(alone: tuple[Path, BuildReport]) -> None:
+    """Nothing of a dense model is built, and the default gate on speed-up does not fail the build."""
+    root, report = alone
+    assert (report.verdict.status, report.verdict.reasons) == ("pass", ())
+    assert report.not_compared == NO_BASELINE
+    manifest = open_folder(root)
+    assert list(manifest.models) == ["mod"]
+    assert not [path for path in manifest.files if "dense" in path]
+    made = [*manifest.graphs, *manifest.engines, *report.parity, *report.causality, *report.cost, *report.parts]
+    assert {one.model for one in made} == {"mod"}
+    assert [row.artifact for row in report.parity if row.passed] == [row.artifact for row in report.parity]
+    (timed,) = report.latency
+    assert (timed.target, timed.bucket, len(timed.samples_ms)) == ("ort-cpu", "b1s32", 8)
+    assert timed.p50_ms > 0
+    assert report.speedup == ()
+    with load(root) as deployment:
+        assert deployment.run(np.zeros((1, 32), np.int64)).shape == (1, 32, 32)
+    with pytest.raises(UsageError, match=r"alone: holds no engine of model 'dense'; expected 'mod'$"):
+        load(root, model="dense")
+
+
+def test_the_folder_is_validated_timed_inspected_and_shown(alone: tuple[Path, BuildReport]) -> None:
+    root, _ = alone
+    validated, timed, inspected, shown = (invoke(name, root) for name in ("validate", "bench", "inspect", "report"))
+    assert {found.exit_code for found in (validated, timed, inspected, shown)} == {0}, validated.output + timed.output
+    assert validated.stdout.endswith("PASS\n")
+    head, _, line, blank, remark, *_ = timed.stdout.splitlines()
+    assert head.split("  ")[-3:] == ["ms [95 %]", "p90 ms", "p99 ms"]
+    assert line.startswith("ort-cpu  b1s32   float32  ")
+    assert (blank, remark) == ("", f"not compared: {NO_BASELINE}")
+    assert timed.stdout.endswith("PASS\n")
+    assert "bucket   FLOPs\n--------------\nb1s32   41,984\n" in inspected.stdout
+    assert f"not compared: {NO_BASELINE}\n" in shown.stdout
+    assert all("dense" not in line for line in shown.stdout.splitlines() if "not compared" not in line)
+
+
+def test_a_speed_up_that_nothing_could_show_is_not_promised(
+    folder: Path, tmp_path: Path, alone: tuple[Path, BuildReport]
+) -> None:
+    root, _ = alone
+    message = (
+        "latency.min_speedup: a speed-up of 1.3 is demanded, and there is no dense baseline that it could be shown "
+        f"over; {NO_BASELINE.partition('; ')[2]}, or set min_speedup = 0"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_plain(folder, tmp_path / "built", None, "min_speedup = 1.3\n")
+    assert not (tmp_path / "built").exists()
+    demanding = toml_file(tmp_path, TOML + "min_speedup = 1.3\n")
+    refused(invoke("bench", root, "-c", demanding), re.escape(message))
+    # What asks for no time promises none.
+    assert validate_folder(root, config_from_toml(demanding), ()).verdict.status == "pass"
+
+
+@pytest.mark.parametrize("name", ["dense", "full"])
+def test_with_a_baseline_it_is_compared(folder: Path, tmp_path: Path, name: str) -> None:
+    """A baseline of its own, or the same module where every token is selected."""
+    report = build_plain(folder, tmp_path / "built", folder / f"{name}.pt", NO_GATE)
+    assert report.verdict.reasons == ()
+    assert report.not_compared is None
+    (row,) = report.speedup
+    assert row.predicted_flops > 1
+    routed, dense = (graph.k_by_layer for graph in open_folder(tmp_path / "built").graphs if graph.target is None)
+    assert (routed, dense) == ({"block": 4}, {"block": 32} if name == "full" else {})
+
+
 def test_it_is_built_judged_and_validated_again(folder: Path, tmp_path: Path) -> None:
-    report = build_plain(folder, tmp_path / "built", folder / "dense.pt")
+    report = build_plain(folder, tmp_path / "built", folder / "dense.pt", NO_GATE)
     assert report.verdict.reasons == ()
     routed, dense = (graph.k_by_layer for graph in open_folder(tmp_path / "built").graphs if graph.target is None)
     assert (routed, dense) == ({"block": 4}, {})
@@ -68,8 +152,6 @@ def test_it_is_built_judged_and_validated_again(folder: Path, tmp_path: Path) ->
 
 
 def test_what_it_cannot_do_is_said(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"mod: has no dense baseline of its own; name a checkpoint with --base"):
-        build_plain(folder, tmp_path / "built", None)
     model = model_from_checkpoint(folder / "mod.pt")
     with pytest.raises(ConfigError, match=r"capacity 8: that of mod cannot be changed without training"):
         model.with_capacity(8)
@@ -81,5 +163,6 @@ def test_what_it_cannot_do_is_said(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_baseline_that_selects_tokens_is_no_baseline(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match=r"dense-b1s32\.onnx: the baseline selects tokens at block; it must not"):
+    message = r"dense-b1s32\.onnx: in the baseline block selects 4 of 32 tokens; all must run"
+    with pytest.raises(GraphError, match=message):
         build_plain(folder, tmp_path / "built", folder / "mod.pt")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packages import WithoutBaseline
 
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
@@ -95,6 +97,13 @@ def test_a_dense_model_has_no_capacity(tiny_spec: ModelSpec, tmp_path: Path, con
         cells_of(dense, config, Axes(), here=True)
     with pytest.raises(ConfigError, match=r"capacity 0\.5: spec\.routing: null, so there is no routed layer"):
         dense.with_capacity(0.5)
+
+
+def test_a_model_without_a_dense_baseline(tiny_spec: ModelSpec, model: Model, config: BuildConfig) -> None:
+    loaded: Any = WithoutBaseline(random_checkpoint(tiny_spec, 0))
+    alone = dataclasses.replace(model, loaded=loaded)
+    with pytest.raises(CheckpointError, match="tiny: has no dense baseline of its own, beside which every cell of a"):
+        cells_of(alone, config, Axes(), here=True)
 
 
 def test_targets_that_cannot_be_measured_here(model: Model, config: BuildConfig) -> None:
