@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from mod_export.errors import ModExportError
 from mod_export.plan import make_plan
 from mod_export.results.report import BuildReport, Stage
 from mod_export.sources.model import Model
+from mod_export.sources.program_files import program_files, write_graphs
+from mod_export.sources.programs import ProgramModel
 from mod_export.stages.benchmark import benchmark, count_work, profile
 from mod_export.stages.context import BuildContext
 from mod_export.stages.engines import build_engines
@@ -102,8 +105,15 @@ def _keep_tokenizer(context: BuildContext) -> None:
 def _keep_programs(context: BuildContext) -> None:
     """What a reference is rebuilt from where a model is no registered architecture."""
     for kind, loaded in context.plan.loaded.items():
-        if isinstance(loaded, SampledInputs):
-            keep_programs(context, kind)
+        if isinstance(loaded, ProgramModel):
+            make = partial(write_graphs, loaded, kind)
+            # Files lie in the folder that is made for them as they will in the build folder.
+            context.step(
+                f"programs/{kind}",
+                context.identity(kind),
+                program_files(kind, loaded.buckets),
+                lambda paths, make=make: make(paths[0].parent.parent),
+            )
 
 
 @contextlib.contextmanager

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, config_option, target_option
+from mod_export.sources.request import Request
+from mod_export.types import Bucket
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
 
+SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
+
+
+class _Shapes(click.ParamType):
+    """1x128,1x512: rows x tokens."""
+
+    name = "shapes"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[int, int], ...]:
+        found = [SHAPE.fullmatch(part) for part in str(value).split(",")]
+        if not all(found):
+            self.fail(f"{value!r}: expected rows x tokens, such as 1x128,1x512", param, ctx)
+        return tuple((int(one[1]), int(one[2])) for one in found if one is not None)
+
 
 @click.command()
-@click.argument("model", type=PATH)
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @config_option
 @click.option("-o", "--out", metavar="DIR", type=PATH, help="Build folder; default build/NAME.")
 @click.option(
     "--baseline",
     metavar="MODEL",
-    type=PATH,
-    help="A dense checkpoint to compare with; default: the dense baseline that is derived from MODEL, if it has one.",
+    multiple=True,
+    help="A dense model to compare with, in place of the dense baseline that is derived from MODEL, if it can be; "
+    "several .pt2 of one dense model are given one by one.",
 )
-@click.option("--capacity", metavar="C", type=float, help="Of every routed layer, in place of the checkpoint's own.")
+@click.option(
+    "--buckets", metavar="BxS,...", type=_Shapes(), help="Shapes, rows x tokens, in place of the configuration's."
+)
+@click.option("--samples", metavar="FILE", type=PATH, help="A safetensors file of inputs for a .pt2, by name.")
+@click.option("--capacity", metavar="C", type=float, help="Of every routed layer, in place of the model's own.")
 @target_option
 @click.option(
     "--max-memory", metavar="SIZE", help="Memory that the build may use, such as 12GiB; default: what is free."
@@ -39,10 +63,12 @@ if TYPE_CHECKING:
 )
 @command
 def build(
-    model: Path,
+    models: tuple[str, ...],
     config_file: Path | None,
     out: Path | None,
-    baseline: Path | None,
+    baseline: tuple[str, ...],
+    buckets: tuple[tuple[int, int], ...] | None,
+    samples: Path | None,
     capacity: float | None,
     targets: Sequence[str],
     max_memory: str | None,
@@ -50,24 +76,33 @@ def build(
     tokenizer: Path | None,
     verbosity: int,
 ) -> int:
-    """Build MODEL (model.pt, or a folder of config.json and model.safetensors) for every target."""
-    config = config_of(config_file, targets, **({} if max_memory is None else {"max_memory": max_memory}))
-    folder = out or _default_folder(model)
-    return build_and_show(model, config, folder, verbosity, baseline, report, capacity, tokenizer)
+    """Build MODEL for every target.
+
+    MODEL is a checkpoint (model.pt, or a folder of config.json and model.safetensors); programs of torch.export.save,
+    a .pt2 for each shape; or my_model.py:make_model, a function that returns a module and its inputs.
+    """
+    overrides = {"max_memory": max_memory, "buckets": buckets}
+    config = config_of(config_file, targets, **{name: value for name, value in overrides.items() if value is not None})
+    request = Request(sources=models, baseline=baseline, samples=samples, capacity=capacity)
+    return build_and_show(request, config, out or _default_folder(models[0]), verbosity, report, tokenizer)
 
 
-def _default_folder(model: Path, suffix: str = "") -> Path:
-    return Path("build") / ((model.resolve().name.removesuffix(".pt") or "model") + suffix)
+def _default_folder(model: str | Path, suffix: str = "") -> Path:
+    """build/NAME: of a file or folder without its ending, of a function's module."""
+    text = str(model)
+    if not Path(text).exists():
+        text = text.rpartition(":")[0] or text
+    name = Path(text).resolve().name
+    stem = next((name.removesuffix(end) for end in (".pt2", ".pt", ".py") if name.endswith(end)), name)
+    return Path("build") / ((stem or "model") + suffix)
 
 
 def build_and_show(
-    model: Path,
+    request: Request,
     config: BuildConfig,
     folder: Path,
     verbosity: int,
-    baseline: Path | None = None,
     report_file: Path | None = None,
-    capacity: float | None = None,
     tokenizer: Path | None = None,
 ) -> int:
     """Runs a build, with its progress on stderr and its report on stdout; returns the exit code."""
@@ -77,24 +112,26 @@ def build_and_show(
     from mod_export.build_folder.manifest import TOKENIZER
     from mod_export.build_folder.workspace import check_root
     from mod_export.plan import check_names
-    from mod_export.sources.checkpoint import look_at_checkpoint
 
     # What can be refused without PyTorch is refused before it is loaded, which takes longer than all of this.
     check_names(config.targets)
-    for checkpoint in filter(None, (model, baseline)):
-        look_at_checkpoint(checkpoint)
+    request.check()
     check_root(folder)
     if report_file is not None:
         check_place(report_file)
-    if tokenizer is None and (model / TOKENIZER).is_file():
-        tokenizer = model / TOKENIZER  # Beside the weights, as Hugging Face's folders have it.
+    beside = Path(request.sources[0]) / TOKENIZER
+    if tokenizer is None and beside.is_file():
+        tokenizer = beside  # Beside the weights, as Hugging Face's folders have it.
 
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
     from mod_export.report import print_report
 
+    buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
     with Progress(Console(stderr=True), verbosity) as progress:
-        report = run(model, config, folder, baseline, progress, _as_typed(), capacity, tokenizer)
+        report = run(
+            lambda: request.models(buckets), config, folder, progress, _as_typed(), request.capacity, tokenizer
+        )
     if report_file is not None:
         write_whole(report_file, report.to_json())
     print_report(report, str(folder))

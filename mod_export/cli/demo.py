@@ -18,6 +18,7 @@ import click
 from mod_export.cli.boundary import PATH, command, config_of
 from mod_export.cli.build import build_and_show
 from mod_export.errors import CheckpointError
+from mod_export.sources.request import Request
 
 SEED = 0
 
@@ -36,9 +37,9 @@ def demo(out: Path, verbosity: int) -> int:
     timed_out = named.with_name(f"{named.name}-timed")
     check_root(timed_out)
     checkpoint = demo_checkpoint()
-    trained = build_and_show(checkpoint, config_of(configs / "demo.toml"), out, verbosity)
+    trained = build_and_show(Request.checkpoint(checkpoint), config_of(configs / "demo.toml"), out, verbosity)
     with timed_checkpoint() as untrained:
-        timed = build_and_show(untrained, config_of(configs / "bench.toml"), timed_out, verbosity)
+        timed = build_and_show(Request.checkpoint(untrained), config_of(configs / "bench.toml"), timed_out, verbosity)
     click.echo(next_steps(checkpoint, out, timed_out, sys.argv[0]))
     return trained or timed
 

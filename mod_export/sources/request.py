@@ -55,18 +55,19 @@ class Request:
         if self.samples is not None and not self.samples.is_file():
             raise CheckpointError(f"{self.samples}: no such file")
 
-    def models(self, buckets: Sequence[Bucket] = ()) -> tuple[Model, Model | None]:
+    def models(self, buckets: Sequence[Bucket] = (), like: Model | None = None) -> tuple[Model, Model | None]:
         """The model, and the dense model that it is compared with, if one was named or came along.
 
         Args:
             buckets: shapes that a factory's module is captured at.
+            like: the model whose dense baseline this one is.
 
         Raises:
             CheckpointError: one of them cannot be read, or is not what it is named as.
             CaptureError: a factory's module cannot be captured.
             ConfigError: a capacity that the model cannot have, or a factory without shapes.
         """
-        model, baseline = self._one(self.sources, buckets, None)
+        model, baseline = self._one(self.sources, buckets, like)
         if self.baseline:
             baseline, _ = self._one(self.baseline, buckets, model)
         return model, baseline

@@ -17,6 +17,7 @@ from mod_export.plan import generating_form
 from mod_export.results.parity import ParityRow
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.sources.checkpoint import model_from_checkpoint, model_from_weights
+from mod_export.sources.model import PROGRAM
 from mod_export.sources.protocol import ExportableModel, GeneratingModel
 from mod_export.stages.context import Context, Make, Models
 from mod_export.types import ModelKind
@@ -87,6 +88,10 @@ class FolderContext(Context):
     def _restored(self, kind: ModelKind) -> ExportableModel:
         facts = self.facts[kind]
         weights = self._checkpoint_weights(kind) or _weights_of_folder(self.root, facts)
+        if facts.architecture == PROGRAM:
+            from mod_export.sources.program_files import read_graphs
+
+            return read_graphs(self.root, kind, facts.spec, weights)
         loaded = model_from_weights(facts.name, facts.architecture, facts.spec, weights, facts.checkpoint_sha256).loaded
         try:
             loaded.module()

@@ -34,9 +34,10 @@ from mod_export.console import Progress
 from mod_export.environment import describe_machine, source_digest
 from mod_export.errors import CheckpointError, ModExportError, UsageError
 from mod_export.results.report import BuildReport
-from mod_export.sources.checkpoint import model_from_checkpoint, sha256_of
+from mod_export.sources.checkpoint import sha256_of
 from mod_export.sources.model import Model, token_ids
 from mod_export.sources.protocol import ExportableModel
+from mod_export.sources.request import Request
 from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
 from mod_export.validate.inputs import text_ids
 
@@ -198,11 +199,9 @@ def _measured(job: CellJob) -> CellEntry:
     # torch and the engines are loaded here, and so only in the process of a cell.
     from mod_export.pipeline import build
 
-    model = model_from_checkpoint(job.checkpoint)
-    if job.capacity is not None:
-        model = model.with_capacity(job.capacity)
+    model, _ = Request.checkpoint(job.checkpoint, capacity=job.capacity).models()
     progress = Progress(Console(stderr=True), 1)
-    report = build(job.checkpoint, config, job.root, None, progress, job.command, job.capacity)
+    report = build(lambda: (model, None), config, job.root, progress, job.command, job.capacity)
     k_by_layer = open_folder(job.root, verify=False).graphs[0].k_by_layer
     same = set(k_by_layer.values())
     passed = report.verdict.status == "pass"

@@ -23,6 +23,7 @@ from mod_export.export.onnx_export import onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
 from mod_export.export.weights import WeightsFile, bind_weights, state_of
 from mod_export.pipeline import build
+from mod_export.sources.request import Request
 from mod_export.types import TOKEN_INPUTS, Bucket
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
@@ -79,7 +80,9 @@ def build_folder(folder: Path, toml: str, checkpoint: Checkpoint | None = None) 
     save_checkpoint(folder / "model.pt", checkpoint or checkpoint_with(SPEC, 1, STD))
     (folder / "c.toml").write_text(toml, encoding="utf-8")
     config: BuildConfig = config_from_toml(folder / "c.toml")
-    report = build(folder / "model.pt", config, folder / "build", None, Silent(), "mod-export build model.pt")
+    report = build(
+        Request.checkpoint(folder / "model.pt").models, config, folder / "build", Silent(), "mod-export build model.pt"
+    )
     assert report.verdict.status == "pass", report.verdict.reasons
     return folder / "build"
 

@@ -29,6 +29,7 @@ from mod_export.config import config_from_toml
 from mod_export.pipeline import build
 from mod_export.rerun import validate_folder
 from mod_export.results.parity import ParityRow
+from mod_export.sources.request import Request
 from mod_models.checkpoint import save_checkpoint
 
 CLEAN_BUILDS = 200
@@ -122,7 +123,9 @@ def build_clean(folder: Path, kinds: bool, seed: int) -> tuple[tuple[str, ...], 
         save_checkpoint(root / "model.pt", drawn.checkpoint)
         (root / "c.toml").write_text(drawn.toml, encoding="utf-8")
         config = config_from_toml(root / "c.toml")
-        report = build(root / "model.pt", config, root / "build", None, Silent(), "mod-export build model.pt")
+        report = build(
+            Request.checkpoint(root / "model.pt").models, config, root / "build", Silent(), "mod-export build model.pt"
+        )
         found = validate_folder(root / "build", None, ())
     ratios: Iterator[float] = (
         row.error.max_abs / row.rounding_error for row in found.rows(ParityRow) if row.rounding_error

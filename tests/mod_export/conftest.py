@@ -20,6 +20,7 @@ from mod_export.environment import describe_machine
 from mod_export.pipeline import build
 from mod_export.sources.checkpoint import model_from_checkpoint
 from mod_export.sources.model import Model
+from mod_export.sources.request import Request
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -107,7 +108,10 @@ def model(checkpoint: Path) -> Model:
 def built(shared_folder: Path, _roofline: None, checkpoint: Path, config: BuildConfig) -> Path:
     """A finished build folder, to be read only; `built_copy` is for tests that change it."""
     root = shared_folder / "tiny" / "built"
-    once(root.parent, lambda: build(checkpoint, config, root, None, Silent(), "mod-export build tiny.pt"))
+    once(
+        root.parent,
+        lambda: build(Request.checkpoint(checkpoint).models, config, root, Silent(), "mod-export build tiny.pt"),
+    )
     return root
 
 
@@ -128,7 +132,13 @@ def small_folder(shared_folder: Path, _roofline: None) -> Path:
         save_checkpoint(folder / "small.pt", random_checkpoint(SMALL, 0))
         (folder / "small.toml").write_text(FAST_TOML, encoding="utf-8")
         config = config_from_toml(folder / "small.toml")
-        build(folder / "small.pt", config, folder / "build", None, Silent(), "mod-export build small.pt")
+        build(
+            Request.checkpoint(folder / "small.pt").models,
+            config,
+            folder / "build",
+            Silent(),
+            "mod-export build small.pt",
+        )
 
     return once(folder, make)
 
@@ -153,7 +163,9 @@ def writing_folder(shared_folder: Path) -> Path:
         save_checkpoint(folder / "writing.pt", writing_checkpoint())
         (folder / "writing.toml").write_text(WRITING_TOML, encoding="utf-8")
         config = config_from_toml(folder / "writing.toml")
-        report = build(folder / "writing.pt", config, folder / "build", None, Silent(), "mod-export build")
+        report = build(
+            Request.checkpoint(folder / "writing.pt").models, config, folder / "build", Silent(), "mod-export build"
+        )
         assert report.verdict.status == "pass", report.verdict.reasons
 
     return once(folder, make)

@@ -22,6 +22,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.pipeline import build
 from mod_export.results.report import BuildReport
+from mod_export.sources.request import Request
 from mod_models.checkpoint import save_checkpoint
 from mod_models.spec import EveryNth, ModelSpec
 
@@ -62,7 +63,9 @@ def test_a_kind_of_model(name: str, config: BuildConfig, tmp_path: Path) -> None
     spec = KINDS[name]
     save_checkpoint(tmp_path / "kind.pt", lively_checkpoint(spec))
     root = tmp_path / "build"
-    report = build(tmp_path / "kind.pt", config_of(config), root, None, Silent(), "mod-export build kind.pt")
+    report = build(
+        Request.checkpoint(tmp_path / "kind.pt").models, config_of(config), root, Silent(), "mod-export build kind.pt"
+    )
     check_parity(spec, report)
     check_causality(spec, report)
     if RTX.builds:

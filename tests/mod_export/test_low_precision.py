@@ -19,6 +19,7 @@ from mod_export.pipeline import build
 from mod_export.report import render_html, render_text
 from mod_export.rerun import validate_folder
 from mod_export.results.report import BuildReport
+from mod_export.sources.request import Request
 from mod_export.types import DType
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
@@ -56,7 +57,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(root: Path, checkpoint: Path, config: BuildConfig) -> BuildReport:
-    return build(checkpoint, low(config, "int8", "int4"), root, None, Silent(), "mod-export build tiny.pt")
+    return build(
+        Request.checkpoint(checkpoint).models, low(config, "int8", "int4"), root, Silent(), "mod-export build tiny.pt"
+    )
 
 
 def test_every_dtype_is_judged_and_passes(report: BuildReport) -> None:
@@ -140,7 +143,7 @@ def test_what_misses_its_gate_is_not_served_and_nothing_takes_its_place(
     missed: DType, served: DType, shown: str, rebuilt: Path, checkpoint: Path, config: BuildConfig
 ) -> None:
     strict = changed(low(config, "int8"), {f"parity/{missed}/rounding_error": 0.0})
-    found = build(checkpoint, strict, rebuilt, None, Silent(), "mod-export build tiny.pt")
+    found = build(Request.checkpoint(checkpoint).models, strict, rebuilt, Silent(), "mod-export build tiny.pt")
     assert found.verdict.status == "fail"
     assert re.search(rf"^ort-cpu .* {shown}", render_text(found, "folder"), flags=re.MULTILINE)
     assert {row.dtype for row in found.parity if not row.passed} == {missed}

@@ -22,6 +22,7 @@ from mod_export.rerun import validate_folder
 from mod_export.results.report import BuildReport
 from mod_export.results.structure import CausalityRow
 from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.request import Request
 from mod_export.types import Outputs
 
 SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 12, 16)}
@@ -30,7 +31,7 @@ Returning = dict[Outputs, tuple[Path, BuildReport]]
 
 def build_of(checkpoint: Path, config: BuildConfig, root: Path, **fields: Any) -> BuildReport:
     small = changed(config, {"buckets": [[2, 16]], "cost/profile_runs": 0, **fields})
-    return build(checkpoint, small, root, None, Silent(), "mod-export build tiny.pt")
+    return build(Request.checkpoint(checkpoint).models, small, root, Silent(), "mod-export build tiny.pt")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.pipeline import build
 from mod_export.results.report import Stage
+from mod_export.sources.request import Request
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -112,7 +113,7 @@ class Recorder:
 
 def test_an_observer_hears_of_every_stage_and_step(built_copy: Path, checkpoint: Path, config: BuildConfig) -> None:
     heard = Recorder()
-    build(checkpoint, config, built_copy, None, heard, "mod-export build")
+    build(Request.checkpoint(checkpoint).models, config, built_copy, heard, "mod-export build")
     assert heard.started == list(STAGES)
     assert [stage.name for stage in heard.finished] == list(STAGES)
     assert heard.steps == list(steps_of(built_copy))
@@ -124,6 +125,12 @@ def test_a_refused_request_leaves_no_folder(
     baseline = tmp_path / "base.pt"
     save_checkpoint(baseline, random_checkpoint(replace(tiny_spec.dense(), vocab_size=300), 0))
     with pytest.raises(mod_export.errors.CheckpointError, match="a vocabulary of 300 instead of 256") as caught:
-        build(checkpoint, config_from_toml(config_file), tmp_path / "out", baseline, Silent(), "")
+        build(
+            Request.checkpoint(checkpoint, baseline).models,
+            config_from_toml(config_file),
+            tmp_path / "out",
+            Silent(),
+            "",
+        )
     assert caught.value.__notes__ == ["stage load failed; done before it: none"]
     assert not (tmp_path / "out").exists()

@@ -21,6 +21,7 @@ from mod_export.environment import package_version
 from mod_export.errors import BuildFolderError
 from mod_export.pipeline import build
 from mod_export.results.report import BuildReport
+from mod_export.sources.request import Request
 from mod_export.types import Bucket
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 
@@ -37,7 +38,7 @@ def rebuild(
 ) -> tuple[set[str], BuildReport]:
     """Builds again; the steps that were done, and the report. What was reused is as it was, to the byte."""
     before = steps_of(root)
-    report = build(checkpoint, config, root, baseline, Silent(), "mod-export build")
+    report = build(Request.checkpoint(checkpoint, baseline).models, config, root, Silent(), "mod-export build")
     after = steps_of(root)
     fingerprint = {name: record["fingerprint"] for name, record in before.items()}
     done = {name for name, record in after.items() if fingerprint.get(name) != record["fingerprint"]}
@@ -146,7 +147,7 @@ def redone(
         return same or step.name != "report"
 
     monkeypatch.setattr(Step, "is_of", noting)
-    report = build(checkpoint, config, root, None, Silent(), "mod-export build")
+    report = build(Request.checkpoint(checkpoint).models, config, root, Silent(), "mod-export build")
     return noted - {"report"} | before ^ set(steps_of(root)), report
 
 
@@ -318,7 +319,7 @@ def test_damaged_files_are_made_again(
     whole, before = [(small_copy / name).read_bytes() for name in names], made(small_copy)
     for damage, name in zip((*damages, damages[0]), (*names, "report.html"), strict=True):
         damage(small_copy / name)
-    build(small_checkpoint, small_config, small_copy, None, Silent(), "mod-export build")
+    build(Request.checkpoint(small_checkpoint).models, small_config, small_copy, Silent(), "mod-export build")
     assert made(small_copy) == before
     assert [(small_copy / name).read_bytes() for name in names] == whole
     check_files(small_copy)
@@ -331,13 +332,13 @@ def test_a_failing_stage_names_what_was_done(
     (small_copy / "engines").write_text("in the way")
     before = made(small_copy)
     with pytest.raises(BuildFolderError, match=r"moved: cannot write .*engines") as caught:
-        build(small_checkpoint, small_config, small_copy, None, Silent(), "mod-export build")
+        build(Request.checkpoint(small_checkpoint).models, small_config, small_copy, Silent(), "mod-export build")
     assert caught.value.__notes__ == ["stage engines failed; done before it: load, capture, onnx, passes"]
     assert (small_copy / "engines").read_text() == "in the way"
     assert not list(small_copy.rglob(".partial-*"))
     assert "files" not in read_manifest(small_copy)
     (small_copy / "engines").unlink()
-    report = build(small_checkpoint, small_config, small_copy, None, Silent(), "mod-export build")
+    report = build(Request.checkpoint(small_checkpoint).models, small_config, small_copy, Silent(), "mod-export build")
     stages = {stage.name: stage.status for stage in report.stages}
     assert stages["onnx"] == "reused"
     assert stages["engines"] == "built"

@@ -26,6 +26,7 @@ from mod_export.rerun import bench_folder, validate_folder
 from mod_export.results.latency import LatencyRow, SpeedupRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, StructureRow
+from mod_export.sources.request import Request
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -53,7 +54,13 @@ def with_baseline(shared_folder: Path, tiny_spec: ModelSpec) -> Path:
         save_checkpoint(folder / "base.pt", random_checkpoint(spec.dense(), 7))
         (folder / "c.toml").write_text(TOML, encoding="utf-8")
         config = config_from_toml(folder / "c.toml")
-        build(folder / "model.pt", config, folder / "build", folder / "base.pt", Silent(), "mod-export build")
+        build(
+            Request.checkpoint(folder / "model.pt", folder / "base.pt").models,
+            config,
+            folder / "build",
+            Silent(),
+            "mod-export build",
+        )
 
     return once(folder, make)
 

@@ -22,6 +22,7 @@ from mod_export.rerun import validate_folder
 from mod_export.results.report import BuildReport
 from mod_export.results.structure import StructureRow
 from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.sources.request import Request
 from mod_export.sweep.grid import Axes, cells_of
 
 TOML = """
@@ -62,7 +63,9 @@ def _installed(folder: Path) -> object:
 
 def build_plain(folder: Path, root: Path, baseline: Path | None, more: str = "") -> BuildReport:
     config = config_from_toml(toml_file(folder, TOML + more))
-    return build(folder / "mod.pt", config, root, baseline, Silent(), "mod-export build mod.pt")
+    return build(
+        Request.checkpoint(folder / "mod.pt", baseline).models, config, root, Silent(), "mod-export build mod.pt"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from mod_export.results.report import BuildReport
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.sources.checkpoint import model_from_checkpoint
 from mod_export.sources.model import Model
+from mod_export.sources.request import Request
 from mod_export.types import KINDS
 from mod_export.validate.inputs import prompts_of
 from mod_models.architecture import MOD_TRANSFORMER
@@ -101,7 +102,9 @@ def test_a_changed_option_redoes_what_depends_on_it(
 ) -> None:
     before = steps_of(written_copy)
     config = with_options(writing_config, **options)
-    report = build(writing_folder / "writing.pt", config, written_copy, None, Silent(), "mod-export build")
+    report = build(
+        Request.checkpoint(writing_folder / "writing.pt").models, config, written_copy, Silent(), "mod-export build"
+    )
     after = steps_of(written_copy)
     done = {name for name in after if after[name]["fingerprint"] != before.get(name, {}).get("fingerprint")}
     assert done == expected | {"report"}
@@ -112,7 +115,9 @@ def test_a_changed_option_redoes_what_depends_on_it(
 
 def test_never_takes_everything_away(written_copy: Path, writing_folder: Path, writing_config: BuildConfig) -> None:
     config = with_options(writing_config, build="never")
-    report = build(writing_folder / "writing.pt", config, written_copy, None, Silent(), "mod-export build")
+    report = build(
+        Request.checkpoint(writing_folder / "writing.pt").models, config, written_copy, Silent(), "mod-export build"
+    )
     assert report.generation.reason == "it was built with generation.build = never; build it again with auto"
     assert not [path for path in written_copy.rglob("*") if "prefill" in path.name or "decode" in path.name]
     check_files(written_copy)
@@ -134,7 +139,9 @@ def test_every_kind_of_model_writes(name: str, writing_config: BuildConfig, tmp_
     config = with_options(
         writing_config, build="always", window=WINDOW, prompts=(6, WINDOW), caches=(WINDOW,), batches=(2,)
     )
-    report = build(tmp_path / "kind.pt", config, tmp_path / "out", None, Silent(), "mod-export build")
+    report = build(
+        Request.checkpoint(tmp_path / "kind.pt").models, config, tmp_path / "out", Silent(), "mod-export build"
+    )
     assert report.verdict.status == "pass", report.verdict.reasons
     assert {row.role for row in report.parity} == {"forward", "prefill", "decode"}
     (decode,) = report.generation.decode
@@ -168,7 +175,9 @@ def test_the_shipped_checkpoint(tmp_path: Path) -> None:
     assert path is not None
     shipped, root = model_from_checkpoint(path), tmp_path / "out"
     (tmp_path / "c.toml").write_text(SHIPPED_TOML)
-    report = build(path, config_from_toml(tmp_path / "c.toml"), root, None, Silent(), "mod-export build")
+    report = build(
+        Request.checkpoint(path).models, config_from_toml(tmp_path / "c.toml"), root, Silent(), "mod-export build"
+    )
     check_what_is_skipped(report)
     with load_generator(root) as generator:
         check_texts(generator, shipped)
@@ -221,7 +230,7 @@ def test_fair_slots_are_judged_in_turns_and_counted(
     writing_folder: Path, writing_config: BuildConfig, written_copy: Path
 ) -> None:
     config = with_options(writing_config, slots="fair", batches=(4,), prompts=(16,))
-    report = build(writing_folder / "writing.pt", config, written_copy, None, Silent(), "test")
+    report = build(Request.checkpoint(writing_folder / "writing.pt").models, config, written_copy, Silent(), "test")
     assert report.generation is not None
     assert report.generation.slots == "fair"
     assert [row.reasons for row in report.parity if not row.passed] == []
@@ -251,7 +260,9 @@ def test_plans_are_built_and_their_graphs_judged(
     if not ENGINES["tensorrt-rtx"].availability().builds:
         pytest.fail("CI installs tensorrt-rtx, whose builder needs no GPU")
     root = written_copy
-    report = build(writing_folder / "writing.pt", with_plans(writing_config), root, None, Silent(), "test")
+    report = build(
+        Request.checkpoint(writing_folder / "writing.pt").models, with_plans(writing_config), root, Silent(), "test"
+    )
     assert report.verdict.status == "pass"
     check_files(root)
     engines = open_folder(root).engines

@@ -23,6 +23,7 @@ from mod_export.environment import usable_cores
 from mod_export.pipeline import build
 from mod_export.runtime.deployment import load
 from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_export.sources.request import Request
 from mod_models.checkpoint import load_checkpoint, save_checkpoint
 
 PROMPT = "def f("
@@ -190,7 +191,11 @@ def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path,
     refused(invoke("generate", copy, "--prompt", "w3"), r"tokenizer\.json")
     # Without it, it goes.
     build(
-        writing_folder / "writing.pt", config_from_toml(writing_folder / "writing.toml"), copy, None, Silent(), "again"
+        Request.checkpoint(writing_folder / "writing.pt").models,
+        config_from_toml(writing_folder / "writing.toml"),
+        copy,
+        Silent(),
+        "again",
     )
     assert not (copy / "tokenizer.json").exists()
     assert read_manifest(copy)["tokenizer"] == "bytes"
