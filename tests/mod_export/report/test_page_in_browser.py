@@ -112,6 +112,18 @@ def test_a_sample_is_found_by_keyboard_and_by_pointing(opened: Opened, report: B
     assert chromium.evaluate("document.querySelector('[data-bins] output').textContent").startswith("sample 16: dense ")
 
 
+def test_without_a_baseline_the_page_fits_and_tells_samples(opened: Opened, alone_report: BuildReport) -> None:
+    chromium = opened(alone_report, PHONE)
+    chromium.evaluate(OPEN_ALL)
+    assert chromium.complaints() == []
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= PHONE
+    assert chromium.evaluate(TOO_WIDE) == []
+    chromium.evaluate("document.querySelector('[data-bins] input').focus()")
+    chromium.press("ArrowRight")
+    told = f"sample 2: MoD {alone_report.latency[0].samples_ms[1]:.0f} ms"
+    assert chromium.evaluate("document.querySelector('[data-bins] output').textContent") == told
+
+
 def test_without_script_nothing_that_needs_it_is_shown(chromium: Chromium, opened: Opened, report: BuildReport) -> None:
     chromium("Emulation.setScriptExecutionDisabled", value=True)
     try:
