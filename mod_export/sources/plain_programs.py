@@ -37,6 +37,7 @@ ROUTED = "routed_"
 IN_PLACE_OF_NOTHING = {ATEN.detach_.default}
 """Operators that are called in place and change no number."""
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+METHODS = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -90,7 +91,8 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
             continue
         module.graph.erase_node(node)
     _check_state(kept, held, where)
-    outputs, output_names = _outputs(program, module, where)
+    given = {node for node, spec in kept if spec.kind is InputKind.USER_INPUT}
+    outputs, output_names = _outputs(program, module, given, where)
     _infer(module, kept, held, where)
     taken = {str(spec.target) for _, spec in kept if spec.kind in STATE}
     inputs = _free([names[node] for node, spec in kept if spec.kind is InputKind.USER_INPUT], taken, "_in")
@@ -103,13 +105,54 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
     return PlainProgram(program=_made(program, module, kept, held, outputs), inputs=inputs, outputs=found)
 
 
+def copied(program: ExportedProgram) -> ExportedProgram:
+    """The same program with a graph of its own, and the same tensors."""
+    module = copy.deepcopy(program.graph_module)
+    return _program(program, module, program.graph_signature, program.state_dict, program.constants)
+
+
+def input_values(program: ExportedProgram) -> list[torch.Tensor]:
+    """The shapes and dtypes of what it reads, as tensors without values."""
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    specs = program.graph_signature.input_specs
+    return [node.meta["val"] for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+
+
+def without_tensors(program: ExportedProgram) -> ExportedProgram:
+    """The same graph; weights and constants are empty."""
+    state = {
+        name: torch.nn.Parameter(torch.empty(0)) if isinstance(one, torch.nn.Parameter) else torch.empty(0)
+        for name, one in program.state_dict.items()
+    }
+    constants = {name: torch.empty(0) for name in program.constants}
+    return _program(program, program.graph_module, program.graph_signature, state, constants)
+
+
+def _program(
+    program: ExportedProgram,
+    module: fx.GraphModule,
+    signature: ExportGraphSignature,
+    state: Mapping[str, torch.Tensor],
+    constants: Mapping[str, Any],
+    calls: Sequence[ModuleCallEntry] | None = None,
+) -> ExportedProgram:
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=signature,
+        state_dict=dict(state),
+        range_constraints={},
+        module_call_graph=list(program.module_call_graph if calls is None else calls),
+        constants=dict(constants),
+        verifiers=program.verifiers,
+    )
+
+
 def _check_operators(program: ExportedProgram, where: str) -> None:
     for node in _calls(program.graph_module):
         name = str(node.target)
         if isinstance(node.target, torch._ops.OpOverload) and not is_operator(f"torch.ops.{name}"):
-            raise CaptureError(
-                f"{where}: calls {name}, which no engine has, or which trusts sizes that are not checked"
-            )
+            raise CaptureError(f"{where}: calls {name}, which engines do not have, or which trusts sizes unchecked")
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags and not _is_off(node):
             raise CaptureError(
@@ -166,6 +209,12 @@ def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, A
         tensor = held.get(str(spec.target))
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(f"{where}: reads {spec.target}, an object that is no tensor; engines take tensors only")
+        taken = [part for part in str(spec.target).split(".") if part in METHODS]
+        if taken:
+            raise CaptureError(
+                f"{where}: the weight {spec.target} is called as a method of every module ({taken[0]}), which "
+                "torch.export does not take; rename it"
+            )
 
 
 def _input_names(program: ExportedProgram, placeholders: Sequence[fx.Node]) -> dict[fx.Node, str]:
@@ -202,7 +251,9 @@ def _plain_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]", "_", name)
 
 
-def _outputs(program: ExportedProgram, module: fx.GraphModule, where: str) -> tuple[list[fx.Node], list[str]]:
+def _outputs(
+    program: ExportedProgram, module: fx.GraphModule, given: set[fx.Node], where: str
+) -> tuple[list[fx.Node], list[str]]:
     """The nodes that are returned, each another one and none of them an input, and the names that they have by their
     keys, empty without any.
     """
@@ -226,7 +277,7 @@ def _outputs(program: ExportedProgram, module: fx.GraphModule, where: str) -> tu
         name = f"output_{name}" if name and not _keys(path) else name
         if not isinstance(value, fx.Node):
             raise CaptureError(f"{where}: returns the number {value!r} beside its tensors; return tensors only")
-        if not _reads_inputs(value, program):
+        if not _reads(value, given):
             raise CaptureError(
                 f"{where}: returns {name or 'output'}, which does not depend on its inputs; an engine has nothing to "
                 "compute there. Leave it out of what forward returns"
@@ -252,17 +303,14 @@ def _key_text(key: Any) -> str:
     return str(key.key if isinstance(key, pytree.MappingKey) else key.name)
 
 
-def _reads_inputs(node: fx.Node, program: ExportedProgram) -> bool:
-    names = set(program.graph_signature.user_inputs)
+def _reads(node: fx.Node, given: set[fx.Node]) -> bool:
+    """Whether it depends on one of these."""
     found, waiting = {node}, [node]
-    while waiting:
-        one = waiting.pop()
-        if one.op == "placeholder" and one.name in names:
-            return True
-        new = [given for given in one.all_input_nodes if given not in found]
+    for one in waiting:  # Which grows meanwhile.
+        new = [source for source in one.all_input_nodes if source not in found]
         found.update(new)
         waiting += new
-    return False
+    return not found.isdisjoint(given)
 
 
 def _named_outputs(
@@ -319,7 +367,9 @@ def _made(
     state: dict[str, torch.Tensor] = {}
     constants: dict[str, torch.Tensor] = {}
     specs = []
-    for _, spec in kept:
+    for node, spec in kept:
+        # Where a name is one of Python's own, the copy of a graph calls the node otherwise.
+        spec = replace(spec, arg=TensorArgument(name=node.name))
         if spec.kind is not InputKind.USER_INPUT:
             name = str(spec.target)
             tensor = held[name]
@@ -340,16 +390,8 @@ def _made(
     call.in_spec = pytree.tree_structure(((0,) * len(own), {}))
     call.out_spec = pytree.tree_structure((0,) * len(outputs))
     call.forward_arg_names = None
-    return ExportedProgram(
-        root=module,
-        graph=module.graph,
-        graph_signature=ExportGraphSignature(
-            input_specs=specs,
-            output_specs=[OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=one.name), None) for one in outputs],
-        ),
-        state_dict=state,
-        range_constraints={},
-        module_call_graph=[ModuleCallEntry(fqn=root.fqn, signature=call)],
-        constants=constants,
-        verifiers=program.verifiers,
+    signature = ExportGraphSignature(
+        input_specs=specs,
+        output_specs=[OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=one.name), None) for one in outputs],
     )
+    return _program(program, module, signature, state, constants, [ModuleCallEntry(fqn=root.fqn, signature=call)])

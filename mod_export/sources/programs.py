@@ -19,7 +19,7 @@ from torch.fx import traceback
 from mod_export.environment import let_go
 from mod_export.errors import CheckpointError
 from mod_export.export.program_nodes import argument_of, with_arguments
-from mod_export.sources.plain_programs import NARROW, PlainProgram
+from mod_export.sources.plain_programs import NARROW, PlainProgram, input_values, without_tensors
 from mod_export.types import Bucket, Outputs
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -209,16 +209,10 @@ class _Graph:
             None if spec.kind is InputKind.USER_INPUT else constants.get(str(spec.target), str(spec.target))
             for spec in specs
         ]
-        self.shapes = [tuple(node.meta["val"].shape) for node in _own_inputs(program)]
+        self.shapes = [tuple(value.shape) for value in input_values(program)]
         self.module = program.graph_module
         if device != CPU:
             self.module = with_arguments(self.module, {CPU: device})
-
-
-def _own_inputs(program: ExportedProgram) -> list[fx.Node]:
-    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
-    specs = program.graph_signature.input_specs
-    return [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
 
 
 def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tensor]:
@@ -242,7 +236,7 @@ def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tenso
                 )
     shapes: dict[str, Bucket] = {}
     for bucket, plain in programs.items():
-        shape = str([tuple(node.meta["val"].shape) for node in _own_inputs(plain.program)])
+        shape = str([tuple(value.shape) for value in input_values(plain.program)])
         if shape in shapes:
             raise CheckpointError(f"{shapes[shape].name} and {bucket.name}: both read inputs of the shapes {shape}")
         shapes[shape] = bucket
@@ -276,21 +270,8 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def _graph_text(program: ExportedProgram) -> bytes:
-    bare = ExportedProgram(
-        root=program.graph_module,
-        graph=program.graph,
-        graph_signature=program.graph_signature,
-        state_dict={
-            name: nn.Parameter(torch.empty(0)) if isinstance(one, nn.Parameter) else torch.empty(0)
-            for name, one in program.state_dict.items()
-        },
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
-        constants={name: torch.empty(0) for name in program.constants},
-        verifiers=program.verifiers,
-    )
     buffer = io.BytesIO()
-    torch.export.save(bare, buffer)
+    torch.export.save(without_tensors(program), buffer)
     buffer.seek(0)
     return PT2ArchiveReader(buffer).read_bytes("models/model.json")
 
@@ -298,7 +279,9 @@ def _graph_text(program: ExportedProgram) -> bytes:
 def _embedding_rows(plain: PlainProgram) -> dict[str, int]:
     """Inputs that an embedding is read at -> the smallest number of rows of such an embedding."""
     found: dict[str, int] = {}
-    for name, node in zip(plain.inputs, _own_inputs(plain.program), strict=True):
+    own = plain.program.graph_signature.user_inputs
+    nodes = [node for node in plain.program.graph.nodes if node.op == "placeholder" and node.name in own]
+    for name, node in zip(plain.inputs, nodes, strict=True):
         ids = [node]
         for one in ids:  # Which grows meanwhile.
             for use in one.users:

@@ -111,7 +111,9 @@ def program_of(
     try:
         # Not torch.export.load, which reads tensors and sample inputs on its own, and older formats that are pickles.
         program = ExportedProgramDeserializer().deserialize(
-            _dict_to_dataclass(schema.ExportedProgram, stored), dict(weights), dict(constants)
+            _dict_to_dataclass(schema.ExportedProgram, stored),  # type: ignore[no-untyped-call]  # As it is in torch.
+            dict(weights),
+            dict(constants),
         )
         problem = next(_problems_of_values(program), None)
     except Exception as error:  # Whatever torch makes of a graph that it did not write.
