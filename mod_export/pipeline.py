@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +30,7 @@ from mod_export.stages.graphs import capture, onnx
 from mod_export.stages.passes import passes
 from mod_export.stages.report import write_report
 from mod_export.stages.validate import validate
+from mod_export.types import ModelKind
 
 AFTER_LOAD: tuple[tuple[str, tuple[Callable[[BuildContext], None], ...]], ...] = (
     ("capture", (capture,)),
@@ -106,14 +107,13 @@ def _keep_programs(context: BuildContext) -> None:
     """What a reference is rebuilt from where a model is no registered architecture."""
     for kind, loaded in context.plan.loaded.items():
         if isinstance(loaded, ProgramModel):
-            make = partial(write_graphs, loaded, kind)
-            # Files lie in the folder that is made for them as they will in the build folder.
-            context.step(
-                f"programs/{kind}",
-                context.identity(kind),
-                program_files(kind, loaded.buckets),
-                lambda paths, make=make: make(paths[0].parent.parent),
-            )
+            files = program_files(kind, loaded.buckets)
+            context.step(f"programs/{kind}", context.identity(kind), files, partial(_write_programs, loaded, kind))
+
+
+def _write_programs(loaded: ProgramModel, kind: ModelKind, paths: Sequence[Path]) -> None:
+    # The paths lie in a folder as they will in the build folder.
+    write_graphs(loaded, kind, paths[0].parents[1])
 
 
 @contextlib.contextmanager

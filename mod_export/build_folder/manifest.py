@@ -29,6 +29,8 @@ FORMAT_VERSION = 2
 CHECKSUM = "checksum"
 EMPTY: Mapping[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "steps": {}}
 """The manifest of a folder in which nothing has been built."""
+PROGRAMS = "programs/"
+"""Folder of what a model is restored from that no registered architecture makes."""
 REPORT_FILES = ("report.json", "report.html")
 
 
@@ -149,7 +151,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
     problems += [
         f"{one.path} has no weights file" for one in engines if one.weights is None and one.path.endswith(".onnx")
     ]
-    known = {*REPORT_FILES, TOKENIZER}
+    known = {*REPORT_FILES, TOKENIZER, *(path for path in files if path.startswith(PROGRAMS))}
     problems += [f"{path} is nothing that it describes" for path in sorted(files.keys() - listed - known)]
     for engine in engines:
         graph = graph_of(engine, graphs)

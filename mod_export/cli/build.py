@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,18 +20,14 @@ if TYPE_CHECKING:
 SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
 
-class _Shapes(click.ParamType):
+def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[tuple[int, int], ...] | None:
     """1x128,1x512: rows x tokens."""
-
-    name = "shapes"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[tuple[int, int], ...]:
-        found = [SHAPE.fullmatch(part) for part in str(value).split(",")]
-        if not all(found):
-            self.fail(f"{value!r}: expected rows x tokens, such as 1x128,1x512", param, ctx)
-        return tuple((int(one[1]), int(one[2])) for one in found if one is not None)
+    if value is None:
+        return None
+    found = [SHAPE.fullmatch(part) for part in value.split(",")]
+    if None in found:
+        raise click.BadParameter(f"{value!r}: expected rows x tokens, such as 1x128,1x512", ctx, param)
+    return tuple((int(one[1]), int(one[2])) for one in found if one is not None)
 
 
 @click.command()
@@ -46,7 +42,7 @@ class _Shapes(click.ParamType):
     "several .pt2 of one dense model are given one by one.",
 )
 @click.option(
-    "--buckets", metavar="BxS,...", type=_Shapes(), help="Shapes, rows x tokens, in place of the configuration's."
+    "--buckets", metavar="BxS,...", callback=_shapes, help="Shapes, rows x tokens, in place of the configuration's."
 )
 @click.option("--samples", metavar="FILE", type=PATH, help="A safetensors file of inputs for a .pt2, by name.")
 @click.option("--capacity", metavar="C", type=float, help="Of every routed layer, in place of the model's own.")

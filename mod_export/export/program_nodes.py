@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,27 @@ def add_node(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.No
     with mode:
         node.meta["val"] = target(*values)
     return node
+
+
+def inferred_values(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:
+    """Runs a graph on what its placeholders hold, tensors without values: each operation, and what torch infers of it.
+
+    Only one operation is run for each step, so that its inputs can be looked at before it is.
+    """
+    mode = detect_fake_mode(list(inputs))
+    given = iter(inputs)
+    found: dict[fx.Node, Any] = {}
+    interpreter = fx.Interpreter(module, garbage_collect_values=False)
+    interpreter.env = found
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return
+        if node.op == "placeholder":
+            found[node] = next(given)
+            continue
+        with torch.no_grad(), mode or contextlib.nullcontext():
+            found[node] = interpreter.run_node(node)
+        yield node, found[node]
 
 
 def with_arguments(module: fx.GraphModule, replacements: Mapping[Any, Any]) -> fx.GraphModule:

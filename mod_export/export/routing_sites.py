@@ -120,6 +120,11 @@ def routing_sites(program: Runnable) -> list[RoutingSite]:
     ]
 
 
+def selected_from(program: ExportedProgram) -> list[int]:
+    """For each marker of a captured program T, the number of tokens of a row that it selects from."""
+    return [marked.scores.meta["val"].shape[-1] for _, marked in _markers(program)]
+
+
 def with_routed_outputs(program: ExportedProgram) -> ExportedProgram:
     """A copy without markers that returns, after its own outputs, int64 (B, K) of each site: `Selection.index_BK`."""
     module = copy.deepcopy(program.graph_module)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 GROUP = "mod_export.architectures"
 """The entry-point group in which packages register their architectures."""
+PROGRAM = "program"
+"""The architecture of a model that is captured already (`sources/programs.py`), which no package provides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,9 @@ class Model:
 
     @property
     def package(self) -> str:
-        """The package that provides the architecture."""
+        """The package that provides the architecture; of a program, whose spec says all, the one that reads it."""
+        if self.architecture == PROGRAM:
+            return "mod_export"
         return entry_points(group=GROUP)[self.architecture].module.partition(".")[0]
 
     @property

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,69 +13,163 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.export.pt2_archive import PT2ArchiveReader
 from torch.fx import traceback
 
-from mod_export.export.program_nodes import with_arguments
+from mod_export.environment import let_go
+from mod_export.errors import CheckpointError
+from mod_export.export.program_nodes import argument_of, with_arguments
+from mod_export.sources.plain_programs import NARROW, PlainProgram, input_values, without_tensors
 from mod_export.types import Bucket, Outputs
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+ATEN = torch.ops.aten
+SAME_IDS = {
+    ATEN.to.dtype, ATEN.to.dtype_layout, ATEN._to_copy.default, ATEN.clone.default, ATEN.alias.default,
+    ATEN.contiguous.default, ATEN.detach.default, ATEN.view.default, ATEN.reshape.default, ATEN.flatten.using_ints,
+    ATEN.slice.Tensor, ATEN.unsqueeze.default, ATEN.squeeze.dim, ATEN.transpose.int,
+}  # fmt: skip
+"""What leaves token ids what they are, on their way to an embedding."""
 
 
 class ProgramModel:
-    """An `ExportableModel` with `SampledInputs`, made of programs."""
+    """An `ExportableModel` with `SampledInputs`, made of programs (`plain_programs.py`).
+
+    Its weights are stored as they were; its module computes in float32.
+    """
 
     def __init__(
-        self,
-        programs: Mapping[Bucket, ExportedProgram],
-        weights: Mapping[str, torch.Tensor],
-        samples: Mapping[Bucket, Sequence[Mapping[str, np.ndarray]]],
-        output_names: Sequence[str],
+        self, programs: Mapping[Bucket, PlainProgram], samples: Mapping[Bucket, Sequence[Sequence[torch.Tensor]]]
     ) -> None:
-        """`samples` are inputs of each shape by name, at least one, in the order of the arguments."""
-        self.weights, self.output_names = weights, tuple(output_names)
+        """`samples` are inputs of each shape, at least one, in the order of the program's inputs.
+
+        Raises:
+            CheckpointError: the programs are not those of one model.
+        """
         self.buckets = tuple(sorted(programs))
-        self._programs, self._samples = dict(programs), {bucket: list(found) for bucket, found in samples.items()}
+        self.programs = {bucket: programs[bucket] for bucket in self.buckets}
+        self.weights: Mapping[str, torch.Tensor] = _one_model(self.programs)
+        first = self.programs[self.buckets[0]]
+        self.input_names, self.output_names = first.inputs, first.outputs
+        self.samples = {
+            bucket: [
+                {name: _array(tensor) for name, tensor in zip(self.input_names, one, strict=True)}
+                for one in samples[bucket]
+            ]
+            for bucket in self.buckets
+        }
+
+    @cached_property
+    def spec(self) -> Mapping[str, Any]:
+        """Plain data: `buckets`, `inputs` of each (name, dtype, shape), `outputs`, and SHA-256 of each `programs` graph
+        and of its `samples`, so that what is built of this model is built again when one of them changes.
+        """
+        return {
+            "buckets": [bucket.name for bucket in self.buckets],
+            "inputs": {
+                bucket.name: [
+                    {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
+                    for name, array in self.samples[bucket][0].items()
+                ]
+                for bucket in self.buckets
+            },
+            "outputs": list(self.output_names),
+            "programs": {bucket.name: hashlib.sha256(self.graph_texts[bucket]).hexdigest() for bucket in self.buckets},
+            "constants": _digest(self.constants),
+            "samples": _digest(self.named_samples),
+        }
+
+    @cached_property
+    def graph_texts(self) -> Mapping[Bucket, bytes]:
+        """The graph of each program as JSON, as a .pt2 holds it, without tensors."""
+        return {bucket: _graph_text(plain.program) for bucket, plain in self.programs.items()}
 
     @property
-    def spec(self) -> Mapping[str, Any]:
-        return {"buckets": [bucket.name for bucket in self.buckets], "outputs": list(self.output_names)}
+    def constants(self) -> dict[str, np.ndarray]:
+        """What programs read beside weights and inputs, by name: see `constant_names`."""
+        found = {}
+        for bucket, names in constant_names({key: one.program for key, one in self.programs.items()}).items():
+            held = self.programs[bucket].program.constants
+            found.update({stored: held[name].numpy() for name, stored in names.items()})
+        return found
+
+    @property
+    def named_samples(self) -> dict[str, np.ndarray]:
+        """Every given sample: `b1s512/ids.0` is the input `ids` of the first sample of that bucket."""
+        return {
+            f"{bucket.name}/{name}.{number}": array
+            for bucket, samples in self.samples.items()
+            for number, sample in enumerate(samples)
+            for name, array in sample.items()
+        }
 
     def sample(self, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
-        found = self._samples[bucket]
-        return found[seed % len(found)]
+        """Inputs of one run. Seeds from 0 give the samples that came with the model; further ones are drawn.
+
+        * token ids, which are integers that an embedding is read at: uniform in its rows;
+        * floating point: normal with mean and standard deviation of the given sample, unless that has two values at
+          most (a mask), or infinities;
+        * everything else (masks, lengths, positions) is that of the given sample.
+        """
+        samples = self.samples[bucket]
+        given = samples[seed % len(samples)]
+        if seed < len(samples):
+            return given
+        rng = np.random.default_rng(seed)
+        rows = self._embedding_rows[bucket]
+        return {name: _drawn(array, rows.get(name, 0), rng) for name, array in given.items()}
+
+    @cached_property
+    def _embedding_rows(self) -> Mapping[Bucket, Mapping[str, int]]:
+        return {bucket: _embedding_rows(plain) for bucket, plain in self.programs.items()}
 
     def module(self, outputs: Outputs = "logits") -> nn.Module:
-        return _Programs(self._programs, self.weights)
+        return self._module({name: _widened(one) for name, one in self.weights.items()}, CPU)
 
     def skeleton(self, outputs: Outputs = "logits") -> nn.Module:
-        return _Programs(self._programs, {name: one.to("meta") for name, one in self.weights.items()}, META)
+        return self._module({name: _widened(one.to("meta")) for name, one in self.weights.items()}, META)
+
+    def _module(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
+        return _Programs({bucket: plain.program for bucket, plain in self.programs.items()}, weights, device)
+
+
+def constant_names(programs: Mapping[Bucket, ExportedProgram]) -> dict[Bucket, dict[str, str]]:
+    """Bucket -> constant -> the name that it has for all programs together: its own where those that have it agree
+    about its value, else with the bucket before it, as in `b1s512.name`.
+    """
+    found: dict[str, torch.Tensor] = {}
+    other = set()
+    for program in programs.values():
+        for name, tensor in program.constants.items():
+            if name in found and not _same(found[name], tensor):
+                other.add(name)
+            found[name] = tensor
+    return {
+        bucket: {name: f"{bucket.name}.{name}" if name in other else name for name in program.constants}
+        for bucket, program in programs.items()
+    }
 
 
 class _Programs(nn.Module):
     """Runs the program that was captured for the shapes of the inputs.
 
     When it is captured again, as every module is, it gives the same operations with the same module paths and lines of
-    source. Its state is the weights and the programs' constants: those that all programs share under their own name,
-    others as `b1s512.name`.
+    source. Its state is the weights and the programs' constants.
     """
 
     def __init__(
-        self,
-        programs: Mapping[Bucket, ExportedProgram],
-        weights: Mapping[str, torch.Tensor],
-        device: torch.device = CPU,
+        self, programs: Mapping[Bucket, ExportedProgram], weights: Mapping[str, torch.Tensor], device: torch.device
     ) -> None:
         super().__init__()
         parameters = {name for program in programs.values() for name in program.graph_signature.parameters}
         for name, tensor in weights.items():
             self._register(name, tensor, is_parameter=name in parameters)
         self._graphs = []
-        shared = _shared_constants(list(programs.values()))
+        names = constant_names(programs)
         for bucket, program in programs.items():
-            names = {name: name if name in shared else f"{bucket.name}.{name}" for name in program.constants}
             for name, tensor in program.constants.items():
-                self._register(names[name], tensor.detach(), is_parameter=False)
-            self._graphs.append(_Graph(program, names, device))
+                self._register(names[bucket][name], tensor, is_parameter=False)
+            self._graphs.append(_Graph(program, names[bucket], device))
         self.eval()
 
     def _register(self, name: str, tensor: torch.Tensor, *, is_parameter: bool) -> None:
@@ -87,7 +184,12 @@ class _Programs(nn.Module):
             parent._buffers[last] = tensor
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        graph = next(one for one in self._graphs if one.shapes == [tuple(tensor.shape) for tensor in inputs])
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        found = [one for one in self._graphs if one.shapes == shapes]
+        if not found:
+            known = "; ".join(str(one.shapes) for one in self._graphs)
+            raise ValueError(f"inputs of the shapes {shapes}; this model was captured at {known}")
+        graph = found[0]
         state = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
         given = iter(inputs)
         values = [next(given) if name is None else state[name] for name in graph.inputs]
@@ -103,25 +205,98 @@ class _Graph:
 
     def __init__(self, program: ExportedProgram, constants: Mapping[str, str], device: torch.device) -> None:
         specs = program.graph_signature.input_specs
-        nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
         self.inputs = [
             None if spec.kind is InputKind.USER_INPUT else constants.get(str(spec.target), str(spec.target))
             for spec in specs
         ]
-        own = [node for node, name in zip(nodes, self.inputs, strict=True) if name is None]
-        self.shapes = [tuple(node.meta["val"].shape) for node in own]
+        self.shapes = [tuple(value.shape) for value in input_values(program)]
         self.module = program.graph_module
         if device != CPU:
             self.module = with_arguments(self.module, {CPU: device})
 
 
-def _shared_constants(programs: Sequence[ExportedProgram]) -> set[str]:
-    """Names of constants that are the same in every program that has them."""
-    found: dict[str, torch.Tensor] = {}
-    other = set()
-    for program in programs:
-        for name, tensor in program.constants.items():
-            if name in found and not torch.equal(found[name], tensor):
-                other.add(name)
-            found[name] = tensor
-    return found.keys() - other
+def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tensor]:
+    """The weights of all, of which those of the first program are kept."""
+    (bucket, first), *others = programs.items()
+    weights = {name: tensor.detach() for name, tensor in first.program.state_dict.items()}
+    for other, plain in others:
+        both = f"{bucket.name} and {other.name}"
+        state = plain.program.state_dict
+        for name in sorted(weights.keys() ^ state.keys()):
+            has, lacks = (bucket, other) if name in weights else (other, bucket)
+            raise CheckpointError(f"{both}: the weight {name} is in {has.name} and not in {lacks.name}")
+        for name, tensor in weights.items():
+            if not _same(tensor, state[name].detach()):
+                raise CheckpointError(f"{both}: the weight {name} differs; a model's programs have the same weights")
+            state[name] = first.program.state_dict[name]
+        for what, one, two in (("reads", first.inputs, plain.inputs), ("returns", first.outputs, plain.outputs)):
+            if one != two:
+                raise CheckpointError(
+                    f"{both}: one {what} {', '.join(one)}, the other {', '.join(two)}; programs of one model are alike"
+                )
+    shapes: dict[str, Bucket] = {}
+    for bucket, plain in programs.items():
+        shape = str([tuple(value.shape) for value in input_values(plain.program)])
+        if shape in shapes:
+            raise CheckpointError(f"{shapes[shape].name} and {bucket.name}: both read inputs of the shapes {shape}")
+        shapes[shape] = bucket
+    return weights
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same bytes in the same shape."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.numel() == 0 or (one.data_ptr() == other.data_ptr() and one.stride() == other.stride()):
+        return True
+    equal = torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    let_go([one, other])  # Of files, if they are mapped.
+    return equal
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float32) if tensor.dtype in NARROW else tensor
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(_widened(tensor.detach().cpu()).numpy())
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name}\0{array.dtype}\0{array.shape}\0".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _graph_text(program: ExportedProgram) -> bytes:
+    buffer = io.BytesIO()
+    torch.export.save(without_tensors(program), buffer)
+    buffer.seek(0)
+    return PT2ArchiveReader(buffer).read_bytes("models/model.json")
+
+
+def _embedding_rows(plain: PlainProgram) -> dict[str, int]:
+    """Inputs that an embedding is read at -> the smallest number of rows of such an embedding."""
+    found: dict[str, int] = {}
+    own = plain.program.graph_signature.user_inputs
+    nodes = [node for node in plain.program.graph.nodes if node.op == "placeholder" and node.name in own]
+    for name, node in zip(plain.inputs, nodes, strict=True):
+        ids = [node]
+        for one in ids:  # Which grows meanwhile.
+            for use in one.users:
+                if use.target in SAME_IDS and use not in ids:
+                    ids.append(use)
+                if use.target is ATEN.embedding.default and argument_of(use, "indices") is one:
+                    weight: Any = use.args[0]
+                    rows = weight.meta["val"].shape[0]
+                    found[name] = min(found.get(name, rows), rows)
+    return found
+
+
+def _drawn(given: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarray:
+    if rows:
+        return rng.integers(0, rows, given.shape).astype(given.dtype)
+    if not np.issubdtype(given.dtype, np.floating) or not np.isfinite(given).all() or len(np.unique(given)) <= 2:
+        return given
+    return rng.normal(given.mean(), given.std(), given.shape).astype(given.dtype)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mod_export.build_folder.manifest import GenerationFacts, ModelFacts
-from mod_export.build_folder.samples import SAMPLES, read_samples
+from mod_export.build_folder.samples import first_sample
 from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
@@ -258,7 +258,7 @@ class Context:
         vocab_size = self.facts["mod"].vocab_size
         if vocab_size is not None:
             return tokens_sample(vocab_size, bucket, self.config.seed)
-        return read_samples(self.root / SAMPLES)[bucket][0]
+        return first_sample(self.root, bucket)
 
     def decoding_engines(self) -> DecodingEngines:
         """The prefill and decode engines, as they are served."""

@@ -1,0 +1,218 @@
+"""A model from a PyTorch module: captured at each shape, and compared with the module bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from mod_export.errors import CaptureError, UsageError
+from mod_export.export.capture import prove_static
+from mod_export.export.weights import digests_of_tensors
+from mod_export.sources.model import PROGRAM, Model
+from mod_export.sources.plain_programs import plain_program
+from mod_export.sources.programs import ProgramModel
+from mod_export.sources.pt2_models import sample_tensors
+from mod_export.types import Bucket
+
+SAMPLES = 4
+"""Inputs of each bucket that are asked for, seeds 0 to 3."""
+Given: TypeAlias = "torch.Tensor | Sequence[Any] | Mapping[str, Any]"
+"""The arguments of `forward`: the only one, the positional ones, or all of them by name."""
+Inputs: TypeAlias = "Given | Callable[..., Given]"
+"""`inputs(batch, seq)` or `inputs(batch, seq, seed)`, or what that returns where there is one bucket."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucket], name: str) -> Model:
+    """Captures a module on the CPU. The module is as before when this returns, and shares its weights with the model.
+
+    `inputs` is called several times with torch's generator at another seed, so that it may just draw; with a third
+    parameter it is given the seed. What it returns for a bucket has the same shapes every time.
+
+    Args:
+        module: it is captured in eval mode, and need not be in it.
+        inputs: see `Inputs`.
+        buckets: rows, and tokens of a row, as `inputs` understands them.
+        name: of the model, in messages and reports.
+
+    Raises:
+        UsageError: this is no module on the CPU, or the inputs are none of it.
+        CaptureError: the module is not one static graph, or does what no engine can do.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"{name}: got {type(module).__name__}; expected a torch.nn.Module")
+    devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())} - {"cpu"}
+    if devices:
+        raise UsageError(f"{name}: is on {', '.join(sorted(devices))}; give it on the CPU: module.to('cpu')")
+    if not buckets:
+        raise UsageError(f"{name}: no bucket; name at least one shape, (batch, seq)")
+    if not callable(inputs) and len(buckets) > 1:
+        raise UsageError(
+            f"{name}: inputs of one shape for {len(buckets)} buckets; give a function inputs(batch, seq) instead"
+        )
+    plain, samples = {}, {}
+    with _as_it_was(module), torch.no_grad():
+        for bucket in buckets:
+            where = f"{name} at {bucket.name}"
+            calls = _calls(module, inputs, bucket, where)
+            program = _captured(module, calls, where)
+            plain[bucket] = plain_program(program, where)
+            _compare_runs(program, module, calls, where)
+            samples[bucket] = _different([sample_tensors(program, *call) for call in calls])
+    loaded = ProgramModel(plain, samples)
+    digests = digests_of_tensors(loaded.weights, "float32")
+    text = "\n".join(
+        [*(f"{key} {digest}" for key, digest in digests.items()), *map(str, loaded.spec["programs"].items())]
+    )
+    return Model(
+        name=name,
+        architecture=PROGRAM,
+        loaded=loaded,
+        checkpoint_sha256=hashlib.sha256(text.encode()).hexdigest(),
+    )
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Inside, the module is in eval mode; behind it in that of before, with the same values in its buffers."""
+    training = {one: one.training for one in module.modules()}
+    buffers = {one: {name: (held, _copy(held)) for name, held in one._buffers.items()} for one in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for one, mode in training.items():
+            one.training = mode
+        for one, held_by_name in buffers.items():
+            for name, (held, value) in held_by_name.items():
+                one._buffers[name] = held
+                if held is not None and value is not None:
+                    held.copy_(value)
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _different(samples: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Without those that were there before."""
+    found: list[list[torch.Tensor]] = []
+    for sample in samples:
+        if not any(all(map(torch.equal, sample, other)) for other in found):
+            found.append(sample)
+    return found
+
+
+def _calls(module: nn.Module, inputs: Inputs, bucket: Bucket, where: str) -> list[Call]:
+    """The arguments of several runs, at least two, all of one shape."""
+    found: list[Call] = []
+    for seed in range(SAMPLES):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            given = _asked(inputs, bucket, seed, where) if callable(inputs) else inputs
+        found.append(_call(module, given, where))
+    shapes = [[tuple(one.shape) for one in _tensors(call)] for call in found]
+    different = [shape for shape in shapes if shape != shapes[0]]
+    if different:
+        raise UsageError(f"{where}: inputs have the shapes {shapes[0]} and then {different[0]}; a bucket has one shape")
+    if not shapes[0]:
+        raise UsageError(f"{where}: inputs hold no tensor")
+    return found
+
+
+def _asked(inputs: Callable[..., Given], bucket: Bucket, seed: int, where: str) -> Given:
+    arguments = (bucket.batch, bucket.seq, seed) if _takes_seed(inputs) else (bucket.batch, bucket.seq)
+    try:
+        return inputs(*arguments)
+    except Exception as error:
+        raise UsageError(f"{where}: inputs{arguments} raised {type(error).__name__}: {error}") from error
+
+
+def _takes_seed(inputs: Callable[..., Given]) -> bool:
+    try:
+        inspect.signature(inputs).bind(1, 1, 0)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _call(module: nn.Module, given: Any, where: str) -> Call:
+    """The arguments of `forward`, by name where they have one, because that is what inputs are then called."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        kwargs = dict(given)
+    elif isinstance(given, (tuple, list)):
+        args = tuple(given)
+    elif isinstance(given, torch.Tensor):
+        args = (given,)
+    else:
+        raise UsageError(f"{where}: inputs are {type(given).__name__}; expected a tensor, a tuple or a dict of tensors")
+    signature = inspect.signature(module.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"{where}: inputs do not fit forward{signature}: {error}") from error
+    if all(one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for one in signature.parameters.values()):
+        args, kwargs = (), dict(bound.arguments)
+    # Copies: a tensor that is given twice would be taken for one input.
+    copied: Call = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().cpu().clone(), (args, kwargs))
+    return copied
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+class _Called(nn.Module):
+    """A module as a function of the tensors among its arguments."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.module = module
+        leaves, self._tree = pytree.tree_flatten(call)
+        self._given = [isinstance(one, torch.Tensor) for one in leaves]
+        self._others = [None if isinstance(one, torch.Tensor) else one for one in leaves]
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        leaves = [next(given) if is_given else one for is_given, one in zip(self._given, self._others, strict=True)]
+        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+        return self.module(*args, **kwargs)
+
+
+def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedProgram:
+    prove_static(_Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]], where)
+    args, kwargs = calls[0]
+    try:
+        return torch.export.export(module, args, kwargs, strict=False)
+    except Exception as error:  # Of any type: it runs the model's own code.
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CaptureError(f"{where}: torch.export refused the model: {reason}") from error
+
+
+def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[Call], where: str) -> None:
+    """Runs both on every sample, in the dtypes that they have."""
+    runs = program.module()
+    for args, kwargs in calls:
+        expected, found = (_tensors(one(*args, **kwargs)) for one in (module, runs))
+        for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+            _compare(one, other, f"{where}: output {number}")
+
+
+def _compare(expected: torch.Tensor, found: torch.Tensor, where: str) -> None:
+    if torch.equal(expected, found) or bool(((expected == found) | (expected.isnan() & found.isnan())).all()):
+        return
+    size = (expected.double() - found.double()).abs().nan_to_num(float("inf")).max().item()
+    raise CaptureError(
+        f"{where} of the captured program differs from that of the module by {size:.3g}. Either the module returns "
+        "something else each time it is called, or it reads values that capture takes for constants"
+    )

@@ -1,0 +1,397 @@
+"""A captured program as everything behind it expects one: tensors in, tensors out, weights in float32, nothing kept.
+
+What a program of `torch.export` may have beside that is removed where nothing is lost by it, and refused where it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram, ModuleCallEntry
+from torch.export.graph_signature import (
+    ConstantArgument,
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from mod_export.errors import CaptureError
+from mod_export.export.program_nodes import argument_of, inferred_values, with_arguments
+from mod_export.sources.operators import is_operator
+
+ATEN = torch.ops.aten
+NARROW = (torch.float16, torch.bfloat16)
+ROUTED = "routed_"
+IN_PLACE_OF_NOTHING = {ATEN.detach_.default}
+"""Operators that are called in place and change no number."""
+AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+METHODS = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
+STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainProgram:
+    """A program that reads and returns tensors only, and the names of what it reads and returns, in order.
+
+    An input is called as the key of the dictionary that holds it, or as the parameter of `forward`. An output is called
+    as the keys above it, `aux_0` for the first of a tuple under `aux`; without keys `output`, or `output_0` and so on;
+    the only output of a model is called `logits` if it is floating point, has a first dimension of the size of the
+    batch, and at least one and at most two more. An output that has the name of an input or of a weight gets `_out`
+    after it, because graphs have one name for each value; an input with the name of a weight gets `_in`.
+
+    Its parameters and buffers in floating point are in the state_dict, as they are stored, each tensor under one name;
+    everything else that it reads is among its constants. Its operations are those of float32 where they were of 16 bit:
+    narrower engines are made of that.
+    """
+
+    program: ExportedProgram
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
+    """A copy; tensors are not copied.
+
+    Args:
+        program: from `torch.export`, at fixed sizes, on the CPU.
+        where: what messages call it.
+
+    Raises:
+        CaptureError: it draws random numbers, changes its state or its inputs, or returns what is no result of them.
+    """
+    _check_operators(program, where)
+    _check_mutation(program, where)
+    module = with_arguments(program.graph_module, dict.fromkeys(NARROW, torch.float32))
+    specs = list(program.graph_signature.input_specs)
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    names = _input_names(program, nodes)
+    held = {**program.state_dict, **program.constants}
+    kept: list[tuple[fx.Node, InputSpec]] = []
+    first: dict[Any, tuple[fx.Node, str]] = {}
+    for node, spec in zip(nodes, specs, strict=True):
+        same = first.setdefault(_memory(held[str(spec.target)]), (node, "")) if spec.kind in STATE else (node, "")
+        if isinstance(spec.arg, ConstantArgument):
+            _replace(node, spec.arg.value)
+        elif same[0] is not node:
+            node.replace_all_uses_with(same[0])  # Tied weights are one.
+        else:
+            kept.append((node, spec))
+            continue
+        module.graph.erase_node(node)
+    _check_state(kept, held, where)
+    given = {node for node, spec in kept if spec.kind is InputKind.USER_INPUT}
+    outputs, output_names = _outputs(program, module, given, where)
+    _infer(module, kept, held, where)
+    taken = {str(spec.target) for _, spec in kept if spec.kind in STATE}
+    inputs = _free([names[node] for node, spec in kept if spec.kind is InputKind.USER_INPUT], taken, "_in")
+    found = _free(_named_outputs(output_names, outputs, kept), {*taken, *inputs}, "_out")
+    for name in found:
+        if name.startswith(ROUTED):
+            raise CaptureError(
+                f"{where}: returns {name}; names that begin with {ROUTED} are those of routing sites. Rename the output"
+            )
+    return PlainProgram(program=_made(program, module, kept, held, outputs), inputs=inputs, outputs=found)
+
+
+def copied(program: ExportedProgram) -> ExportedProgram:
+    """The same program with a graph of its own, and the same tensors."""
+    module = copy.deepcopy(program.graph_module)
+    return _program(program, module, program.graph_signature, program.state_dict, program.constants)
+
+
+def input_values(program: ExportedProgram) -> list[torch.Tensor]:
+    """The shapes and dtypes of what it reads, as tensors without values."""
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    specs = program.graph_signature.input_specs
+    return [node.meta["val"] for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+
+
+def without_tensors(program: ExportedProgram) -> ExportedProgram:
+    """The same graph; weights and constants are empty."""
+    state = {
+        name: torch.nn.Parameter(torch.empty(0)) if isinstance(one, torch.nn.Parameter) else torch.empty(0)
+        for name, one in program.state_dict.items()
+    }
+    constants = {name: torch.empty(0) for name in program.constants}
+    return _program(program, program.graph_module, program.graph_signature, state, constants)
+
+
+def _program(
+    program: ExportedProgram,
+    module: fx.GraphModule,
+    signature: ExportGraphSignature,
+    state: Mapping[str, torch.Tensor],
+    constants: Mapping[str, Any],
+    calls: Sequence[ModuleCallEntry] | None = None,
+) -> ExportedProgram:
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=signature,
+        state_dict=dict(state),
+        range_constraints={},
+        module_call_graph=list(program.module_call_graph if calls is None else calls),
+        constants=dict(constants),
+        verifiers=program.verifiers,
+    )
+
+
+def _check_operators(program: ExportedProgram, where: str) -> None:
+    for node in _calls(program.graph_module):
+        name = str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload) and not is_operator(f"torch.ops.{name}"):
+            raise CaptureError(f"{where}: calls {name}, which engines do not have, or which trusts sizes unchecked")
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags and not _is_off(node):
+            raise CaptureError(
+                f"{where}: draws random numbers ({name}), and no two runtimes draw the same; give the noise as an "
+                "input, or switch it off in eval mode"
+            )
+
+
+def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+    return (node for graph in graphs for node in graph.nodes if node.op == "call_function")
+
+
+def _is_off(node: fx.Node) -> bool:
+    """Whether it is dropout that drops nothing."""
+    return argument_of(node, "train", "training") is False or argument_of(node, "dropout_p", "p") in (0, 0.0)
+
+
+def _check_mutation(program: ExportedProgram, where: str) -> None:
+    mutable = [node for node in _calls(program.graph_module) if _is_in_place(node)]
+    if not mutable:
+        return
+    # Most of what is written to is the program's own; torch says what is not.
+    for spec in program.run_decompositions({}).graph_signature.output_specs:
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION):
+            what = "input" if spec.kind is OutputKind.USER_INPUT_MUTATION else "buffer"
+            raise CaptureError(
+                f"{where}: changes its {what} {spec.target} in place, which engines do not: each run begins with the "
+                "same weights. Return the new value as an output, or write to a copy"
+            )
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and node.target not in IN_PLACE_OF_NOTHING
+
+
+def _memory(tensor: Any) -> Any:
+    """The same for tensors that are one."""
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _replace(node: fx.Node, value: Any) -> None:
+    for use in list(node.users):
+        use.args, use.kwargs = fx.map_arg((use.args, use.kwargs), lambda one: value if one is node else one)
+
+
+def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, Any], where: str) -> None:
+    for _, spec in kept:
+        if spec.kind is InputKind.USER_INPUT:
+            continue
+        tensor = held.get(str(spec.target))
+        if not isinstance(tensor, torch.Tensor):
+            raise CaptureError(f"{where}: reads {spec.target}, an object that is no tensor; engines take tensors only")
+        taken = [part for part in str(spec.target).split(".") if part in METHODS]
+        if taken:
+            raise CaptureError(
+                f"{where}: the weight {spec.target} is called as a method of every module ({taken[0]}), which "
+                "torch.export does not take; rename it"
+            )
+
+
+def _input_names(program: ExportedProgram, placeholders: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    specs = program.graph_signature.input_specs
+    nodes = [node for node, spec in zip(placeholders, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+    tree = program.call_spec.in_spec
+    assert tree is not None
+    keys = [_keys(path)[-1:] for path in _paths(tree)]
+    found = {}
+    for node, key in zip(nodes, keys, strict=True):
+        name = key[0] if key and keys.count(key) == 1 else _parameter(node.name)
+        found[node] = _plain_name(name)
+    return found
+
+
+def _parameter(name: str) -> str:
+    """The parameter that a placeholder is of: `input_1` is of `input`, because that name is one of Python's own."""
+    bare = name.removesuffix("_1")
+    return bare if hasattr(builtins, bare) else name
+
+
+def _paths(tree: pytree.TreeSpec) -> list[tuple[Any, ...]]:
+    structure = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+    return [path for path, _ in pytree.tree_flatten_with_path(structure)[0]]
+
+
+def _keys(path: Sequence[Any]) -> list[str]:
+    """The names in a path to a leaf: keys of dictionaries, and attributes."""
+    kinds = (pytree.MappingKey, pytree.GetAttrKey)
+    return [str(one.key if isinstance(one, pytree.MappingKey) else one.name) for one in path if isinstance(one, kinds)]
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]", "_", name)
+
+
+def _outputs(
+    program: ExportedProgram, module: fx.GraphModule, given: set[fx.Node], where: str
+) -> tuple[list[fx.Node], list[str]]:
+    """The nodes that are returned, each another one and none of them an input, and the names that they have by their
+    keys, empty without any.
+    """
+    tree = program.call_spec.out_spec
+    assert tree is not None
+    output = module.graph.output_node()
+    values: Any = output.args[0]
+    own = [
+        value
+        for value, spec in zip(values, program.graph_signature.output_specs, strict=True)
+        if spec.kind is OutputKind.USER_OUTPUT
+    ]
+    nodes: list[fx.Node] = []
+    names: list[str] = []
+    paths = _paths(tree)
+    several = sum(value is not None for value in own) > 1
+    for value, path in zip(own, paths, strict=True):
+        if value is None:
+            continue
+        name = "_".join(_plain_name(_key_text(one)) for one in path) if several or _keys(path) else ""
+        name = f"output_{name}" if name and not _keys(path) else name
+        if not isinstance(value, fx.Node):
+            raise CaptureError(f"{where}: returns the number {value!r} beside its tensors; return tensors only")
+        if not _reads(value, given):
+            raise CaptureError(
+                f"{where}: returns {name or 'output'}, which does not depend on its inputs; an engine has nothing to "
+                "compute there. Leave it out of what forward returns"
+            )
+        if value.op == "placeholder" or value in nodes:
+            with module.graph.inserting_before(output):
+                copied = module.graph.call_function(ATEN.clone.default, (value,))
+            copied.meta = {key: one for key, one in value.meta.items() if key != "val"}
+            value = copied
+        nodes.append(value)
+        names.append(name)
+    if not nodes:
+        raise CaptureError(f"{where}: returns no tensor")
+    output.args = (tuple(nodes),)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return nodes, names
+
+
+def _key_text(key: Any) -> str:
+    if isinstance(key, pytree.SequenceKey):
+        return str(key.idx)
+    return str(key.key if isinstance(key, pytree.MappingKey) else key.name)
+
+
+def _reads(node: fx.Node, given: set[fx.Node]) -> bool:
+    """Whether it depends on one of these."""
+    found, waiting = {node}, [node]
+    for one in waiting:  # Which grows meanwhile.
+        new = [source for source in one.all_input_nodes if source not in found]
+        found.update(new)
+        waiting += new
+    return not found.isdisjoint(given)
+
+
+def _named_outputs(
+    names: Sequence[str], nodes: Sequence[fx.Node], kept: Sequence[tuple[fx.Node, InputSpec]]
+) -> list[str]:
+    if names != [""]:
+        return list(names)
+    value = nodes[0].meta["val"]
+    batch = [node.meta["val"].shape[:1] for node, spec in kept if spec.kind is InputKind.USER_INPUT][:1]
+    looks_like_logits = value.is_floating_point() and value.dim() in (2, 3) and [value.shape[:1]] == batch
+    return ["logits" if looks_like_logits else "output"]
+
+
+def _free(names: Sequence[str], taken: set[str], suffix: str) -> tuple[str, ...]:
+    """Names that are neither taken nor given twice."""
+    found: list[str] = []
+    for name in names:
+        free = name
+        while free in taken or free in found:
+            free += suffix
+        found.append(free)
+    return tuple(found)
+
+
+def _infer(
+    module: fx.GraphModule, kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, Any], where: str
+) -> None:
+    """Gives every node the value that it has now, of float32 where it was of 16 bit."""
+    mode = detect_fake_mode([node.meta["val"] for node, _ in kept])
+    for node in _calls(module):
+        if node.target is AUTOCAST:
+            node.update_arg(2, False)
+    for node, _ in kept:
+        value = node.meta["val"]
+        if value.dtype in NARROW:
+            assert mode is not None
+            with mode:
+                node.meta["val"] = value.to(torch.float32)
+    try:
+        for node, value in inferred_values(module, [node.meta["val"] for node, _ in kept]):
+            node.meta["val"] = value
+    except Exception as error:  # Of any type: operators say in their own ways that a dtype does not fit.
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CaptureError(f"{where}: cannot be computed in float32: {reason}") from error
+
+
+def _made(
+    program: ExportedProgram,
+    module: fx.GraphModule,
+    kept: Sequence[tuple[fx.Node, InputSpec]],
+    held: Mapping[str, torch.Tensor],
+    outputs: Sequence[fx.Node],
+) -> ExportedProgram:
+    state: dict[str, torch.Tensor] = {}
+    constants: dict[str, torch.Tensor] = {}
+    specs = []
+    for node, spec in kept:
+        # Where a name is one of Python's own, the copy of a graph calls the node otherwise.
+        spec = replace(spec, arg=TensorArgument(name=node.name))
+        if spec.kind is not InputKind.USER_INPUT:
+            name = str(spec.target)
+            tensor = held[name]
+            # Weights files hold floating point alone.
+            if name in program.state_dict and tensor.is_floating_point():
+                state[name] = tensor
+            else:
+                constants[name] = tensor.detach().to(torch.float32) if tensor.dtype in NARROW else tensor.detach()
+                if spec.kind is not InputKind.CONSTANT_TENSOR:
+                    spec = replace(spec, kind=InputKind.BUFFER, persistent=False)
+        specs.append(spec)
+    own = [node for node, spec in kept if spec.kind is InputKind.USER_INPUT]
+    root = program.module_call_graph[0]
+    assert root.signature is not None
+    call = copy.copy(root.signature)
+    call.inputs = [TensorArgument(name=node.name) for node in own]
+    call.outputs = [TensorArgument(name=node.name) for node in outputs]
+    call.in_spec = pytree.tree_structure(((0,) * len(own), {}))
+    call.out_spec = pytree.tree_structure((0,) * len(outputs))
+    call.forward_arg_names = None
+    signature = ExportGraphSignature(
+        input_specs=specs,
+        output_specs=[OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=one.name), None) for one in outputs],
+    )
+    return _program(program, module, signature, state, constants, [ModuleCallEntry(fqn=root.fqn, signature=call)])

@@ -1,0 +1,109 @@
+"""A captured model in a build folder: graphs as JSON, samples and constants as npz, weights elsewhere.
+
+So a build can be validated, and exported again, without the code that its model was made of. The graphs are read by the
+reader of .pt2 files (`pt2.py`), which runs no code from them.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mod_export.errors import BuildFolderError
+from mod_export.sources.archive import ArchiveError
+from mod_export.sources.plain_programs import PlainProgram
+from mod_export.sources.programs import ProgramModel
+from mod_export.sources.pt2 import program_of
+from mod_export.types import Bucket
+
+FOLDER = "programs"
+ARRAYS = ("samples", "constants")
+
+
+def program_files(kind: str, buckets: Sequence[Bucket]) -> list[str]:
+    """The files of a model in a build folder, relative to it."""
+    return [*(_graph_file(kind, bucket) for bucket in buckets), *(f"{FOLDER}/{kind}-{one}.npz" for one in ARRAYS)]
+
+
+def write_graphs(model: ProgramModel, kind: str, folder: Path) -> None:
+    """Writes everything but the weights: `program_files`.
+
+    * `programs/<kind>-<bucket>.json`: the graph, as `models/model.json` of a .pt2;
+    * `programs/<kind>-samples.npz`: `b1s512/ids.0` is the input `ids` of the first sample of that bucket;
+    * `programs/<kind>-constants.npz`: what graphs read beside weights and inputs; `b1s512.name` where buckets differ.
+
+    Args:
+        model: what is written.
+        kind: `mod` or `dense`.
+        folder: the build folder.
+    """
+    (folder / FOLDER).mkdir(exist_ok=True)
+    for bucket, text in model.graph_texts.items():
+        (folder / _graph_file(kind, bucket)).write_bytes(text)
+    for name, arrays in zip(ARRAYS, (model.named_samples, model.constants), strict=True):
+        _write_arrays(folder / f"{FOLDER}/{kind}-{name}.npz", arrays)
+
+
+def read_graphs(folder: Path, kind: str, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> ProgramModel:
+    """The model whose graphs `write_graphs` has written.
+
+    Args:
+        folder: the build folder.
+        kind: `mod` or `dense`.
+        spec: `ProgramModel.spec` of it.
+        weights: `ProgramModel.weights` of it, in float32.
+
+    Raises:
+        BuildFolderError: a file is missing or damaged, or its graph could run code.
+    """
+    samples = _read_arrays(folder / f"{FOLDER}/{kind}-samples.npz")
+    constants = {
+        name: torch.from_numpy(array) for name, array in _read_arrays(folder / f"{FOLDER}/{kind}-constants.npz").items()
+    }
+    # A program of torch asks for parameters where it reads some, and takes them elsewhere too.
+    state = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in weights.items()}
+    programs, given = {}, {}
+    for name in spec["buckets"]:
+        bucket = Bucket.named(name)
+        prefix = f"{name}."
+        own = {one.removeprefix(prefix): tensor for one, tensor in constants.items() if one.startswith(prefix)}
+        path = folder / _graph_file(kind, bucket)
+        inputs = tuple(one["name"] for one in spec["inputs"][name])
+        try:
+            program = program_of(path.read_bytes(), state, {**constants, **own})
+            numbers = sorted({int(key.rpartition(".")[2]) for key in samples if key.startswith(f"{name}/")})
+            given[bucket] = [
+                [torch.from_numpy(samples[f"{name}/{one}.{number}"]) for one in inputs] for number in numbers
+            ]
+        except (OSError, KeyError, ValueError, ArchiveError) as error:
+            raise BuildFolderError(f"{path}: missing or damaged ({error}); build again") from error
+        programs[bucket] = PlainProgram(program=program, inputs=inputs, outputs=tuple(spec["outputs"]))
+    return ProgramModel(programs, given)
+
+
+def _graph_file(kind: str, bucket: Bucket) -> str:
+    return f"{FOLDER}/{kind}-{bucket.name}.json"
+
+
+def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """An npz, for `numpy.load`. Not by `numpy.savez`, which takes names as keywords and has some of its own, and writes
+    the time of day.
+    """
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return dict(found)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise BuildFolderError(f"{path}: missing or damaged ({error}); build again") from error

@@ -1,0 +1,79 @@
+"""Models of other shapes than token ids to logits, in plain PyTorch, with routed blocks that mark nothing."""
+
+from __future__ import annotations
+
+import torch
+from mod_dialects import DIALECTS, D, Inner, Model, V
+from torch import Tensor, nn
+
+ROUTED = DIALECTS["scatter_add"]
+
+
+class Masked(nn.Module):
+    """(input_ids, attention_mask) -> {"logits", "hidden"}: padding is added to the scores, and embeddings are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(V, D), ROUTED()
+        self.head = nn.Linear(D, V, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.full((D,), 0.5), persistent=False)
+        self.register_buffer("position_ids", torch.arange(64))
+        self.offset = torch.ones(D)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        S = input_ids.shape[1]
+        x = self.embedding(input_ids) * self.scale + self.offset * 0.1
+        x = x + self.embedding(self.position_ids[:S] % V) * attention_mask[..., None]
+        hidden = self.block(x)
+        return {"logits": self.head(hidden), "hidden": hidden}
+
+
+class Embedded(nn.Module):
+    """Embeddings (B, S, D) -> scores of the row, and of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Inner(), ROUTED()])
+        self.row, self.token = nn.Linear(D, 3), nn.Linear(D, 5)
+
+    def forward(self, inputs_embeds: Tensor) -> tuple[Tensor, Tensor]:
+        x = inputs_embeds
+        for block in self.blocks:
+            x = block(x)
+        return self.row(x.mean(1)), self.token(x)
+
+
+class Images(nn.Module):
+    """Images (B, 3, 32, 32) -> classes (B, 10), over 16 patches and a class token, half of which are routed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, D, 8, stride=8)
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+        self.position = nn.Parameter(torch.randn(1, 17, D) * 0.1)
+        self.blocks = nn.ModuleList([Inner(), ROUTED()])
+        self.head = nn.Linear(D, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, 0])
+
+
+def token_ids(batch: int, seq: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, V, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def masked_inputs(batch: int, seq: int, seed: int = 0) -> dict[str, Tensor]:
+    mask = torch.ones(batch, seq)
+    mask[:, seq - 2 :] = 0
+    return {"input_ids": token_ids(batch, seq, seed), "attention_mask": mask}
+
+
+def made(kind: type[nn.Module] | str) -> nn.Module:
+    """A model with initial weights, always the same: one of these, or a dialect by its name."""
+    torch.manual_seed(0)
+    return (Model(DIALECTS[kind]) if isinstance(kind, str) else kind()).eval()
