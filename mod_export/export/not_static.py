@@ -124,6 +124,7 @@ _BY_NAME = {
     "unique_dim": UNIQUE, "_unique2": UNIQUE, "unique_consecutive": UNIQUE,
 }  # fmt: skip
 _SLICES = ("slice", "narrow")
+_INDICES = ("arg", "tolist(")
 _CHECKS = ("isnan", "isinf", "isfinite", "assert", "raise", "allclose")
 _MESSAGES = re.compile(r"\bprint\(|\bwarn(ings)?\b|\blog(ger|ging)?\.")
 _CAPTURING = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.sep, "<frozen")
@@ -252,7 +253,7 @@ def _of_error(error: Exception, line: _Line | None) -> Pattern | None:
         return LIST
     if "data-dependent expression" in text:
         if "specialized integer" in text:
-            return LIST if "arg" in source else K_FROM_DATA
+            return LIST if any(word in source for word in _INDICES) else K_FROM_DATA
         return SIZE if "Size-like symbols: u" in text else _of_condition(source)
     if "Data-dependent branching" in text:
         return _of_condition(source)
