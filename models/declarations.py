@@ -21,10 +21,18 @@ PARTS = ("block", "attention", "mlp", "separate")
 POSITIONS = ("original", "compact")
 CHOICES = ("token", "expert")
 
+
+def tokens_of(capacity: float, seq: int) -> int:
+    """k, the tokens that a routed block selects out of `seq`: the share `capacity` of them, cut off, and at least 1.
+
+    The product is a float64 one, as in published code: 0.29 of 100 tokens are 28, not 29.
+    """
+    return max(1, int(capacity * seq))
+
+
 CAPACITY_RULES: dict[str, Callable[[float, int], int]] = {
-    # c * S in float64 and then truncated, as the published code does it: 0.29 * 100 is 28, not 29.
     "floor": lambda capacity, seq: int(capacity * seq),
-    "floor_min1": lambda capacity, seq: max(1, int(capacity * seq)),
+    "floor_min1": tokens_of,
     "ceil": lambda capacity, seq: math.ceil(capacity * seq),
     "absolute": lambda capacity, seq: min(int(capacity), seq),
 }

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mod_models.fixed_capacity import select_chosen
 from mod_models.routing import Decisions, SeenByExperts, linear_float32
-from mod_models.selection import FIRST_COME, RANK, Rule, Tokens, select_first, select_topk, selected_at
+from mod_models.selection import FIRST_COME, RANK, Rule, Tokens, select_topk, selected_at
 from mod_models.spec import ExpertsSpec, ModelSpec, expert_site
 
 SMALLEST = 2.0**-126
@@ -102,7 +103,7 @@ def _token_choice(self: Experts, x_BTD: Tensor, tokens: Tokens, decisions: Decis
     chosen_BTM = (expert_BTM[..., :J, None] == numbers_M).any(-2)
     chosen_BNT = (chosen_BTM[..., :N] & tokens.live_BT[..., None]).transpose(1, 2)
     score_BNT = _margins(logits_BTM, sorted_BTM, chosen_BTM, J)[..., :N].transpose(1, 2)
-    index_BNC, live_BNC = self.selected(tokens, decisions, select_first(chosen_BNT, C), score_BNT, FIRST_COME)
+    index_BNC, live_BNC = self.selected(tokens, decisions, select_chosen(chosen_BNT, C), score_BNT, FIRST_COME)
     decisions.experts[self.layer] = SeenByExperts(probability_BTM, expert_BTM[..., 0], tokens.live_BT)
 
     y_RD = self.run(x_BTD, index_BNC).reshape(-1, D)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mod_export.marker import mark_selection
+from mod_models.fixed_capacity import select_tokens, token_rows
 from mod_models.routing import Decisions, Routing
 from mod_models.spec import Site
 
@@ -58,8 +59,7 @@ class Tokens(NamedTuple):
         One plain Gather and one plain Scatter with unique rows are the cheapest form in every runtime and the only one
         that TensorRT takes without a plugin.
         """
-        B, T, _ = self.x_BTD.shape
-        return (index_BK + T * torch.arange(B, device=index_BK.device)[:, None]).reshape(-1)
+        return token_rows(index_BK, self.x_BTD.shape[1])
 
     def at(self, row_N: Tensor, index_BK: Tensor, live_BK: Tensor, positions: str) -> Tokens:
         """The tokens with these numbers, with the rotary angles that `positions` (see RoutingSpec) says."""
@@ -88,10 +88,7 @@ class Tokens(NamedTuple):
 
 
 def select_topk(score: Tensor, real: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest scores of each row's real tokens, ties to the earlier token, positions ascending.
-
-    `torch.topk` promises nothing about ties and its CPU and CUDA kernels differ, so the order comes from a stable
-    sort. Exporters turn "stable descending sort, first k" into one TopK, whose ONNX definition breaks ties likewise.
+    """`select_tokens` among each row's real tokens.
 
     Args:
         score: float32 (..., T).
@@ -101,28 +98,8 @@ def select_topk(score: Tensor, real: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         index int64 (..., k) ascending, live bool (..., k): False in empty slots, which hold padding.
     """
-    masked = torch.where(real, score, float("-inf"))
-    rank = torch.sort(masked, dim=-1, descending=True, stable=True).indices
-    index = torch.sort(rank[..., :k], dim=-1).values
+    index = select_tokens(torch.where(real, score, float("-inf")), k)
     return index, torch.gather(real, -1, index)
-
-
-def select_first(chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The first k chosen tokens of each row; later ones find no slot (overflow).
-
-    Args:
-        chosen: bool (..., T), False for padding.
-        k: how many to take, 1 <= k <= T.
-
-    Returns:
-        index int64 (..., k): the positions selected, ascending, then the first ones that were not chosen; live bool.
-    """
-    T = chosen.shape[-1]
-    position = torch.arange(T, device=chosen.device)
-    # All keys differ, so the order does not depend on how a TopK treats ties; they are exact in float32 below 2 ** 23.
-    key = torch.where(chosen, 2 * T - position, T - position).to(torch.float32)
-    index = torch.sort(key, dim=-1, descending=True, stable=True).indices[..., :k]
-    return index, torch.gather(chosen, -1, index)
 
 
 def selected_at(

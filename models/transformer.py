@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mod_models.experts import Experts
+from mod_models.fixed_capacity import select_chosen
 from mod_models.routing import COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
 from mod_models.selection import (
     FIRST_COME,
@@ -32,7 +33,6 @@ from mod_models.selection import (
     Tokens,
     noise_of_tokens,
     noise_table,
-    select_first,
     select_topk,
     selected_at,
 )
@@ -240,7 +240,7 @@ class RoutedBlock(Block):
         if rule == RANK:
             selection = select_topk(score_BT, tokens.live_BT, k)
         else:
-            selection = select_first((score_BT > 0) & tokens.live_BT, k)
+            selection = select_chosen((score_BT > 0) & tokens.live_BT, k)
         index_BK, live_BK = selected_at([site], tokens, decisions, *selection, score_BT, rule)
         if not self.routing.draws:
             decisions.seen[site] = Seen(routed_BTD, tokens.live_BT, l_BT, k, predictor)

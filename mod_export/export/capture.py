@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +14,12 @@ from torch.fx.experimental import symbolic_shapes
 
 from mod_export.errors import CaptureError
 from mod_export.export.find_sites import mark_found_sites
+from mod_export.export.not_static import refusal, refuse_dynamic
 from mod_export.export.routing_sites import RoutingSite, name_sites, routing_sites, with_routed_outputs
 from mod_export.types import routed_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-ADVICE = "Routing must use a fixed k and gather/scatter, without boolean indexing or .item()"
+    from collections.abc import Callable, Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +42,12 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
         where: what messages call it.
 
     Raises:
-        CaptureError: the model does not compile as one static graph.
+        CaptureError: the model does not compile as one static graph, or fails by itself; `not_static.py` says why.
     """
-    compiled_graphs = 0
-    dynamic: list[str] = []
+    graphs: list[torch.fx.Graph] = []
 
-    def count(graph_module: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        nonlocal compiled_graphs
-        compiled_graphs += 1
-        dynamic.extend(_dynamic_operations(graph_module))
+    def keep(graph_module: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph_module.graph)
         on_meta = any(tensor.is_meta for tensor in _inputs if isinstance(tensor, torch.Tensor))
         return _shapes_only(graph_module) if on_meta else graph_module.forward
 
@@ -55,24 +55,21 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
     # fullgraph=True turns a graph break into an exception; the counters are read as well, so that the proof does not
     # rest on one flag.
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=count)
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=keep)
     try:
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
             for example in examples:
                 compiled(*example)
-    except RuntimeError as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CaptureError(
-            f"{where}: torch.compile(fullgraph=True) could not capture one static graph: {reason}. {ADVICE}"
-        ) from error
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    proof = CaptureProof(graphs=compiled_graphs, graph_breaks=breaks, recompiles=compiled_graphs - 1)
-    torch._dynamo.reset()
+    except Exception as error:  # Of torch, or of the model: it runs while it is captured.
+        raise refusal(error, module, example, where) from error
+    finally:
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        torch._dynamo.reset()
+    proof = CaptureProof(graphs=len(graphs), graph_breaks=breaks, recompiles=len(graphs) - 1)
     if proof != CaptureProof(graphs=1, graph_breaks=0, recompiles=0):
         raise CaptureError(f"{where}: expected 1 graph, no breaks and no recompiles, got {proof}")
-    if dynamic:
-        # torch.compile keeps these inside one graph; no graph of fixed sizes can hold them.
-        raise CaptureError(f"{where}: a size or number that depends on the data comes from `{dynamic[0]}`. {ADVICE}")
+    # torch.compile keeps these inside one graph; no graph of fixed sizes can hold them.
+    refuse_dynamic(graphs[0], where)
     return proof
 
 
@@ -84,20 +81,6 @@ def _shapes_only(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
         return torch.fx.map_arg(outputs, lambda node: torch.empty_like(node.meta["example_value"], device="meta"))
 
     return forward
-
-
-def _dynamic_operations(graph_module: torch.fx.GraphModule) -> list[str]:
-    """The lines of the model whose results have a size, or are a number, that is only known when the graph runs."""
-    return [
-        _line_of(node)
-        for node in graph_module.graph.nodes
-        if symbolic_shapes.free_unbacked_symbols(node.meta.get("example_value"))
-    ]
-
-
-def _line_of(node: torch.fx.Node) -> str:
-    lines = [line.strip() for line in (node.stack_trace or node.name).splitlines()]
-    return next(line for line in reversed(lines) if line.strip("^~ "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +113,34 @@ def exported(
     takes longer than all the rest.
 
     Raises:
-        CaptureError: torch.export refused the model.
+        CaptureError: torch.export refused the model, or the program has sizes that depend on the data.
     """
     # A tensor that is given twice is taken for one input, and the graph is wrong without a word.
     assert len({id(tensor) for tensor in example}) == len(example)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _without_dumps():
             program = torch.export.export(module, tuple(example), strict=strict)
-    except (torch._export.verifier.SpecViolationError, RuntimeError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CaptureError(f"{where}: torch.export refused the model: {reason}") from error
+    except Exception as error:  # Of torch, or of the model: it runs while it is captured.
+        raise refusal(error, module, example, where) from error
+    refuse_dynamic(program.graph, where)
     return with_found_sites(program)
+
+
+@contextlib.contextmanager
+def _without_dumps() -> Iterator[None]:
+    """Keeps from the terminal what torch.export writes there before it raises: the whole graph so far."""
+    logger = logging.getLogger(symbolic_shapes.__name__)
+    logger.addFilter(_no_record)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as written:
+            yield
+    finally:
+        logger.removeFilter(_no_record)
+    sys.stderr.write(written.getvalue())
+
+
+def _no_record(_record: logging.LogRecord) -> bool:
+    return False
 
 
 def with_found_sites(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mod_models.selection import NOISE_SIZE, Tokens, noise_of_tokens, noise_table, select_first, select_topk
+from mod_models.fixed_capacity import select_chosen
+from mod_models.selection import NOISE_SIZE, Tokens, noise_of_tokens, noise_table, select_topk
 
 SCORES = st.sampled_from([float("-inf"), -2.0, -1.0, -0.0, 0.0, 1.0, 1.0000001, 3e38, float("inf")])
 
@@ -28,7 +29,7 @@ def test_the_k_largest_by_a_stable_ranking(scores: list[float], data: st.DataObj
 def test_the_first_k_that_chose(chosen: list[bool], data: st.DataObject) -> None:
     """Later ones find no slot; empty slots hold the first other tokens, so all slots of a row differ."""
     k = data.draw(st.integers(1, len(chosen)))
-    index_BK, live_BK = select_first(torch.tensor([chosen, [not one for one in chosen]]), k)
+    index_BK, live_BK = select_chosen(torch.tensor([chosen, [not one for one in chosen]]), k)
     for b, row in enumerate((chosen, [not one for one in chosen])):
         wanted = [t for t, one in enumerate(row) if one]
         others = [t for t, one in enumerate(row) if not one]

@@ -15,7 +15,6 @@ from mod_export.types import Bucket
 from mod_models.selection import select_topk
 
 BUCKET = Bucket(2, 8)
-ADVICE = ". Routing must use a fixed k and gather/scatter, without boolean indexing or .item()"
 
 
 class Counts(torch.nn.Module):
@@ -55,41 +54,23 @@ def test_a_model_is_one_static_graph(model: Model, kind: Any, bucket: Bucket) ->
     assert proved(module, bucket, kind) == CaptureProof(graphs=1, graph_breaks=0, recompiles=0)
 
 
-def masked(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
-    return ids_BS[ids_BS > 0]
-
-
-def read_out(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
-    return ids_BS * lengths_B[0].item()
-
-
-def cut(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
-    return ids_BS[:, : int(lengths_B.max())]
-
-
-COMPILE = "torch.compile(fullgraph=True) could not capture one static graph: "
-SIZE = "a size or number that depends on the data comes from `return "
+STATIC = "mod at b2s8: no static graph because of "
 
 
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Does(broken), COMPILE + "Call to `torch._dynamo.graph_break()`"),
-        (Does(branching), COMPILE + "Data-dependent branching"),
-        (Does(mismatched), COMPILE + "RuntimeError when making fake tensor call"),
-        (Counts(), COMPILE + "Recompiling function forward"),
-        (Does(masked), SIZE + "ids_BS[ids_BS > 0]`"),
-        (Does(read_out), SIZE + "ids_BS * lengths_B[0].item()`"),
-        (Does(cut), SIZE + "ids_BS[:, : int(lengths_B.max())]`"),
+        (Does(broken), "mod at b2s8: torch cannot capture the model at "),
+        (Does(branching), STATIC),
+        (Does(mismatched), "mod at b2s8: the model itself fails with these inputs at "),
+        (Counts(), STATIC),
     ],
-    ids=["break", "branch", "shapes", "recompiled", "mask", "item", "cut"],
+    ids=["break", "branch", "shapes", "recompiled"],
 )
 def test_what_is_not_one_static_graph_is_refused(module: torch.nn.Module, words: str) -> None:
-    with pytest.raises(CaptureError) as caught:
+    """Why, and what to write instead, is tested in tests/mod_export/porting."""
+    with pytest.raises(CaptureError, match=words + __file__):
         proved(module, BUCKET, "mod")
-    message = str(caught.value)
-    assert message.startswith(f"mod at b2s8: {words}")
-    assert message.endswith(ADVICE)
 
 
 def test_without_torch_compile_nothing_is_proven(model: Model) -> None:
@@ -122,7 +103,7 @@ def test_conditions_are_one_graph(device: str) -> None:
     """With values both ways are the same graph, and without them nobody can ask which way."""
     module = TwoWays().to(device)
     assert prove_static(module, two_examples(device), "a step") == CaptureProof(graphs=1, graph_breaks=0, recompiles=0)
-    with pytest.raises(CaptureError, match=r"a step: torch\.compile"):
+    with pytest.raises(CaptureError, match="a step: torch cannot capture the model at "):
         prove_static(Does(broken), two_examples(device), "a step")
 
 
@@ -131,7 +112,7 @@ def test_any_inputs_are_exported() -> None:
     assert not program.range_constraints
     assert any("cond" in str(node.target) for node in program.graph.nodes)
     assert set(program.state_dict) == {"weight"}
-    with pytest.raises(CaptureError, match=r"a step: torch\.export refused the model: "):
+    with pytest.raises(CaptureError, match="a step: no static graph because of "):
         captured(Does(branching), (torch.ones(2), torch.ones(2)), "a step")
 
 

@@ -1,0 +1,325 @@
+"""Says why a model is not one static graph: the line of its code, what was seen there, and what to write instead.
+
+torch reports such a line in five ways: as an operation whose result has a size, or is a number, that is only known when
+the graph runs; as a condition that it cannot decide; as Python that it cannot capture; as a second compilation; and as
+an error of the line itself. What the model raises without being captured as well is its own error, and gets no advice.
+docs/porting.md has a section for each pattern.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.experimental import symbolic_shapes
+
+from mod_export.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A manner of writing that gives no static graph.
+
+    Attributes:
+        section: of docs/porting.md.
+        seen: what is seen there, one sentence.
+        instead: the lines of code that say the same with fixed sizes.
+    """
+
+    section: str
+    seen: str
+    instead: tuple[str, ...]
+
+
+_TOP_K = (
+    "index_BK = scores_BS.topk(k).indices.sort().values  # k = max(1, int(capacity * S))",
+    "chosen_BKD = x_BSD.gather(1, index_BK[..., None].expand(-1, -1, x_BSD.shape[-1]))",
+)
+MASK = Pattern("Boolean masks", "A boolean mask picks tokens, and how many depends on the data", _TOP_K)
+MASKED_SELECT = Pattern("Boolean masks", "`masked_select` returns as many elements as the mask has true ones", _TOP_K)
+SIZE = Pattern("Boolean masks", "Python asks for a size that depends on the data", _TOP_K)
+NONZERO = Pattern(
+    "Indices of what is true",
+    "`nonzero`, or `torch.where` with a condition alone, returns as many indices as are true",
+    (
+        "rank_BS = chosen_BS.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices",
+        "index_BK = rank_BS[:, :k]  # the first k that are true, then others; live_BK = chosen_BS.gather(1, index_BK)",
+    ),
+)
+UNIQUE = Pattern(
+    "Indices of what is true",
+    "`unique` returns as many entries as differ",
+    ("index_BK = scores_BS.topk(k).indices.sort().values  # those of one row differ already",),
+)
+K_FROM_DATA = Pattern(
+    "k from data",
+    "A number of tokens is computed from the data",
+    ("k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants",),
+)
+LIST = Pattern(
+    "Loops over rows",
+    "Numbers are read out of a tensor, one by one, and used as indices or sizes",
+    (
+        "wide_BKD = index_BK[..., None].expand(-1, -1, x_BSD.shape[-1])  # all rows at once, without a loop",
+        "x_BSD = x_BSD.scatter(1, wide_BKD, self.block(x_BSD.gather(1, wide_BKD)))",
+    ),
+)
+LENGTHS = Pattern(
+    "Loops over rows",
+    "A slice has an end that depends on the data, such as the length of a row",
+    (
+        "real_BS = torch.arange(x_BSD.shape[1], device=x_BSD.device) < lengths_B[:, None]",
+        "scores_BS = scores_BS.masked_fill(~real_BS, -torch.inf)  # padding is selected last; no row is cut",
+    ),
+)
+NUMBER = Pattern(
+    "Numbers and conditions",
+    "A number is read out of a tensor, and Python computes with it",
+    ("weight = scores_BS.mean()  # without .item(), float() or bool(): a tensor multiplies as a number does",),
+)
+CONDITION = Pattern(
+    "Numbers and conditions",
+    "Python chooses its way by a value that depends on the data",
+    ("x_BSD = torch.where(condition, changed_BSD, x_BSD)  # both are computed; or leave the condition out",),
+)
+CHECK = Pattern(
+    "Numbers and conditions",
+    "A check looks at values while the model runs",
+    ("if not torch.compiler.is_compiling():  # or leave it out; parity finds NaN and infinity", "    ..."),
+)
+PRINTS = Pattern(
+    "Prints and other side effects",
+    "The forward pass writes a message, which a graph cannot",
+    ("if not torch.compiler.is_compiling():  # or leave it out", "    print(...)"),
+)
+NUMPY = Pattern(
+    "Prints and other side effects",
+    "The forward pass leaves PyTorch for numpy",
+    ("rank_BS = scores_BS.argsort(dim=1, descending=True, stable=True)  # the operation of torch, not numpy's",),
+)
+STATE = Pattern(
+    "State that changes",
+    "The graph holds only while `{}`, and the next call finds something else",
+    ("if self.training:  # counters and schedules of training have no place in inference", "    self.step += 1"),
+)
+
+OTHER = Pattern(
+    "Boolean masks",
+    "The size of what `{}` returns depends on the data",
+    ("y_BKD = torch.where(live_BK[..., None], y_BKD, 0)  # of a fixed size K, where what is not live is masked",),
+)
+
+_BY_NAME = {
+    "nonzero": NONZERO, "nonzero_numpy": NONZERO, "argwhere": NONZERO, "where": NONZERO,
+    "masked_select": MASKED_SELECT, "topk": K_FROM_DATA, "arange": K_FROM_DATA,
+    "unique_dim": UNIQUE, "_unique2": UNIQUE, "unique_consecutive": UNIQUE,
+}  # fmt: skip
+_SLICES = ("slice", "narrow")
+_INDICES = ("arg", "tolist(")
+_CHECKS = ("isnan", "isinf", "isfinite", "assert", "raise", "allclose")
+_MESSAGES = re.compile(r"\bprint\(|\bwarn(ings)?\b|\blog(ger|ging)?\.")
+_CAPTURING = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.sep, "<frozen")
+"""Where code lies that captures a model, and is not the model's."""
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES = ("site-packages", "dist-packages")
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_GUARD = re.compile(r"- \d+/\d+: (.+?) +#")
+
+
+class _Line(NamedTuple):
+    file: str
+    number: int
+
+    @property
+    def text(self) -> str:
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+def refuse_dynamic(graph: fx.Graph, where: str) -> None:
+    """Refuses a graph, captured by torch.compile or torch.export, in which a size or number depends on the data.
+
+    Raises:
+        CaptureError: there is one. The message names all lines where one comes from.
+    """
+    found: dict[str, tuple[fx.Node, _Line | None]] = {}
+    for node in graph.nodes:
+        # What is computed from such a size has one as well.
+        if _depends(node) and not any(_depends(one) for one in node.all_input_nodes):
+            line = _line_of([(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(node.stack_trace or "")])
+            found.setdefault(str(line), (node, line))
+    if found:
+        (node, line), *others = found.values()
+        raise CaptureError(_message(where, _of_node(node, line), line, [str(other) for _, other in others]))
+
+
+def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.Tensor], where: str) -> CaptureError:
+    """Why a model could not be captured, from what torch raised while it was.
+
+    Where that says nothing about sizes and values, the model is run once without being captured: it may fail by itself.
+
+    Args:
+        error: raised by torch.compile or torch.export.
+        module: that was captured.
+        example: its inputs.
+        where: what the message calls it.
+    """
+    line = _line_of_error(error)
+    pattern = _of_error(error, line)
+    if pattern is not None:
+        return CaptureError(_message(where, pattern, line, ()))
+    own = _own_error(module, example)
+    if own is None:
+        return CaptureError(f"{where}: torch cannot capture the model{_shown(' at', line)}\n{_summary(error)}")
+    place = _shown(" at", _line_of_error(own))
+    return CaptureError(f"{where}: the model itself fails with these inputs{place}\n{_summary(own)}")
+
+
+def _message(where: str, pattern: Pattern, line: _Line | None, others: Sequence[str]) -> str:
+    further = [f"Others: {', '.join(others)}"] if others else []
+    return "\n".join(
+        [
+            f"{where}: no static graph{_shown(' because of', line)}",
+            f"{pattern.seen}. Write instead:",
+            *(f"    {one}" for one in pattern.instead),
+            *further,
+            f'See "{pattern.section}" in docs/porting.md',
+        ]
+    )
+
+
+def _shown(before: str, line: _Line | None) -> str:
+    if line is None:
+        return ""
+    return f"{before} {line}\n    {line.text}" if line.text else f"{before} {line}"
+
+
+def _summary(error: Exception) -> str:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    kind = type(error).__name__
+    return f"{kind}: {first}" if first else kind
+
+
+def _own_error(module: torch.nn.Module, example: Sequence[torch.Tensor]) -> Exception | None:
+    """What the model raises where nothing captures it."""
+    try:
+        with torch.no_grad():
+            module(*example)
+    except Exception as error:  # Whatever the user's code raises is told to the user.
+        on_meta = any(tensor.is_meta for tensor in example if isinstance(tensor, torch.Tensor))
+        # Without values, asking for one fails in any model.
+        return None if on_meta and "meta" in str(error) else error
+    return None
+
+
+def _line_of(frames: Sequence[tuple[str, int]]) -> _Line | None:
+    """The innermost line of the model's own code; frames come from the outside in."""
+    return next((_Line(*frame) for frame in reversed(frames) if _is_of_model(frame[0])), None)
+
+
+def _is_of_model(file: str) -> bool:
+    if file.startswith(_CAPTURING):
+        return False
+    return not file.startswith(_STANDARD) or any(folder in file for folder in _PACKAGES)
+
+
+def _line_of_error(error: Exception) -> _Line | None:
+    frames = [(frame.filename, frame.lineno) for frame in getattr(error, "real_stack", None) or ()]
+    # Of a second compilation, only the message says where.
+    frames = frames or [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(str(error))]
+    ran = traceback.extract_tb(error.__traceback__)
+    return _line_of(frames) or _line_of([(frame.filename, frame.lineno or 0) for frame in ran])
+
+
+def _of_error(error: Exception, line: _Line | None) -> Pattern | None:
+    text, source = str(error), line.text if line else ""
+    if isinstance(error, torch._dynamo.exc.RecompileError):
+        guard = _GUARD.search(text)
+        return replace(STATE, seen=STATE.seen.format(guard[1] if guard else "the model is as it was"))
+    if ".numpy() is not supported" in text:
+        return NUMPY
+    if "got SymInt" in text:
+        return LIST
+    if "data-dependent expression" in text:
+        if "specialized integer" in text:
+            return LIST if any(word in source for word in _INDICES) else K_FROM_DATA
+        return SIZE if "Size-like symbols: u" in text else _of_condition(source)
+    if "Data-dependent branching" in text:
+        return _of_condition(source)
+    if isinstance(error, torch._dynamo.exc.Unsupported) and _MESSAGES.search(source):
+        return PRINTS
+    return None
+
+
+def _of_condition(source: str) -> Pattern:
+    return CHECK if any(word in source for word in _CHECKS) else CONDITION
+
+
+def _of_node(node: fx.Node, line: _Line | None) -> Pattern:
+    """The pattern of an operation from which a size or number comes."""
+    name, source = _name_of(node), line.text if line else ""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if node.target in (torch.unique, torch.unique_consecutive):
+        return UNIQUE
+    if name in ("item", "_local_scalar_dense", "tolist"):
+        return _of_number(node, source)
+    if name in ("getitem", "index"):
+        return MASK
+    return replace(OTHER, seen=OTHER.seen.format(name))
+
+
+def _of_number(node: fx.Node, source: str) -> Pattern:
+    value = _value(node)
+    if isinstance(value, torch.SymBool):
+        return _of_condition(source)
+    if not isinstance(value, torch.SymInt):
+        return NUMBER
+    if "tolist(" in source:
+        return LIST
+    # Beside these stand checks of the range, which say nothing.
+    uses = list(_uses(node))
+    names = {_name_of(use) for use in uses}
+    if "topk" not in names and any(_name_of(use) in _SLICES or _has_slice(use) for use in uses):
+        return LENGTHS
+    return LIST if names & {"getitem", "select"} else K_FROM_DATA
+
+
+def _uses(node: fx.Node) -> Iterator[fx.Node]:
+    """What a number is used for, whatever Python calculates with it before."""
+    for use in node.users:
+        yield use
+        if isinstance(_value(use), torch.SymInt):
+            yield from _uses(use)
+
+
+def _has_slice(use: fx.Node) -> bool:
+    index: Any = use.args[1] if _name_of(use) == "getitem" else ()
+    return any(isinstance(one, slice) for one in (index if isinstance(index, tuple) else (index,)))
+
+
+def _name_of(node: fx.Node) -> str:
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name).removeprefix("aten::")
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+
+
+def _depends(node: fx.Node) -> bool:
+    return bool(symbolic_shapes.free_unbacked_symbols(_value(node)))
+
+
+def _value(node: fx.Node) -> Any:
+    """An example of what it returns, with symbols for what depends on the data."""
+    return node.meta.get("example_value", node.meta.get("val"))

@@ -1,0 +1,28 @@
+"""The portable ONNX graph of a model, with its weights in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+from torch import Tensor, nn
+
+from mod_export.export.capture import captured
+from mod_export.export.onnx_export import onnx_from_captured
+from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.export.routing_sites import RoutingSite
+from mod_export.export.weights import state_of
+
+
+def portable(
+    module: nn.Module, example: Sequence[Tensor], outputs: Sequence[str]
+) -> tuple[ir.Model, Sequence[RoutingSite]]:
+    """The graph, with inputs x0, x1, ..., and its sites."""
+    found = captured(module, tuple(example), "test")
+    state = state_of(module)
+    model = onnx_from_captured(found, state, [f"x{number}" for number in range(len(example))], list(outputs))
+    for name, value in model.graph.initializers.items():
+        if name in state:
+            value.const_value = ir.tensor(state[name].detach().numpy(), name=name)
+    run_passes(model, PORTABLE, "float32")
+    return model, found.sites

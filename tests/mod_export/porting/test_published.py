@@ -1,0 +1,89 @@
+"""Published manners: what they compute, their sites, ONNX Runtime, and the whole pipeline."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import published_originals
+import pytest
+import torch
+from captured_graphs import portable
+from layers import ImageAndText, Layer, SeenLayer, Text, Vision, ids
+from published import PUBLISHED
+from published_originals import ORIGINALS, original_of
+from small_graphs import run
+from torch import nn
+
+import mod_export
+from mod_export.engines import ENGINES
+from mod_export.errors import CaptureError
+from mod_export.export.capture import prove_static
+from mod_export.export.dialect import check_dialect
+from mod_export.export.passes import run_passes
+
+B, S = 2, 16
+MASKED = ("supermix", "skipgpt", "d_llm")
+"""Static as they were published, because they compute all tokens."""
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return PUBLISHED[name].make().eval()
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_static_form_computes_what_was_published(name: str) -> None:
+    model = model_of(name)
+    original = original_of(name, copy.deepcopy(model))
+    for seed in range(10):
+        inputs = PUBLISHED[name].inputs(B, S, seed)
+        with torch.no_grad():
+            torch.testing.assert_close(model(*inputs), original(*inputs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", sorted(ORIGINALS.keys() - set(MASKED)))
+def test_what_was_published_is_refused(name: str) -> None:
+    examples = [PUBLISHED[name].inputs(B, S, seed) for seed in range(2)]
+    with pytest.raises(CaptureError, match=f"^mine: no static graph because of {published_originals.__file__}:"):
+        prove_static(original_of(name, model_of(name)), examples, "mine")
+
+
+@pytest.mark.parametrize("seq", [S, 32])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sites_are_found_and_onnx_runtime_computes_the_same(name: str, seq: int) -> None:
+    model, manner = model_of(name), PUBLISHED[name]
+    examples = [manner.inputs(B, seq, seed) for seed in range(2)]
+    prove_static(model, examples, name)
+    graph, sites = portable(model, examples[0], ["y"])
+    assert {site.name: site.k for site in sites} == manner.sites(seq)
+    dialect = ENGINES["ort-cpu"].dialect
+    run_passes(graph, dialect, "float32")
+    check_dialect(graph, dialect, "float32")
+    for example in examples:
+        y, *routed = run(graph, {f"x{number}": one.numpy() for number, one in enumerate(example)})
+        with torch.no_grad():
+            np.testing.assert_allclose(y, model(*example).numpy(), rtol=0, atol=2e-5)
+        assert [one.shape[1] for one in routed] == [site.k for site in sites]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_whole_pipeline(name: str, tmp_path: Path) -> None:
+    """From the module to engines that are judged like those of our own models."""
+    manner, model = PUBLISHED[name], model_of(name)
+    if isinstance(model, Vision):
+        baseline: nn.Module = Vision(*(SeenLayer() for _ in model.blocks))
+    else:
+        baseline = (Text if manner.inputs is ids else ImageAndText)(*(Layer() for _ in model.blocks))
+    report = mod_export.build(
+        model,
+        inputs=manner.inputs,
+        buckets=[(1, 16), (2, 32)],
+        baseline=baseline.eval(),
+        out=tmp_path / name,
+        targets=["ort-cpu"],
+    )
+    assert report.parity
+    assert all(row.passed for row in report.parity)
