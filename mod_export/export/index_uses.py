@@ -253,9 +253,9 @@ def _holds_tokens(use: fx.Node, form: Form, selection: Selection) -> bool:
         return fits
     if form.shifted and size >= rows * tokens and size % rows == 0:
         return True
-    other = 1 - dim
     # Experts that share the tokens of a row have no rows of their own.
-    own = other in (0, 1) and len(shape) > 2 and shape[other] == rows and source.meta["val"].stride(other) != 0
+    steps = source.meta["val"].stride()
+    own = len(shape) > 2 and any(shape[n] == rows and steps[n] for n in (0, 1) if n != dim)
     return fits and own
 
 
