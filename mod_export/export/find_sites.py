@@ -1,17 +1,19 @@
 """Finds the routing sites of a captured program whose model does not mark them.
 
-A site is a top-k, or a sort of which k entries are kept, whose indices are used twice: to gather the tokens that run,
-and to put the results back. Both are looked for behind everything that gives the indices another shape or another
-order. A marker is set right behind the selection, so that whatever the program makes of the indices (an order by
-position, flat indices, one-hot rows) is made of the marked ones. The values that a top-k returns beside its indices are
-gathered from the scores at the marked indices instead, which gives the same bits.
+A site is a top-k, or a sort of which k entries are kept, whose indices gather the tokens that run. Results are put back
+at the same indices, or the selected tokens go on alone (pruning). A mask by which the results of all tokens are kept or
+dropped saves nothing and is no site. What the indices become on the way is followed in `index_uses.py`, and where the
+tokens go in `token_flow.py`.
+
+A marker is set right behind the selection, so that whatever the program makes of the indices (an order by position,
+flat indices, one-hot rows) is made of the marked ones. The values that a top-k returns beside its indices are gathered
+from the scores at the marked indices instead, which gives the same bits.
 
 Shape legend: B rows, T tokens that a site can select from, K slots.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,85 +24,96 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
+from mod_export.export.index_uses import ARGSORTS, SORTS, Selection, Uses, behind_inputs, uses_of
 from mod_export.export.program_nodes import add_node, argument_of, module_path, shape_of
+from mod_export.export.token_flow import is_computed, tokens_behind
 from mod_export.marker import MARKER
 from mod_export.types import BY_POSITION, BY_SCORE
 
 ATEN = torch.ops.aten
-SORTS = {ATEN.sort.default, ATEN.sort.stable}
-ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
-SHAPES = {
-    ATEN.view.default, ATEN.reshape.default, ATEN._unsafe_view.default, ATEN.flatten.using_ints, ATEN.squeeze.dim,
-    ATEN.squeeze.default, ATEN.squeeze.dims, ATEN.unsqueeze.default, ATEN.unflatten.int, ATEN.expand.default,
-    ATEN.expand_as.default, ATEN.repeat.default, ATEN.repeat_interleave.self_int, ATEN.transpose.int, ATEN.t.default,
-    ATEN.permute.default, ATEN.movedim.int, ATEN.select.int, ATEN.clone.default, ATEN.contiguous.default,
-    ATEN.alias.default, ATEN.detach.default, ATEN.lift_fresh_copy.default, ATEN.to.dtype, ATEN.to.dtype_layout,
-    ATEN._to_copy.default, ATEN.type_as.default, ATEN.cat.default, ATEN.stack.default,
-}  # fmt: skip
-"""What gives indices, or one-hot rows of them, another shape or dtype, or puts others beside them."""
-ARITHMETIC = {
-    ATEN.add.Tensor, ATEN.add_.Tensor, ATEN.add.Scalar, ATEN.mul.Tensor, ATEN.mul_.Tensor, ATEN.mul.Scalar,
-}  # fmt: skip
-"""With these, an index of a row becomes an index of the flattened batch."""
-PRODUCTS = {ATEN.matmul.default, ATEN.bmm.default, ATEN.mm.default, ATEN.einsum.default}
-GATHERS = {
-    ATEN.gather.default, ATEN.index.Tensor, ATEN.index_select.default, ATEN.embedding.default,
-    ATEN.take_along_dim.default,
-}  # fmt: skip
-SCATTERS = {
-    ATEN.scatter.src, ATEN.scatter_.src, ATEN.scatter.value, ATEN.scatter_.value, ATEN.scatter_add.default,
-    ATEN.scatter_add_.default, ATEN.scatter_reduce.two, ATEN.scatter_reduce_.two, ATEN.index_put.default,
-    ATEN.index_put_.default, ATEN.index_add.default, ATEN.index_add_.default, ATEN.index_copy.default,
-    ATEN.index_copy_.default,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Selection:
-    """A top-k, or a sort of which k entries are kept.
+class FoundSite:
+    """A selection that is a site, and where its indices are used.
 
     Attributes:
-        node: the operation.
-        scores: what it compares.
-        dim: of the scores, from 0: where the tokens are.
-        indices: the node of the k indices.
-        values: the nodes of the k scores.
-        largest: False where the k smallest scores are selected.
+        outer: the site among whose selected tokens it selects; None where it selects from the whole row.
+        table: the node of the positions of these tokens, in the numbering of `outer`, or of the row if `of_row`.
     """
 
-    node: fx.Node
-    scores: fx.Node
-    dim: int
-    indices: fx.Node
-    values: Sequence[fx.Node]
-    largest: bool
+    selection: Selection
+    uses: Uses
+    outer: FoundSite | None = None
+    table: fx.Node | None = None
+    of_row: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Uses:
-    """Where the indices of a selection are used, and whether they are in the order of positions there."""
-
-    gather: fx.Node
-    scatter: fx.Node
-    in_order: bool
+def found_sites(program: ExportedProgram) -> list[FoundSite]:
+    """Every site of a program without markers, in the order in which it decides."""
+    data, rows = behind_inputs(program), _rows_of_inputs(program)
+    found: list[FoundSite] = []
+    orders = set[fx.Node]()
+    for selection in _selections(program.graph):
+        if selection.node in orders:
+            continue  # A sort of the mask of selected tokens, which brings them into order.
+        uses = uses_of(selection, data)
+        if uses is None or (uses.scatter is None and not _go_on_alone(selection, uses, rows)):
+            continue
+        orders |= {form.node for form in uses.forms}
+        found.append(_in_the_row(selection, uses, found))
+    return found
 
 
 def mark_found_sites(program: ExportedProgram) -> None:
     """Marks every site that is found, and names it after the module that selects, gathers and puts back."""
-    found = [(one, uses) for one in _selections(program.graph) if (uses := _uses(one)) is not None]
-    paths = [_shared_path([one.node, uses.gather, uses.scatter]) for one, uses in found]
+    found = found_sites(program)
+    paths = [_shared_path([one.selection.node, one.uses.gather, one.uses.scatter or one.uses.gather]) for one in found]
     counts = Counter(paths)
     names = {path for path, count in counts.items() if count == 1}
-    for (one, uses), path in zip(found, paths, strict=True):
+    marker = _Marker(program.graph)
+    for one, path in zip(found, paths, strict=True):
         numbered = (f"{path}.{number}" for number in count_up())
         name = path if counts[path] == 1 else next(name for name in numbered if name not in names)
         names.add(name)
-        _mark(program.graph, one, name, BY_POSITION if uses.in_order else BY_SCORE)
+        marker.mark(one, name)
+    program.graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 
-def _selections(graph: fx.Graph) -> Iterator[_Selection]:
+def _rows_of_inputs(program: ExportedProgram) -> set[int]:
+    """The sizes that can be a number of rows: of the first two dimensions of inputs."""
+    specs = zip(program.graph.nodes, program.graph_signature.input_specs, strict=False)
+    own = [node.meta.get("val") for node, spec in specs if spec.kind is InputKind.USER_INPUT]
+    return {size for one in own if isinstance(one, torch.Tensor) for size in one.shape[:2]}
+
+
+def _go_on_alone(selection: Selection, uses: Uses, rows: set[int]) -> bool:
+    """Whether the selected tokens are what later operations run on: the others have been pruned."""
+    return selection.rows in rows and is_computed(tokens_behind(selection, uses))
+
+
+def _in_the_row(selection: Selection, uses: Uses, before: Sequence[FoundSite]) -> FoundSite:
+    """With the site among whose selected tokens it selects, if there is one: the latest that fits."""
+    for outer in reversed(before):
+        if outer.selection.rows != selection.rows or outer.selection.k != selection.tokens:
+            continue
+        form = next((one for one in outer.uses.forms if one.node is uses.read.table), None)
+        if form is not None:
+            of_row = form.table is not None
+            return FoundSite(selection=selection, uses=uses, outer=outer, table=form.node, of_row=of_row)
+        read = outer.uses.read
+        source: Any = uses.gather.args[0]
+        places = tokens_behind(outer.selection, outer.uses).get(source)
+        if read.places is not None and places is not None and (places.size, places.first) == (selection.tokens, 0):
+            of_row = read.table is not None
+            return FoundSite(selection=selection, uses=uses, outer=outer, table=read.places, of_row=of_row)
+    return FoundSite(selection=selection, uses=uses)
+
+
+def _selections(graph: fx.Graph) -> Iterator[Selection]:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in SORTS | ARGSORTS | {ATEN.topk.default}:
             continue
@@ -112,7 +125,7 @@ def _selections(graph: fx.Graph) -> Iterator[_Selection]:
         if node.target is ATEN.topk.default:
             largest = bool(argument_of(node, "largest"))
             yield from (
-                _Selection(node=node, scores=scores, dim=dim, indices=one, values=values, largest=largest)
+                Selection(node=node, scores=scores, dim=dim, indices=one, values=values, largest=largest)
                 for one in indices
             )
             continue
@@ -124,7 +137,7 @@ def _selections(graph: fx.Graph) -> Iterator[_Selection]:
             if start is not None:
                 same = [use for one in values for use in one.users if use.args[1:] == kept.args[1:]]
                 largest = descending == (start == 0)
-                yield _Selection(node=node, scores=scores, dim=dim, indices=kept, values=same, largest=largest)
+                yield Selection(node=node, scores=scores, dim=dim, indices=kept, values=same, largest=largest)
 
 
 def _items(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -145,70 +158,6 @@ def _kept_from(node: fx.Node, dim: int) -> int | None:
     return start if along and kept < total and start in (0, total - kept) else None
 
 
-def _uses(selection: _Selection) -> _Uses | None:
-    """None where nothing is gathered at the indices, or nothing of it put back."""
-    if not _is_of_tokens(selection):
-        return None
-    found: dict[str, list[fx.Node]] = {"gather": [], "scatter": [], "same": [selection.indices], "": []}
-    one_hot, in_order = set[fx.Node](), set[fx.Node]()
-    for node in found["same"]:  # Which grows meanwhile.
-        for use in node.users:
-            if use in found["same"]:
-                continue
-            found[_kind_of_use(use, node, selection, is_one_hot=node in one_hot)].append(use)
-            if use.target is ATEN.one_hot.default or node in one_hot:
-                one_hot.add(use)
-            if node in in_order or (use.target in SORTS and not argument_of(use, "descending")):
-                in_order.add(use)
-    for gather in found["gather"]:
-        behind = _behind(gather)
-        for scatter in found["scatter"]:
-            if scatter in behind:
-                return _Uses(gather=gather, scatter=scatter, in_order=scatter in in_order)
-    return None
-
-
-def _is_of_tokens(selection: _Selection) -> bool:
-    """Whether it can be a choice of k tokens for each row: not one of experts for each token, nor of nothing."""
-    indices, scores = shape_of(selection.indices), shape_of(selection.scores)
-    if 0 in indices or sum(size != 1 for size in indices) > 2:
-        return False
-    # Only with nothing behind it is the dimension that is selected from the last one of (B, T).
-    return len(scores) > 0 and math.prod(scores[selection.dim + 1 :]) == 1
-
-
-def _behind(node: fx.Node) -> set[fx.Node]:
-    """Whatever depends on a node."""
-    found, waiting = {node}, [node]
-    while waiting:
-        new = [use for use in waiting.pop().users if use not in found]
-        found.update(new)
-        waiting += new
-    return found
-
-
-def _kind_of_use(use: fx.Node, node: fx.Node, selection: _Selection, *, is_one_hot: bool) -> str:
-    """Whether indices, or one-hot rows of them, `gather` or `scatter` here, or go on as the `same` in another form."""
-    if use.target in GATHERS | SCATTERS and _is_index(node, use):
-        is_gather = use.target in GATHERS
-        # Tokens have features: what is as small as the indices are scores, or gates.
-        large = math.prod(shape_of(use)) > math.prod(shape_of(selection.indices))
-        return ("gather" if is_gather else "scatter") if large and _reads_rows(use, selection) else ""
-    if use.target in PRODUCTS and is_one_hot:
-        shape, tokens = shape_of(use), shape_of(selection.scores)[selection.dim]
-        # One-hot rows (K, T) take tokens out of a row; transposed, (T, K), they put them back.
-        return "" if len(shape) < 2 else "scatter" if shape[-2] == tokens else "gather"
-    return "same" if _follows(use) else ""
-
-
-def _reads_rows(use: fx.Node, selection: _Selection) -> bool:
-    """Whether what is indexed are the T tokens of each of the B rows, or those of the flattened batch."""
-    source: Any = use.args[0]
-    shape, size, tokens = shape_of(source), _indexed_size(use), shape_of(selection.scores)[selection.dim]
-    rows = math.prod(shape_of(selection.scores)) // tokens
-    return size == rows * tokens or (size == tokens and shape[0] == rows)
-
-
 def _is_changed(node: fx.Node) -> bool:
     """Whether a value, or a part of it, is changed in place."""
     return any(
@@ -216,30 +165,6 @@ def _is_changed(node: fx.Node) -> bool:
         or (use.target is ATEN.slice.Tensor and _is_changed(use))
         for use in node.users
     )
-
-
-def _follows(node: fx.Node) -> bool:
-    """Whether it gives indices on, whatever their shape and order."""
-    if node.target is operator.getitem:
-        return bool(node.args[1] == 0)  # Of a sort, which gives the indices in order as its values.
-    if node.target in ARITHMETIC:
-        return not node.meta["val"].dtype.is_floating_point
-    return node.target in SORTS | SHAPES | {ATEN.one_hot.default}
-
-
-def _is_index(node: fx.Node, use: fx.Node) -> bool:
-    index = argument_of(use, "index", "indices")
-    return index is node or (isinstance(index, (list, tuple)) and node in index)
-
-
-def _indexed_size(use: fx.Node) -> int:
-    """Of the dimension that indices are of."""
-    source: Any = use.args[0]
-    shape, dim = shape_of(source), argument_of(use, "dim")
-    indices = argument_of(use, "indices")
-    if isinstance(indices, (list, tuple)):
-        dim = max(n for n, index in enumerate(indices) if index is not None)
-    return shape[0 if dim is None else dim]
 
 
 def _shared_path(nodes: Sequence[fx.Node]) -> str:
@@ -251,32 +176,63 @@ def _shared_path(nodes: Sequence[fx.Node]) -> str:
     return (".".join(parts[0][:shared]) or "model").replace(",", "_")
 
 
-def _mark(graph: fx.Graph, one: _Selection, name: str, rule: str) -> None:
-    """Sets the marker, on (B, K) and (B, T), and gives everything behind the selection what it returns."""
-    shape, tokens = shape_of(one.indices), shape_of(one.scores)[one.dim]
-    rows = math.prod(shape) // shape[one.dim]
-    users, value_users = list(one.indices.users), [(value, use) for value in one.values for use in value.users]
+class _Marker:
+    """Sets markers, and gives everything behind the selections what these return."""
 
-    def add(target: Any, *args: Any) -> fx.Node:
-        return add_node(graph, one.node, target, *args)
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._marked: dict[fx.Node, fx.Node] = {}
+        self._positions: dict[fx.Node, fx.Node] = {}
 
-    def again(node: fx.Node) -> fx.Node:
-        return node if node is one.node else graph.node_copy(node, again)
+    def mark(self, site: FoundSite, name: str) -> None:
+        """Sets the marker, on (B, K) and (B, T)."""
+        one, graph = site.selection, self._graph
+        users, value_users = list(one.indices.users), [(value, use) for value in one.values for use in value.users]
+        # Right behind the selection, so before whatever uses it.
+        with graph.inserting_before(one.node.next):
+            index = self._rows(one, self._again(one, one.indices), one.k)
+            scores = self._rows(one, one.scores, one.tokens)
+            scores = scores if one.largest else self._add(one, ATEN.neg.default, scores)
+            live = self._add(one, ATEN.ge.Scalar, index, 0)
+            # Masks are -inf, or the smallest number that there is.
+            lowest = torch.finfo(scores.meta["val"].dtype).min
+            available = self._add(one, ATEN.gt.Scalar, scores, lowest / 2)
+            positions = self._positions_of(site)
+            rule = BY_POSITION if site.uses.in_order else BY_SCORE
+            marked = self._add(one, MARKER, index, live, scores, available, positions, name, rule)
+            index = self._as_before(one, self._add(one, operator.getitem, marked, 0))
+            values = self._add(one, ATEN.gather.default, one.scores, one.dim, index)
+        for use in users:
+            use.replace_input_with(one.indices, index)
+        for value, use in value_users:
+            use.replace_input_with(value, values)
+        self._marked[one.indices] = index
+        if positions is not None:
+            self._positions[one.indices] = positions
 
-    # Right behind the selection, so before whatever uses it.
-    with graph.inserting_before(one.node.next):
-        index = add(ATEN.reshape.default, again(one.indices), [rows, shape[one.dim]])
-        scores = add(ATEN.reshape.default, one.scores, [rows, tokens])
-        scores = scores if one.largest else add(ATEN.neg.default, scores)
-        live = add(ATEN.ge.Scalar, index, 0)
-        # Masks are -inf, or the smallest number that there is.
-        lowest = torch.finfo(scores.meta["val"].dtype).min
-        available = add(ATEN.gt.Scalar, scores, lowest / 2)
-        marked = add(MARKER, index, live, scores, available, None, name, rule)
-        index = add(ATEN.reshape.default, add(operator.getitem, marked, 0), list(shape))
-        values = add(ATEN.gather.default, one.scores, one.dim, index)
-    for use in users:
-        use.replace_input_with(one.indices, index)
-    for value, use in value_users:
-        use.replace_input_with(value, values)
-    graph.eliminate_dead_code()
+    def _add(self, one: Selection, target: Any, *args: Any) -> fx.Node:
+        return add_node(self._graph, one.node, target, *args)
+
+    def _again(self, one: Selection, node: fx.Node) -> fx.Node:
+        return node if node is one.node else self._graph.node_copy(node, lambda before: self._again(one, before))
+
+    def _rows(self, one: Selection, node: fx.Node, size: int) -> fx.Node:
+        """As (B, size)."""
+        if one.rows == 1 or not one.is_tokens_first:
+            return self._add(one, ATEN.reshape.default, node, [one.rows, size])
+        return self._add(one, ATEN.t.default, self._add(one, ATEN.reshape.default, node, [size, one.rows]))
+
+    def _as_before(self, one: Selection, index: fx.Node) -> fx.Node:
+        """(B, K) as the selection returned it."""
+        turned = one.rows > 1 and one.is_tokens_first
+        index = self._add(one, ATEN.t.default, index) if turned else index
+        return self._add(one, ATEN.reshape.default, index, list(shape_of(one.indices)))
+
+    def _positions_of(self, site: FoundSite) -> fx.Node | None:
+        """(B, T): where in the whole row the tokens stand that are selected from."""
+        if site.outer is None or site.table is None:
+            return None
+        table = self._marked.get(site.table, site.table)
+        positions = self._rows(site.selection, table, site.selection.tokens)
+        before = None if site.of_row else self._positions.get(site.outer.selection.indices)
+        return positions if before is None else self._add(site.selection, ATEN.gather.default, before, 1, positions)

@@ -231,6 +231,9 @@ class SiteRun:
             index, live = self._told(marked, forced_BK)
             marked = marked._replace(index=index, live=live)
         index_BK, positions_BT = marked.index, marked.positions
+        if positions_BT is None:
+            # A found site may select from more tokens than the bucket is named after: patches, or those of all rows.
+            self._seq = max(self._seq, marked.scores.shape[1])
         position_BK = index_BK if positions_BT is None else torch.gather(positions_BT, 1, index_BK)
         self.selections[site] = Selection(
             position_BK if marked.shows_padding else torch.where(marked.live, position_BK, EMPTY),
@@ -246,7 +249,11 @@ class SiteRun:
         """Forced positions as (index_BK, live_BK) among the T tokens: in order, then tokens that are not selected."""
         if marked.rule in FOUND:
             # One that names no token has been reported; it must not end the run.
-            return forced_BK.clamp(0, marked.scores.shape[1] - 1), marked.live
+            if marked.positions is None:
+                return forced_BK.clamp(0, marked.scores.shape[1] - 1), marked.live
+            token_BT = torch.arange(marked.positions.shape[1]).expand_as(marked.positions)
+            token_BS = torch.zeros(len(forced_BK), self._seq, dtype=torch.int64).scatter(1, marked.positions, token_BT)
+            return token_BS.gather(1, forced_BK.clamp(0, self._seq - 1)), marked.live
         wanted_BS = torch.zeros(len(forced_BK), self._seq + 1, dtype=torch.bool)
         # One column more than there are positions takes the negative ones.
         wanted_BS = wanted_BS.scatter(1, torch.where(forced_BK < 0, self._seq, forced_BK), True)[:, :-1]

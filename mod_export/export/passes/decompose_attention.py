@@ -2,23 +2,34 @@
 
 TensorRT takes the ONNX Attention operator only where it has a dedicated kernel, and it has none for float32.
 
-Shape legend: B batch, H query heads, G key/value heads (H a multiple of G, R = H / G), T tokens, E head width.
+Shape legend: B batch, H query heads, G key/value heads (H a multiple of G, R = H / G), T tokens of the queries, U of
+the keys and values, E head width, F that of the values.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from mod_export.errors import GraphError
-from mod_export.export.nodes import NodeWriter, is_standard, is_used, label_of, late_zero, require_static_shape
+from mod_export.export.nodes import (
+    NodeWriter,
+    constant_array,
+    is_standard,
+    is_used,
+    label_of,
+    late_zero,
+    require_static_shape,
+)
 from mod_export.types import Dialect, DType
 
-INT32 = ir.DataType.INT32
+INT32, BOOL = ir.DataType.INT32, ir.DataType.BOOL
+MASK = 3
+"""The number of the input that is a mask."""
 KNOWN_ATTRIBUTES = frozenset({"is_causal", "scale", "softcap", "qk_matmul_output_mode"})
 
 
@@ -27,7 +38,8 @@ class DecomposeAttention:
 
     The queries are scaled before the product, as that fusion expects. Grouped queries get an axis of their own, along
     which keys and values are broadcast without a copy. The causal mask compares two short ranges at run time: a stored
-    mask of T * T would be larger than the weights. All attentions over the same T share the comparison.
+    mask of T * U would be larger than the weights. All attentions over the same lengths share the comparison. A query
+    that a mask hides from every key gives zeros, as it does in the operator.
     """
 
     name: ClassVar[str] = "decompose_attention"
@@ -39,10 +51,10 @@ class DecomposeAttention:
         """Rewrites every Attention that the dialect has no kernel for.
 
         Raises:
-            GraphError: an Attention with a mask, a cache, a soft cap or another feature that this pass cannot rewrite.
+            GraphError: an Attention with a cache, a soft cap or another feature that this pass cannot rewrite.
         """
         found = [(node, _sizes(node)) for node in _unwanted(model, dialect, dtype)]
-        visible: dict[int, ir.Value] = {}
+        visible: dict[tuple[int, int], ir.Value] = {}
         for node, sizes in found:
             _rewrite(model.graph, node, sizes, visible)
         return len(found)
@@ -52,18 +64,41 @@ class DecomposeAttention:
 
 
 def _unwanted(model: ir.Model, dialect: Dialect, dtype: DType) -> list[ir.Node]:
-    """Attention operators for which the dialect has no kernel, by dtype or by the width of a head."""
+    """Attention operators for which the dialect has no kernel: by dtype, by the widths of a head, or with two masks."""
     found = [node for node in model.graph if is_standard(node, "Attention")]
     if dtype not in dialect.attention_dtypes:
         return found
     assert dialect.attention_widths is not None  # Otherwise this pass does not apply.
     narrowest, widest = dialect.attention_widths
-    return [node for node in found if not narrowest <= require_static_shape(node.inputs[0], node)[-1] <= widest]
+    widths = [{require_static_shape(value, node)[-1] for value in node.inputs[:3]} for node in found]
+    return [
+        node
+        for node, (width, *others) in zip(found, widths, strict=True)
+        if others or not narrowest <= width <= widest or (_mask(node) is not None and _is_causal(node))
+    ]
 
 
-def _sizes(node: ir.Node) -> tuple[int, int, int, int, int]:
-    """(B, H, G, T, E) of a causal or full self-attention: q (B, H, T, E), k (B, G, T, E), v (B, G, T, E)."""
-    problems = [f"input {i} ({value.name})" for i, value in enumerate(node.inputs) if i > 2 and value is not None]
+def _mask(node: ir.Node) -> ir.Value | None:
+    return node.inputs[MASK] if len(node.inputs) > MASK else None
+
+
+def _is_causal(node: ir.Node) -> bool:
+    return bool(node.attributes.get_int("is_causal", 0))
+
+
+class _Sizes(NamedTuple):
+    B: int
+    H: int
+    G: int
+    T: int
+    U: int
+    E: int
+    F: int
+
+
+def _sizes(node: ir.Node) -> _Sizes:
+    """Of q (B, H, T, E), k (B, G, U, E), v (B, G, U, F)."""
+    problems = [f"input {i} ({value.name})" for i, value in enumerate(node.inputs) if i > MASK and value is not None]
     problems += [f"output {i} ({value.name})" for i, value in enumerate(node.outputs) if i > 0 and is_used(value)]
     problems += [f"attribute {name}" for name in node.attributes if name not in KNOWN_ATTRIBUTES]
     softcap = node.attributes.get_float("softcap", 0.0)
@@ -72,49 +107,81 @@ def _sizes(node: ir.Node) -> tuple[int, int, int, int, int]:
     if problems:
         raise GraphError(
             f"{label_of(node)}: Attention with {', '.join(problems)} cannot be put into primitive operators; expected "
-            "query, key and value and at most is_causal and scale"
+            "query, key and value and at most a mask, is_causal and scale"
         )
     shapes = [require_static_shape(value, node) for value in node.inputs[:3]]
     if any(len(shape) != 4 for shape in shapes):
         raise GraphError(f"{label_of(node)}: Attention on shapes {shapes}, expected (batch, heads, tokens, width) each")
-    (B, H, T, E), (_, G, _, _), _ = shapes
-    if shapes[1:] != [(B, G, T, E)] * 2 or H % G:
+    (B, H, T, E), (_, G, U, _), (*_, F) = shapes
+    if shapes[1:] != [(B, G, U, E), (B, G, U, F)] or H % G:
         raise GraphError(
-            f"{label_of(node)}: Attention with query {shapes[0]}, key {shapes[1]} and value {shapes[2]} is no "
-            "self-attention over equal lengths and widths, with a number of heads that is a multiple of the keys'"
+            f"{label_of(node)}: Attention with query {shapes[0]}, key {shapes[1]} and value {shapes[2]}: the batch, "
+            "the width of query and key, or the lengths of key and value differ, or the number of heads is no multiple "
+            "of the keys'"
         )
-    return B, H, G, T, E
+    return _Sizes(B, H, G, T, U, E, F)
 
 
-def _rewrite(
-    graph: ir.Graph, node: ir.Node, sizes: tuple[int, int, int, int, int], visible: dict[int, ir.Value]
-) -> None:
-    (B, H, G, T, E), (q, k, v) = sizes, node.inputs[:3]
+def _rewrite(graph: ir.Graph, node: ir.Node, sizes: _Sizes, visible: dict[tuple[int, int], ir.Value]) -> None:
+    (B, H, G, T, U, E, F), (q, k, v) = sizes, node.inputs[:3]
     assert q is not None
     assert q.dtype is not None
     number = q.dtype.numpy()
     writer = NodeWriter(graph, node, "decomposed")
-    if node.attributes.get_int("is_causal", 0) and T not in visible:
-        visible[T] = _causal(writer, T, q)
+    if _is_causal(node) and (T, U) not in visible:
+        visible[T, U] = _causal(writer, T, U, q)
+    bias, hidden = _bias(writer, node, sizes, visible.get((T, U)) if _is_causal(node) else None)
     q = writer.op("Mul", q, np.array(node.attributes.get_float("scale", 1 / math.sqrt(E)), number))
     k = writer.op("Transpose", k, perm=[0, 1, 3, 2])
     if G != H:
         q = writer.op("Reshape", q, [B, G, H // G, T, E])
-        k = writer.op("Reshape", k, [B, G, 1, E, T])
-        v = writer.op("Reshape", v, [B, G, 1, T, E])
+        k = writer.op("Reshape", k, [B, G, 1, E, U])
+        v = writer.op("Reshape", v, [B, G, 1, U, F])
     weight = writer.op("MatMul", q, k)
-    if node.attributes.get_int("is_causal", 0):
-        weight = writer.op("Where", visible[T], weight, np.array(-math.inf, number))
+    if bias is not None:
+        weight = writer.op("Add", weight, bias)
+    elif _is_causal(node):
+        weight = writer.op("Where", visible[T, U], weight, np.array(-math.inf, number))
     y = writer.op("MatMul", writer.op("Softmax", weight, axis=-1), v)
-    writer.replace(y if G == H else writer.op("Reshape", y, [B, H, T, E]))
+    if hidden is not None:
+        y = writer.op("Where", hidden, np.array(0, number), y)
+    writer.replace(y if G == H else writer.op("Reshape", y, [B, H, T, F]))
 
 
-def _causal(writer: NodeWriter, T: int, q: ir.Value) -> ir.Value:
-    """Bool (T, T): whether the query of this row may see the key of this column.
+def _bias(
+    writer: NodeWriter, node: ir.Node, sizes: _Sizes, causal: ir.Value | None
+) -> tuple[ir.Value | None, ir.Value | None]:
+    """What a mask adds to the scores, broadcast to (B, H, T, U), or to (B, G, R, T, U) where heads share keys; and the
+    queries that it hides from every key, bool (..., T, 1), to which nothing is added.
+    """
+    mask, q = _mask(node), node.inputs[0]
+    if mask is None:
+        return None, None
+    assert q is not None
+    assert q.dtype is not None
+    zero, never = (np.array(number, q.dtype.numpy()) for number in (0, -math.inf))
+    H, G = sizes.H, sizes.G
+    shape = require_static_shape(mask, node)
+    if G != H:
+        b, h, t, u = (1,) * (4 - len(shape)) + shape
+        mask = writer.op("Reshape", mask, [b, *((1, 1) if h == 1 else (G, H // G)), t, u])
+    fixed = constant_array(_mask(node))
+    if mask.dtype == BOOL:
+        mask = writer.op("Where", mask, zero, never)
+    if causal is not None:
+        mask = writer.op("Where", causal, mask, never)
+    elif fixed is not None and (fixed if fixed.dtype == bool else fixed > -math.inf).any(-1).all():
+        return mask, None
+    hidden = writer.op("Equal", writer.op("ReduceMax", mask, [-1], keepdims=1), never)
+    return writer.op("Where", hidden, zero, mask), hidden
 
-    A builder would compute a comparison of constants in advance and store the T * T result for every layer: 26 MB each
+
+def _causal(writer: NodeWriter, T: int, U: int, q: ir.Value) -> ir.Value:
+    """Bool (T, U): whether the query of this row may see the key of this column.
+
+    A builder would compute a comparison of constants in advance and store the T * U result for every layer: 26 MB each
     at 5,120 tokens. So the numbers of the queries are made to depend on the data.
     """
-    token = np.arange(T, dtype=np.int32)
-    query = writer.op("Add", token[:, None], late_zero(writer, q, INT32, (1, 1)))
-    return writer.op("GreaterOrEqual", query, token[None, :])
+    query = np.arange(T, dtype=np.int32)[:, None]
+    late = writer.op("Add", query, late_zero(writer, q, INT32, (1, 1)))
+    return writer.op("GreaterOrEqual", late, np.arange(U, dtype=np.int32)[None, :])

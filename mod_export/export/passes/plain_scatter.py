@@ -97,8 +97,7 @@ def has_unique_targets(node: ir.Node) -> bool:
     once = tuple(
         slice(0, 1) if not stride and i != axis % found.ndim else slice(None) for i, stride in enumerate(found.strides)
     )
-    lines = np.moveaxis(found[once], axis, -1).reshape(-1, found.shape[axis])
-    return all(_distinct(line[:, None]) for line in lines)
+    return _distinct_lines(found[once], axis)
 
 
 class _Tracer:
@@ -124,6 +123,8 @@ class _Tracer:
             return None
         if is_standard(node, "TopK"):
             return self._selected(node, value, shape)
+        if is_standard(node, "GatherElements"):
+            return self._looked_up(node, shape)
         read = node.inputs if is_standard(node, "Add", "Concat") else node.inputs[:1]
         inputs = [one for item in read if (one := self.index(item)) is not None]
         return _follow(node, inputs, shape) if len(inputs) == len(read) else None
@@ -137,10 +138,23 @@ class _Tracer:
         offset, span = np.array(0), np.array(source[axis])
         if value is node.outputs[0]:
             sorted_index = self.index(node.inputs[0])
-            if sorted_index is None or not _one_draw_each(sorted_index, axis):
+            if sorted_index is None or not _distinct_lines(sorted_index, axis):
                 return None
-            first = sorted_index.take([0], axis)
-            offset, span = first["offset"], first["span"]
+            offset, span = _range_of_lines(sorted_index, axis)
+        return self._drawn(shape, axis, offset, span)
+
+    def _looked_up(self, node: ir.Node, shape: tuple[int, ...]) -> np.ndarray | None:
+        """Different ones of positions that differ, such as those that were selected before."""
+        axis = node.attributes.get_int("axis", 0) % len(shape)
+        table, index = self.index(node.inputs[0]), self.index(node.inputs[1])
+        if table is None or index is None or not _distinct_lines(table, axis) or not _distinct_lines(index, axis):
+            return None
+        offset, span = _range_of_lines(table, axis)
+        others = [slice(None) if i == axis else slice(size) for i, size in enumerate(shape)]
+        return self._drawn(shape, axis, offset[tuple(others)], span[tuple(others)])
+
+    def _drawn(self, shape: tuple[int, ...], axis: int, offset: np.ndarray, span: np.ndarray) -> np.ndarray:
+        """A new draw for each line along the axis."""
         rows = [1 if i == axis else size for i, size in enumerate(shape)]
         draw = self._draws + np.arange(math.prod(rows)).reshape(rows)
         self._draws += math.prod(rows)
@@ -156,11 +170,16 @@ def _index(shape: tuple[int, ...], **fields: np.ndarray) -> np.ndarray:
     return found
 
 
-def _one_draw_each(index: np.ndarray, axis: int) -> bool:
-    """Whether each line along the axis holds different slots of one draw at one offset."""
-    slots = np.sort(index["slot"], axis=axis)
-    same = all((index[name] == index[name].take([0], axis)).all() for name in ("draw", "offset"))
-    return bool(same and (index["draw"] != CONSTANT).all() and (np.diff(slots, axis=axis) != 0).all())
+def _distinct_lines(index: np.ndarray, axis: int) -> bool:
+    """Whether the indices of each line along the axis differ from each other."""
+    lines = np.moveaxis(index, axis, -1).reshape(-1, index.shape[axis])
+    return all(_distinct(line[:, None]) for line in lines)
+
+
+def _range_of_lines(index: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """(offset, span) that hold every index of each line, with one element along the axis."""
+    first = index["offset"].min(axis, keepdims=True)
+    return first, (index["offset"] + index["span"]).max(axis, keepdims=True) - first
 
 
 def _follow(node: ir.Node, inputs: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray | None:
@@ -175,6 +194,9 @@ def _follow(node: ir.Node, inputs: list[np.ndarray], shape: tuple[int, ...]) -> 
         return np.concatenate(inputs, node.attributes.get_int("axis"))
     if is_standard(node, "Slice"):
         return _sliced(node, first, shape)
+    if is_standard(node, "Gather"):
+        part = constant_array(node.inputs[1])
+        return None if part is None else first.take(part, node.attributes.get_int("axis", 0)).reshape(shape)
     return _sum(first, inputs[1], shape) if is_standard(node, "Add") else None
 
 

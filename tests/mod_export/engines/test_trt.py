@@ -11,6 +11,7 @@ import pytest
 import torch
 from graph_folders import job_of, write_graph
 from mod_dialects import DIALECTS, dialect_graph
+from mod_manners import MANNERS, manner_graph
 from observing import observed
 from small_graphs import make_model, make_spec, parsed
 from step_graphs import prefill_graph, step_graph
@@ -121,6 +122,16 @@ def test_builds_the_graphs_of_models_that_write_text(tmp_path: Path, kind: str, 
 )
 def test_builds_models_that_were_not_written_for_it(tmp_path: Path, name: str) -> None:
     model, _ = dialect_graph(name, BUCKET.batch, BUCKET.seq)
+    run_passes(model, RTX.dialect, "float32")
+    assert build_plan(tmp_path, model, "float32") > 50_000
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    "name", [name if name == "recursions" else pytest.param(name, marks=pytest.mark.slow) for name in MANNERS]
+)
+def test_builds_every_manner_of_routing(tmp_path: Path, name: str) -> None:
+    model, _ = manner_graph(name)
     run_passes(model, RTX.dialect, "float32")
     assert build_plan(tmp_path, model, "float32") > 50_000
 

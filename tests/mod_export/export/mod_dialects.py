@@ -21,8 +21,9 @@ V, D, HEADS = 40, 16, 2
 class Inner(nn.Module):
     """A transformer block with LayerNorm, biases and fused qkv."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, causal: bool = True) -> None:
         super().__init__()
+        self.causal = causal
         self.norm, self.norm_2 = nn.LayerNorm(D), nn.LayerNorm(D)
         self.qkv, self.out, self.up, self.down = (
             nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D),
@@ -31,15 +32,15 @@ class Inner(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         B, S, _ = x_BSD.shape
         q, k, v = (part.view(B, S, HEADS, -1).transpose(1, 2) for part in self.qkv(self.norm(x_BSD)).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, S, D)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).reshape(B, S, D)
         x_BSD = x_BSD + self.out(attended)
         return x_BSD + self.down(F.gelu(self.up(self.norm_2(x_BSD))))
 
 
 class Routed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, causal: bool = True) -> None:
         super().__init__()
-        self.router, self.block = nn.Linear(D, 1, bias=False), Inner()
+        self.router, self.block = nn.Linear(D, 1, bias=False), Inner(causal=causal)
 
 
 class ScatterAdd(Routed):

@@ -34,6 +34,55 @@ def test_gives_the_same_numbers(sizes: tuple[int, int, int, int, int], attribute
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
 
 
+def masked(mask: str, attributes: str = "is_causal = 0", heads: int = 2, more: str = "") -> ir.Model:
+    """Attention of 3 queries over 5 keys, whose values are wider, under a mask."""
+    return parsed(
+        f"""g (float[2,2,3,4] q, float[2,{heads},5,4] k, float[2,{heads},5,6] v, {mask}) => (float[2,2,3,6] y)
+        {more} {{ y = Attention <{attributes}> (q, k, v, m) }}"""
+    )
+
+
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("attributes", ["is_causal = 0", "is_causal = 1, scale = 0.4"])
+@pytest.mark.parametrize(
+    "mask", ["bool[3,5] m", "bool[2,1,3,5] m", "bool[2,3,5] m", "float[2,2,3,5] m", "float[1,1,3,5] m", "float[3,5] m"]
+)
+def test_a_mask_hides_the_same_keys(mask: str, attributes: str, heads: int) -> None:
+    model = masked(mask, attributes, heads)
+    feeds = random_feeds(model)
+    feeds["m"] = feeds["m"] > 0 if mask.startswith("bool") else feeds["m"]
+    # A query that sees no key.
+    feeds["m"][..., 1, :] = False if mask.startswith("bool") else -np.inf
+    before = run(model, feeds)[0]
+    assert (before[..., 1, :] == 0).all()
+    assert DecomposeAttention().run(model, TENSORRT, "float32") == 1
+    np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("hidden", "guarded"), [("0", True), ("1", False)])
+def test_a_fixed_mask_that_hides_no_query_needs_no_guard(hidden: str, guarded: bool) -> None:
+    model = masked("float[1] unused", more=f"<bool[3,5] m = {{1,1,1,1,1, {hidden},0,0,0,0, 1,0,1,0,1}}>")
+    feeds = random_feeds(model)
+    before = run(model, feeds)[0]
+    assert DecomposeAttention().run(model, TENSORRT, "float32") == 1
+    assert ("Equal" in op_types(model)) is guarded
+    np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "attributes", "left"), [("bool[3,5] m", "is_causal = 0", 1), ("bool[3,5] m", "is_causal = 1", 0)]
+)
+def test_decomposes_16_bit_attention_under_two_masks(mask: str, attributes: str, left: int) -> None:
+    dialect = dataclasses.replace(TENSORRT, attention_widths=(4, 256))
+    model = parsed(
+        f"""g (float[2,2,3,4] q, float[2,2,5,4] k, float[2,2,5,4] v, {mask}) => (float[2,2,3,4] y)
+        {{ y = Attention <{attributes}> (q, k, v, m) }}"""
+    )
+    assert DecomposeAttention().run(model, dialect, "float16") == 1 - left
+    wider = masked(mask)
+    assert DecomposeAttention().run(wider, dialect, "float16") == 1
+
+
 def test_blocks_of_one_length_share_one_comparison_and_store_no_square_mask() -> None:
     model = portable_graph(make_spec())
     before = run(model, feeds())
@@ -55,18 +104,22 @@ def test_applies_where_the_dialect_has_no_kernel() -> None:
 
 
 QKV = "float[1,2,4,8] q, float[1,2,4,8] k, float[1,2,4,8] v"
-LONGER = QKV.replace("4,8] k", "6,8] k").replace("4,8] v", "6,8] v")
+LONGER = QKV.replace("4,8] k", "6,8] k").replace("4,8] v", "5,8] v")
 FLAT = "float[1,4,16] q, float[1,4,16] k, float[1,4,16] v"
 
 
 @pytest.mark.parametrize(
     ("inputs", "attributes", "words"),
     [
-        (QKV + ", bool[4,4] m", "", "Attention: Attention with input 3 (m) cannot be put into primitive operators"),
+        (
+            QKV + ", bool[4,4] m, float[1,2,1,8] p, float[1,2,1,8] r",
+            "",
+            "Attention: Attention with input 4 (p), input 5 (r) cannot be put into primitive operators",
+        ),
         (QKV, ", softcap = 20.0", "Attention with softcap 20.0 cannot be put into"),
         (QKV, ", softmax_precision = 10", "with attribute softmax_precision cannot be put"),
         (FLAT, ", q_num_heads = 2", "Attention with attribute q_num_heads cannot be put"),
-        (LONGER, "", "query (1, 2, 4, 8), key (1, 2, 6, 8) and value (1, 2, 6, 8) is no self-attention"),
+        (LONGER, "", "query (1, 2, 4, 8), key (1, 2, 6, 8) and value (1, 2, 5, 8): the batch, "),
         (QKV.replace("4,8] k", "T,8] k"), "", "Attention has k of shape [1,2,T,8], expected a static shape"),
         (FLAT, "", "on shapes [(1, 4, 16), (1, 4, 16), (1, 4, 16)], expected (batch, heads, tokens, width) each"),
     ],

@@ -167,13 +167,6 @@ def tokens_of_experts(x: Tensor, score: Tensor) -> Tensor:
     return rows.index_add(0, index, rows[index] * 2).reshape(x.shape)
 
 
-def other_dimension(x: Tensor, score: Tensor) -> Tensor:
-    """Positions first, so that the rows are not where they are looked for."""
-    turned = x.transpose(0, 1)
-    index = torch.topk(score[..., 0].t(), K, dim=0).indices[..., None].expand(-1, -1, D)
-    return turned.scatter(0, index, turned.gather(0, index) * 2).transpose(0, 1)
-
-
 def nothing(x: Tensor, score: Tensor) -> Tensor:
     """A capacity that comes out as no token."""
     index = torch.topk(score[..., 0], 0).indices[..., None].expand(-1, -1, D)
@@ -194,9 +187,85 @@ def changed_in_place(x: Tensor, score: Tensor) -> Tensor:
     return x.scatter(1, index, x.gather(1, index) * gate[..., None]) + values.sum()
 
 
+def soft_mask(x: Tensor, score: Tensor) -> Tensor:
+    """All tokens are computed, and those above the k-th score keep the result."""
+    kept = score[..., :1] >= score[..., :1].topk(K, dim=1).values[:, -1:]
+    return torch.where(kept, x @ torch.ones(D, D), x)
+
+
+def soft_ranks(x: Tensor, score: Tensor) -> Tensor:
+    """The same by the ranks of all tokens."""
+    rank = score[..., 0].argsort(1, descending=True).argsort(1)
+    return torch.where((rank < K)[..., None], x @ torch.ones(D, D), x)
+
+
+def masked_scatter(x: Tensor, score: Tensor) -> Tensor:
+    """What goes where is only known from the mask."""
+    index = torch.topk(score[..., 0], K).indices
+    mask = torch.zeros(B, S, dtype=torch.bool).scatter(1, index, True)[..., None]
+    return x.masked_scatter(mask, torch.tanh(x[:, :K]))
+
+
+def chosen_experts(x: Tensor, score: Tensor) -> Tensor:
+    """All experts are computed for each token, and the results of two are combined."""
+    rows, share = x.reshape(-1, D), score.reshape(-1, 8)
+    weight, index = share.topk(2)
+    made = torch.stack([rows * (n + 1) for n in range(8)], 1)
+    chosen = made.gather(1, index[..., None].expand(-1, -1, D))
+    return (x.reshape(-1, D) + (weight.softmax(-1)[..., None] * chosen).sum(1)).reshape(x.shape)
+
+
+def weights_of_experts(x: Tensor, score: Tensor) -> Tensor:
+    """The weights of the experts of each token are read."""
+    rows = x.reshape(-1, D)
+    weight, index = score.reshape(-1, 8).topk(2)
+    table = torch.arange(8 * D * D).reshape(8, D, D).to(x.dtype).sin()
+    return x + (weight[..., None] * torch.einsum("td,tkde->tke", rows, table[index])).sum(1).reshape(x.shape)
+
+
+def experts_with_capacity(x: Tensor, score: Tensor) -> Tensor:
+    """Dispatch and combination by one-hot products, as in GShard."""
+    rows, share = x.reshape(-1, D), score.reshape(-1, 8).softmax(-1)
+    weight, index = share.topk(1)
+    chosen = F.one_hot(index[:, 0], 8).to(x.dtype)
+    slot = F.one_hot((chosen.cumsum(0) * chosen).sum(-1).long().clamp(max=7), 8).to(x.dtype)
+    dispatch = chosen[:, :, None] * slot[:, None, :]
+    made = torch.einsum("tec,td->ecd", dispatch, rows) @ torch.ones(D, D)
+    return x + torch.einsum("tec,ecd->td", dispatch * weight[..., None], made).reshape(x.shape)
+
+
+def experts_that_choose(x: Tensor, score: Tensor) -> Tensor:
+    """Each of the 8 experts takes its tokens out of the same row."""
+    row = x.reshape(1, B * S, D).expand(8, -1, -1)
+    index = score.reshape(1, B * S, 8).transpose(1, 2)[0].topk(3).indices[..., None].expand(-1, -1, D)
+    made = row.gather(1, index) @ torch.ones(D, D)
+    return x + torch.zeros(8, B * S, D).scatter(1, index, made).sum(0).reshape(x.shape)
+
+
+def sampled_words(x: Tensor, score: Tensor) -> Tensor:
+    """The words with the largest logits are embedded, and run on."""
+    words = (x[:, -1] @ torch.ones(D, V)).topk(5).indices
+    table = torch.arange(V * D).reshape(V, D).to(x.dtype).cos()
+    return x + (F.embedding(words, table) @ torch.ones(D, D)).mean(1, keepdim=True)
+
+
+def kept_logits(x: Tensor, score: Tensor) -> Tensor:
+    """The logits outside of the largest are hidden."""
+    logits = x[:, -1] @ torch.ones(D, V)
+    values, words = logits.topk(5)
+    return x + torch.zeros_like(logits).scatter(1, words, values.softmax(-1)).sum(-1)[:, None, None]
+
+
+def beams(x: Tensor, score: Tensor) -> Tensor:
+    """The best continuations of several beams, whose states are taken along."""
+    best = (x[:, :4] @ torch.ones(D, V)).reshape(B, -1).topk(4).indices
+    return x + x[:, :4].gather(1, (best // V)[..., None].expand(-1, -1, D)).mean(1, keepdim=True)
+
+
 NO_SITES = [
-    experts_of_tokens, normalised_experts, tokens_of_experts, other_dimension, mask_alone, read_alone, unrelated,
-    whole_sort, nothing, changed_in_place,
+    experts_of_tokens, normalised_experts, tokens_of_experts, mask_alone, read_alone, unrelated,
+    whole_sort, nothing, changed_in_place, soft_mask, soft_ranks, masked_scatter, chosen_experts, weights_of_experts,
+    experts_with_capacity, experts_that_choose, sampled_words, kept_logits, beams,
 ]  # fmt: skip
 
 

@@ -143,8 +143,10 @@ def test_what_is_proven_holds(B: int, S: int, k: int, offsets: list[int], seed: 
 
 def graph(body: str, length: object = 9) -> ir.Model:
     return parsed(
-        f"""g (float[2,{length}] scores, float[40,6] x, float[6,6] u, int64[2,3] free) => (float[40,6] y)
-        <int64[1] k = {{3}}, int64[1] all = {{-1}}, int64[2] rows = {{6, 1}}, int64[2,1] offset = {{0, 9}},
+        f"""g (float[2,{length}] scores, float[40,6] x, float[6,6] u, int64[2,3] free, int64 late) => (float[40,6] y)
+        <int64[1] k = {{3}}, int64[1] all = {{-1}}, int64[1] six = {{6}}, int64 first = {{0}}, int64 second = {{1}},
+         int64 nine = {{9}}, int64[2,3] zeros = {{0, 0, 0, 0, 0, 0}},
+         int64[2] rows = {{6, 1}}, int64[2,1] offset = {{0, 9}},
          int64[2,3] fixed = {{1, 2, 3, 4, 5, 6}}, float[2,3] real = {{1.0, 2.0, 3.0, 4.0, 5.0, 6.0}}> {{
             values, positions = TopK (scores, k)
             {body}
@@ -161,6 +163,12 @@ PROVEN = {
     "a part, sorted": "a, order = TopK <largest = 0> (positions, k) row = Add (a, offset)",
     "sorted after the offset": "a = Add (positions, offset) row, order = TopK <largest = 0> (a, k)",
     "offset first": "row = Add (offset, positions)",
+    "sorted over both rows": """a = Add (positions, offset) b = Reshape (a, all)
+        row, order = TopK <axis = 0, largest = 0> (b, six)""",
+    "selected among the selected": """a, order = TopK (positions, k) inner = Cast <to = 7> (order)
+        b = GatherElements <axis = 1> (positions, inner) row = Add (b, offset)""",
+    "one row after the other": """a = Gather <axis = 0> (positions, first) b = Gather <axis = 0> (positions, second)
+        c = Add (b, nine) row = Concat <axis = 0> (a, c)""",
 }
 UNPROVEN = {
     "no offset": "row = Identity (positions)",
@@ -169,7 +177,10 @@ UNPROVEN = {
     "two unknown positions added": "row = Add (positions, positions)",
     "multiplied": "row = Mul (positions, fixed)",
     "values of another TopK": "row = Cast <to = 7> (values)",
-    "sorted over both rows": "a = Reshape (positions, all) b, j = TopK <axis=0> (a, k) row = Concat <axis = 0> (b, b)",
+    "sorted over both rows, which meet": "a = Reshape (positions, all) row, order = TopK <axis = 0> (a, six)",
+    "looked up twice": "a = GatherElements <axis = 1> (positions, zeros) row = Add (a, offset)",
+    "looked up in what is not known": "a = GatherElements <axis = 1> (free, positions) row = Add (a, offset)",
+    "a row that is only known later": "a = Gather <axis = 0> (positions, late) row = Concat <axis = 0> (a, a)",
     "cast from a float constant": "row = Cast <to = 7> (real)",
 }
 
