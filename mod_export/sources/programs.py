@@ -218,7 +218,7 @@ class _Graph:
 def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tensor]:
     """The weights of all, of which those of the first program are kept."""
     (bucket, first), *others = programs.items()
-    weights = {name: tensor.detach() for name, tensor in first.program.state_dict.items()}
+    weights = {name: tensor.detach() for name, tensor in sorted(first.program.state_dict.items())}
     for other, plain in others:
         both = f"{bucket.name} and {other.name}"
         state = plain.program.state_dict
