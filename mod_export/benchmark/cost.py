@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 NO_RULE = frozenset(
     {
-        "CausalConvWithState", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "Einsum", "GRU", "If", "LSTM",
+        "CausalConvWithState", "ConvInteger", "ConvTranspose", "DeformConv", "Einsum", "GRU", "If", "LSTM",
         "LinearAttention", "Loop", "QLinearConv", "QLinearMatMul", "RNN", "Scan", "SequenceMap",
     }
 )  # fmt: skip
@@ -172,14 +172,15 @@ def _check_countable(node: ir.Node, where: str) -> None:
     if node.domain not in ("", "ai.onnx") or node.op_type in NO_RULE:
         name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         raise GraphError(
-            f"{where}: node {node.name}: FLOPs of {name} cannot be counted; only MatMul, Gemm and Attention of "
+            f"{where}: node {node.name}: FLOPs of {name} cannot be counted; only MatMul, Gemm, Conv and Attention of "
             "standard ONNX have a rule, and what mod-export puts in their place. Count the portable graph, or express "
             "the product as MatMul"
         )
 
 
 def _flops(node: ir.Node, where: str) -> int:
-    """Of one of PRODUCTS: 2 M N K for every matrix of the broadcast batch (ONNX MatMul follows numpy.matmul).
+    """Of one of PRODUCTS: 2 M N K for every matrix of the broadcast batch (ONNX MatMul follows numpy.matmul), and of a
+    convolution as many for each output as its filter has weights.
 
     Operations on whole numbers count as those on floats do.
     """
@@ -188,6 +189,8 @@ def _flops(node: ir.Node, where: str) -> int:
         return 2 * math.prod(left) * node.attributes["N"].as_int()
     if node.op_type == "FusedMatMul" and node.attributes.get_int("transB", 0) == 1:
         right = (*right[:-2], right[-1], right[-2])
+    if node.op_type == "Conv":  # Its filters are (outputs, inputs of a group, *kernel).
+        return 2 * math.prod(_shape(node.outputs[0], where)) * math.prod(right[1:])
     if node.op_type == "Gemm":
         rows, inner = reversed(left) if node.attributes.get_int("transA", 0) else left
         columns = right[0] if node.attributes.get_int("transB", 0) else right[1]

@@ -69,9 +69,12 @@ ON_SCORES = frozenset(
 )
 MICROSOFT = "com.microsoft"
 PRODUCTS = frozenset(
-    {("", "Gemm"), ("", "MatMul"), ("", "MatMulInteger"), (MICROSOFT, "FusedMatMul"), (MICROSOFT, "MatMulNBits")}
-)
-"""(domain, operator) of what multiplies two matrices, activations on the left."""
+    {
+        ("", "Conv"), ("", "Gemm"), ("", "MatMul"), ("", "MatMulInteger"), (MICROSOFT, "FusedMatMul"),
+        (MICROSOFT, "MatMulNBits"),
+    }
+)  # fmt: skip
+"""(domain, operator) of what multiplies two matrices, activations on the left; a convolution is such a product."""
 
 
 def is_product(node: ir.Node) -> bool:

@@ -28,7 +28,7 @@ from mod_export.export.weights import WeightsFile
 ARENA, DEFAULT_MEMORY = 1, 0
 """OrtArenaAllocator, OrtMemTypeDefault."""
 ERRORS_ONLY = 3
-CODES = {"F32": 1, "U8": 2, "I8": 3, "F16": 10, "BF16": 16}
+CODES = {"F32": 1, "U8": 2, "I8": 3, "I16": 5, "I32": 6, "I64": 7, "BOOL": 9, "F16": 10, "BF16": 16}
 """Name of a dtype in safetensors -> ONNXTensorElementDataType."""
 DTYPES: Mapping[int, np.dtype[np.generic]] = {1: np.dtype(np.float32), 7: np.dtype(np.int64), 9: np.dtype(np.bool_)}
 """ONNXTensorElementDataType of an input or output -> NumPy dtype."""

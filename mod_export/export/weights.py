@@ -38,9 +38,12 @@ if TYPE_CHECKING:
 ALIGNMENT = 8
 PIECE = 2**22
 """Numbers that are cast and written at a time."""
-ONNX_TYPES = {"F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16", "I8": "INT8", "U8": "UINT8"}
+ONNX_TYPES = {
+    "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16", "I64": "INT64", "I32": "INT32", "I16": "INT16", "I8": "INT8",
+    "U8": "UINT8", "BOOL": "BOOL",
+}  # fmt: skip
 """Name of a dtype in safetensors -> in ONNX."""
-BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
+BYTES = {"I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FLOATS: dict[DType, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 BLOCK = 32
 LARGEST_INT8 = 127
@@ -146,19 +149,26 @@ def _stored_tensors(
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if name not in quantized:
-            kind = FLOATS.get(dtype, "F32")
-            found[name] = _Stored(kind, shape, partial(_float_bytes, tensor, kind))
+            kind = FLOATS.get(dtype, "F32") if tensor.is_floating_point() else _whole_numbers(tensor)
+            found[name] = _Stored(kind, shape, partial(_plain_bytes, tensor, kind))
             continue
         for index, (part, (kind, size)) in enumerate(quantized_tensors(name, shape, dtype).items()):
             found[part] = _Stored(kind, size, partial(_quantized_bytes, tensor, dtype, index))
     return found
 
 
-def _float_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
+def _whole_numbers(tensor: torch.Tensor) -> str:
+    """The dtype of a buffer that is no float, such as positions, in safetensors."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return "BOOL" if name == "bool" else name.replace("uint", "U").replace("int", "I")
+
+
+def _plain_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
     """The bytes of a tensor, row-major and little-endian; what was read of a memory-mapped file is let go after it."""
     import torch
 
-    wanted = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
+    floats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    wanted = floats.get(kind, tensor.dtype)
     for piece in torch.split(tensor.detach().reshape(-1), PIECE):
         yield piece.to(wanted).contiguous().view(torch.uint8).numpy().data
     let_go([tensor])
@@ -180,7 +190,8 @@ def write_weights(
     Args:
         path: of the file.
         tensors: by their names in the state_dict.
-        dtype: of the file. In one of whole numbers everything that is not quantized is float32.
+        dtype: of the file's floats. In one of whole numbers everything that is not quantized is float32. Buffers of
+            whole numbers are stored as they are.
         quantized: names of the weights (N, K) that become whole numbers and scales, see `quantized_tensors`.
 
     Returns:

@@ -27,8 +27,8 @@ from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_check
 MAIN = [sys.executable, "-c", "from mod_export.cli import main; main()"]
 COMMON = ["--help", "--quiet", "--verbose", "-h", "-q", "-v"]
 OPTIONS = {
-    "build": ["--baseline", "--capacity", "--config", "--max-memory", "--out", "--report", "--target", "--tokenizer",
-              "-c", "-o", "model"],
+    "build": ["--baseline", "--buckets", "--capacity", "--config", "--max-memory", "--out", "--report", "--samples",
+              "--target", "--tokenizer", "-c", "-o", "models"],
     "generate": ["--dtype", "--ids", "--json", "--max-new-tokens", "--model", "--prompt", "--prompt-file", "--roll",
                  "--seed", "--selection", "--stop", "--target", "--temperature", "--threads", "--top-k", "--top-p",
                  "folder"],
