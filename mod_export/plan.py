@@ -146,6 +146,8 @@ def make_plan(
     targets = _targets(config, availability)
     problems = _too_large(model, buckets)
     problems += [problem for engine in targets.values() for problem in engine.problems(config)]
+    if config.outputs != "logits" and not isinstance(model.loaded, TokenIds):
+        problems.append(f"outputs: {config.outputs}, but {model.name} is no model of token ids; leave `outputs` out")
     if tokenizer is not None:
         problems += _problems_of_tokenizer(tokenizer, model)
     generation: GenerationPlan | str = ""

@@ -183,10 +183,6 @@ class Reference:
         Raises:
             ConfigError: candidates return hidden states, and the model cannot make logits of them.
         """
-        if isinstance(loaded, SampledInputs) and outputs != "logits":
-            raise ConfigError(
-                [f"outputs: {outputs}, but only a model of token ids can be asked for it; leave `outputs` out"]
-            )
         if outputs == "none" and not isinstance(loaded, OutputHead):
             raise ConfigError(
                 ["outputs: none, but this model has no head that makes logits of hidden states; build it with logits"]

@@ -119,7 +119,7 @@ def test_sampling_ends_when_the_comparison_is_settled(kind: str, fields: dict[st
 @pytest.mark.parametrize(
     ("alone", "fields", "samples"),
     [
-        (sleeping(2), {"max_samples": 128, "precision": 0.5}, {8, 16}),
+        (sleeping(2), {"max_samples": 128, "precision": 0.5}, {8, 16, 32, 64}),
         (sleeping(1, 8), {"max_samples": 32, "precision": 0.01}, {32}),
         (sleeping(1, 8), {"max_samples": 100_000, "max_seconds": 0.0, "precision": 0.01}, {8}),
     ],

@@ -1,0 +1,190 @@
+"""Models of users, which know nothing of mod-export, through every way in: a module, programs, a factory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import FEW_SAMPLES, invoke, refused
+from foreign_models import Embedded, Images, Masked, made, masked_inputs, token_ids
+from mod_dialects import D, Inner
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import mod_export
+from mod_export.build_folder.manifest import open_folder
+from mod_export.errors import ModExportError
+from mod_export.rerun import bench_folder, validate_folder
+from mod_export.results.latency import LatencyRow
+from mod_export.results.structure import StructureRow
+
+TOML = f"""
+targets = ["ort-cpu"]
+{FEW_SAMPLES}"""
+MODELS: dict[str, tuple[type[nn.Module] | str, Callable[..., Any], list[tuple[int, int]], dict[str, int]]] = {
+    "mask and two outputs": (Masked, masked_inputs, [(1, 16), (2, 32)], {"block": 4}),
+    "embeddings": (Embedded, lambda batch, seq: torch.randn(batch, seq, D), [(1, 16)], {"blocks.1": 4}),
+    "images": (Images, lambda batch, seq: torch.randn(batch, 3, 32, 32), [(2, 17)], {"blocks.1": 4}),
+}
+QUICK, OTHERS = "mask and two outputs", ("embeddings", "images")
+MAKER = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, capacity):
+        super().__init__()
+        self.capacity, self.router, self.mlp = capacity, nn.Linear(16, 1), nn.Linear(16, 16)
+
+    def forward(self, x):
+        gate, index = torch.topk(self.router(x)[..., 0], int(self.capacity * x.shape[1]))
+        wide = index[..., None].expand(-1, -1, 16)
+        return x.scatter_add(1, wide, torch.sigmoid(gate)[..., None] * self.mlp(x.gather(1, wide)).relu())
+
+def make(capacity=0.25):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 16), Block(capacity), nn.Linear(16, 40))
+    return model, lambda batch, seq: torch.randint(0, 40, (batch, seq))
+"""
+
+
+@pytest.fixture(autouse=True)
+def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text(TOML, encoding="utf-8")
+    return tmp_path / "c.toml"
+
+
+def check_folder(root: Path, module: nn.Module, inputs: Any, sites: dict[str, int]) -> None:
+    """What any finished folder can do: it is validated and timed again, and computes what the module does."""
+    manifest = open_folder(root)
+    assert manifest.graphs[0].k_by_layer == sites
+    found = validate_folder(root, None, ())
+    assert found.verdict.status == "pass", found.verdict.reasons
+    assert all(row.passed for row in found.rows(StructureRow))
+    assert bench_folder(root, None, ()).rows(LatencyRow)
+    feeds = inputs if isinstance(inputs, dict) else {next(iter(manifest.graphs[0].inputs)): inputs}
+    with mod_export.load(root) as deployment, torch.no_grad():
+        expected = pytree.tree_leaves(module(*feeds.values()))
+        found_by_name = deployment.infer({name: tensor.numpy() for name, tensor in feeds.items()})
+        for array, tensor in zip(found_by_name.values(), expected, strict=True):
+            np.testing.assert_allclose(array, tensor.numpy(), atol=1e-4)
+        name, tensor = next(iter(feeds.items()))
+        with pytest.raises(
+            mod_export.errors.UsageError, match=rf"no bucket was built for {name} \[1\].*; built: {name}"
+        ):
+            deployment.infer({name: np.zeros(1), **{key: one.numpy() for key, one in feeds.items() if key != name}})
+        with pytest.raises(mod_export.errors.UsageError, match="inputs of its own; give them by name: infer"):
+            deployment.run(np.zeros((1, 16), np.int64))
+
+
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_a_module(name: str, tmp_path: Path, toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind, inputs, buckets, sites = MODELS[name]
+    module = made(kind).train()
+    report = mod_export.build(module, inputs, buckets, out="built", config=toml)
+    assert module.training
+    assert report.verdict.status == "pass", report.verdict.reasons
+    assert "* validate built" in capsys.readouterr().err
+    rows = [row for row in report.parity if row.target == "ort-cpu"]
+    assert {"sample", "near_ties"} <= set(rows[0].inputs)
+    assert [row.routing.routed > 0 and row.passed for row in rows] == [True] * len(buckets)
+    assert len(rows[0].further_outputs) == len(pytree.tree_leaves(module.eval()(**named(inputs, module, buckets)))) - 1
+    assert all(other.error.max_abs <= other.allowed_max_abs for row in rows for other in row.further_outputs)
+    check_folder(tmp_path / "built", module.eval(), inputs(*buckets[0]), sites)
+
+
+def named(inputs: Callable[..., Any], module: nn.Module, buckets: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    import inspect
+
+    given = inputs(*buckets[0])
+    return given if isinstance(given, dict) else {next(iter(inspect.signature(module.forward).parameters)): given}
+
+
+def save_program(path: Path, module: nn.Module, batch: int, seq: int) -> str:
+    torch.export.save(torch.export.export(module, (token_ids(batch, seq),)), path)
+    return path.name
+
+
+def test_programs_with_a_baseline_and_samples(tmp_path: Path, toml: Path) -> None:
+    model, dense = made("scatter_add"), made("scatter_add")
+    dense.blocks = nn.ModuleList([Inner().eval() for _ in range(4)])
+    shapes = [(1, 16), (2, 32)]
+    ours = [save_program(tmp_path / f"mod{batch}.pt2", model, batch, seq) for batch, seq in shapes]
+    theirs = [save_program(tmp_path / f"dense{batch}.pt2", dense, batch, seq) for batch, seq in shapes]
+    save_file({f"b1s16/ids.{n}": token_ids(1, 16, 7 + n) for n in range(2)}, tmp_path / "more.safetensors")
+    found = invoke(
+        "build", *ours, *(part for path in theirs for part in ("--baseline", path)), "--samples", "more.safetensors",
+        "-c", toml, "-o", "built", "--report", "r.json", "-q",
+    )  # fmt: skip
+    assert found.exit_code == 0, found.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [row["bucket"] for row in report["speedup"]] == ["b1s16", "b2s32"]
+    assert sorted(path.name for path in (tmp_path / "built/programs").iterdir()) == [
+        "dense-b1s16.json", "dense-b2s32.json", "dense-constants.npz", "dense-samples.npz",
+        "mod-b1s16.json", "mod-b2s32.json", "mod-constants.npz", "mod-samples.npz",
+    ]  # fmt: skip
+    check_folder(tmp_path / "built", model, token_ids(1, 16), {"blocks.1": 4, "blocks.3": 4})
+    # The same again does nothing; another model does.
+    again = invoke("build", *ours, "-c", toml, "-o", "built", "-q")
+    assert again.exit_code == 0, again.output
+    assert "not compared: there is no dense baseline" in again.stdout
+    assert not list((tmp_path / "built/programs").glob("dense-*"))
+
+
+def test_a_factory_is_its_own_baseline(tmp_path: Path, toml: Path) -> None:
+    (tmp_path / "maker.py").write_text(MAKER, encoding="utf-8")
+    found = invoke("build", "maker.py:make", "--buckets", "1x16", "-c", toml)
+    assert found.exit_code == 0, found.output
+    assert "* load     built" in found.stderr
+    manifest = open_folder(tmp_path / "build/maker")
+    # With capacity 1 every token runs, in the order of its score.
+    assert [graph.k_by_layer for graph in manifest.graphs if graph.target is None] == [{"1": 4}, {"1": 16}]
+    more = invoke("build", "maker.py:make", "--buckets", "1x16", "--capacity", "0.5", "-c", toml, "-o", "half", "-q")
+    assert more.exit_code == 0, more.output
+    assert open_folder(tmp_path / "half").graphs[0].k_by_layer == {"1": 8}
+
+
+def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
+    (tmp_path / "maker.py").write_text(MAKER, encoding="utf-8")
+    (tmp_path / "m.pt").write_bytes(b"no archive")
+    for arguments, message in (
+        (["maker.py:make"], r"error: maker\.py:make: at which shapes\? Name them, such as --buckets 1x128,1x512"),
+        (["a.pt2", "m.pt"], r"error: m\.pt: only programs \(\.pt2\), one for each shape, are built together"),
+        (["a.pt2"], r"error: a\.pt2: no such file"),
+        (
+            ["maker.py:make", "--samples", "s"],
+            r"error: --samples s: only a \.pt2 takes samples; maker\.py:make has its",
+        ),
+        (["maker.py:make", "--baseline", "b.pt2", "--buckets", "1x16"], r"error: b\.pt2: no such file"),
+    ):
+        refused(invoke("build", *arguments, "-c", toml), message)
+    wrong = invoke("build", "maker.py:make", "--buckets", "1,2")
+    assert wrong.exit_code == 2
+    assert "'1,2': expected rows x tokens, such as 1x128,1x512" in wrong.stderr
+    save_program(tmp_path / "mod.pt2", made("scatter_add"), 1, 16)
+    refused(invoke("build", "mod.pt2", "--samples", "none"), r"error: none: no such file")
+    refused(invoke("build", "mod.pt2", "--buckets", "1x32", "-q"), r"error: buckets: b1s32: mod was captured at b1s16;")
+    refused(invoke("build", "mod.pt2", "--capacity", "0.5", "-q"), "that of mod cannot be changed without training")
+    refused(
+        invoke("build", "mod.pt2", "--tokenizer", "t.json", "-q"),
+        r"error: t\.json: mod is not known to read token ids, so it takes no tokenizer; leave it out",
+    )
+    (tmp_path / "last.toml").write_text('outputs = "last"\n' + TOML, encoding="utf-8")
+    refused(
+        invoke("build", "mod.pt2", "-c", "last.toml", "-q"),
+        "outputs: last, but mod is no model of token ids; leave `outputs` out",
+    )
+    with pytest.raises(ModExportError, match=r"Masked: of a module the inputs must be given: inputs=lambda batch, seq"):
+        mod_export.build(made(Masked), buckets=[(1, 16)], verbosity=-1)
+    torch.export.save(torch.export.export(made(Embedded), (torch.randn(1, 16, D),)), tmp_path / "other.pt2")
+    with pytest.raises(
+        ModExportError, match=r"baseline other: has at b1s16 the inputs inputs_embeds float32 .* instead"
+    ):
+        mod_export.build(made(Masked), masked_inputs, [(1, 16)], baseline=tmp_path / "other.pt2", verbosity=-1)
