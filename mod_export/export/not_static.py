@@ -131,17 +131,14 @@ _CAPTURING = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.se
 """Where code lies that captures a model, and is not the model's."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+).*(?:\n +(?!File "|\^)(?P<text>.+))?')
 _GUARD = re.compile(r"- \d+/\d+: (.+?) +#")
 
 
 class _Line(NamedTuple):
     file: str
     number: int
-
-    @property
-    def text(self) -> str:
-        return linecache.getline(self.file, self.number).strip()
+    text: str
 
     def __str__(self) -> str:
         return f"{self.file}:{self.number}"
@@ -157,7 +154,9 @@ def refuse_dynamic(graph: fx.Graph, where: str) -> None:
     for node in graph.nodes:
         # What is computed from such a size has one as well.
         if _depends(node) and not any(_depends(one) for one in node.all_input_nodes):
-            line = _line_of([(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(node.stack_trace or "")])
+            # The text as well, because a program can come from another machine: no file is opened that it names.
+            frames = _FRAME.finditer(node.stack_trace or "")
+            line = _line_of([_Line(one["file"], int(one["line"]), (one["text"] or "").strip()) for one in frames])
             found.setdefault(str(line), (node, line))
     if found:
         (node, line), *others = found.values()
@@ -223,9 +222,9 @@ def _own_error(module: torch.nn.Module, example: Sequence[torch.Tensor]) -> Exce
     return None
 
 
-def _line_of(frames: Sequence[tuple[str, int]]) -> _Line | None:
-    """The innermost line of the model's own code; frames come from the outside in."""
-    return next((_Line(*frame) for frame in reversed(frames) if _is_of_model(frame[0])), None)
+def _line_of(lines: Sequence[_Line]) -> _Line | None:
+    """The innermost line of the model's own code; lines come from the outside in."""
+    return next((line for line in reversed(lines) if _is_of_model(line.file)), None)
 
 
 def _is_of_model(file: str) -> bool:
@@ -235,11 +234,11 @@ def _is_of_model(file: str) -> bool:
 
 
 def _line_of_error(error: Exception) -> _Line | None:
-    frames = [(frame.filename, frame.lineno) for frame in getattr(error, "real_stack", None) or ()]
+    frames = [(one.filename, one.lineno or 0) for one in getattr(error, "real_stack", None) or ()]
     # Of a second compilation, only the message says where.
-    frames = frames or [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(str(error))]
-    ran = traceback.extract_tb(error.__traceback__)
-    return _line_of(frames) or _line_of([(frame.filename, frame.lineno or 0) for frame in ran])
+    frames = frames or [(one["file"], int(one["line"])) for one in _FRAME.finditer(str(error))]
+    ran = [(one.filename, one.lineno or 0) for one in traceback.extract_tb(error.__traceback__)]
+    return _line_of([_Line(file, number, linecache.getline(file, number).strip()) for file, number in ran + frames])
 
 
 def _of_error(error: Exception, line: _Line | None) -> Pattern | None:

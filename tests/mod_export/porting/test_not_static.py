@@ -239,6 +239,46 @@ def test_other_python_is_refused_without_advice(device: str) -> None:
     )
 
 
+CELL = """
+import torch
+class Cell(torch.nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+"""
+
+
+@pytest.mark.parametrize("way", BOTH)
+def test_code_without_a_file_is_named_by_its_line(way: Way) -> None:
+    names: dict[str, type[nn.Module]] = {}
+    exec(compile(CELL, "<cell 3>", "exec"), names)
+    with pytest.raises(
+        CaptureError, match=r"^mine at b2s16: no static graph because of <cell 3>:5\nA boolean mask picks"
+    ):
+        way(names["Cell"](), (torch.randn(2, 16),))
+
+
+def test_a_program_is_refused_with_the_line_of_the_model_that_it_was_made_of() -> None:
+    example = (torch.randn(2, 16, models.D),)
+    program = torch.export.export(models.Threshold().eval(), example)
+    with pytest.raises(CaptureError) as caught:
+        export(program.module(), example)
+    assert str(caught.value) == message_of("Threshold", proof)
+
+
+def test_no_file_is_opened_that_a_program_names(tmp_path: Path) -> None:
+    graph = torch.export.export(models.Nonzero().eval(), (torch.randn(2, 16, models.D),)).graph
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret", encoding="utf-8")
+    for node in graph.nodes:
+        node.meta["stack_trace"] = f'  File "{secret}", line 1, in forward\n    index = wants.nonzero()\n            ^'
+    with pytest.raises(CaptureError) as caught:
+        not_static.refuse_dynamic(graph, "mine")
+    assert str(caught.value).splitlines()[:2] == [
+        f"mine: no static graph because of {secret}:1",
+        "    index = wants.nonzero()",
+    ]
+
+
 def test_further_arguments_by_name_are_no_obstacle() -> None:
     module, x = models.TakesAnything().eval(), torch.randn(2, 16, models.D)
     assert proof(module, (x,))
