@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental import symbolic_shapes
 
 from mod_export.errors import CaptureError
@@ -62,7 +63,7 @@ UNIQUE = Pattern(
 )
 K_FROM_DATA = Pattern(
     "k from data",
-    "A number of tokens is computed from the data",
+    "An integer is computed from the data, such as a number of tokens",
     ("k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants",),
 )
 LIST = Pattern(
@@ -123,11 +124,12 @@ _BY_NAME = {
     "masked_select": MASKED_SELECT, "topk": K_FROM_DATA, "arange": K_FROM_DATA,
     "unique_dim": UNIQUE, "_unique2": UNIQUE, "unique_consecutive": UNIQUE,
 }  # fmt: skip
+_BRANCHES = ("Data-dependent branching", "Data dependent operator")
 _SLICES = ("slice", "narrow")
 _INDICES = ("arg", "tolist(")
 _CHECKS = ("isnan", "isinf", "isfinite", "assert", "raise", "allclose")
 _MESSAGES = re.compile(r"\bprint\(|\bwarn(ings)?\b|\blog(ger|ging)?\.")
-_CAPTURING = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.sep, "<frozen")
+_CAPTURING = (torch.__path__[0] + os.sep, "torch/fx/", str(Path(__file__).parents[1]) + os.sep, "<frozen")
 """Where code lies that captures a model, and is not the model's."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
@@ -253,8 +255,11 @@ def _of_error(error: Exception, line: _Line | None) -> Pattern | None:
     if "data-dependent expression" in text:
         if "specialized integer" in text:
             return LIST if any(word in source for word in _INDICES) else K_FROM_DATA
+        # The name of a number with a fraction.
+        if "expression zuf" in text:
+            return NUMBER
         return SIZE if "Size-like symbols: u" in text else _of_condition(source)
-    if "Data-dependent branching" in text:
+    if isinstance(error, DataDependentOutputException) or any(words in text for words in _BRANCHES):
         return _of_condition(source)
     if isinstance(error, torch._dynamo.exc.Unsupported) and _MESSAGES.search(source):
         return PRINTS

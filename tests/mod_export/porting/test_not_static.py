@@ -61,6 +61,10 @@ CONDITION = """\
 Python chooses its way by a value that depends on the data. Write instead:
     x_BSD = torch.where(condition, changed_BSD, x_BSD)  # both are computed; or leave the condition out
 See "Numbers and conditions" in docs/porting.md"""
+NUMBER = """\
+A number is read out of a tensor, and Python computes with it. Write instead:
+    weight = scores_BS.mean()  # without .item(), float() or bool(): a tensor multiplies as a number does
+See "Numbers and conditions" in docs/porting.md"""
 LIST = """\
 Numbers are read out of a tensor, one by one, and used as indices or sizes. Write instead:
     wide_BKD = index_BK[..., None].expand(-1, -1, x_BSD.shape[-1])  # all rows at once, without a loop
@@ -84,6 +88,7 @@ REFUSED: dict[str, tuple[Sequence[Way], str, str]] = {
     "AnySelected": (BOTH, "if mask.any():", CONDITION),
     "SkippedLayer": (BOTH, "if gate.mean() < 0.3:", CONDITION),
     "TryExcept": (BOTH, "if scores.sum() > 0:", CONDITION),
+    "Equal": (BOTH, "if torch.equal(update, x):", CONDITION),
     "NanCheck": (
         BOTH,
         'assert not torch.isnan(weight).any(), "NaN in the router"',
@@ -93,19 +98,13 @@ A check looks at values while the model runs. Write instead:
         ...
 See "Numbers and conditions" in docs/porting.md""",
     ),
-    "Item": (
-        BOTH,
-        "weight = self.router(x).mean().item()",
-        """\
-A number is read out of a tensor, and Python computes with it. Write instead:
-    weight = scores_BS.mean()  # without .item(), float() or bool(): a tensor multiplies as a number does
-See "Numbers and conditions" in docs/porting.md""",
-    ),
+    "Item": (BOTH, "weight = self.router(x).mean().item()", NUMBER),
+    "Float": (BOTH, "strength = float(self.router(x).mean())", NUMBER),
     "CountedK": (
         BOTH,
         "k = int((scores > 0).sum(1).max())",
         """\
-A number of tokens is computed from the data. Write instead:
+An integer is computed from the data, such as a number of tokens. Write instead:
     k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants
 See "k from data" in docs/porting.md""",
     ),

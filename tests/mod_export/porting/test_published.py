@@ -24,7 +24,6 @@ from mod_export.export.capture import exported, prove_static
 from mod_export.export.dialect import check_dialect
 from mod_export.export.passes import run_passes
 from mod_export.export.routing_sites import SiteRun, run_sites
-from mod_export.export.weights import state_of
 from mod_export.types import Site
 
 B, S = 2, 16
@@ -92,11 +91,11 @@ def test_what_is_selected_is_seen_and_can_be_told(name: str) -> None:
         expected = model(*inputs)
     for _ in range(2):
         run = SiteRun(S, told)
-        (y,) = run_sites(program, state_of(model), inputs, run)
+        (y,) = run_sites(program, program.state_dict, inputs, run)
         assert torch.equal(y, expected), name
         told = {site: one.index_BK for site, one in run.selections.items()}
     other = {site: (one.index_BK + 1) % one.score_BS.shape[1] for site, one in run.selections.items()}
-    (y,) = run_sites(program, state_of(model), inputs, SiteRun(S, other))
+    (y,) = run_sites(program, program.state_dict, inputs, SiteRun(S, other))
     assert not torch.equal(y, expected)
 
 
