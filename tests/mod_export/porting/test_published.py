@@ -71,6 +71,7 @@ def test_sites_are_found_and_onnx_runtime_computes_the_same(name: str, seq: int)
     prove_static(model, examples, name)
     graph, sites = portable(model, examples[0], ["y"])
     assert {site.name: site.k for site in sites} == manner.sites(seq)
+    assert [str(one.name) for one in graph.graph.outputs] == ["y", *(f"routed_{site.name}" for site in sites)]
     dialect = ENGINES["ort-cpu"].dialect
     run_passes(graph, dialect, "float32")
     check_dialect(graph, dialect, "float32")
