@@ -134,6 +134,7 @@ _CAPTURING = (torch.__path__[0] + os.sep, "torch/fx/", str(Path(__file__).parent
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+).*(?:\n +(?!File "|\^)(?P<text>.+))?')
+_MODULE = re.compile(r"\._modules\['(\w+)'\]")
 _GUARD = re.compile(r"- \d+/\d+: (.+?) +#")
 
 
@@ -247,7 +248,8 @@ def _of_error(error: Exception, line: _Line | None) -> Pattern | None:
     text, source = str(error), line.text if line else ""
     if isinstance(error, torch._dynamo.exc.RecompileError):
         guard = _GUARD.search(text)
-        return replace(STATE, seen=STATE.seen.format(guard[1] if guard else "the model is as it was"))
+        holds = _MODULE.sub(r".\1", guard[1]) if guard else "the model is as it was"
+        return replace(STATE, seen=STATE.seen.format(holds))
     if ".numpy() is not supported" in text:
         return NUMPY
     if "got SymInt" in text:

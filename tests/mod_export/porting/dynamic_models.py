@@ -241,7 +241,16 @@ class OtherPython(Routed):
         return self.block(x)
 
 
-# What is static.
+# What is static, or as static as its part.
+
+
+class Holds(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
 
 
 class TakesAnything(Routed):

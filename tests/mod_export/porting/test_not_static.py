@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from mod_export.errors import CaptureError
 from mod_export.export import not_static
 from mod_export.export.capture import captured, exported, prove_static
 
-DOCS = Path(__file__).parents[3] / "docs/porting.md"
+HERE = Path(__file__).parent
+DOCS = HERE.parents[2] / "docs/porting.md"
 Way = Callable[[nn.Module, Sequence[Tensor]], object]
 
 
@@ -183,9 +185,25 @@ def test_models_without_values_are_refused_in_the_same_words(name: str) -> None:
     assert {message_of(name, way, "meta") for way in BOTH} == {message_of(name, proof)}
 
 
-def test_nothing_but_the_message_is_written(capfd: pytest.CaptureFixture[str]) -> None:
-    message_of("SkippedLayer", export)
-    assert capfd.readouterr() == ("", "")
+@pytest.mark.parametrize(("name", "way"), [("SkippedLayer", export), ("WrongShapes", proof)])
+def test_nothing_but_the_message_is_written(name: str, way: Way) -> None:
+    """In a process of its own, because pytest has handlers for log records of its own."""
+    module = f"getattr(dynamic_models, {name!r})().eval()"
+    code = f"""
+import dynamic_models, test_not_static, torch
+from mod_export.errors import CaptureError
+try:
+    test_not_static.{way.__name__}({module}, (torch.randn(2, 16, dynamic_models.D),))
+except CaptureError:
+    print("refused")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE)
+    assert (found.stdout, found.stderr) == ("refused\n", "")
+
+
+def test_state_of_a_part_is_named_as_in_the_code() -> None:
+    with pytest.raises(CaptureError, match=r"\nThe graph holds only while `self\.part\.step == 0`, and the next"):
+        proof(models.Holds(models.Annealed()).eval(), (torch.randn(2, 16, models.D),))
 
 
 def test_what_a_model_writes_while_it_is_captured_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
