@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx.experimental import symbolic_shapes
 
 from mod_export.errors import CaptureError
 from mod_export.export.find_sites import mark_found_sites
@@ -20,6 +19,8 @@ from mod_export.types import routed_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=keep)
     try:
-        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True), _without_dumps():
             for example in examples:
                 compiled(*example)
     except Exception as error:  # Of torch, or of the model: it runs while it is captured.
@@ -128,14 +129,15 @@ def exported(
 
 @contextlib.contextmanager
 def _without_dumps() -> Iterator[None]:
-    """Keeps from the terminal what torch.export writes there before it raises: the whole graph so far."""
-    logger = logging.getLogger(symbolic_shapes.__name__)
-    logger.addFilter(_no_record)
+    """Keeps from the terminal what torch writes there before it raises: tracebacks, and the whole graph so far."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).addFilter(_no_record)
     try:
         with contextlib.redirect_stderr(io.StringIO()) as written:
             yield
     finally:
-        logger.removeFilter(_no_record)
+        for name in _TALKATIVE:
+            logging.getLogger(name).removeFilter(_no_record)
     sys.stderr.write(written.getvalue())
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental import symbolic_shapes
 
 from mod_export.errors import CaptureError
@@ -62,7 +63,7 @@ UNIQUE = Pattern(
 )
 K_FROM_DATA = Pattern(
     "k from data",
-    "A number of tokens is computed from the data",
+    "An integer is computed from the data, such as a number of tokens",
     ("k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants",),
 )
 LIST = Pattern(
@@ -123,25 +124,24 @@ _BY_NAME = {
     "masked_select": MASKED_SELECT, "topk": K_FROM_DATA, "arange": K_FROM_DATA,
     "unique_dim": UNIQUE, "_unique2": UNIQUE, "unique_consecutive": UNIQUE,
 }  # fmt: skip
+_BRANCHES = ("Data-dependent branching", "Data dependent operator")
 _SLICES = ("slice", "narrow")
 _INDICES = ("arg", "tolist(")
 _CHECKS = ("isnan", "isinf", "isfinite", "assert", "raise", "allclose")
 _MESSAGES = re.compile(r"\bprint\(|\bwarn(ings)?\b|\blog(ger|ging)?\.")
-_CAPTURING = (torch.__path__[0] + os.sep, str(Path(__file__).parents[1]) + os.sep, "<frozen")
+_CAPTURING = (torch.__path__[0] + os.sep, "torch/fx/", str(Path(__file__).parents[1]) + os.sep, "<frozen")
 """Where code lies that captures a model, and is not the model's."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+).*(?:\n +(?!File "|\^)(?P<text>.+))?')
+_MODULE = re.compile(r"\._modules\['(\w+)'\]")
 _GUARD = re.compile(r"- \d+/\d+: (.+?) +#")
 
 
 class _Line(NamedTuple):
     file: str
     number: int
-
-    @property
-    def text(self) -> str:
-        return linecache.getline(self.file, self.number).strip()
+    text: str
 
     def __str__(self) -> str:
         return f"{self.file}:{self.number}"
@@ -157,7 +157,9 @@ def refuse_dynamic(graph: fx.Graph, where: str) -> None:
     for node in graph.nodes:
         # What is computed from such a size has one as well.
         if _depends(node) and not any(_depends(one) for one in node.all_input_nodes):
-            line = _line_of([(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(node.stack_trace or "")])
+            # The text as well, because a program can come from another machine: no file is opened that it names.
+            frames = _FRAME.finditer(node.stack_trace or "")
+            line = _line_of([_Line(one["file"], int(one["line"]), (one["text"] or "").strip()) for one in frames])
             found.setdefault(str(line), (node, line))
     if found:
         (node, line), *others = found.values()
@@ -223,9 +225,9 @@ def _own_error(module: torch.nn.Module, example: Sequence[torch.Tensor]) -> Exce
     return None
 
 
-def _line_of(frames: Sequence[tuple[str, int]]) -> _Line | None:
-    """The innermost line of the model's own code; frames come from the outside in."""
-    return next((_Line(*frame) for frame in reversed(frames) if _is_of_model(frame[0])), None)
+def _line_of(lines: Sequence[_Line]) -> _Line | None:
+    """The innermost line of the model's own code; lines come from the outside in."""
+    return next((line for line in reversed(lines) if _is_of_model(line.file)), None)
 
 
 def _is_of_model(file: str) -> bool:
@@ -235,18 +237,19 @@ def _is_of_model(file: str) -> bool:
 
 
 def _line_of_error(error: Exception) -> _Line | None:
-    frames = [(frame.filename, frame.lineno) for frame in getattr(error, "real_stack", None) or ()]
+    frames = [(one.filename, one.lineno or 0) for one in getattr(error, "real_stack", None) or ()]
     # Of a second compilation, only the message says where.
-    frames = frames or [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(str(error))]
-    ran = traceback.extract_tb(error.__traceback__)
-    return _line_of(frames) or _line_of([(frame.filename, frame.lineno or 0) for frame in ran])
+    frames = frames or [(one["file"], int(one["line"])) for one in _FRAME.finditer(str(error))]
+    ran = [(one.filename, one.lineno or 0) for one in traceback.extract_tb(error.__traceback__)]
+    return _line_of([_Line(file, number, linecache.getline(file, number).strip()) for file, number in ran + frames])
 
 
 def _of_error(error: Exception, line: _Line | None) -> Pattern | None:
     text, source = str(error), line.text if line else ""
     if isinstance(error, torch._dynamo.exc.RecompileError):
         guard = _GUARD.search(text)
-        return replace(STATE, seen=STATE.seen.format(guard[1] if guard else "the model is as it was"))
+        holds = _MODULE.sub(r".\1", guard[1]) if guard else "the model is as it was"
+        return replace(STATE, seen=STATE.seen.format(holds))
     if ".numpy() is not supported" in text:
         return NUMPY
     if "got SymInt" in text:
@@ -254,8 +257,11 @@ def _of_error(error: Exception, line: _Line | None) -> Pattern | None:
     if "data-dependent expression" in text:
         if "specialized integer" in text:
             return LIST if any(word in source for word in _INDICES) else K_FROM_DATA
+        # The name of a number with a fraction.
+        if "expression zuf" in text:
+            return NUMBER
         return SIZE if "Size-like symbols: u" in text else _of_condition(source)
-    if "Data-dependent branching" in text:
+    if isinstance(error, DataDependentOutputException) or any(words in text for words in _BRANCHES):
         return _of_condition(source)
     if isinstance(error, torch._dynamo.exc.Unsupported) and _MESSAGES.search(source):
         return PRINTS

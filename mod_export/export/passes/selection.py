@@ -54,8 +54,11 @@ class SelectTopk:
             kept = cut.outputs[0]
             for value in sort.outputs:
                 value.shape = None if kept.shape is None else kept.shape.copy()
+            # An output of the graph has to keep its name.
+            name = kept.name if kept.is_graph_output() else sort.outputs[1].name
             ir.convenience.replace_all_uses_with(kept, sort.outputs[1], replace_graph_outputs=True)
             model.graph.remove(cut, safe=True)
+            sort.outputs[1].name = name
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:

@@ -64,6 +64,14 @@ class SkippedLayer(Routed):
         return gate * self.block(x) + (1 - gate) * x
 
 
+class Equal(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        update = self.block(x)
+        if torch.equal(update, x):
+            return x
+        return x + update
+
+
 class NanCheck(Routed):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.router(x)
@@ -75,6 +83,12 @@ class Item(Routed):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.router(x).mean().item()
         return x + weight * self.block(x)
+
+
+class Float(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        strength = float(self.router(x).mean())
+        return x + strength * self.block(x)
 
 
 class CountedK(Routed):
@@ -227,7 +241,16 @@ class OtherPython(Routed):
         return self.block(x)
 
 
-# What is static.
+# What is static, or as static as its part.
+
+
+class Holds(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
 
 
 class TakesAnything(Routed):

@@ -102,7 +102,7 @@ class ImageAndText(nn.Module):
 
 
 class Vision(nn.Module):
-    """Patches (B, S, PATCH) to classes (B, V): a class token in front, attention to everything."""
+    """Patches (B, S - 1, PATCH) to classes (B, V): a class token in front, attention to everything."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -132,7 +132,8 @@ def embeddings_and_text(batch: int, seq: int, seed: int = 0) -> tuple[Tensor, ..
 
 
 def patches(batch: int, seq: int, seed: int = 0) -> tuple[Tensor, ...]:
-    return (torch.randn(batch, seq, PATCH, generator=torch.Generator().manual_seed(seed)),)
+    """The class token is one of the tokens of a row."""
+    return (torch.randn(batch, seq - 1, PATCH, generator=torch.Generator().manual_seed(seed)),)
 
 
 Inputs = Callable[[int, int, int], tuple[Tensor, ...]]

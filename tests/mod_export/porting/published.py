@@ -1,4 +1,4 @@
-"""Routed layers in the manners of published code, in their static forms. docs/porting.md names them all.
+"""Routed layers in the manners of published code, in their static forms. docs/porting.md has a table of them.
 
 They were written from facts about the originals, and no code is copied. Where the published code is not static,
 `published_originals.py` has it in plain Python.
@@ -337,21 +337,17 @@ class Published(NamedTuple):
     inputs: Inputs = ids
 
 
-def both(k: Callable[[int], int]) -> Callable[[int], dict[str, int]]:
-    return lambda seq: {"blocks.1": k(seq), "blocks.3": k(seq)}
-
-
 def text(routed: Callable[[], nn.Module], k: Callable[[int], int]) -> Published:
-    return Published(lambda: Text(Layer(), routed(), Layer(), routed()), both(k))
+    return Published(lambda: Text(Layer(), routed()), lambda seq: {"blocks.1": k(seq)})
 
 
 def image_and_text(routed: Callable[[], nn.Module], k: Callable[[int], int]) -> Published:
-    return Published(lambda: ImageAndText(Layer(), routed(), Layer(), routed()), both(k), embeddings_and_text)
+    return Published(lambda: ImageAndText(Layer(), routed()), lambda seq: {"blocks.1": k(seq)}, embeddings_and_text)
 
 
 def _shared_router() -> nn.Module:
     router = nn.Linear(D, 1, bias=False)
-    return Text(Layer(), Sramshetty(router), Layer(), Sramshetty(router))
+    return Text(Layer(), Sramshetty(router), Sramshetty(router))
 
 
 def quarter(seq: int) -> int:
@@ -363,11 +359,11 @@ PUBLISHED = {
     "mixture_ai": text(MixtureAi, lambda seq: int(0.75 * seq)),
     "kyegomez": text(Kyegomez, quarter),
     "ohara": text(Ohara, quarter),
-    "sramshetty": Published(_shared_router, both(lambda seq: 5)),
+    "sramshetty": Published(_shared_router, lambda seq: {"blocks.1": 5, "blocks.2": 5}),
     "epfml": text(Epfml, lambda seq: min(8, seq // 4)),
     "nanotron": text(Nanotron, quarter),
     "recursions": Published(
-        lambda: Text(Layer(), Recursions(), Layer()), lambda seq: {"blocks.1.0": seq // 2, "blocks.1.1": seq // 4}
+        lambda: Text(Layer(), Recursions()), lambda seq: {"blocks.1.0": seq // 2, "blocks.1.1": seq // 4}
     ),
     "gamma_mod": image_and_text(GammaMod, lambda seq: math.ceil(seq / 2)),
     "p_mod": image_and_text(PMod, lambda seq: TEXTS + (seq - TEXTS) // 2),
@@ -381,7 +377,5 @@ PUBLISHED = {
     "d_llm": text(DLlm, lambda seq: int(0.9 * seq)),
     "paulilioaica": text(Paulilioaica, lambda seq: seq // 2),
     "codedestructor": text(Codedestructor, lambda seq: 6),
-    "a_mod": Published(
-        lambda: Vision(SeenLayer(), AMod(), SeenLayer(), AMod()), both(lambda seq: (seq + 1) // 4), patches
-    ),
+    "a_mod": Published(lambda: Vision(SeenLayer(), AMod()), lambda seq: {"blocks.1": seq // 4}, patches),
 }  # fmt: skip

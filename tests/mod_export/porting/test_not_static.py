@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from mod_export.errors import CaptureError
 from mod_export.export import not_static
 from mod_export.export.capture import captured, exported, prove_static
 
-DOCS = Path(__file__).parents[3] / "docs/porting.md"
+HERE = Path(__file__).parent
+DOCS = HERE.parents[2] / "docs/porting.md"
 Way = Callable[[nn.Module, Sequence[Tensor]], object]
 
 
@@ -61,6 +63,10 @@ CONDITION = """\
 Python chooses its way by a value that depends on the data. Write instead:
     x_BSD = torch.where(condition, changed_BSD, x_BSD)  # both are computed; or leave the condition out
 See "Numbers and conditions" in docs/porting.md"""
+NUMBER = """\
+A number is read out of a tensor, and Python computes with it. Write instead:
+    weight = scores_BS.mean()  # without .item(), float() or bool(): a tensor multiplies as a number does
+See "Numbers and conditions" in docs/porting.md"""
 LIST = """\
 Numbers are read out of a tensor, one by one, and used as indices or sizes. Write instead:
     wide_BKD = index_BK[..., None].expand(-1, -1, x_BSD.shape[-1])  # all rows at once, without a loop
@@ -84,6 +90,7 @@ REFUSED: dict[str, tuple[Sequence[Way], str, str]] = {
     "AnySelected": (BOTH, "if mask.any():", CONDITION),
     "SkippedLayer": (BOTH, "if gate.mean() < 0.3:", CONDITION),
     "TryExcept": (BOTH, "if scores.sum() > 0:", CONDITION),
+    "Equal": (BOTH, "if torch.equal(update, x):", CONDITION),
     "NanCheck": (
         BOTH,
         'assert not torch.isnan(weight).any(), "NaN in the router"',
@@ -93,19 +100,13 @@ A check looks at values while the model runs. Write instead:
         ...
 See "Numbers and conditions" in docs/porting.md""",
     ),
-    "Item": (
-        BOTH,
-        "weight = self.router(x).mean().item()",
-        """\
-A number is read out of a tensor, and Python computes with it. Write instead:
-    weight = scores_BS.mean()  # without .item(), float() or bool(): a tensor multiplies as a number does
-See "Numbers and conditions" in docs/porting.md""",
-    ),
+    "Item": (BOTH, "weight = self.router(x).mean().item()", NUMBER),
+    "Float": (BOTH, "strength = float(self.router(x).mean())", NUMBER),
     "CountedK": (
         BOTH,
         "k = int((scores > 0).sum(1).max())",
         """\
-A number of tokens is computed from the data. Write instead:
+An integer is computed from the data, such as a number of tokens. Write instead:
     k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants
 See "k from data" in docs/porting.md""",
     ),
@@ -184,9 +185,25 @@ def test_models_without_values_are_refused_in_the_same_words(name: str) -> None:
     assert {message_of(name, way, "meta") for way in BOTH} == {message_of(name, proof)}
 
 
-def test_nothing_but_the_message_is_written(capfd: pytest.CaptureFixture[str]) -> None:
-    message_of("SkippedLayer", export)
-    assert capfd.readouterr() == ("", "")
+@pytest.mark.parametrize(("name", "way"), [("SkippedLayer", export), ("WrongShapes", proof)])
+def test_nothing_but_the_message_is_written(name: str, way: Way) -> None:
+    """In a process of its own, because pytest has handlers for log records of its own."""
+    module = f"getattr(dynamic_models, {name!r})().eval()"
+    code = f"""
+import dynamic_models, test_not_static, torch
+from mod_export.errors import CaptureError
+try:
+    test_not_static.{way.__name__}({module}, (torch.randn(2, 16, dynamic_models.D),))
+except CaptureError:
+    print("refused")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE)
+    assert (found.stdout, found.stderr) == ("refused\n", "")
+
+
+def test_state_of_a_part_is_named_as_in_the_code() -> None:
+    with pytest.raises(CaptureError, match=r"\nThe graph holds only while `self\.part\.step == 0`, and the next"):
+        proof(models.Holds(models.Annealed()).eval(), (torch.randn(2, 16, models.D),))
 
 
 def test_what_a_model_writes_while_it_is_captured_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +254,46 @@ def test_other_python_is_refused_without_advice(device: str) -> None:
     assert message_of("OtherPython", proof, device) == (
         f"mine at b2s16: torch cannot capture the model at {place}\nUnsupported: Call to `torch._dynamo.graph_break()`"
     )
+
+
+CELL = """
+import torch
+class Cell(torch.nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+"""
+
+
+@pytest.mark.parametrize("way", BOTH)
+def test_code_without_a_file_is_named_by_its_line(way: Way) -> None:
+    names: dict[str, type[nn.Module]] = {}
+    exec(compile(CELL, "<cell 3>", "exec"), names)
+    with pytest.raises(
+        CaptureError, match=r"^mine at b2s16: no static graph because of <cell 3>:5\nA boolean mask picks"
+    ):
+        way(names["Cell"](), (torch.randn(2, 16),))
+
+
+def test_a_program_is_refused_with_the_line_of_the_model_that_it_was_made_of() -> None:
+    example = (torch.randn(2, 16, models.D),)
+    program = torch.export.export(models.Threshold().eval(), example)
+    with pytest.raises(CaptureError) as caught:
+        export(program.module(), example)
+    assert str(caught.value) == message_of("Threshold", proof)
+
+
+def test_no_file_is_opened_that_a_program_names(tmp_path: Path) -> None:
+    graph = torch.export.export(models.Nonzero().eval(), (torch.randn(2, 16, models.D),)).graph
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret", encoding="utf-8")
+    for node in graph.nodes:
+        node.meta["stack_trace"] = f'  File "{secret}", line 1, in forward\n    index = wants.nonzero()\n            ^'
+    with pytest.raises(CaptureError) as caught:
+        not_static.refuse_dynamic(graph, "mine")
+    assert str(caught.value).splitlines()[:2] == [
+        f"mine: no static graph because of {secret}:1",
+        "    index = wants.nonzero()",
+    ]
 
 
 def test_further_arguments_by_name_are_no_obstacle() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +15,30 @@ from layers import ImageAndText, Layer, SeenLayer, Text, Vision, ids
 from published import PUBLISHED
 from published_originals import ORIGINALS, original_of
 from small_graphs import run
-from torch import nn
+from torch import Tensor, nn
 
 import mod_export
 from mod_export.engines import ENGINES
 from mod_export.errors import CaptureError
-from mod_export.export.capture import prove_static
+from mod_export.export.capture import exported, prove_static
 from mod_export.export.dialect import check_dialect
 from mod_export.export.passes import run_passes
+from mod_export.export.routing_sites import SiteRun, run_sites
+from mod_export.types import Site
 
 B, S = 2, 16
+PAGE = Path(__file__).parents[3] / "docs/porting.md"
 MASKED = ("supermix", "skipgpt", "d_llm")
 """Static as they were published, because they compute all tokens."""
+
+
+def test_the_table_of_published_code_names_what_is_tested() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("## Published implementations")[2]
+    named = re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE)
+    assert sorted(named) == sorted(PUBLISHED)
+    # Sections that the table sends to are on the page.
+    sections = set(re.findall(r"^### (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {one.strip('"') for one in re.findall(r'"[A-Z][^"|]+"', table)} <= sections
 
 
 def model_of(name: str) -> nn.Module:
@@ -50,7 +63,7 @@ def test_what_was_published_is_refused(name: str) -> None:
         prove_static(original_of(name, model_of(name)), examples, "mine")
 
 
-@pytest.mark.parametrize("seq", [S, 32])
+@pytest.mark.parametrize("seq", [S, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sites_are_found_and_onnx_runtime_computes_the_same(name: str, seq: int) -> None:
     model, manner = model_of(name), PUBLISHED[name]
@@ -58,6 +71,7 @@ def test_sites_are_found_and_onnx_runtime_computes_the_same(name: str, seq: int)
     prove_static(model, examples, name)
     graph, sites = portable(model, examples[0], ["y"])
     assert {site.name: site.k for site in sites} == manner.sites(seq)
+    assert [str(one.name) for one in graph.graph.outputs] == ["y", *(f"routed_{site.name}" for site in sites)]
     dialect = ENGINES["ort-cpu"].dialect
     run_passes(graph, dialect, "float32")
     check_dialect(graph, dialect, "float32")
@@ -66,6 +80,24 @@ def test_sites_are_found_and_onnx_runtime_computes_the_same(name: str, seq: int)
         with torch.no_grad():
             np.testing.assert_allclose(y, model(*example).numpy(), rtol=0, atol=2e-5)
         assert [one.shape[1] for one in routed] == [site.k for site in sites]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_selected_is_seen_and_can_be_told(name: str) -> None:
+    """The captured program computes the bits of the eager model, also when it is told to select what it selects."""
+    model, inputs = model_of(name), PUBLISHED[name].inputs(B, S, 0)
+    program = exported(model, inputs, name)
+    told: dict[Site, Tensor] | None = None
+    with torch.no_grad():
+        expected = model(*inputs)
+    for _ in range(2):
+        run = SiteRun(S, told)
+        (y,) = run_sites(program, program.state_dict, inputs, run)
+        assert torch.equal(y, expected), name
+        told = {site: one.index_BK for site, one in run.selections.items()}
+    other = {site: (one.index_BK + 1) % one.score_BS.shape[1] for site, one in run.selections.items()}
+    (y,) = run_sites(program, program.state_dict, inputs, SiteRun(S, other))
+    assert not torch.equal(y, expected)
 
 
 @pytest.mark.slow
