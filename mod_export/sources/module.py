@@ -83,7 +83,7 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
     """Inside, the module is in eval mode; behind it in that of before, with the same values in its buffers."""
-    # The fused kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer, which no program holds, rounds otherwise.
+    # The fused kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer is in no program, and rounds otherwise.
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     training = {one: one.training for one in module.modules()}

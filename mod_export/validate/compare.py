@@ -168,6 +168,8 @@ def routing_of_site(
     for b in range(B):
         open_L = np.flatnonzero(judged.open_BS[b])
         score_L = judged.score_BS[b, open_L].astype(np.float64)
+        # A token that a model always or never selects may have an infinite score, which is no measure of the others.
+        finite_L = score_L[~np.isinf(score_L)]
         row_K = candidate_BK[b]
         got_G = row_K[np.isin(row_K, open_L)]
         # A position that no row has cannot be a near-tie of anything.
@@ -179,13 +181,13 @@ def routing_of_site(
         routed += len(wanted_W)
         agreed += int(np.isin(wanted_W, got_G).sum())
         edge, row_margins = _edge(rule, score_L, k)
-        distances += np.abs(score_L[_flipped(rule, score_L, open_L, wanted_W, got_G, k)] - edge).tolist()
+        distances += _differences(score_L[_flipped(rule, score_L, open_L, wanted_W, got_G, k)], edge).tolist()
         margins += row_margins
-        scales.append(float(np.sqrt(np.mean(score_L**2))))
+        scales.append(float(np.sqrt(np.mean(finite_L**2))) if len(finite_L) else 0.0)
         if rule == FIRST_COME:
             overflow += max(0, int((score_L > 0).sum()) - k)
         if exact_BS is not None:
-            roundings.append(float(np.abs(rounded_BS[b, open_L].astype(np.float64) - exact_BS[b, open_L]).max()))
+            roundings.append(float(_differences(rounded_BS[b, open_L].astype(np.float64), exact_BS[b, open_L]).max()))
     return SiteRouting(
         site=site,
         k=k,
@@ -200,6 +202,12 @@ def routing_of_site(
     )
 
 
+def _differences(score_L: np.ndarray, other: np.ndarray | float) -> np.ndarray:
+    """Absolute differences; scores that are equally infinite do not differ."""
+    with np.errstate(invalid="ignore"):
+        return np.where(score_L == other, 0.0, np.abs(score_L - other))
+
+
 def _edge(rule: str, score_L: np.ndarray, k: int) -> tuple[float, list[float]]:
     """The score between selected and skipped tokens, 0 or the smallest that is selected; and the row's margin, if it
     has one.
@@ -207,8 +215,7 @@ def _edge(rule: str, score_L: np.ndarray, k: int) -> tuple[float, list[float]]:
     if rule == FIRST_COME:
         return 0.0, [float(np.abs(score_L).min())]
     ordered_L = -np.sort(-score_L)
-    with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
-        margins = [float(ordered_L[k - 1] - ordered_L[k])] if k < len(ordered_L) else []
+    margins = _differences(ordered_L[k - 1 : k], ordered_L[k]).tolist() if k < len(ordered_L) else []
     return float(ordered_L[min(k, len(ordered_L)) - 1]), margins
 
 

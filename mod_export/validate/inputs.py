@@ -256,8 +256,10 @@ def _gap(score_L: np.ndarray, k: int) -> float:
         return np.inf
     order_L = np.argsort(-score_L, kind="stable")
     last, following = float(score_L[order_L[k - 1]]), float(score_L[order_L[k]])
-    rms = float(np.sqrt(np.mean(score_L**2)))
+    rms = _rms(score_L)
     if not (last - following > FAR * rms and order_L[k] < order_L[k - 1]):
+        return np.inf
+    if np.isinf(last):
         return np.inf
     # The distance between neighbouring floats grows with their size.
     return (last - following) / max(abs(last), FAR * rms)
@@ -265,6 +267,12 @@ def _gap(score_L: np.ndarray, k: int) -> float:
 
 def _nearest_to_zero(score_L: np.ndarray) -> float:
     """Of the scores that rounding alone does not bring to the other side."""
-    rms = float(np.sqrt(np.mean(score_L**2))) if len(score_L) else 0.0
+    rms = _rms(score_L)
     far_L = np.abs(score_L)[np.abs(score_L) > FAR * rms]
     return float(far_L.min()) / rms if len(far_L) else np.inf
+
+
+def _rms(score_L: np.ndarray) -> float:
+    """Of the finite scores: a model may give tokens that it always or never selects an infinite one."""
+    finite_L = score_L[~np.isinf(score_L)]
+    return float(np.sqrt(np.mean(finite_L**2))) if len(finite_L) else 0.0

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import mod_export
 from mod_export.build_folder.manifest import open_folder
-from mod_export.errors import ModExportError
+from mod_export.errors import ModExportError, UsageError
 from mod_export.rerun import bench_folder, validate_folder
 from mod_export.results.latency import LatencyRow
 from mod_export.results.structure import StructureRow
@@ -80,7 +80,7 @@ def check_folder(root: Path, module: nn.Module, inputs: Any, sites: dict[str, in
             mod_export.errors.UsageError, match=rf"no bucket was built for {name} \[1\].*; built: {name}"
         ):
             deployment.infer({name: np.zeros(1), **{key: one.numpy() for key, one in feeds.items() if key != name}})
-        with pytest.raises(mod_export.errors.UsageError, match="inputs of its own; give them by name: infer"):
+        with pytest.raises(UsageError, match="inputs of its own; give them by name: infer"):
             deployment.run(np.zeros((1, 16), np.int64))
 
 
@@ -160,7 +160,7 @@ def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
         (["a.pt2"], r"error: a\.pt2: no such file"),
         (
             ["maker.py:make", "--samples", "s"],
-            r"error: --samples s: only a \.pt2 takes samples; maker\.py:make has its",
+            r"error: --samples s: only a \.pt2 takes samples; maker\.py:make",
         ),
         (["maker.py:make", "--baseline", "b.pt2", "--buckets", "1x16"], r"error: b\.pt2: no such file"),
     ):
@@ -184,7 +184,5 @@ def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
     with pytest.raises(ModExportError, match=r"Masked: of a module the inputs must be given: inputs=lambda batch, seq"):
         mod_export.build(made(Masked), buckets=[(1, 16)], verbosity=-1)
     torch.export.save(torch.export.export(made(Embedded), (torch.randn(1, 16, D),)), tmp_path / "other.pt2")
-    with pytest.raises(
-        ModExportError, match=r"baseline other: has at b1s16 the inputs inputs_embeds float32 .* instead"
-    ):
+    with pytest.raises(ModExportError, match=r"baseline other: has at b1s16 the inputs inputs_embeds float32 .*inst"):
         mod_export.build(made(Masked), masked_inputs, [(1, 16)], baseline=tmp_path / "other.pt2", verbosity=-1)
