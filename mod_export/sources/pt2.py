@@ -88,7 +88,8 @@ def read_program(path: Path) -> ExportedProgram:
     except Exception as error:  # Of any type: a file that is given to us may be anything.
         raise CheckpointError(f"{path}: not a program of torch.export.save ({_first_line(error)})") from error
     try:
-        program.example_inputs = samples
+        if samples is not None:
+            program.example_inputs = samples
     except ValueError as error:
         raise CheckpointError(
             f"{path}: its sample inputs are not those of the program ({_first_line(error)})"
@@ -187,8 +188,10 @@ def _tensor(archive: Archive, folder: str, name: str, entry: Mapping[str, Any]) 
 
 
 def _samples(archive: Archive) -> Any:
-    """The positional and named arguments that the program was captured with."""
+    """The positional and named arguments that the program was captured with, None if the file holds none."""
     data = archive.read(SAMPLES)
+    if not data:
+        return None
     try:
         records_of(io.BytesIO(data), len(data))
         found = torch.load(io.BytesIO(data), weights_only=True)
