@@ -59,6 +59,8 @@ FREE = ("metadata", "torch_version", "opset_version", "schema_version")
 SPECS = ("in_spec", "out_spec")
 CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict")
 NUMBERS = ("Infinity", "NaN")
+WIDEST = 16
+"""Bytes of a complex number, the widest there is."""
 LARGEST = 2**38
 """Bytes of a value in a graph: no machine holds one of 256 GiB, and a file of a few lines can ask for it."""
 UNSAFE_SAMPLES = "its sample inputs are more than plain tensors, and could run code; export it with tensors as inputs"
@@ -146,11 +148,17 @@ def _problems_of_records(archive: Archive) -> Iterator[str]:
 def _tensors(archive: Archive, folder: str) -> dict[str, torch.Tensor]:
     """Weights or constants by name, mapped. Those that shared memory do so again."""
     entries = json.loads(archive.read(TABLES[folder]))["config"].items()
-    return {name: _tensor(archive, folder, name, entry) for name, entry in entries}
+    mapped = {record: _aligned(archive.mapped(record)) for record in archive.records if TENSOR.fullmatch(record)}
+    return {name: _tensor(mapped, f"{folder}{entry['path_name']}", name, entry) for name, entry in entries}
 
 
-def _tensor(archive: Archive, folder: str, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
-    record, about = f"{folder}{entry['path_name']}", entry["tensor_meta"]
+def _aligned(mapped: torch.Tensor) -> torch.Tensor:
+    """Bytes at an address where numbers can begin, which is where torch writes them."""
+    return mapped.clone() if mapped.storage_offset() % WIDEST else mapped
+
+
+def _tensor(mapped: Mapping[str, torch.Tensor], record: str, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
+    about = entry["tensor_meta"]
     if PATH.fullmatch(name) is None:
         raise ArchiveError(f"{shown(name)}: not the name of a weight")
     if entry["use_pickle"] or TENSOR.fullmatch(record) is None or about is None:
@@ -164,8 +172,8 @@ def _tensor(archive: Archive, folder: str, name: str, entry: Mapping[str, Any]) 
         )
     sizes, strides = ([one["as_int"] for one in about[key]] for key in ("sizes", "strides"))
     offset, dtype = about["storage_offset"]["as_int"], _SERIALIZE_TO_TORCH_DTYPE[about["dtype"]]
-    numbers = archive.records[record][1] // dtype.itemsize
-    count, last = offset, offset
+    numbers = len(mapped[record]) // dtype.itemsize
+    last = offset
     if not all(isinstance(one, int) and one >= 0 for one in (*sizes, *strides, offset)) or len(sizes) != len(strides):
         raise ArchiveError(f"{shown(name)}: has the shape {shown(sizes)} at strides {shown(strides)}")
     count = 1
@@ -175,14 +183,9 @@ def _tensor(archive: Archive, folder: str, name: str, entry: Mapping[str, Any]) 
         # More numbers than there is data for are an expanded tensor: a file of a few bytes could ask for any memory.
         held = "no data" if numbers == 0 else f"data for {numbers:,} numbers"
         raise ArchiveError(f"{shown(name)}: has the shape {shown(sizes)} and {held}; save it with .contiguous()")
-    mapped = archive.mapped(record)[: numbers * dtype.itemsize]
-    # An address that is no multiple of the size of a number is slow at best.
-    mapped = mapped.clone() if mapped.storage_offset() % dtype.itemsize else mapped
-    tensor = mapped.view(dtype)
-    if not count:
-        tensor, offset = tensor[:0], 0
-    else:
-        offset += tensor.storage_offset()
+    # Without the last bytes where they make no number.
+    tensor = mapped[record][: numbers * dtype.itemsize].view(dtype)
+    offset = offset + tensor.storage_offset() if count else 0
     tensor = tensor.as_strided(sizes, strides, offset)
     return torch.nn.Parameter(tensor, requires_grad=about["requires_grad"]) if entry["is_param"] else tensor
 

@@ -44,7 +44,8 @@ def records() -> dict[str, bytes]:
     """The records of a sound file, by their names below the archive's own folder."""
     torch.manual_seed(0)
     buffer = io.BytesIO()
-    with torch.no_grad():
+    # Torch says so of `part`, and writes all the memory that it is a part of.
+    with torch.no_grad(), pytest.warns(UserWarning, match="No complete tensor"):
         torch.export.save(torch.export.export(Tied(), INPUTS), buffer)
     with zipfile.ZipFile(buffer) as archive:
         return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
@@ -154,7 +155,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
     "less strides": (meta(strides=[1]), "linear.weight: has the shape [4, 4] at strides [1]"),
     "an offset": (meta(storage_offset={"as_int": 1}), "linear.weight: has the shape [4, 4] and data for 16 numbers"),
     "a wider dtype": (meta(dtype=8), "linear.weight: has the shape [4, 4] and data for 8 numbers"),
-    "another dtype": (meta(dtype=4), "linear.weight: is int32 [4, 4], and the graph reads float32 [4, 4]"),
+    "another dtype": (
+        meta(dtype=4, requires_grad=False), "linear.weight: is int32 [4, 4], and the graph reads float32 [4, 4]"),
     "another shape": (
         meta(sizes=[2, 8], strides=[8, 1]), "linear.weight: is float32 [2, 8], and the graph reads float32 [4, 4]"
     ),
@@ -174,7 +176,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
         lambda records: records.update({SAMPLES: saved(((torch.eye(4).to_sparse(), INPUTS[1]), {}))}), UNSAFE
     ),
     "other samples": (
-        lambda records: records.update({SAMPLES: saved(((INPUTS[0],), {}))}), "its sample inputs are none of the"
+        lambda records: records.update({SAMPLES: saved(((INPUTS[0],), {}))}),
+        "its sample inputs are not those of the program (",
     ),
     "another format": (
         lambda records: records.update({"archive_format": b"pt3"}), "archive_format is b'pt3'; expected pt2"
