@@ -7,8 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -18,11 +16,9 @@ from torch import nn
 
 from mod_export.errors import UsageError
 from mod_export.sources.model import Model
-from mod_export.sources.module import model_from_module
+from mod_export.sources.module import model_from_module, own_line
 from mod_export.types import Bucket
 
-INSTALLED = ("<frozen importlib", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-"""Where lines of a traceback are that are not the user's."""
 EXPECTED = "expected `module, inputs` or `module, inputs, baseline`"
 
 
@@ -116,9 +112,4 @@ def _run(run: Callable[[], Any], target: str, what: str) -> Any:
     try:
         return run()
     except (Exception, SystemExit) as error:
-        text = f"{type(error).__name__}: {error}"
-        frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-        own = [one for one in frames if not one.filename.startswith(INSTALLED)]
-        if own and not isinstance(error, SyntaxError):
-            text += f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})"
-        raise UsageError(f"{target}: {what}: {text}") from error
+        raise UsageError(f"{target}: {what}: {own_line(error)}") from error

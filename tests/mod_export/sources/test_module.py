@@ -308,7 +308,7 @@ USAGE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an error": (
         lambda: model_from_module(made("index_put"), failing, [SHORT], "mine"),
-        "mine at b2s8: inputs(2, 8) raised KeyError: 'nothing here'",
+        "mine at b2s8: inputs(2, 8) raised KeyError: 'nothing here' (test_module.py, line ",
     ),
     "a text": (
         lambda: model_from_module(made("index_put"), lambda batch, seq: "x", [SHORT], "mine"),
@@ -317,6 +317,11 @@ USAGE: dict[str, tuple[Callable[[], Any], str]] = {
     "no tensor": (
         lambda: model_from_module(made("index_put"), lambda batch, seq: (None,), [SHORT], "mine"),
         "mine at b2s8: inputs hold no tensor",
+    ),
+    "a module that fails": (
+        lambda: model_from_module(made("index_put"), lambda batch, seq: token_ids(batch, 65), [SHORT], "mine"),
+        "mine at b2s8: the module itself fails on these inputs: IndexError: index out of range in self "
+        "(mod_dialects.py, line ",
     ),
     "another name": (
         lambda: model_from_module(made("index_put"), {"tokens": token_ids(2, 8)}, [SHORT], "mine"),
