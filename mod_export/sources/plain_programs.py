@@ -172,11 +172,11 @@ def _is_off(node: fx.Node) -> bool:
 
 
 def _check_mutation(program: ExportedProgram, where: str) -> None:
-    mutable = [node for node in _calls(program.graph_module) if _is_in_place(node)]
-    if not mutable:
-        return
-    # Most of what is written to is the program's own; torch says what is not.
-    for spec in program.run_decompositions({}).graph_signature.output_specs:
+    specs = program.graph_signature.output_specs
+    if any(_is_in_place(node) for node in _calls(program.graph_module)):
+        # Most of what is written to is the program's own; torch says what is not.
+        specs = program.run_decompositions({}).graph_signature.output_specs
+    for spec in specs:
         if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION):
             what = "input" if spec.kind is OutputKind.USER_INPUT_MUTATION else "buffer"
             raise CaptureError(

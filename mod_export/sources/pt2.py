@@ -16,11 +16,12 @@ import io
 import json
 import keyword
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch._export.serde import schema
 from torch._export.serde.serialize import (
     _SERIALIZE_TO_TORCH_DTYPE,
@@ -88,13 +89,13 @@ def read_program(path: Path) -> ExportedProgram:
     except ArchiveError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # Of any type: a file that is given to us may be anything.
-        raise CheckpointError(f"{path}: not a program of torch.export.save ({_first_line(error)})") from error
+        raise CheckpointError(f"{path}: not a program of torch.export.save ({first_line(error)})") from error
     try:
         if samples is not None:
             program.example_inputs = samples
     except ValueError as error:
         raise CheckpointError(
-            f"{path}: its sample inputs are not those of the program ({_first_line(error)})"
+            f"{path}: its sample inputs are not those of the program ({first_line(error)})"
         ) from error
     return program
 
@@ -120,13 +121,14 @@ def program_of(
         )
         problem = next(_problems_of_values(program), None)
     except Exception as error:  # Whatever torch makes of a graph that it did not write.
-        raise ArchiveError(f"torch cannot read this program ({_first_line(error)})") from error
+        raise ArchiveError(f"torch cannot read this program ({first_line(error)})") from error
     if problem is not None:
         raise ArchiveError(problem)
     return program
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of the text of an error that a file has caused, in printable characters."""
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     return shown(next(lines, type(error).__name__))
 
@@ -229,14 +231,26 @@ def _problems_of_values(program: ExportedProgram) -> Iterator[str]:
         held = program.state_dict.get(str(spec.target), program.constants.get(str(spec.target)))
         if isinstance(held, torch.Tensor) and _type(held) != _type(node.meta.get("val")):
             yield f"{shown(spec.target)}: is {_type(held)}, and the graph reads {_type(node.meta.get('val'))}"
-    inputs = [node.meta.get("val") for node in nodes]
-    for node, value in inferred_values(program.graph_module, inputs):
-        said = node.meta.get("val")
+    yield from _problems_of_graph(program.graph_module, [node.meta.get("val") for node in nodes])
+
+
+def _problems_of_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[str]:
+    found = dict(zip((node for node in module.graph.nodes if node.op == "placeholder"), inputs, strict=True))
+    for node, value in inferred_values(module, inputs):
+        found[node] = value
         for one in pytree.tree_leaves(value):
             if isinstance(one, torch.Tensor) and one.numel() * one.itemsize > LARGEST:
                 yield f"{shown(node.name)}: is {_type(one)}, which no machine can hold"
-        if isinstance(value, torch.Tensor) and _type(value) != _type(said):
+        said = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and said is not None and _type(value) != _type(said):
             yield f"{shown(node.name)}: is {_type(value)}, and the file says {_type(said)}"
+        inner = [one for one in node.all_input_nodes if isinstance(found[one], fx.GraphModule)]
+        if inner:
+            given = [one for one in node.all_input_nodes if one not in inner]
+            # A condition reads its predicate first, which its branches do not.
+            given = given[1:] if node.target is torch.ops.higher_order.cond else given
+            for one in inner:
+                yield from _problems_of_graph(found[one], [found[other] for other in given])
 
 
 def _type(value: Any) -> str:
@@ -253,7 +267,9 @@ def _problems_of(value: Any, key: str, *, in_nodes: bool) -> Iterator[str]:
     elif isinstance(value, dict):
         for name, one in value.items():
             if name in FREE and _is_flat(one):
-                continue  # A value of the graph may have such a name, and then holds more.
+                # A value of the graph may have such a name, and then holds more.
+                yield from _problems_of_notes(name, one)
+                continue
             if name in ("as_expr", "expr_str"):
                 yield DYNAMIC
             elif name in ("as_custom_obj", "custom_obj", "as_operator"):
@@ -276,6 +292,13 @@ def _problems_of_text(text: str, key: str, *, in_nodes: bool) -> Iterator[str]:
         return  # An argument of an operator, such as "mean".
     elif not (_is_name(text) or (text == "" and key in ("name", "fqn")) or (key in PATHS and PATH.fullmatch(text))):
         yield f"{shown(text)}: no name of a value ({shown(key)})"
+
+
+def _problems_of_notes(name: str, notes: Any) -> Iterator[str]:
+    """Nobody calls them, but module paths and lines of source are shown, and a terminal obeys control characters."""
+    texts = notes.values() if isinstance(notes, dict) else [notes]
+    if not all(one.isprintable() or one in "\n\t" for text in texts for one in str(text)):
+        yield f"{name} holds control characters"
 
 
 def _is_flat(value: Any) -> bool:

@@ -130,6 +130,21 @@ def repeated(*times: int) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def absurd_in_a_branch(graph: dict[str, Any]) -> None:
+    """A branch repeats its operand a million times, and takes a part of that which is as large as the operand."""
+    call = next(node for node in graph["nodes"] if node["target"].endswith("cond"))
+    graph = next(one["arg"]["as_graph"]["graph"] for one in call["inputs"] if "as_graph" in one["arg"])
+    node, name = graph["nodes"][0], graph["inputs"][0]["as_tensor"]["name"]
+    large = {**node, "target": "torch.ops.aten.repeat.default", "outputs": [{"as_tensor": {"name": "large"}}]}
+    large["inputs"] = [
+        {"name": "self", "arg": {"as_tensor": {"name": name}}, "kind": 1},
+        {"name": "repeats", "arg": {"as_ints": [10**6, 10**6]}, "kind": 1},
+    ]
+    graph["tensor_values"]["large"] = dict(graph["tensor_values"][name])
+    sized("large", 2 * 10**6, 4 * 10**6)(graph)
+    graph["nodes"].insert(0, large)
+
+
 def saved(value: Any, **options: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
@@ -165,6 +180,13 @@ REFUSED: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
     ),
     "a value of another size": (in_graph(sized("linear_1", 7, 7)), "and the file says float32 [7, 7]"),
     "an absurd value": (in_graph(repeated(10**6, 10**6)), "is float32 [2000000, 4000000], which no machine can hold"),
+    "an absurd value in a branch": (
+        in_graph(absurd_in_a_branch), "large: is float32 [2000000, 4000000], which no machine can hold"
+    ),
+    "control characters": (
+        in_graph(lambda graph: graph["nodes"][0]["metadata"].update(stack_trace="\x1b[2J")),
+        "metadata holds control characters",
+    ),
     "compressed samples": (lambda records: records.update({SAMPLES: compressed(records[SAMPLES])}), UNSAFE),
     "expanded samples": (
         lambda records: records.update({SAMPLES: saved(((torch.zeros(1).expand(2, 4), torch.ones(2)), {}))}), UNSAFE
