@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from mod_dialects import D, Inner
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mod_export.errors import CheckpointError
+from mod_export.errors import CaptureError, CheckpointError
 from mod_export.sources.model import Model
 from mod_export.sources.module import model_from_module
 from mod_export.sources.programs import ProgramModel
@@ -209,6 +211,40 @@ def test_several_outputs_and_a_program_that_is_decomposed(tmp_path: Path) -> Non
     torch.export.save(program, tmp_path / "core.pt2")
     found = loaded(model_from_pt2([tmp_path / "core.pt2"]))
     assert (found.buckets, found.output_names) == ((SHORT,), ("output_0", "output_1"))
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+def test_a_program_that_changes_a_buffer_is_refused_in_either_form(tmp_path: Path) -> None:
+    program = torch.export.export(Counts(), (torch.ones(2, 4),))
+    for number, form in enumerate((program, program.run_decompositions())):
+        torch.export.save(form, tmp_path / f"{number}.pt2")
+        with pytest.raises(CaptureError, match=rf"{number}.pt2: changes its buffer count in place"):
+            model_from_pt2([tmp_path / f"{number}.pt2"])
+
+
+def test_a_program_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
+    program = torch.export.export(made("index_put"), (token_ids(2, 8),))
+    torch.export.save(program, tmp_path / "whole.pt2")
+    with zipfile.ZipFile(tmp_path / "whole.pt2") as source, zipfile.ZipFile(tmp_path / "odd.pt2", "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            if name.endswith("models/model.json"):
+                stored = json.loads(data)
+                signature = stored["graph_module"]["module_call_graph"][0]["signature"]
+                signature["in_spec"] = signature["out_spec"]
+                data = json.dumps(stored).encode()
+            target.writestr(name, b"" if name.endswith("sample_inputs/model.pt") else data)
+    with pytest.raises(CheckpointError, match=r"odd.pt2: a program that cannot be used \("):
+        model_from_pt2([tmp_path / "odd.pt2"])
 
 
 def changed_samples(path: Path, change: Callable[[Tensor], Tensor]) -> Path:
