@@ -22,10 +22,12 @@ from mod_export.types import Bucket
 EXPECTED = "expected `module, inputs` or `module, inputs, baseline`"
 
 
-def model_from_factory(target: str, buckets: Sequence[Bucket]) -> tuple[Model, Model | None]:
+def model_from_factory(
+    target: str, buckets: Sequence[Bucket], capacity: float | None = None
+) -> tuple[Model, Model | None]:
     """Imports the code that `target` names, and captures the model that its function returns.
 
-    The function is called without arguments and returns `module, inputs` or `module, inputs, baseline`: the module and
+    The function returns `module, inputs` or `module, inputs, baseline`: the module and
     its inputs as `model_from_module` takes them, and a dense module of the same inputs. A function that returns no
     baseline and has a parameter `capacity` is called once more with `capacity=1.0`: with every token in every block the
     same module is its own baseline.
@@ -34,6 +36,7 @@ def model_from_factory(target: str, buckets: Sequence[Bucket]) -> tuple[Model, M
         target: `my_model.py:make_model`, a file, or `package.module:make_model`, which is looked for in the working
             directory too.
         buckets: rows, and tokens of a row.
+        capacity: what the function is called with, if it is given; else it is called without arguments.
 
     Returns:
         The model, named after the file or module, and its dense baseline.
@@ -46,11 +49,14 @@ def model_from_factory(target: str, buckets: Sequence[Bucket]) -> tuple[Model, M
     if not colon or not place or not name:
         raise UsageError(f"{target}: expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
     factory = _function(_imported(place, target), name, target)
-    module, inputs, *rest = _called(factory, target)
+    takes_capacity = "capacity" in inspect.signature(factory).parameters
+    if capacity is not None and not takes_capacity:
+        raise UsageError(f"{target}: capacity {capacity:g}: {name} has no parameter `capacity`")
+    module, inputs, *rest = _called(factory, target, **({} if capacity is None else {"capacity": capacity}))
     stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     model = model_from_module(module, inputs, buckets, stem)
     dense = rest[0] if rest else None
-    if dense is None and "capacity" in inspect.signature(factory).parameters:
+    if dense is None and takes_capacity:
         dense = _called(factory, target, capacity=1.0)[0]
     if dense is None:
         return model, None
@@ -67,7 +73,9 @@ def _imported(place: str, target: str) -> ModuleType:
         raise UsageError(f"{place}: no such file")
     # As when Python runs the file: it can import what lies beside it.
     _first_in_path(path.parent)
-    name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_{path.parent.name}"
+    name = path.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        name = f"{name}_of_{path.parent.name}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

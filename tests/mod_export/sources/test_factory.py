@@ -96,6 +96,15 @@ def test_the_same_function_without_skipping_is_the_baseline(code: Path) -> None:
     assert baseline.checkpoint_sha256 != model.checkpoint_sha256
 
 
+def test_another_capacity(code: Path) -> None:
+    own, _ = model_from_factory(f"{code}:make_model", [BUCKET])
+    same, _ = model_from_factory(f"{code}:make_model", [BUCKET], 0.25)
+    half, _ = model_from_factory(f"{code}:make_model", [BUCKET], 0.5)
+    assert own.loaded.spec["programs"] == same.loaded.spec["programs"] != half.loaded.spec["programs"]
+    with pytest.raises(UsageError, match=r"make_pair: capacity 0.5: make_pair has no parameter `capacity`"):
+        model_from_factory(f"{code}:make_pair", [BUCKET], 0.5)
+
+
 def test_without_either_there_is_no_baseline(code: Path) -> None:
     assert model_from_factory(f"{code}:make_alone", [BUCKET])[1] is None
 
