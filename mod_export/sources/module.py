@@ -206,7 +206,8 @@ def _run_once(module: nn.Module, call: Call, where: str) -> None:
 
 def own_line(error: BaseException) -> str:
     """An error in the user's code, in one line, with the line of that code that it comes from."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {first}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if not one.filename.startswith(INSTALLED)]
     if own and not isinstance(error, SyntaxError):
@@ -220,8 +221,7 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
     try:
         return torch.export.export(module, args, kwargs, strict=False)
     except Exception as error:  # Of any type: it runs the model's own code.
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CaptureError(f"{where}: torch.export refused the model: {reason}") from error
+        raise CaptureError(f"{where}: torch.export refused the model: {own_line(error)}") from error
 
 
 def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[Call], where: str) -> None:

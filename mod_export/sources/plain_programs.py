@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import copy
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -174,8 +175,10 @@ def _is_off(node: fx.Node) -> bool:
 def _check_mutation(program: ExportedProgram, where: str) -> None:
     specs = program.graph_signature.output_specs
     if any(_is_in_place(node) for node in _calls(program.graph_module)):
-        # Most of what is written to is the program's own; torch says what is not.
-        specs = program.run_decompositions({}).graph_signature.output_specs
+        # Most of what is written to is the program's own; torch says what is not, and warns of its own doings.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            specs = program.run_decompositions({}).graph_signature.output_specs
     for spec in specs:
         if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION):
             what = "input" if spec.kind is OutputKind.USER_INPUT_MUTATION else "buffer"
