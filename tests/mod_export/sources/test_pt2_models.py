@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -258,3 +260,39 @@ def test_sample_inputs_of_another_shape_are_refused(tmp_path: Path) -> None:
     path = changed_samples(tmp_path / "m.pt2", lambda ids: ids[:, :4].clone())
     with pytest.raises(CheckpointError, match=r"its sample inputs are int64 \[2, 4\]; expected ids int64 \[2, 8\]"):
         model_from_pt2([path])
+
+
+class Wide(nn.Module):
+    """32 million weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2048, 2048, bias=False) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import psutil
+from mod_export.environment import peak_rss_bytes, reset_peak_rss
+from mod_export.sources.pt2_models import model_from_pt2
+model_from_pt2([Path(sys.argv[1])])
+reset_peak_rss()
+before = psutil.Process().memory_info().rss
+model_from_pt2([Path(path) for path in sys.argv[2:]])
+print(peak_rss_bytes() - before)
+"""
+
+
+def test_reading_takes_no_memory_for_weights(tmp_path: Path, masked: list[Path]) -> None:
+    """In a process of its own: 128 MB of weights, in two files, are mapped, compared, and held by neither."""
+    module = Wide()
+    files = [saved(tmp_path / f"{seq}.pt2", module, (torch.randn(1, seq, 2048),)) for seq in (2, 4)]
+    command = [sys.executable, "-c", PEAK, str(masked[0]), *map(str, files)]
+    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert grown < sum(parameter.nbytes for parameter in module.parameters()) / 2
