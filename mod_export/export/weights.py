@@ -39,16 +39,9 @@ if TYPE_CHECKING:
 ALIGNMENT = 8
 PIECE = 2**22
 """Numbers that are cast and written at a time."""
-ONNX_TYPES = {
-    "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16", "I8": "INT8", "U8": "UINT8", "F64": "DOUBLE", "I64": "INT64",
-    "I32": "INT32", "I16": "INT16", "BOOL": "BOOL",
-}  # fmt: skip
+ONNX_TYPES = {"F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16", "I8": "INT8", "U8": "UINT8"}
 """Name of a dtype in safetensors -> in ONNX."""
-BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "BOOL": 1}
-AS_THEY_ARE = {
-    "float64": "F64", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-"""Dtypes of tables and masks that a module keeps in buffers, which are stored in no other dtype."""
+BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 FLOATS: dict[DType, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 BLOCK = 32
 LARGEST_INT8 = 127
@@ -167,8 +160,7 @@ def _stored_tensors(
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if name not in quantized:
-            own = str(tensor.dtype).removeprefix("torch.")
-            kind = AS_THEY_ARE.get(own, FLOATS.get(dtype, "F32"))
+            kind = FLOATS.get(dtype, "F32")
             found[name] = _Stored(kind, shape, partial(_float_bytes, tensor, kind))
             continue
         for index, (part, (kind, size)) in enumerate(quantized_tensors(name, shape, dtype).items()):
@@ -180,7 +172,7 @@ def _float_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
     """The bytes of a tensor, row-major and little-endian; what was read of a memory-mapped file is let go after it."""
     import torch
 
-    wanted = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind, tensor.dtype)
+    wanted = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     for piece in torch.split(tensor.detach().reshape(-1), PIECE):
         yield piece.to(wanted).contiguous().view(torch.uint8).numpy().data
     let_go([tensor])

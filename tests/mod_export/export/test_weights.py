@@ -179,27 +179,3 @@ def test_the_largest_of_a_block_is_exact_in_four_bits() -> None:
 )
 def test_the_weight_that_was_rounded(stored: str, source: str | None) -> None:
     assert source_of(stored) == source
-
-
-def test_whole_numbers_and_masks_stay_what_they_are(tmp_path: Path) -> None:
-    """Tables of positions and masks in buffers are stored beside weights of any dtype, and graphs read them there."""
-    tensors = {
-        "weight": torch.tensor([1.5, -2.5]),
-        "position_ids": torch.arange(5),
-        "mask": torch.ones(2, 2).tril().bool(),
-        "frequencies": torch.tensor([1 / 3], dtype=torch.float64),
-        "small": torch.tensor([-3], dtype=torch.int32),
-    }
-    for dtype in ("float32", "bfloat16", "int8"):
-        path = tmp_path / f"weights-{dtype}.data"
-        written = write_weights(path, tensors, dtype)
-        assert digests_of_file(path) == written == digests_of_tensors(tensors, dtype)
-        found = load_file(path)
-        assert all(torch.equal(found[name], tensors[name]) for name in tensors if name != "weight")
-    model = parsed(
-        "agraph (int64[5] x) => (int64[5] y) <int64[5] position_ids = {0,0,0,0,0}> { y = Add(x, position_ids) }"
-    )
-    assert bind_weights(model, [WeightsFile.open(tmp_path / "weights-float32.data")], tmp_path) == 1
-    value = model.graph.initializers["position_ids"].const_value
-    assert value is not None
-    assert value.numpy().tolist() == [0, 1, 2, 3, 4]
