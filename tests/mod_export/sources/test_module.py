@@ -231,7 +231,6 @@ REFUSED: dict[type[nn.Module], str] = {
     Reserved: "mine at b2s4: returns routed_3; names that begin with routed_ are those of routing sites",
     Strided: "mine at b2s4: calls aten.as_strided.default, which engines do not have, or which trusts sizes unchecked",
     Nothing: "mine at b2s4: returns no tensor",
-    Dynamic: "mine at b2s4: a size or number that depends on the data comes from `return self.linear(x[x[:, 0] > 0])`",
     Numpy: "mine at b2s4: torch.export refused the model: RuntimeError: .numpy() is not supported for tensor "
     "subclasses. (test_module.py, line ",
     Named: "mine at b2s4: the weight inner.eval is called as a method of every module (eval)",
@@ -250,6 +249,12 @@ def test_what_no_engine_does_is_refused(kind: type[nn.Module]) -> None:
     assert "\n" not in str(refused.value)
     assert module.count == 0
     assert module.training
+
+
+def test_a_size_that_depends_on_the_data_is_refused_with_the_line() -> None:
+    with pytest.raises(CaptureError, match=r"^mine at b2s4: ") as refused:
+        model_from_module(Dynamic(), torch.randn(2, 4), [Bucket(2, 4)], "mine")
+    assert "return self.linear(x[x[:, 0] > 0])" in str(refused.value)
 
 
 class Odd(nn.Module):
