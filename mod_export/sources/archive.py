@@ -28,10 +28,11 @@ class ArchiveError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Name of a record, below the archive's own folder -> (where its bytes begin in the file, how many they are)."""
+    """An open archive. `records`: name, without the archive's folder -> (where its bytes begin, how many they are)."""
 
-    path: Path
     records: Mapping[str, tuple[int, int]]
+    whole: torch.Tensor
+    """The bytes of the file, uint8, mapped. What is written to them stays in memory."""
 
     @classmethod
     def open(cls, path: Path) -> Archive:
@@ -40,23 +41,19 @@ class Archive:
         Raises:
             ArchiveError: not a zip file, or not as torch writes it.
         """
+        size = path.stat().st_size
         with path.open("rb") as file:
-            return cls(path, records_of(file, path.stat().st_size))
+            records = records_of(file, size)
+        return cls(records, torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8))
 
     def read(self, name: str) -> bytes:
         """The bytes of a record."""
-        begin, size = self.records[name]
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            return file.read(size)
+        return self.mapped(name).numpy().tobytes()
 
     def mapped(self, name: str) -> torch.Tensor:
-        """The bytes of a record, uint8, mapped from the file. What is written to them stays in memory."""
+        """The bytes of a record as a part of `whole`."""
         begin, size = self.records[name]
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        whole = torch.from_file(str(self.path), shared=False, size=begin + size, dtype=torch.uint8)
-        return whole[begin:]
+        return self.whole[begin : begin + size]
 
 
 def records_of(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:

@@ -7,8 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -18,18 +16,18 @@ from torch import nn
 
 from mod_export.errors import UsageError
 from mod_export.sources.model import Model
-from mod_export.sources.module import model_from_module
+from mod_export.sources.module import model_from_module, own_line
 from mod_export.types import Bucket
 
-INSTALLED = ("<frozen importlib", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-"""Where lines of a traceback are that are not the user's."""
 EXPECTED = "expected `module, inputs` or `module, inputs, baseline`"
 
 
-def model_from_factory(target: str, buckets: Sequence[Bucket]) -> tuple[Model, Model | None]:
+def model_from_factory(
+    target: str, buckets: Sequence[Bucket], capacity: float | None = None
+) -> tuple[Model, Model | None]:
     """Imports the code that `target` names, and captures the model that its function returns.
 
-    The function is called without arguments and returns `module, inputs` or `module, inputs, baseline`: the module and
+    The function returns `module, inputs` or `module, inputs, baseline`: the module and
     its inputs as `model_from_module` takes them, and a dense module of the same inputs. A function that returns no
     baseline and has a parameter `capacity` is called once more with `capacity=1.0`: with every token in every block the
     same module is its own baseline.
@@ -38,6 +36,7 @@ def model_from_factory(target: str, buckets: Sequence[Bucket]) -> tuple[Model, M
         target: `my_model.py:make_model`, a file, or `package.module:make_model`, which is looked for in the working
             directory too.
         buckets: rows, and tokens of a row.
+        capacity: what the function is called with, if it is given; else it is called without arguments.
 
     Returns:
         The model, named after the file or module, and its dense baseline.
@@ -50,11 +49,14 @@ def model_from_factory(target: str, buckets: Sequence[Bucket]) -> tuple[Model, M
     if not colon or not place or not name:
         raise UsageError(f"{target}: expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
     factory = _function(_imported(place, target), name, target)
-    module, inputs, *rest = _called(factory, target)
+    takes_capacity = "capacity" in inspect.signature(factory).parameters
+    if capacity is not None and not takes_capacity:
+        raise UsageError(f"{target}: capacity {capacity:g}: {name} has no parameter `capacity`")
+    module, inputs, *rest = _called(factory, target, **({} if capacity is None else {"capacity": capacity}))
     stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
     model = model_from_module(module, inputs, buckets, stem)
     dense = rest[0] if rest else None
-    if dense is None and "capacity" in inspect.signature(factory).parameters:
+    if dense is None and takes_capacity:
         dense = _called(factory, target, capacity=1.0)[0]
     if dense is None:
         return model, None
@@ -71,7 +73,9 @@ def _imported(place: str, target: str) -> ModuleType:
         raise UsageError(f"{place}: no such file")
     # As when Python runs the file: it can import what lies beside it.
     _first_in_path(path.parent)
-    name = path.stem if path.stem not in sys.modules else f"{path.stem}_of_{path.parent.name}"
+    name = path.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        name = f"{name}_of_{path.parent.name}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -116,9 +120,4 @@ def _run(run: Callable[[], Any], target: str, what: str) -> Any:
     try:
         return run()
     except (Exception, SystemExit) as error:
-        text = f"{type(error).__name__}: {error}"
-        frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-        own = [one for one in frames if not one.filename.startswith(INSTALLED)]
-        if own and not isinstance(error, SyntaxError):
-            text += f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})"
-        raise UsageError(f"{target}: {what}: {text}") from error
+        raise UsageError(f"{target}: {what}: {own_line(error)}") from error

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +25,8 @@ from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2_models import sample_tensors
 from mod_export.types import Bucket
 
+INSTALLED = ("<frozen ", sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Where lines of a traceback are that are not the user's."""
 SAMPLES = 4
 """Inputs of each bucket that are asked for, seeds 0 to 3."""
 Given: TypeAlias = "torch.Tensor | Sequence[Any] | Mapping[str, Any]"
@@ -63,6 +68,7 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
         for bucket in buckets:
             where = f"{name} at {bucket.name}"
             calls = _calls(module, inputs, bucket, where)
+            _run_once(module, calls[0], where)
             program = _captured(module, calls, where)
             plain[bucket] = plain_program(program, where)
             _compare_runs(program, module, calls, where)
@@ -137,7 +143,7 @@ def _asked(inputs: Callable[..., Given], bucket: Bucket, seed: int, where: str) 
     try:
         return inputs(*arguments)
     except Exception as error:
-        raise UsageError(f"{where}: inputs{arguments} raised {type(error).__name__}: {error}") from error
+        raise UsageError(f"{where}: inputs{arguments} raised {own_line(error)}") from error
 
 
 def _takes_seed(inputs: Callable[..., Given]) -> bool:
@@ -193,14 +199,33 @@ class _Called(nn.Module):
         return self.module(*args, **kwargs)
 
 
+def _run_once(module: nn.Module, call: Call, where: str) -> None:
+    """Because a module that fails by itself is told so in its own words, which capture does not give."""
+    args, kwargs = call
+    try:
+        module(*args, **kwargs)
+    except Exception as error:
+        raise UsageError(f"{where}: the module itself fails on these inputs: {own_line(error)}") from error
+
+
+def own_line(error: BaseException) -> str:
+    """An error in the user's code, in one line, with the line of that code that it comes from."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {first}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not one.filename.startswith(INSTALLED)]
+    if own and not isinstance(error, SyntaxError):
+        text += f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})"
+    return text
+
+
 def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedProgram:
     prove_static(_Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]], where)
     args, kwargs = calls[0]
     try:
         return torch.export.export(module, args, kwargs, strict=False)
     except Exception as error:  # Of any type: it runs the model's own code.
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CaptureError(f"{where}: torch.export refused the model: {reason}") from error
+        raise CaptureError(f"{where}: torch.export refused the model: {own_line(error)}") from error
 
 
 def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[Call], where: str) -> None:

@@ -5,9 +5,8 @@ What a program of `torch.export` may have beside that is removed where nothing i
 
 from __future__ import annotations
 
-import builtins
 import copy
-import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from torch.utils import _pytree as pytree
 from mod_export.errors import CaptureError
 from mod_export.export.program_nodes import argument_of, inferred_values, with_arguments
 from mod_export.sources.operators import is_operator
+from mod_export.sources.value_names import free_names, input_names, only_output, output_names
 
 ATEN = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
@@ -76,7 +76,9 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
     module = with_arguments(program.graph_module, dict.fromkeys(NARROW, torch.float32))
     specs = list(program.graph_signature.input_specs)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    names = _input_names(program, nodes)
+    own = [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+    assert program.call_spec.in_spec is not None
+    names = dict(zip(own, input_names(own, program.call_spec.in_spec), strict=True))
     held = {**program.state_dict, **program.constants}
     kept: list[tuple[fx.Node, InputSpec]] = []
     first: dict[Any, tuple[fx.Node, str]] = {}
@@ -92,11 +94,13 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
         module.graph.erase_node(node)
     _check_state(kept, held, where)
     given = {node for node, spec in kept if spec.kind is InputKind.USER_INPUT}
-    outputs, output_names = _outputs(program, module, given, where)
+    outputs, returned = _outputs(program, module, given, where)
     _infer(module, kept, held, where)
     taken = {str(spec.target) for _, spec in kept if spec.kind in STATE}
-    inputs = _free([names[node] for node, spec in kept if spec.kind is InputKind.USER_INPUT], taken, "_in")
-    found = _free(_named_outputs(output_names, outputs, kept), {*taken, *inputs}, "_out")
+    if returned == [""]:
+        returned = [only_output(outputs[0].meta["val"], next(node.meta["val"] for node, _ in kept if node in given))]
+    inputs = free_names([names[node] for node, spec in kept if spec.kind is InputKind.USER_INPUT], taken, "_in")
+    found = free_names(returned, {*taken, *inputs}, "_out")
     for name in found:
         if name.startswith(ROUTED):
             raise CaptureError(
@@ -172,11 +176,13 @@ def _is_off(node: fx.Node) -> bool:
 
 
 def _check_mutation(program: ExportedProgram, where: str) -> None:
-    mutable = [node for node in _calls(program.graph_module) if _is_in_place(node)]
-    if not mutable:
-        return
-    # Most of what is written to is the program's own; torch says what is not.
-    for spec in program.run_decompositions({}).graph_signature.output_specs:
+    specs = program.graph_signature.output_specs
+    if any(_is_in_place(node) for node in _calls(program.graph_module)):
+        # Most of what is written to is the program's own; torch says what is not, and warns of its own doings.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            specs = program.run_decompositions({}).graph_signature.output_specs
+    for spec in specs:
         if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION):
             what = "input" if spec.kind is OutputKind.USER_INPUT_MUTATION else "buffer"
             raise CaptureError(
@@ -217,40 +223,6 @@ def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, A
             )
 
 
-def _input_names(program: ExportedProgram, placeholders: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    specs = program.graph_signature.input_specs
-    nodes = [node for node, spec in zip(placeholders, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
-    tree = program.call_spec.in_spec
-    assert tree is not None
-    keys = [_keys(path)[-1:] for path in _paths(tree)]
-    found = {}
-    for node, key in zip(nodes, keys, strict=True):
-        name = key[0] if key and keys.count(key) == 1 else _parameter(node.name)
-        found[node] = _plain_name(name)
-    return found
-
-
-def _parameter(name: str) -> str:
-    """The parameter that a placeholder is of: `input_1` is of `input`, because that name is one of Python's own."""
-    bare = name.removesuffix("_1")
-    return bare if hasattr(builtins, bare) else name
-
-
-def _paths(tree: pytree.TreeSpec) -> list[tuple[Any, ...]]:
-    structure = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
-    return [path for path, _ in pytree.tree_flatten_with_path(structure)[0]]
-
-
-def _keys(path: Sequence[Any]) -> list[str]:
-    """The names in a path to a leaf: keys of dictionaries, and attributes."""
-    kinds = (pytree.MappingKey, pytree.GetAttrKey)
-    return [str(one.key if isinstance(one, pytree.MappingKey) else one.name) for one in path if isinstance(one, kinds)]
-
-
-def _plain_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.]", "_", name)
-
-
 def _outputs(
     program: ExportedProgram, module: fx.GraphModule, given: set[fx.Node], where: str
 ) -> tuple[list[fx.Node], list[str]]:
@@ -268,13 +240,9 @@ def _outputs(
     ]
     nodes: list[fx.Node] = []
     names: list[str] = []
-    paths = _paths(tree)
-    several = sum(value is not None for value in own) > 1
-    for value, path in zip(own, paths, strict=True):
+    for value, name in zip(own, output_names(own, tree), strict=True):
         if value is None:
             continue
-        name = "_".join(_plain_name(_key_text(one)) for one in path) if several or _keys(path) else ""
-        name = f"output_{name}" if name and not _keys(path) else name
         if not isinstance(value, fx.Node):
             raise CaptureError(f"{where}: returns the number {value!r} beside its tensors; return tensors only")
         if not _reads(value, given):
@@ -297,12 +265,6 @@ def _outputs(
     return nodes, names
 
 
-def _key_text(key: Any) -> str:
-    if isinstance(key, pytree.SequenceKey):
-        return str(key.idx)
-    return str(key.key if isinstance(key, pytree.MappingKey) else key.name)
-
-
 def _reads(node: fx.Node, given: set[fx.Node]) -> bool:
     """Whether it depends on one of these."""
     found, waiting = {node}, [node]
@@ -311,28 +273,6 @@ def _reads(node: fx.Node, given: set[fx.Node]) -> bool:
         found.update(new)
         waiting += new
     return not found.isdisjoint(given)
-
-
-def _named_outputs(
-    names: Sequence[str], nodes: Sequence[fx.Node], kept: Sequence[tuple[fx.Node, InputSpec]]
-) -> list[str]:
-    if names != [""]:
-        return list(names)
-    value = nodes[0].meta["val"]
-    batch = [node.meta["val"].shape[:1] for node, spec in kept if spec.kind is InputKind.USER_INPUT][:1]
-    looks_like_logits = value.is_floating_point() and value.dim() in (2, 3) and [value.shape[:1]] == batch
-    return ["logits" if looks_like_logits else "output"]
-
-
-def _free(names: Sequence[str], taken: set[str], suffix: str) -> tuple[str, ...]:
-    """Names that are neither taken nor given twice."""
-    found: list[str] = []
-    for name in names:
-        free = name
-        while free in taken or free in found:
-            free += suffix
-        found.append(free)
-    return tuple(found)
 
 
 def _infer(

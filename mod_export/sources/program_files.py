@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mod_export.errors import BuildFolderError
+from mod_export.export.program_nodes import inferred_values
 from mod_export.sources.archive import ArchiveError
 from mod_export.sources.plain_programs import PlainProgram
 from mod_export.sources.programs import ProgramModel
@@ -81,6 +82,9 @@ def read_graphs(folder: Path, kind: str, spec: Mapping[str, Any], weights: Mappi
             given[bucket] = [
                 [torch.from_numpy(samples[f"{name}/{one}.{number}"]) for one in inputs] for number in numbers
             ]
+            placeholders = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+            for node, value in inferred_values(program.graph_module, placeholders):
+                node.meta["val"] = value  # A file does not say where in their memory views begin.
         except (OSError, KeyError, ValueError, ArchiveError) as error:
             raise BuildFolderError(f"{path}: missing or damaged ({error}); build again") from error
         programs[bucket] = PlainProgram(program=program, inputs=inputs, outputs=tuple(spec["outputs"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -270,10 +271,24 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def _graph_text(program: ExportedProgram) -> bytes:
+    """Without the lines of source that operations come from: they name files of the machine that it was captured on."""
     buffer = io.BytesIO()
     torch.export.save(without_tensors(program), buffer)
     buffer.seek(0)
-    return PT2ArchiveReader(buffer).read_bytes("models/model.json")
+    found = json.loads(PT2ArchiveReader(buffer).read_bytes("models/model.json"))
+    _forget_sources(found)
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+def _forget_sources(value: Any) -> None:
+    if isinstance(value, dict):
+        if isinstance(value.get("metadata"), dict):
+            value["metadata"].pop("stack_trace", None)
+        for one in value.values():
+            _forget_sources(one)
+    elif isinstance(value, list):
+        for one in value:
+            _forget_sources(one)
 
 
 def _embedding_rows(plain: PlainProgram) -> dict[str, int]:

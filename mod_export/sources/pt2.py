@@ -16,11 +16,12 @@ import io
 import json
 import keyword
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch._export.serde import schema
 from torch._export.serde.serialize import (
     _SERIALIZE_TO_TORCH_DTYPE,
@@ -59,6 +60,8 @@ FREE = ("metadata", "torch_version", "opset_version", "schema_version")
 SPECS = ("in_spec", "out_spec")
 CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict")
 NUMBERS = ("Infinity", "NaN")
+WIDEST = 16
+"""Bytes of a complex number, the widest there is."""
 LARGEST = 2**38
 """Bytes of a value in a graph: no machine holds one of 256 GiB, and a file of a few lines can ask for it."""
 UNSAFE_SAMPLES = "its sample inputs are more than plain tensors, and could run code; export it with tensors as inputs"
@@ -86,12 +89,13 @@ def read_program(path: Path) -> ExportedProgram:
     except ArchiveError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # Of any type: a file that is given to us may be anything.
-        raise CheckpointError(f"{path}: not a program of torch.export.save ({_first_line(error)})") from error
+        raise CheckpointError(f"{path}: not a program of torch.export.save ({first_line(error)})") from error
     try:
-        program.example_inputs = samples
+        if samples is not None:
+            program.example_inputs = samples
     except ValueError as error:
         raise CheckpointError(
-            f"{path}: its sample inputs are not those of the program ({_first_line(error)})"
+            f"{path}: its sample inputs are not those of the program ({first_line(error)})"
         ) from error
     return program
 
@@ -117,13 +121,14 @@ def program_of(
         )
         problem = next(_problems_of_values(program), None)
     except Exception as error:  # Whatever torch makes of a graph that it did not write.
-        raise ArchiveError(f"torch cannot read this program ({_first_line(error)})") from error
+        raise ArchiveError(f"torch cannot read this program ({first_line(error)})") from error
     if problem is not None:
         raise ArchiveError(problem)
     return program
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of the text of an error that a file has caused, in printable characters."""
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     return shown(next(lines, type(error).__name__))
 
@@ -145,11 +150,17 @@ def _problems_of_records(archive: Archive) -> Iterator[str]:
 def _tensors(archive: Archive, folder: str) -> dict[str, torch.Tensor]:
     """Weights or constants by name, mapped. Those that shared memory do so again."""
     entries = json.loads(archive.read(TABLES[folder]))["config"].items()
-    return {name: _tensor(archive, folder, name, entry) for name, entry in entries}
+    mapped = {record: _aligned(archive.mapped(record)) for record in archive.records if TENSOR.fullmatch(record)}
+    return {name: _tensor(mapped, f"{folder}{entry['path_name']}", name, entry) for name, entry in entries}
 
 
-def _tensor(archive: Archive, folder: str, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
-    record, about = f"{folder}{entry['path_name']}", entry["tensor_meta"]
+def _aligned(mapped: torch.Tensor) -> torch.Tensor:
+    """Bytes at an address where numbers can begin, which is where torch writes them."""
+    return mapped.clone() if mapped.storage_offset() % WIDEST else mapped
+
+
+def _tensor(mapped: Mapping[str, torch.Tensor], record: str, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
+    about = entry["tensor_meta"]
     if PATH.fullmatch(name) is None:
         raise ArchiveError(f"{shown(name)}: not the name of a weight")
     if entry["use_pickle"] or TENSOR.fullmatch(record) is None or about is None:
@@ -163,8 +174,8 @@ def _tensor(archive: Archive, folder: str, name: str, entry: Mapping[str, Any]) 
         )
     sizes, strides = ([one["as_int"] for one in about[key]] for key in ("sizes", "strides"))
     offset, dtype = about["storage_offset"]["as_int"], _SERIALIZE_TO_TORCH_DTYPE[about["dtype"]]
-    numbers = archive.records[record][1] // dtype.itemsize
-    count, last = offset, offset
+    numbers = len(mapped[record]) // dtype.itemsize
+    last = offset
     if not all(isinstance(one, int) and one >= 0 for one in (*sizes, *strides, offset)) or len(sizes) != len(strides):
         raise ArchiveError(f"{shown(name)}: has the shape {shown(sizes)} at strides {shown(strides)}")
     count = 1
@@ -174,21 +185,18 @@ def _tensor(archive: Archive, folder: str, name: str, entry: Mapping[str, Any]) 
         # More numbers than there is data for are an expanded tensor: a file of a few bytes could ask for any memory.
         held = "no data" if numbers == 0 else f"data for {numbers:,} numbers"
         raise ArchiveError(f"{shown(name)}: has the shape {shown(sizes)} and {held}; save it with .contiguous()")
-    mapped = archive.mapped(record)[: numbers * dtype.itemsize]
-    # An address that is no multiple of the size of a number is slow at best.
-    mapped = mapped.clone() if mapped.storage_offset() % dtype.itemsize else mapped
-    tensor = mapped.view(dtype)
-    if not count:
-        tensor, offset = tensor[:0], 0
-    else:
-        offset += tensor.storage_offset()
+    # Without the last bytes where they make no number.
+    tensor = mapped[record][: numbers * dtype.itemsize].view(dtype)
+    offset = offset + tensor.storage_offset() if count else 0
     tensor = tensor.as_strided(sizes, strides, offset)
     return torch.nn.Parameter(tensor, requires_grad=about["requires_grad"]) if entry["is_param"] else tensor
 
 
 def _samples(archive: Archive) -> Any:
-    """The positional and named arguments that the program was captured with."""
+    """The positional and named arguments that the program was captured with, None if the file holds none."""
     data = archive.read(SAMPLES)
+    if not data:
+        return None
     try:
         records_of(io.BytesIO(data), len(data))
         found = torch.load(io.BytesIO(data), weights_only=True)
@@ -223,14 +231,26 @@ def _problems_of_values(program: ExportedProgram) -> Iterator[str]:
         held = program.state_dict.get(str(spec.target), program.constants.get(str(spec.target)))
         if isinstance(held, torch.Tensor) and _type(held) != _type(node.meta.get("val")):
             yield f"{shown(spec.target)}: is {_type(held)}, and the graph reads {_type(node.meta.get('val'))}"
-    inputs = [node.meta.get("val") for node in nodes]
-    for node, value in inferred_values(program.graph_module, inputs):
-        said = node.meta.get("val")
+    yield from _problems_of_graph(program.graph_module, [node.meta.get("val") for node in nodes])
+
+
+def _problems_of_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[str]:
+    found = dict(zip((node for node in module.graph.nodes if node.op == "placeholder"), inputs, strict=True))
+    for node, value in inferred_values(module, inputs):
+        found[node] = value
         for one in pytree.tree_leaves(value):
             if isinstance(one, torch.Tensor) and one.numel() * one.itemsize > LARGEST:
                 yield f"{shown(node.name)}: is {_type(one)}, which no machine can hold"
-        if isinstance(value, torch.Tensor) and _type(value) != _type(said):
+        said = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and said is not None and _type(value) != _type(said):
             yield f"{shown(node.name)}: is {_type(value)}, and the file says {_type(said)}"
+        inner = [one for one in node.all_input_nodes if isinstance(found[one], fx.GraphModule)]
+        if inner:
+            given = [one for one in node.all_input_nodes if one not in inner]
+            # A condition reads its predicate first, which its branches do not.
+            given = given[1:] if node.target is torch.ops.higher_order.cond else given
+            for one in inner:
+                yield from _problems_of_graph(found[one], [found[other] for other in given])
 
 
 def _type(value: Any) -> str:
@@ -247,7 +267,9 @@ def _problems_of(value: Any, key: str, *, in_nodes: bool) -> Iterator[str]:
     elif isinstance(value, dict):
         for name, one in value.items():
             if name in FREE and _is_flat(one):
-                continue  # A value of the graph may have such a name, and then holds more.
+                # A value of the graph may have such a name, and then holds more.
+                yield from _problems_of_notes(name, one)
+                continue
             if name in ("as_expr", "expr_str"):
                 yield DYNAMIC
             elif name in ("as_custom_obj", "custom_obj", "as_operator"):
@@ -270,6 +292,13 @@ def _problems_of_text(text: str, key: str, *, in_nodes: bool) -> Iterator[str]:
         return  # An argument of an operator, such as "mean".
     elif not (_is_name(text) or (text == "" and key in ("name", "fqn")) or (key in PATHS and PATH.fullmatch(text))):
         yield f"{shown(text)}: no name of a value ({shown(key)})"
+
+
+def _problems_of_notes(name: str, notes: Any) -> Iterator[str]:
+    """Nobody calls them, but module paths and lines of source are shown, and a terminal obeys control characters."""
+    texts = notes.values() if isinstance(notes, dict) else [notes]
+    if not all(one.isprintable() or one in "\n\t" for text in texts for one in str(text)):
+        yield f"{name} holds control characters"
 
 
 def _is_flat(value: Any) -> bool:

@@ -14,13 +14,13 @@ from torch.export._tree_utils import reorder_kwargs
 from torch.utils import _pytree as pytree
 
 from mod_export.build_folder.files import sha256_of_file
-from mod_export.errors import CheckpointError
+from mod_export.errors import CheckpointError, ModExportError
 from mod_export.export.capture import with_found_sites
 from mod_export.export.routing_sites import selected_from
 from mod_export.sources.model import PROGRAM, Model
 from mod_export.sources.plain_programs import PlainProgram, copied, input_values, plain_program
 from mod_export.sources.programs import ProgramModel
-from mod_export.sources.pt2 import read_program
+from mod_export.sources.pt2 import first_line, read_program
 from mod_export.types import Bucket
 
 Sample = dict[str, torch.Tensor]
@@ -49,8 +49,7 @@ def model_from_pt2(paths: Sequence[Path], samples: Path | None = None, like: Mod
     files: dict[Bucket, Path] = {}
     for path in paths:
         program = read_program(path)
-        one = plain_program(program, str(path))
-        bucket = _bucket(one, like)
+        one, bucket = _checked(program, path, like)
         if bucket in files:
             raise CheckpointError(
                 f"{files[bucket]} and {path}: both are programs of {bucket.name}; give one of each shape"
@@ -84,8 +83,14 @@ def bucket_of(plain: PlainProgram, like: ProgramModel | None = None) -> Bucket:
     return Bucket(batch, first[1] if len(first) > 1 else 1)
 
 
-def _bucket(plain: PlainProgram, like: Model | None) -> Bucket:
-    return bucket_of(plain, like.loaded if like is not None and isinstance(like.loaded, ProgramModel) else None)
+def _checked(program: ExportedProgram, path: Path, like: Model | None) -> tuple[PlainProgram, Bucket]:
+    try:
+        plain = plain_program(program, str(path))
+        return plain, bucket_of(plain, like.loaded if like and isinstance(like.loaded, ProgramModel) else None)
+    except ModExportError:
+        raise
+    except Exception as error:  # Of any type: a file that is given to us may hold any graph.
+        raise CheckpointError(f"{path}: a program that cannot be used ({first_line(error)})") from error
 
 
 def sample_tensors(program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

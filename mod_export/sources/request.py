@@ -89,7 +89,7 @@ class Request:
 
         if not buckets:
             raise ConfigError([f"{sources[0]}: at which shapes? Name them, such as --buckets 1x128,1x512"])
-        return model_from_factory(sources[0], buckets)
+        return model_from_factory(sources[0], buckets, capacity)
 
 
 def way_of(sources: Sequence[str]) -> Way:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from mod_export.sources import protocol
+from mod_export.sources.programs import ProgramModel
 from mod_models.architecture import MOD_TRANSFORMER, GeneratingTransformer, LoadedTransformer
 
 ARCHITECTURE: protocol.Architecture = MOD_TRANSFORMER
@@ -30,3 +31,11 @@ def as_model(loaded: LoadedTransformer) -> Everything:
 
 def as_generating_model(writer: GeneratingTransformer) -> protocol.GeneratingModel:
     return writer
+
+
+class Sampled(protocol.ExportableModel, protocol.SampledInputs, Protocol):
+    """A model of any inputs."""
+
+
+def as_sampled(loaded: ProgramModel) -> Sampled:
+    return loaded

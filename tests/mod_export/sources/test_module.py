@@ -207,6 +207,11 @@ class Narrow(Apart):
         return self.linear(x.to(torch.bfloat16).view(torch.int16).to(torch.float32))
 
 
+class Numpy(Apart):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.from_numpy(x.numpy() * 2)
+
+
 class Named(Apart):
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +231,8 @@ REFUSED: dict[type[nn.Module], str] = {
     Reserved: "mine at b2s4: returns routed_3; names that begin with routed_ are those of routing sites",
     Strided: "mine at b2s4: calls aten.as_strided.default, which engines do not have, or which trusts sizes unchecked",
     Nothing: "mine at b2s4: returns no tensor",
-    Dynamic: "mine at b2s4: a size or number that depends on the data comes from `return self.linear(x[x[:, 0] > 0])`",
+    Numpy: "mine at b2s4: torch.export refused the model: RuntimeError: .numpy() is not supported for tensor "
+    "subclasses. (test_module.py, line ",
     Named: "mine at b2s4: the weight inner.eval is called as a method of every module (eval)",
     Counted: "mine at b2s4: output 0 of the captured program differs from that of the module by ",
     Narrow: "mine at b2s4: cannot be computed in float32: ",
@@ -243,6 +249,12 @@ def test_what_no_engine_does_is_refused(kind: type[nn.Module]) -> None:
     assert "\n" not in str(refused.value)
     assert module.count == 0
     assert module.training
+
+
+def test_a_size_that_depends_on_the_data_is_refused_with_the_line() -> None:
+    with pytest.raises(CaptureError, match=r"^mine at b2s4: ") as refused:
+        model_from_module(Dynamic(), torch.randn(2, 4), [Bucket(2, 4)], "mine")
+    assert "return self.linear(x[x[:, 0] > 0])" in str(refused.value)
 
 
 class Odd(nn.Module):
@@ -308,7 +320,7 @@ USAGE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an error": (
         lambda: model_from_module(made("index_put"), failing, [SHORT], "mine"),
-        "mine at b2s8: inputs(2, 8) raised KeyError: 'nothing here'",
+        "mine at b2s8: inputs(2, 8) raised KeyError: 'nothing here' (test_module.py, line ",
     ),
     "a text": (
         lambda: model_from_module(made("index_put"), lambda batch, seq: "x", [SHORT], "mine"),
@@ -317,6 +329,11 @@ USAGE: dict[str, tuple[Callable[[], Any], str]] = {
     "no tensor": (
         lambda: model_from_module(made("index_put"), lambda batch, seq: (None,), [SHORT], "mine"),
         "mine at b2s8: inputs hold no tensor",
+    ),
+    "a module that fails": (
+        lambda: model_from_module(made("index_put"), lambda batch, seq: token_ids(batch, 65), [SHORT], "mine"),
+        "mine at b2s8: the module itself fails on these inputs: IndexError: index out of range in self "
+        "(mod_dialects.py, line ",
     ),
     "another name": (
         lambda: model_from_module(made("index_put"), {"tokens": token_ids(2, 8)}, [SHORT], "mine"),
