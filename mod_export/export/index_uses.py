@@ -248,7 +248,7 @@ def _holds_tokens(use: fx.Node, form: Form, selection: Selection) -> bool:
     # Positions that were looked up are those of a longer row.
     fits = size >= tokens if form.shifted or form.table is not None else size == tokens
     if form.one_row:
-        return fits and source.target is ATEN.select.int
+        return fits and (source.target is ATEN.select.int or _is_unbound(source))
     if rows == 1:
         return fits
     if form.shifted and size >= rows * tokens and size % rows == 0:
@@ -281,6 +281,8 @@ def _next_form(use: fx.Node, form: Form, selection: Selection) -> Form | None:
     if not isinstance(use.meta.get("val"), torch.Tensor):
         return _several(use, form, selection)
     found = replace(form, node=use)
+    if _is_unbound(use):
+        return found
     if use.target is operator.getitem:
         # A sort gives the indices in order as its values, and the order of a mask as its indices.
         return _placed(found, selection) if use.args[1] == (form.kind == "mask") else None
@@ -320,6 +322,8 @@ def _from_one_hot(use: fx.Node, found: Form, selection: Selection) -> Form | Non
 
 def _several(use: fx.Node, form: Form, selection: Selection) -> Form | None:
     """Of an operation that returns several tensors: the indices in order."""
+    if use.target is ATEN.unbind.int and form.kind == "index" and argument_of(use, "dim") == 0:
+        return replace(form, node=use, one_row=selection.rows > 1)
     if form.kind == "mask" and use.target in SORTS:
         return replace(form, node=use) if argument_of(use, "descending") else None
     if use.target is ATEN.topk.default:
@@ -337,6 +341,12 @@ def _from_mask(use: fx.Node, found: Form, selection: Selection) -> Form | None:
     if use.target is ATEN.slice.Tensor and math.prod(shape_of(use)) == selection.rows * selection.k:
         return _placed(replace(found, kind="index", in_order=True), selection)
     return found if use.target in SHAPES else None
+
+
+def _is_unbound(node: fx.Node) -> bool:
+    """Whether it is one of the rows that a loop over a tensor gives."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return source is not None and source.target is ATEN.unbind.int
 
 
 def _placed(form: Form, selection: Selection) -> Form:

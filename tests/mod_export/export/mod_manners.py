@@ -328,6 +328,105 @@ class Pruned(Routed):
         return self.block(torch.cat([first, patches], dim=1))
 
 
+class TopLevel(nn.Module):
+    """Everything in the forward pass of the whole model; skipped tokens by a mask of zeros and ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.h, self.head = nn.Embedding(V, D), nn.ModuleList([Inner() for _ in range(4)]), nn.Linear(D, V)
+        self.routers = nn.ModuleDict({"1": nn.Linear(D, 1), "3": nn.Linear(D, 1)})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        for number, block in enumerate(self.h):
+            if str(number) not in self.routers:
+                x = block(x)
+                continue
+            score = self.routers[str(number)](x)[..., 0]
+            index = score.topk(round(x.shape[1] * 0.25))[1].sort(-1)[0]
+            kept = torch.zeros_like(score).scatter(1, index, 1.0)[..., None]
+            y = block(x.gather(1, index[..., None].expand(*index.shape, D)))
+            y = y * score.gather(1, index).sigmoid()[..., None]
+            x = x * (1 - kept) + torch.zeros_like(x).scatter_add_(1, index[..., None].expand_as(y), y)
+        return self.head(x)
+
+
+class Stacked(Routed):
+    """Rows taken apart, selected from one by one, and stacked again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.topk(self.router(x).squeeze(-1), max(1, round(x.shape[1] * 0.25))).indices.sort().values
+        y = self.block(torch.stack([row.index_select(0, index[b]) for b, row in enumerate(x)]))
+        return torch.stack([row.index_copy(0, index[b], y[b]) for b, row in enumerate(x)])
+
+
+class ChannelsFirst(Routed):
+    """(B, D, S), selected along the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = x.transpose(1, 2)
+        gate, index = F.conv1d(c, self.router.weight[..., None]).topk(c.shape[-1] // 4, dim=2)
+        index = index.expand(-1, c.shape[1], -1)
+        y = self.block(c.gather(2, index).transpose(1, 2)).transpose(1, 2)
+        return (c + torch.zeros_like(c).scatter_(2, index, y * gate.sigmoid())).transpose(1, 2)
+
+
+class Region(nn.Module):
+    """Tokens 3 to 12 are selected from, by their norm; the head of the sort is taken twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.sort(x[:, 3:13].norm(dim=-1), dim=1, descending=True)[1]
+        rows, out = torch.arange(x.shape[0])[:, None], x.clone()
+        out[rows, order[:, :4] + 3] = self.block(x[rows, order[:, :4] + 3])
+        return out
+
+
+class WeightedRows(Routed):
+    """One-hot rows that dispatch, and the same multiplied with the gates that combine."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, index = torch.topk(torch.einsum("bsd,d->bs", x, self.router.weight[0]), x.shape[1] // 4, dim=-1)
+        dispatch = F.one_hot(index, x.shape[1]).type_as(x)
+        combine = dispatch * gate.softmax(-1)[..., None]
+        chosen = torch.einsum("bks,bsd->bkd", dispatch, x)
+        return x + torch.einsum("bks,bkd->bsd", combine, self.block(chosen) - chosen)
+
+
+class AdditiveMask(nn.Module):
+    """`nn.MultiheadAttention` under a mask of minus infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.norm = nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, 1)), nn.LayerNorm(D)
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = int(x.shape[1] * 0.25)
+        score, index = self.router(x).squeeze(-1).float().topk(k)
+        index, order = index.sort()
+        chosen = torch.gather(x, 1, index.unsqueeze(2).expand(index.shape[0], index.shape[1], x.shape[2]))
+        mask, h = torch.triu(torch.full((k, k), float("-inf")), diagonal=1), self.norm(chosen)
+        delta = self.attention(h, h, h, attn_mask=mask, need_weights=False)[0]
+        delta = delta * torch.tanh(score.gather(-1, order))[..., None]
+        rows = torch.arange(x.shape[0])[:, None].expand_as(index)
+        return x.index_put((rows, index), delta, accumulate=True)
+
+
+class AllKeys(Routed):
+    """The selected tokens attend to all tokens of the row, under the rows of the mask that are theirs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = self.router(x).squeeze(-1).topk(x.shape[1] // 4).indices.sort().values
+        wide = index[..., None].expand(-1, -1, D)
+        query, seen = x.gather(1, wide), torch.arange(x.shape[1]) <= index[..., None]
+        y = F.scaled_dot_product_attention(query[:, None], x[:, None], x[:, None], attn_mask=seen[:, None])[:, 0]
+        return x.scatter(1, wide, self.block.down(F.gelu(self.block.up(y))) + query)
+
+
 def _image_model(*blocks: type[Inner] | type[Routed]) -> Patches:
     return Patches(Inner(causal=False), *(block(causal=False) for block in blocks))
 
@@ -387,6 +486,13 @@ MANNERS = {
     ),
     "shared_index": _blocks(SharedIndex, BY_POSITION),
     "encoder_layer": _blocks(EncoderLayer, BY_POSITION),
+    "top_level": Manner(make=TopLevel, sites=_names(["h.1", "h.3"], K, BY_POSITION)),
+    "stacked": _blocks(Stacked, BY_POSITION),
+    "channels_first": _blocks(ChannelsFirst, BY_SCORE),
+    "region": Manner(make=lambda: Model(Region), sites=_names(["blocks.1", "blocks.3"], K, BY_SCORE), tokens=10),
+    "weighted_rows": _blocks(WeightedRows, BY_SCORE),
+    "additive_mask": _blocks(AdditiveMask, BY_POSITION),
+    "all_keys": _blocks(AllKeys, BY_POSITION),
     "class_apart": Manner(
         make=lambda: _image_model(ClassApart), sites=[RoutingSite("blocks.1", K, BY_POSITION)], image=True
     ),
