@@ -131,6 +131,8 @@ class Uses:
         read: the form in which the indices read the tokens.
         in_order: whether results are in the order of positions where they are put back, or where the tokens are read.
         forms: every form that the indices have.
+        pairs: every operation that reads tokens whose results are put back, and the first that does that; where none
+            are put back, `gather` alone.
     """
 
     gather: fx.Node
@@ -138,6 +140,7 @@ class Uses:
     read: Form
     in_order: bool
     forms: Sequence[Form]
+    pairs: Sequence[tuple[fx.Node, fx.Node | None]]
 
 
 def behind(node: fx.Node) -> set[fx.Node]:
@@ -190,15 +193,21 @@ def _paired(
     gathers: list[tuple[fx.Node, Form]], scatters: list[tuple[fx.Node, Form]], forms: list[Form]
 ) -> Uses | None:
     """The first tokens that are read and whose results are put back, or else the first that are read."""
-    for gather, form in gathers:
-        after = behind(gather)
-        for scatter, written in scatters:
-            if scatter in after:
-                return Uses(gather=gather, scatter=scatter, read=form, in_order=written.in_order, forms=forms)
     if not gathers:
         return None
-    gather, form = gathers[0]
-    return Uses(gather=gather, scatter=None, read=form, in_order=form.in_order, forms=forms)
+    pairs = []
+    for gather, form in gathers:
+        after = behind(gather)
+        pairs.append((gather, form, next((one for one in scatters if one[0] in after), None)))
+    gather, form, put = next((pair for pair in pairs if pair[2] is not None), pairs[0])
+    return Uses(
+        gather=gather,
+        scatter=None if put is None else put[0],
+        read=form,
+        in_order=(form if put is None else put[1]).in_order,
+        forms=forms,
+        pairs=[(one, other[0]) for one, _, other in pairs if other is not None] or [(gather, None)],
+    )
 
 
 def _is_of_tokens(selection: Selection) -> bool:
@@ -308,7 +317,8 @@ def _from_index(use: fx.Node, form: Form, selection: Selection) -> Form | None:
         return replace(found, places=use, table=source) if fits else None
     if use.target is ATEN.cat.default:
         return _beside(use, form)
-    if use.target not in SHAPES:
+    narrowed = use.target is ATEN.slice.Tensor and size == rows * k < math.prod(shape_of(form.node))
+    if use.target not in SHAPES and not narrowed:
         return None
     one_row = use.target is ATEN.select.int and rows > 1 and size * rows == math.prod(shape_of(form.node))
     return _placed(replace(found, one_row=form.one_row or one_row), selection)
