@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from manner_blocks import WeightedRows
+from manner_models import Recursions
 from mod_dialects import DIALECTS, D, Inner, Model, Routed, V
-from mod_manners import Recursions, WeightedRows
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
