@@ -22,7 +22,9 @@ def written_out(scores: str, mask: np.ndarray | None = None, *, more: str = "", 
     return parsed(
         f"""g (float[2,2,4,8] q, float[2,2,{keys},8] k, float[2,2,{keys},6] v, float[2,1,4,{keys}] free)
         => (float[2,2,4,6] y{", float[A,B,C,E] z" if more else ""})
-        <float s = {{0.3}}, float n = {{-0.3}}, float d = {{2.5}}, float[2,2,4,4] t = {{{text(np.arange(64))}}}{fixed}>
+        <float s = {{0.3}}, float n = {{-0.3}}, float d = {{2.5}}, int64[2] size = {{4, 4}}, float low = {{-inf}},
+         float nought = {{0.0}}, int64 none = {{0}}, int64 one = {{1}}, int64 length = {{4}}, int64[1] minus = {{-1}},
+         float[2,2,4,4] t = {{{text(np.arange(64))}}}{fixed}>
         {{
             kt = Transpose <perm = [0, 1, 3, 2]> (k) m = MatMul (q, kt)
             {scores} p = Softmax <axis = -1> (w) y = MatMul (p, v) {more}
@@ -78,8 +80,30 @@ def test_a_mask_of_the_operator_that_is_causal_becomes_its_attribute(mask: str) 
     assert rewritten(model).attributes.get_int("is_causal", 0) == 1
 
 
+MADE = {
+    "triu": "f = Expand (low, size) u = Trilu (f, one)",
+    "compared": """r = Range (none, length, one) c = Unsqueeze (r, minus) o = Greater (r, c)
+        u = Where (o, low, nought)""",
+    "tril": """f = ConstantOfShape <value = float {1.0}> (size) l = Trilu <upper = 0> (f) e = Equal (l, nought)
+        u = Where (e, low, nought)""",
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_mask_that_is_made_when_the_model_runs_is_known(name: str) -> None:
+    model = written_out(f"{MADE[name]} w = Add (m, u)")
+    for number, node in enumerate(model.graph):
+        node.name = f"node_{number}"
+    assert rewritten(model).attributes.get_int("is_causal", 0) == 1
+
+
 NOT_THE_SAME = {
     "a mask of the data": written_out("w = Add (m, free)"),
+    "a mask of random numbers": written_out("u = RandomUniform <shape = [4, 4]> () w = Add (m, u)"),
+    "a mask of weights": written_out("c = ReduceMax <keepdims = 0> (free) u = Expand (c, size) w = Add (m, u)"),
+    "a long computation": written_out(
+        "a0 = Expand (low, size) " + " ".join(f"a{n + 1} = Add (a{n}, a0)" for n in range(24)) + " w = Add (m, a24)"
+    ),
     "a mask that hides a query": written_out("w = Add (m, mask)", np.full((4, 4), -np.inf, np.float32)),
     "a mask of one key": written_out("w = Add (m, mask)", np.zeros((4, 1), np.float32)),
     "a scale for each score": written_out("w = Mul (m, t)"),
