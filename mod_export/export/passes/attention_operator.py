@@ -55,7 +55,8 @@ class AttentionOperator:
     name: ClassVar[str] = "attention_operator"
 
     def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return True
+        # Blocks of queries have masks of their own, which stay. Before them, the portable graph went through this.
+        return not dialect.query_blocks
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         known: Known = {}

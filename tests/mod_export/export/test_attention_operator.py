@@ -84,7 +84,7 @@ MADE = {
     "triu": "f = Expand (low, size) u = Trilu (f, one)",
     "compared": """r = Range (none, length, one) c = Unsqueeze (r, minus) o = Greater (r, c)
         u = Where (o, low, nought)""",
-    "tril": """f = ConstantOfShape <value = float {1.0}> (size) l = Trilu <upper = 0> (f) e = Equal (l, nought)
+    "tril": """f = ConstantOfShape <value = float[1] {1.0}> (size) l = Trilu <upper = 0> (f) e = Equal (l, nought)
         u = Where (e, low, nought)""",
 }
 
