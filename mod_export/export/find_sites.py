@@ -26,13 +26,15 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from mod_export.export.index_uses import ARGSORTS, SORTS, Selection, Uses, behind_inputs, uses_of
+from mod_export.export.index_uses import ARGSORTS, SORTS, Selection, Uses, behind, behind_inputs, uses_of
 from mod_export.export.program_nodes import add_node, argument_of, module_path, shape_of
-from mod_export.export.token_flow import is_computed, tokens_behind
+from mod_export.export.token_flow import computing, tokens_behind
 from mod_export.marker import MARKER
 from mod_export.types import BY_POSITION, BY_SCORE
 
 ATEN = torch.ops.aten
+OUTERMOST = "model"
+"""As `module_path` calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ def found_sites(program: ExportedProgram) -> list[FoundSite]:
 def mark_found_sites(program: ExportedProgram) -> None:
     """Marks every site that is found, and names it after the module that selects, gathers and puts back."""
     found = found_sites(program)
-    paths = [_shared_path([one.selection.node, one.uses.gather, one.uses.scatter or one.uses.gather]) for one in found]
+    paths = [_path(one) for one in found]
     counts = Counter(paths)
     names = {path for path, count in counts.items() if count == 1}
     marker = _Marker(program.graph)
@@ -92,7 +94,7 @@ def _rows_of_inputs(program: ExportedProgram) -> set[int]:
 
 def _go_on_alone(selection: Selection, uses: Uses, rows: set[int]) -> bool:
     """Whether the selected tokens are what later operations run on: the others have been pruned."""
-    return selection.rows in rows and is_computed(tokens_behind(selection, uses))
+    return selection.rows in rows and bool(computing(tokens_behind(selection, uses)))
 
 
 def _in_the_row(selection: Selection, uses: Uses, before: Sequence[FoundSite]) -> FoundSite:
@@ -131,13 +133,26 @@ def _selections(graph: fx.Graph) -> Iterator[Selection]:
             continue
         if any(_is_changed(one) for one in (*values, *indices)):
             continue  # Parts of a sort share its memory, which a marker would divide.
-        descending = bool(argument_of(node, "descending"))
-        for kept in (use for one in indices for use in one.users):
-            start = _kept_from(kept, dim)
-            if start is not None:
-                same = [use for one in values for use in one.users if use.args[1:] == kept.args[1:]]
-                largest = descending == (start == 0)
-                yield Selection(node=node, scores=scores, dim=dim, indices=kept, values=same, largest=largest)
+        kept = _only_part(indices)
+        start = None if kept is None else _kept_from(kept, dim)
+        if kept is not None and start is not None:
+            same = [use for one in values for use in one.users if use.args[1:] == kept.args[1:]]
+            largest = bool(argument_of(node, "descending")) == (start == 0)
+            yield Selection(node=node, scores=scores, dim=dim, indices=kept, values=same, largest=largest)
+
+
+def _only_part(indices: Sequence[fx.Node]) -> fx.Node | None:
+    """What is used of the indices of a sort: one part of them, however often a program takes it.
+
+    None where other parts are used as well, such as the tokens that are left: told to select others, a program would
+    have some tokens twice.
+    """
+    parts = [use for one in indices for use in one.users]
+    if not parts or any((one.target, one.args[1:]) != (parts[0].target, parts[0].args[1:]) for one in parts):
+        return None
+    for other in parts[1:]:
+        other.replace_all_uses_with(parts[0])
+    return parts[0]
 
 
 def _items(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -167,13 +182,26 @@ def _is_changed(node: fx.Node) -> bool:
     )
 
 
+def _path(site: FoundSite) -> str:
+    """Of the innermost module that selects, gathers and puts back; where that is the whole model, of the one that runs
+    the selected tokens.
+    """
+    uses = site.uses
+    path = _shared_path([site.selection.node, uses.gather, uses.scatter or uses.gather])
+    if path != OUTERMOST or uses.scatter is None:
+        return path
+    after = behind(uses.scatter)
+    computed = [node for node in computing(tokens_behind(site.selection, uses)) if node not in after]
+    return _shared_path(computed) if computed else path
+
+
 def _shared_path(nodes: Sequence[fx.Node]) -> str:
     """The innermost module that all of them belong to."""
     parts = [module_path(node).split(".") for node in nodes]
     shared = 0
     while all(len(part) > shared for part in parts) and len({part[shared] for part in parts}) == 1:
         shared += 1
-    return (".".join(parts[0][:shared]) or "model").replace(",", "_")
+    return (".".join(parts[0][:shared]) or OUTERMOST).replace(",", "_")
 
 
 class _Marker:

@@ -131,6 +131,8 @@ class Uses:
         read: the form in which the indices read the tokens.
         in_order: whether results are in the order of positions where they are put back, or where the tokens are read.
         forms: every form that the indices have.
+        pairs: every operation that reads tokens whose results are put back, and the first that does that; where none
+            are put back, `gather` alone.
     """
 
     gather: fx.Node
@@ -138,6 +140,7 @@ class Uses:
     read: Form
     in_order: bool
     forms: Sequence[Form]
+    pairs: Sequence[tuple[fx.Node, fx.Node | None]]
 
 
 def behind(node: fx.Node) -> set[fx.Node]:
@@ -190,15 +193,21 @@ def _paired(
     gathers: list[tuple[fx.Node, Form]], scatters: list[tuple[fx.Node, Form]], forms: list[Form]
 ) -> Uses | None:
     """The first tokens that are read and whose results are put back, or else the first that are read."""
-    for gather, form in gathers:
-        after = behind(gather)
-        for scatter, written in scatters:
-            if scatter in after:
-                return Uses(gather=gather, scatter=scatter, read=form, in_order=written.in_order, forms=forms)
     if not gathers:
         return None
-    gather, form = gathers[0]
-    return Uses(gather=gather, scatter=None, read=form, in_order=form.in_order, forms=forms)
+    pairs = []
+    for gather, form in gathers:
+        after = behind(gather)
+        pairs.append((gather, form, next((one for one in scatters if one[0] in after), None)))
+    gather, form, put = next((pair for pair in pairs if pair[2] is not None), pairs[0])
+    return Uses(
+        gather=gather,
+        scatter=None if put is None else put[0],
+        read=form,
+        in_order=(form if put is None else put[1]).in_order,
+        forms=forms,
+        pairs=[(one, other[0]) for one, _, other in pairs if other is not None] or [(gather, None)],
+    )
 
 
 def _is_of_tokens(selection: Selection) -> bool:
@@ -248,7 +257,7 @@ def _holds_tokens(use: fx.Node, form: Form, selection: Selection) -> bool:
     # Positions that were looked up are those of a longer row.
     fits = size >= tokens if form.shifted or form.table is not None else size == tokens
     if form.one_row:
-        return fits and source.target is ATEN.select.int
+        return fits and (source.target is ATEN.select.int or _is_unbound(source))
     if rows == 1:
         return fits
     if form.shifted and size >= rows * tokens and size % rows == 0:
@@ -281,6 +290,8 @@ def _next_form(use: fx.Node, form: Form, selection: Selection) -> Form | None:
     if not isinstance(use.meta.get("val"), torch.Tensor):
         return _several(use, form, selection)
     found = replace(form, node=use)
+    if _is_unbound(use):
+        return found
     if use.target is operator.getitem:
         # A sort gives the indices in order as its values, and the order of a mask as its indices.
         return _placed(found, selection) if use.args[1] == (form.kind == "mask") else None
@@ -306,7 +317,8 @@ def _from_index(use: fx.Node, form: Form, selection: Selection) -> Form | None:
         return replace(found, places=use, table=source) if fits else None
     if use.target is ATEN.cat.default:
         return _beside(use, form)
-    if use.target not in SHAPES:
+    narrowed = use.target is ATEN.slice.Tensor and size == rows * k < math.prod(shape_of(form.node))
+    if use.target not in SHAPES and not narrowed:
         return None
     one_row = use.target is ATEN.select.int and rows > 1 and size * rows == math.prod(shape_of(form.node))
     return _placed(replace(found, one_row=form.one_row or one_row), selection)
@@ -320,6 +332,8 @@ def _from_one_hot(use: fx.Node, found: Form, selection: Selection) -> Form | Non
 
 def _several(use: fx.Node, form: Form, selection: Selection) -> Form | None:
     """Of an operation that returns several tensors: the indices in order."""
+    if use.target is ATEN.unbind.int and form.kind == "index" and argument_of(use, "dim") == 0:
+        return replace(form, node=use, one_row=selection.rows > 1)
     if form.kind == "mask" and use.target in SORTS:
         return replace(form, node=use) if argument_of(use, "descending") else None
     if use.target is ATEN.topk.default:
@@ -337,6 +351,12 @@ def _from_mask(use: fx.Node, found: Form, selection: Selection) -> Form | None:
     if use.target is ATEN.slice.Tensor and math.prod(shape_of(use)) == selection.rows * selection.k:
         return _placed(replace(found, kind="index", in_order=True), selection)
     return found if use.target in SHAPES else None
+
+
+def _is_unbound(node: fx.Node) -> bool:
+    """Whether it is one of the rows that a loop over a tensor gives."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return source is not None and source.target is ATEN.unbind.int
 
 
 def _placed(form: Form, selection: Selection) -> Form:

@@ -142,8 +142,7 @@ def assert_capacity(
     """The graph must route exactly the constant number of tokens that was captured, and have the outputs `results`.
 
     Raises:
-        GraphError: a routed output is missing, or has another shape than (batch, k), or (1, k) where the model makes
-            one row of a batch.
+        GraphError: a routed output is missing, or is not (rows, k).
     """
     outputs = {value.name: value for value in model.graph.outputs}
     for layer, k in k_by_layer.items():
@@ -152,7 +151,8 @@ def assert_capacity(
         value = outputs.get(routed_output(layer))
         if value is None or value.shape is None:
             raise GraphError(f"layer {layer}: the graph has no output {routed_output(layer)} of known shape")
-        if tuple(value.shape.dims) not in ((bucket.batch, k), (1, k)):
+        # Rows may be those of the batch, one for all of it, or one of them; k is what the cost depends on.
+        if value.shape.rank() != 2 or value.shape.dims[1] != k:
             raise GraphError(
                 f"layer {layer}: the graph routes {value.shape}, expected [{bucket.batch}, {k}] at {bucket.name}"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,9 +62,9 @@ def tokens_behind(selection: Selection, uses: Uses) -> dict[fx.Node, Places]:
     return found
 
 
-def is_computed(tokens: dict[fx.Node, Places]) -> bool:
-    """Whether a product of matrices reads the tokens one by one: they are not just pooled or copied."""
-    return any(use.target in COMPUTES for node in tokens for use in node.users)
+def computing(tokens: Iterable[fx.Node]) -> list[fx.Node]:
+    """The products of matrices that read the tokens one by one: none where they are just pooled or copied."""
+    return [use for node in tokens for use in node.users if use.target in COMPUTES]
 
 
 def _read_places(selection: Selection, uses: Uses) -> Places | None:

@@ -1,8 +1,11 @@
-"""A program of `torch.export.save`, as text: its inputs and outputs, its routing sites, its FLOPs."""
+"""A program of `torch.export.save`, as text: its inputs and outputs, its FLOPs, and of its routing sites k, their share
+of the FLOPs, the gate and the order.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mod_export.errors import CheckpointError
 from mod_export.export.capture import with_found_sites
-from mod_export.export.routing_sites import RoutingSite, routing_sites
+from mod_export.export.routing_sites import routing_sites
+from mod_export.inspect.routed_part import gates_and_flops
 from mod_export.report.tables import table_lines
 from mod_export.sources.pt2 import read_program
 from mod_export.types import BY_POSITION, BY_SCORE
@@ -27,8 +31,8 @@ ORDERS = {
     "first_come": "order of position",
 }
 NO_SITES = (
-    "no routing site: nothing selects k tokens, gathers them, and puts results back. Mark a selection of another form "
-    "with mod_export.mark_selection(indices, scores)"
+    "no routing site: nothing selects k tokens and gathers them to run. A mask over results that all tokens compute "
+    "saves nothing. Mark a selection of another form with mod_export.mark_selection(indices, scores)"
 )
 
 
@@ -49,22 +53,27 @@ def describe_program(path: Path) -> str:
 def _described(name: str, program: ExportedProgram) -> str:
     weights = program.state_dict
     count = sum(tensor.numel() for tensor in weights.values())
+    flops = _flops(program)
     lines = [
         f"{name}  {len(weights)} weights, {count:,} parameters",
         *(f"in   {node.name} {_type(node)}" for node in _inputs(program)),
         *(f"out  {_type(node)}" for node in program.graph.output_node().args[0]),
-        _flops_line(program),
+        flops if isinstance(flops, str) else f"{sum(flops.values()):,} FLOPs of matrix products",
         "",
-        *_site_lines(routing_sites(program)),
+        *_site_lines(program, {} if isinstance(flops, str) else flops),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _site_lines(sites: list[RoutingSite]) -> list[str]:
+def _site_lines(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> list[str]:
+    sites = routing_sites(program)
     if not sites:
         return [NO_SITES]
-    rows = [[str(site.name), str(site.k), ORDERS[site.rule]] for site in sites]
-    return table_lines(["routing site", "k", "selected tokens run in"], rows)
+    rows = [
+        [str(site.name), str(site.k), f"{share:.1%}", gate, ORDERS[site.rule]]
+        for site, (gate, share) in zip(sites, gates_and_flops(program, flops), strict=True)
+    ]
+    return table_lines(["routing site", "k", "of the FLOPs", "gate", "selected tokens run in"], rows)
 
 
 def _inputs(program: ExportedProgram) -> list[fx.Node]:
@@ -81,15 +90,30 @@ def _type(node: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def _flops_line(program: ExportedProgram) -> str:
-    """FLOPs of the matrix products of one run, two for each multiply-add (`torch.utils.flop_counter`)."""
+def _flops(program: ExportedProgram) -> dict[fx.Node, int] | str:
+    """FLOPs of each matrix product, two for each multiply-add (`torch.utils.flop_counter`); or why there are none."""
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
     counter = FlopCounterMode(display=False)
     try:
         with torch.no_grad(), mode or contextlib.nullcontext(), counter:
-            values = [node.meta["val"] for node in nodes]
-            fx.Interpreter(program.graph_module).run(*values, enable_io_processing=False)
+            counting = _Counting(program.graph_module, counter)
+            counting.run(*[node.meta["val"] for node in nodes], enable_io_processing=False)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         return f"FLOPs not counted: {str(error).splitlines()[0]}"
-    return f"{counter.get_total_flops():,} FLOPs of matrix products"
+    return counting.flops
+
+
+class _Counting(fx.Interpreter):
+    """Notes what each node of a program adds to a counter."""
+
+    def __init__(self, module: fx.GraphModule, counter: FlopCounterMode) -> None:
+        super().__init__(module)
+        self._counter = counter
+        self.flops: dict[fx.Node, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = self._counter.get_total_flops()
+        result = super().run_node(n)
+        self.flops[n] = self._counter.get_total_flops() - before
+        return result

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from mod_export.errors import CaptureError, UsageError
 from mod_export.export.capture import prove_static
+from mod_export.export.not_static import refusal, refuse_dynamic
 from mod_export.export.weights import digests_of_tensors
 from mod_export.sources.model import PROGRAM, Model
 from mod_export.sources.plain_programs import plain_program
@@ -223,9 +224,11 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
     prove_static(_Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]], where)
     args, kwargs = calls[0]
     try:
-        return torch.export.export(module, args, kwargs, strict=False)
+        program = torch.export.export(module, args, kwargs, strict=False)
     except Exception as error:  # Of any type: it runs the model's own code.
-        raise CaptureError(f"{where}: torch.export refused the model: {own_line(error)}") from error
+        raise refusal(error, _Called(module, calls[0]), _tensors(calls[0]), where) from error
+    refuse_dynamic(program.graph, where)
+    return program
 
 
 def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[Call], where: str) -> None:

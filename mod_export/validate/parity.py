@@ -102,9 +102,10 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Round
     outputs = runner.run(batch.read_by(runner.inputs))
     free = reference.free(batch)
     candidate, unusable = _candidate_routing(outputs, free)
-    # Positions outside the row cannot be forced; the routing check reports them.
-    last = batch.bucket.seq - 1
-    routing = {site: index_BK.clip(EMPTY, last) for site, index_BK in candidate.items()}
+    # Positions outside the row cannot be forced; the routing check reports them. A row may be a part of the bucket's,
+    # or all of its rows in one.
+    last = {site: one.score_BS.shape[1] - 1 for site, one in free.judged.items()}
+    routing = {site: index_BK.clip(EMPTY, last[site]) for site, index_BK in candidate.items()}
     same = all(np.array_equal(index_BK, free.routed[site]) for site, index_BK in routing.items())
     given = free if same else reference.forced(batch, routing)
     chosen = free.routed if same else {**free.routed, **routing}

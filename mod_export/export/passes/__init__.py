@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from mod_export.errors import GraphError
+from mod_export.export.passes.attention_operator import AttentionOperator
 from mod_export.export.passes.cache_in_place import CacheInPlace
 from mod_export.export.passes.cast_floats import CastFloats
 from mod_export.export.passes.decompose_attention import DecomposeAttention
@@ -48,6 +49,7 @@ class GraphPass(Protocol):
 
 PASSES: tuple[GraphPass, ...] = (
     SelectTopk(),
+    AttentionOperator(),
     PlainScatter(),
     ThresholdSelection(),
     RotaryEmbedding(),

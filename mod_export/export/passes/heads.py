@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import pattern
 
 from mod_export.export.nodes import (
     NodeWriter,
+    constant_array,
     is_standard,
     label_of,
     made_by,
@@ -31,13 +33,20 @@ from mod_export.export.nodes import (
 from mod_export.types import Dialect, DType
 
 SWAPPED = [0, 2, 1, 3]
+ROW_BY_ROW = (
+    "Cos", "Sin", "Cast", "Identity", "Unsqueeze", "Reshape", "Expand", "Slice", "Gather", "GatherND", "GatherElements",
+    "Transpose",
+)  # fmt: skip
 FIRST_OPSET = 23
 """Of the operator RotaryEmbedding."""
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 class RotaryEmbedding:
-    """Replaces a rotation in primitive operators, of two halves, by the operator RotaryEmbedding (not interleaved)."""
+    """Replaces a rotation in primitive operators, of two halves, by the operator RotaryEmbedding (not interleaved).
+
+    Also that of transformers, x * cos + rotate_half(x) * sin, whose tables have every column twice.
+    """
 
     name: ClassVar[str] = "rotary_embedding"
 
@@ -74,23 +83,111 @@ WRITTEN_OUT = pattern.Pattern(_written_out)
 def _rotations(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, list[ir.Value]]]:
     """(node, x, cosines and sines) of each rotation of x (B, H, T, E) that ends in `node`."""
     for node in model.graph if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
-        if not is_standard(node, "Concat") or node.outputs[0].dtype not in FLOATS:
-            continue
-        match = WRITTEN_OUT.match(model, model.graph, node, check_nodes_are_removable=False)
         shape = static_shape(node.outputs[0])
-        if not match or shape is None or len(shape) != 4 or node.attributes.get_int("axis", 0) not in (-1, 3):
+        if node.outputs[0].dtype not in FLOATS or shape is None or len(shape) != 4:
             continue
-        x, *tables = (match.bindings[name] for name in ("x", "cos", "sin"))
+        found = _of_halves(model, node) if is_standard(node, "Concat") else _with_rotate_half(node, shape[-1])
+        if found is None:
+            continue
+        x, *tables = found
         B, _, T, E = shape
-        fitting = ((T, E // 2), (B, 1, T, E // 2), (1, 1, T, E // 2))  # The same for all heads.
+        width = E // 2 if is_standard(node, "Concat") else E
+        fitting = ((T, width), (B, 1, T, width), (1, 1, T, width))  # The same for all heads.
         if static_shape(x) == shape and all(static_shape(table) in fitting for table in tables):
             yield node, x, tables
+
+
+def _of_halves(model: ir.Model, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
+    match = WRITTEN_OUT.match(model, model.graph, node, check_nodes_are_removable=False)
+    if not match or node.attributes.get_int("axis", 0) not in (-1, 3):
+        return None
+    x, cos, sin = (match.bindings[name] for name in ("x", "cos", "sin"))
+    return x, cos, sin
+
+
+def _with_rotate_half(node: ir.Node, width: int) -> tuple[ir.Value, ir.Value, ir.Value] | None:
+    """(x, cos, sin) of x * cos + concat(-b, a) * sin of the halves a and b of x, where the halves of cos and sin are
+    equal.
+    """
+    products = [made_by(value, "Mul") for value in node.inputs] if is_standard(node, "Add") else []
+    for straight, turned in (products, products[::-1]) if len(products) == 2 else ():
+        if straight is None or turned is None:
+            continue
+        for n in (0, 1):
+            x, sin = _turned(turned.inputs[n], width), turned.inputs[1 - n]
+            if x is None or x not in straight.inputs:
+                continue
+            cos = straight.inputs[1 - straight.inputs.index(x)]
+            if cos is not None and sin is not None and _has_equal_halves(cos) and _has_equal_halves(sin):
+                return x, cos, sin
+    return None
+
+
+def _turned(value: ir.Value | None, width: int) -> ir.Value | None:
+    """x, where a value is concat(-b, a) of its halves."""
+    concat = made_by(value, "Concat")
+    if concat is None or len(concat.inputs) != 2 or concat.attributes.get_int("axis", 0) not in (-1, 3):
+        return None
+    negative = made_by(concat.inputs[0], "Neg")
+    second = None if negative is None else _half(negative.inputs[0], width, 1)
+    return second if second is not None and second is _half(concat.inputs[1], width, 0) else None
+
+
+def _half(value: ir.Value | None, width: int, number: int) -> ir.Value | None:
+    """x, where a value is its first (0) or second (1) half."""
+    node = None if value is None else value.producer()
+    shape = None if node is None else static_shape(node.inputs[0])
+    if node is None or value is None or shape is None or shape[-1] != width or width % 2:
+        return None
+    if static_shape(value) != (*shape[:-1], width // 2):
+        return None
+    if is_standard(node, "Split"):
+        last = node.attributes.get_int("axis", 0) in (-1, len(shape) - 1)
+        return node.inputs[0] if last and node.outputs.index(value) == number else None
+    start = constant_array(node.inputs[1]) if is_standard(node, "Slice") else None
+    return node.inputs[0] if start is not None and start.tolist() == [number * width // 2] else None
+
+
+def _has_equal_halves(value: ir.Value | None) -> bool:
+    """Whether the last dimension holds the same numbers twice, one after the other, whatever the inputs are."""
+    array, shape = constant_array(value), static_shape(value)
+    node = None if value is None else value.producer()
+    if array is not None:
+        return array.ndim > 0 and all((one == array[..., : one.shape[-1]]).all() for one in np.split(array, 2, -1))
+    if node is None or shape is None:
+        return False
+    if is_standard(node, "Concat"):
+        a, *others = node.inputs
+        return others == [a] and node.attributes.get_int("axis", 0) in (-1, len(shape) - 1)
+    source = static_shape(node.inputs[0])
+    if source is None or source[-1:] != shape[-1:]:
+        return False
+    if is_standard(node, "Mul"):
+        number = constant_array(node.inputs[1])
+        return number is not None and number.size == 1 and _has_equal_halves(node.inputs[0])
+    # These leave rows as they are, or compute each number by itself.
+    return is_standard(node, *ROW_BY_ROW) and _has_equal_halves(node.inputs[0]) and _reads_whole_rows(node, len(source))
+
+
+def _reads_whole_rows(node: ir.Node, rank: int) -> bool:
+    if is_standard(node, "GatherElements"):
+        # The same index for all of a row.
+        index = made_by(node.inputs[1], "Expand")
+        sizes = None if index is None else static_shape(index.inputs[0])
+        return sizes is not None and sizes[-1:] == (1,) and node.attributes.get_int("axis", 0) not in (-1, rank - 1)
+    if is_standard(node, "Gather"):
+        return node.attributes.get_int("axis", 0) not in (-1, rank - 1)
+    if is_standard(node, "Transpose"):
+        return node.attributes.get_ints("perm", [0])[-1] == rank - 1
+    return True
 
 
 def _table(writer: NodeWriter, value: ir.Value, x: ir.Value) -> ir.Value:
     """Cosines or sines as (B, T, E / 2)."""
     B, _, T, E = static_shape(x) or (0, 0, 0, 0)
     rows = (static_shape(value) or ())[:-3] or (1,)
+    if (static_shape(value) or ())[-1:] == (E,):
+        value = writer.op("Slice", value, [0], [E // 2], [-1])
     flat = writer.op("Reshape", value, [*rows, T, E // 2])
     return flat if rows == (B,) else writer.op("Expand", flat, [B, T, E // 2])
 

@@ -1,4 +1,5 @@
-"""The selection of the k best tokens, by one TopK of k where a target can take it, and by a threshold where it cannot.
+"""The selection of the k best tokens, by one TopK of k where a target can take it, and otherwise by a threshold or by
+rounds.
 
 The reference selects by a stable descending sort, the only selection in PyTorch that specifies the order of ties.
 Exported unchanged, it would sort all S scores. ONNX TopK specifies the same order of ties (the lower index first), so
@@ -7,6 +8,9 @@ TopK(k = S) followed by a slice of the first k indices equals TopK(k).
 The k largest scores, ties to the earlier token, are also all scores above tau, the k-th largest value, and as many of
 the first scores equal to tau as are still missing. tau is a value, not a position, so several rounds of TopK can find
 it, even without a specified order of ties: each round selects at most the limit and hides what it selected.
+
+Where the order of the scores counts, as it does for a model whose selected tokens stay in that order, the rounds one
+after the other are the selection.
 
 Shape legend: S tokens in a row, k selected, `...` any leading dimensions (the batch).
 """
@@ -17,10 +21,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from mod_export.errors import LimitError
 from mod_export.export.nodes import (
     NodeWriter,
     constant_array,
@@ -104,7 +108,8 @@ class _Selection(NamedTuple):
 
 
 class ThresholdSelection:
-    """Replaces a selection whose k exceeds the dialect's TopK by threshold and compaction, exact also on ties.
+    """Replaces a selection whose k exceeds the dialect's TopK by threshold and compaction, exact also on ties, and any
+    other TopK of such a k by rounds.
 
     Rows with fewer than k finite scores keep their meaning: tau is then -inf, and the earliest of the tokens with score
     -inf (the padding) fill the row. All counts are int32, because floats are exact only up to a limit.
@@ -116,15 +121,20 @@ class ThresholdSelection:
         return dialect.topk_limit is not None
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        """Rewrites every selection above the limit.
+        """Rewrites every TopK above the limit.
 
         Raises:
-            LimitError: a TopK above the limit that is not a selection of positions.
+            GraphError: one of an unknown length.
         """
-        found = [_selection(node, k, dialect) for node, k in _too_large(model, dialect) if not _ascends(node)]
+        large = [node for node, _ in _too_large(model, dialect)]
+        found = [_selection(node) for node in large if _ascends(node)]
+        alone = set(large).difference(*({one.best, one.ascend} for one in found))
         for selection in found:
             _select_by_threshold(model.graph, selection, dialect)
-        return len(found)
+        for node in large:
+            if node in alone:
+                _select_by_rounds(model.graph, node, dialect)
+        return len(found) + len(alone)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         limit = dialect.topk_limit
@@ -152,18 +162,50 @@ def _ascends(node: ir.Node) -> bool:
     return directions == (1, 0) and is_alone and fits and best.inputs[0] is not None and best.inputs[0].dtype in FLOATS
 
 
-def _selection(node: ir.Node, k: int, dialect: Dialect) -> _Selection:
-    ascend, scores = only_reader(node.outputs[1]), node.inputs[0]
-    if ascend is None or not is_standard(ascend, "TopK") or not _ascends(ascend):
-        limit = dialect.topk_limit
-        raise LimitError(
-            f"{label_of(node)}: TopK takes K = {k}, but {dialect.name} takes at most {limit}, and only a selection "
-            "(the positions of the K largest scores of the last axis, put into ascending order and used for nothing "
-            f"else) can be rewritten; lower the capacity or the sequence length so that K <= {limit}, or build another "
-            "target"
-        )
+def _selection(ascend: ir.Node) -> _Selection:
+    best = made_by(ascend.inputs[0], "TopK")
+    assert best is not None
+    scores, k = best.inputs[0], _integers(best, 1)
     assert scores is not None
-    return _Selection(node, ascend, scores, require_static_shape(scores, node), k)
+    assert k is not None
+    return _Selection(best, ascend, scores, require_static_shape(scores, best), k[0])
+
+
+def _select_by_rounds(graph: ir.Graph, node: ir.Node, dialect: Dialect) -> None:
+    """The next best of each round after those of the round before: the values and indices that one TopK would give.
+
+    What a round selected is hidden behind a number that is worse than any other. A score of minus infinity itself
+    counts as the smallest finite one, so that no round selects a token again.
+    """
+    given, limit, k = node.inputs[0], dialect.topk_limit or 0, _integers(node, 1)
+    shape = list(require_static_shape(given, node))
+    assert given is not None
+    assert given.dtype is not None
+    assert k is not None
+    axis, largest = _axis(node), node.attributes.get_int("largest", 1)
+    writer = NodeWriter(graph, node, "rounds")
+    number = given.dtype.numpy()
+    if given.dtype in FLOATS:
+        bound = float(ml_dtypes.finfo(number).max)  # type: ignore[no-untyped-call]  # It has no annotations.
+        edge = -bound if largest else bound
+        scores = writer.op("Max" if largest else "Min", given, np.array(edge, number))
+        hidden = np.array([-math.inf if largest else math.inf], number)
+    else:
+        integers = np.iinfo(number)
+        scores, hidden = given, np.array([integers.min if largest else integers.max], number)
+    parts, left = [], k[0]
+    while left > 0:
+        size = min(left, limit)
+        _, indices = writer.ops("TopK", 2, scores, [size], axis=axis, largest=largest, sorted=1)
+        parts.append(indices)
+        left -= size
+        if left:
+            shape[axis] = size
+            scores = writer.op("ScatterElements", scores, indices, writer.op("Expand", hidden, shape), axis=axis)
+    index = writer.op("Concat", *parts, axis=axis)
+    if is_used(node.outputs[0]):
+        substitute(node.outputs[0], writer.op("GatherElements", given, index, axis=axis))
+    substitute(node.outputs[1], index, node)
 
 
 def _select_by_threshold(graph: ir.Graph, selection: _Selection, dialect: Dialect) -> None:

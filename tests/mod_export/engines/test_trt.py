@@ -166,6 +166,24 @@ def test_where_it_takes_a_write_in_place(tmp_path: Path, body: str, reason: str 
 
 
 @needs_rtx
+def test_selects_more_tokens_than_its_topk_can_in_the_order_of_their_scores(tmp_path: Path) -> None:
+    model = parsed(
+        """g (float[1,9000] s, float[1,9000,4] x) => (float[1,9000,4] y, int64[1,5000] index)
+        <int64[1] k = {5000}, int64[1] last = {-1}, int64[3] wide = {1, 5000, 4}> {
+            values, index = TopK (s, k)
+            i = Unsqueeze (index, last) j = Expand (i, wide) taken = GatherElements <axis = 1> (x, j)
+            v = Unsqueeze (values, last) u = Mul (taken, v)
+            y = ScatterElements <axis = 1, reduction = "add"> (x, j, u)
+        }"""
+    )
+    for number, node in enumerate(model.graph):
+        node.name = f"node_{number}"
+    run_passes(model, RTX.dialect, "float32")
+    check_dialect(model, RTX.dialect, "float32")
+    assert build_plan(tmp_path, model, "float32") > 10_000
+
+
+@needs_rtx
 @pytest.mark.slow
 def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
     """40,960 tokens of which 5,120 are routed; the same graph on a CPU routes as the model does."""

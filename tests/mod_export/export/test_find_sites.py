@@ -256,6 +256,13 @@ def kept_logits(x: Tensor, score: Tensor) -> Tensor:
     return x + torch.zeros_like(logits).scatter(1, words, values.softmax(-1)).sum(-1)[:, None, None]
 
 
+def with_the_rest(x: Tensor, score: Tensor) -> Tensor:
+    """The tokens that are left are read by the rest of the same sort, and all go back by its inverse."""
+    order, rows = score[..., 0].argsort(1, descending=True), torch.arange(B)[:, None]
+    both = torch.cat([x[rows, order[:, :K]] @ torch.ones(D, D), x[rows, order[:, K:]]], 1)
+    return both[rows, order.argsort(1)]
+
+
 def beams(x: Tensor, score: Tensor) -> Tensor:
     """The best continuations of several beams, whose states are taken along."""
     best = (x[:, :4] @ torch.ones(D, V)).reshape(B, -1).topk(4).indices
@@ -265,7 +272,7 @@ def beams(x: Tensor, score: Tensor) -> Tensor:
 NO_SITES = [
     experts_of_tokens, normalised_experts, tokens_of_experts, mask_alone, read_alone, unrelated,
     whole_sort, nothing, changed_in_place, soft_mask, soft_ranks, masked_scatter, chosen_experts, weights_of_experts,
-    experts_with_capacity, experts_that_choose, sampled_words, kept_logits, beams,
+    experts_with_capacity, experts_that_choose, sampled_words, kept_logits, beams, with_the_rest,
 ]  # fmt: skip
 
 

@@ -42,6 +42,73 @@ def test_the_rotation_is_the_same(table: str, body: str) -> None:
     np.testing.assert_allclose(run(model, feeds)[0], expected, atol=1e-6)
 
 
+ROTATE_HALF = (
+    "c2 = Concat <axis = -1> (half, half) cos = Cos (c2) s2 = Sin (c2) sin = Mul (s2, scale) "
+    "b = Slice (x, four, end, last) a = Slice (x, zero, four, last) n = Neg (b) t = Concat <axis = -1> (n, a) "
+    "xc = Mul (x, cos) ts = Mul (t, sin) y = Add (xc, ts)"
+)
+TABLES = {
+    "as in transformers": ROTATE_HALF,
+    "split, in another order": ROTATE_HALF.replace(
+        "b = Slice (x, four, end, last) a = Slice (x, zero, four, last)", "a, b = Split <axis = 3, num_outputs = 2> (x)"
+    ).replace("Mul (x, cos) ts = Mul (t, sin) y = Add (xc, ts)", "Mul (cos, x) ts = Mul (sin, t) y = Add (ts, xc)"),
+    "of the rows of selected tokens": ROTATE_HALF.replace(
+        "cos = Cos (c2)", "g = Gather <axis = 2> (c2, rows) cos = Cos (g)"
+    ),
+    "looked up in each column": ROTATE_HALF.replace(
+        "cos = Cos (c2)", "i = Expand (index, shape) g = GatherElements <axis = 2> (c2, i) cos = Cos (g)"
+    ),
+    "turned": ROTATE_HALF.replace(
+        "cos = Cos (c2)", "u = Transpose <perm = [0,2,1,3]> (c2) g = Transpose <perm = [0,2,1,3]> (u) cos = Cos (g)"
+    ),
+    "constant": ROTATE_HALF.replace("cos = Cos (c2)", "cos = Expand (fixed, shape)"),
+}
+
+
+def rotate_half(body: str) -> ir.Model:
+    fixed = ", ".join(f"{0.1 * n}" for row in range(5) for n in [*range(row, row + 4)] * 2)
+    return parsed(
+        f"""g (float[2,3,5,8] x, float[2,1,5,4] half) => (float[2,3,5,8] y)
+        <int64[1] zero = {{0}}, int64[1] four = {{4}}, int64[1] end = {{8}}, int64[1] last = {{-1}},
+         float scale = {{0.9}},
+         int64[5] rows = {{4, 1, 1, 3, 0}}, int64[2,1,5,1] index = {{0,1,2,3,4, 4,3,2,1,0}},
+         int64[4] shape = {{2,1,5,8}},
+         int64[2,1,5,8] single = {{{", ".join(str(n % 5) for n in range(80))}}}, float[1,1,5,8] fixed = {{{fixed}}},
+         float[1,1,5,8] odd = {{{", ".join(map(str, range(40)))}}}> {{ {body} }}"""
+    )
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_rotation_of_transformers_is_the_same(name: str) -> None:
+    model = rotate_half(TABLES[name])
+    feeds = random_feeds(model)
+    expected = run(model, feeds)[0]
+    assert rotated(model) == 1
+    assert op_types(model).count("RotaryEmbedding") == 1
+    np.testing.assert_allclose(run(model, feeds)[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("n = Neg (b)", "n = Identity (b)"),
+        ("(n, a)", "(a, n)"),
+        ("x, zero, four", "x, four, end"),
+        ("Mul (x, cos)", "Mul (t, cos)"),
+        ("Concat <axis = -1> (half, half)", "Concat <axis = -1> (half, other)"),
+        ("cos = Cos (c2)", "cos = Expand (odd, shape)"),
+        ("cos = Cos (c2)", "g = GatherElements <axis = 2> (c2, single) cos = Cos (g)"),
+        ("cos = Cos (c2)", "g = Tanh (c2) cos = Cos (g)"),
+        ("y = Add (xc, ts)", "y = Sub (xc, ts)"),
+    ],
+    ids=["no sign", "swapped", "one half twice", "not x", "other halves", "other constants", "an index for each number",
+         "another function", "difference"],
+)  # fmt: skip
+def test_what_only_resembles_it_stays(old: str, new: str) -> None:
+    body = ("other = Neg (half) " if "other" in new else "") + TABLES["as in transformers"].replace(old, new)
+    assert rotated(rotate_half(body)) == 0
+
+
 OTHER_VALUE = ROTATION.replace("parts) ", "parts) c = Neg (a) ").replace("Mul (a, sin)", "Mul (c, sin)")
 
 

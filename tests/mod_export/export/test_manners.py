@@ -17,6 +17,7 @@ from mod_export.export.dialect import check_dialect
 from mod_export.export.passes import run_passes
 from mod_export.export.routing_sites import Selection, SiteRun, routing_sites, run_sites
 from mod_export.export.weights import state_of
+from mod_export.validate.compare import Judged, routing_of_site
 
 Made = tuple[Manner, nn.Module, torch.export.ExportedProgram, Tensor]
 
@@ -99,3 +100,24 @@ def test_graphs_of_targets_compute_the_same(name: str, target: str) -> None:
     np.testing.assert_allclose(y, expected.numpy(), rtol=0, atol=2e-5)
     for index_BK, one in zip(routed, own.selections.values(), strict=True):
         np.testing.assert_array_equal(np.sort(index_BK), one.index_BK.sort().values.numpy())
+
+
+@pytest.mark.parametrize("name", ["put_accumulate", "recursions", "flat_batch"])
+def test_a_tie_between_equal_scores_is_no_fault(name: str) -> None:
+    """With a router of zeros all tokens tie, and `torch.topk` may return any of them."""
+    manner = MANNERS[name]
+    module = manner.make().eval()
+    for weight, tensor in module.named_parameters():
+        if ".router" in weight:
+            tensor.detach().zero_()
+    x = manner.inputs(0)
+    run = SiteRun(manner.tokens)
+    run_sites(exported(module, x, name), state_of(module), x, run)
+    for site, one in run.selections.items():
+        judged = Judged(one.rule, one.score_BS.numpy(), one.open_BS.numpy())
+        others_BK = np.stack([np.flatnonzero(open_S)[-one.index_BK.shape[1] :] for open_S in judged.open_BS])
+        for candidate_BK in (one.index_BK.numpy(), others_BK):
+            found = routing_of_site(site, candidate_BK, judged)
+            assert not found.malformed
+            assert set(found.distances) <= {0.0}
+            assert found.min_margin == 0

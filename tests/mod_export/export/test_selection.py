@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import TENSORRT, op_types, parsed, run
 
-from mod_export.errors import GraphError, LimitError
+from mod_export.errors import GraphError
 from mod_export.export.passes import PORTABLE
 from mod_export.export.passes.selection import SelectTopk, ThresholdSelection
 from mod_export.types import Dialect
@@ -180,22 +180,37 @@ ASCENDING = "positions, order = TopK <largest = 0> (indices, k)"
         ("int64[6,8] positions", "values, indices = TopK <axis = 0> (tall, k) positions = Identity (indices)"),
         ("int64[2,6] positions", "w = Cast <to = 7> (scores) values, indices = TopK (w, k) " + ASCENDING),
         ("int64[2,6] positions", "values, i = TopK (scores, k) indices = Neg (i) " + ASCENDING),
+        ("float16[2,8] values", "w = Cast <to = 10> (scores) values, indices = TopK <largest = 0> (w, all)"),
     ],
-    ids=["alone", "indices", "order", "values", "smallest", "descending", "axis", "integers", "not the indices"],
+    ids=["alone", "indices", "order", "values", "smallest", "descending", "axis", "integers", "not the indices", "all"],
 )
-def test_refuses_what_is_no_selection(outputs: str, body: str) -> None:
-    model = parsed(f"g (float[2,8] scores, float[9,8] tall) => ({outputs}) <int64[1] k = {{6}}> {{ {body} }}")
-    node = next(node for node in model.graph if node.op_type == "TopK")
-    node.metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layers.3.router', 'linear_7']"
-    message = r"^layers\.3 \(TopK\): TopK takes K = 6, but TensorRT takes at most 5, and only a selection .* K <= 5, or"
-    with pytest.raises(LimitError, match=message):
-        ThresholdSelection().run(model, limited(5), "float32")
-
-
-def test_refuses_a_selection_of_unknown_length() -> None:
+def test_any_other_selection_is_made_in_rounds(outputs: str, body: str) -> None:
+    """In the order in which one TopK would give it."""
     model = parsed(
-        f"g (float[1,S] scores) => (int64[1,6] positions) <int64[1] k = {{6}}> "
-        f"{{ values, indices = TopK (scores, k) {ASCENDING} }}"
+        f"""g (float[2,8] scores, float[9,8] tall) => ({outputs})
+        <int64[1] k = {{6}}, int64[1] all = {{8}}> {{ {body} }}"""
+    )
+    feeds = {
+        "scores": np.array([[3, 1, -INFINITY, 7, -INFINITY, 5, 0, 2], [8, INFINITY, 6, 5, 4, 3, 2, 1]], np.float32),
+        "tall": np.random.default_rng(0).permutation(72).reshape(9, 8).astype(np.float32),
+    }
+    for number, node in enumerate(model.graph):
+        node.name = f"node_{number}"
+    before = run(model, feeds)
+    for limit in (4, 1):
+        rewritten = ir.from_proto(ir.to_proto(model))
+        assert ThresholdSelection().run(rewritten, limited(limit), "float32") > 0
+        assert ThresholdSelection().ensures(rewritten, limited(limit), "float32") == []
+        for found, one in zip(run(rewritten, feeds), before, strict=True):
+            np.testing.assert_array_equal(found, one)
+
+
+@pytest.mark.parametrize("more", ["", "other = Neg (values)"])
+def test_refuses_a_selection_of_unknown_length(more: str) -> None:
+    outputs = "int64[1,6] positions, float[1,6] other" if more else "int64[1,6] positions"
+    model = parsed(
+        f"g (float[1,S] scores) => ({outputs}) <int64[1] k = {{6}}> "
+        f"{{ values, indices = TopK (scores, k) {ASCENDING} {more} }}"
     )
     message = r"TopK has scores of shape \[1,S\], expected a static shape; export with fixed"
     with pytest.raises(GraphError, match=message):

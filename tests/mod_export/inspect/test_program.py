@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from mod_dialects import DIALECTS, Inner, Model, V
+from manner_blocks import WeightedRows
+from manner_models import Recursions
+from mod_dialects import DIALECTS, D, Inner, Model, Routed, V
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,13 +36,56 @@ def test_sites_and_flops_of_a_program(name: str, order: str, tmp_path: Path) -> 
     assert lines[0] == f"mine.pt2  {len(module.state_dict())} weights, {parameters:,} parameters"
     assert lines[1:3] == ["in   ids int64 [2, 16]", f"out  float32 [2, 16, {V}]"]
     assert lines[3] == f"{counter.get_total_flops():,} FLOPs of matrix products"
-    assert [line.split()[:2] for line in lines[-2:]] == [["blocks.1", "4"], ["blocks.3", "4"]]
+    with FlopCounterMode(display=False) as routed, torch.no_grad():
+        module.blocks[1].block(torch.zeros(2, 4, D))
+    share = f"{routed.get_total_flops() / counter.get_total_flops():.1%}"
+    assert [line.split()[:3] for line in lines[-2:]] == [["blocks.1", "4", share], ["blocks.3", "4", share]]
     assert order in lines[-1]
+
+
+class RouterOfTwo(Routed):
+    """The probability of the second of two classes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.cat([self.router(x), x[..., :1]], -1).softmax(-1)[..., 1]
+        gate, index = scores.topk(4)
+        wide = index[..., None].expand(-1, -1, D)
+        return x.scatter(1, wide, self.block(x.gather(1, wide)) * gate[..., None])
+
+
+class RowSoftmax(Routed):
+    """Weights of the whole row, scaled, and looked up by the indices of all features."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.router(x).softmax(1) * 0.5
+        index = weight.topk(4, dim=1).indices.expand(-1, -1, D)
+        return x.scatter(1, index, self.block(x.gather(1, index)) * weight.gather(1, index[..., :1]))
+
+
+@pytest.mark.parametrize(
+    ("make", "gate"),
+    [
+        (DIALECTS["scatter_add"], "the score itself"),
+        (DIALECTS["index_put"], "none found"),
+        (DIALECTS["argsort"], "sigmoid"),
+        (DIALECTS["sort_tail"], "tanh"),
+        (DIALECTS["index_add"], "softmax over the selected tokens"),
+        (WeightedRows, "softmax over the selected tokens"),
+        (Recursions, "sigmoid"),
+        (RouterOfTwo, "softmax over the router's outputs"),
+        (RowSoftmax, "softmax over the row"),
+    ],
+)
+def test_the_gate_is_how_scores_weigh_results(make: type[nn.Module], gate: str, tmp_path: Path) -> None:
+    saved(Model(make), tmp_path / "mine.pt2")
+    sites = [line for line in describe(tmp_path / "mine.pt2").splitlines() if line.startswith("blocks.")]
+    assert sites
+    assert all(f" {gate} " in line for line in sites)
 
 
 def test_a_program_without_sites_says_how_to_mark_one(tmp_path: Path) -> None:
     saved(Model(Inner), tmp_path / "dense.pt2")
-    assert "no routing site: nothing selects k tokens" in describe(tmp_path / "dense.pt2")
+    assert "no routing site: nothing selects k tokens and gathers them to run" in describe(tmp_path / "dense.pt2")
     with pytest.raises(UsageError, match=r"--png: .*dense\.pt2 is a graph; give the checkpoint of a model"):
         describe(tmp_path / "dense.pt2", png=tmp_path / "picture.png")
 
