@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, config_option, target_option
-from mod_export.sources.request import Request
-from mod_export.types import Bucket
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
+    from mod_export.sources.request import Request
 
 SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
@@ -77,6 +76,8 @@ def build(
     MODEL is a checkpoint (model.pt, or a folder of config.json and model.safetensors); programs of torch.export.save,
     a .pt2 for each shape; or my_model.py:make_model, a function that returns a module and its inputs.
     """
+    from mod_export.sources.request import Request
+
     overrides = {"max_memory": max_memory, "buckets": buckets}
     config = config_of(config_file, targets, **{name: value for name, value in overrides.items() if value is not None})
     request = Request(sources=models, baseline=baseline, samples=samples, capacity=capacity)
@@ -122,6 +123,7 @@ def build_and_show(
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
     from mod_export.report import print_report
+    from mod_export.types import Bucket
 
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
     with Progress(Console(stderr=True), verbosity) as progress:
