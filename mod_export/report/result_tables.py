@@ -21,7 +21,7 @@ from mod_export.report.wording import (
 )
 from mod_export.results.generation import DecodeRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict
-from mod_export.results.parity import ParityRow
+from mod_export.results.parity import OutputParity, ParityRow
 from mod_export.types import HasSetting, ModelKind
 
 Row = TypeVar("Row")
@@ -171,7 +171,7 @@ def _gated(found: float | None, gate: float, text: Callable[[float], str]) -> Ce
 
 def _errors(row: ParityRow) -> Cell:
     """Of every output of the model, in order."""
-    found = [row, *row.further_outputs]
+    found: list[ParityRow | OutputParity] = [row, *row.further_outputs]
     gates = ", ".join(error_text(one.allowed_max_abs) for one in found)
     return Cell(", ".join(error_text(one.error.max_abs) for one in found), f"gate {gates}")
 
