@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, config_option, target_option
+from mod_export.cli.boundary import GATE_FAILED, PATH, SOURCE, command, config_of, config_option, target_option
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
@@ -30,12 +30,13 @@ def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 
 
 @click.command()
-@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.argument("models", metavar="MODEL...", type=SOURCE, nargs=-1, required=True)
 @config_option
 @click.option("-o", "--out", metavar="DIR", type=PATH, help="Build folder; default build/NAME.")
 @click.option(
     "--baseline",
     metavar="MODEL",
+    type=SOURCE,
     multiple=True,
     help="A dense model to compare with, in place of the dense baseline that is derived from MODEL, if it can be; "
     "several .pt2 of one dense model are given one by one.",
