@@ -21,6 +21,7 @@ BEYOND_ATEN = {
     "torch.ops.prims.iota.default",
 }
 PRIVATE = {
+    "__and__", "__or__", "__xor__",
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_addmm_activation", "_assert_async", "_assert_scalar",
     "_assert_tensor_metadata", "_cdist_forward", "_conj", "_convolution", "_euclidean_dist", "_fft_c2c", "_fft_c2r",
     "_fft_r2c", "_grouped_mm", "_int_mm", "_log_softmax", "_logcumsumexp", "_masked_softmax",
