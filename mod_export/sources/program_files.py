@@ -93,8 +93,8 @@ def read_graphs(folder: Path, kind: str, spec: Mapping[str, Any], weights: Mappi
 
 
 def changed_files(folder: Path, kind: str, spec: Mapping[str, Any]) -> dict[str, str]:
-    """Every file of `program_files` -> what is wrong with it, empty where it holds what the model's `spec` says that was
-    captured.
+    """Every file of `program_files` -> what is wrong with it; empty where it holds what was captured, by the digests
+    in the model's `spec`.
     """
     problems = {}
     for name, digest in spec["programs"].items():

@@ -69,11 +69,7 @@ def _structure(context: Context) -> None:
 def _structure_rows(context: Context, graphs: Mapping[str, Graph]) -> Iterator[StructureRow]:
     root = context.root
     if isinstance(context, FolderContext):
-        for path, entry in context.manifest.files.items():
-            yield structure_of_file(root, path, entry)
-        for kind, facts in context.facts.items():
-            if facts.architecture == PROGRAM:
-                yield from structure_of_programs(root, kind, facts.spec)
+        yield from _against_manifest(context)
     for path, digests in context.weight_digests.items():
         yield structure_of_weights(root, path, digests)
     for path, graph in graphs.items():
@@ -85,6 +81,14 @@ def _structure_rows(context: Context, graphs: Mapping[str, Graph]) -> Iterator[S
                 yield _against_export(context, path, graph)
         if context.checkpoint is not None:
             yield from _against_checkpoint(context)
+
+
+def _against_manifest(context: FolderContext) -> Iterator[StructureRow]:
+    for path, entry in context.manifest.files.items():
+        yield structure_of_file(context.root, path, entry)
+    for kind, facts in context.facts.items():
+        if facts.architecture == PROGRAM:
+            yield from structure_of_programs(context.root, kind, facts.spec)
 
 
 def _against_export(context: FolderContext, path: str, graph: Graph) -> StructureRow:

@@ -57,7 +57,8 @@ def _outcome(found: Rerun, fault: Fault) -> Outcome:
     places = [str(row.located.layer) for row in failed if row.located]
     words = {fault.where, str(fault.where).replace("layers.", "layer ")}
     named = fault.where is None or any(word in reason for word in words if word for reason in reasons)
-    named &= fault.file is None or any(fault.file in reason for reason in (*reasons, *looked))
+    artifacts = [row.artifact for row in failed if row.artifact]
+    named &= fault.file is None or any(fault.file in text for text in (*reasons, *artifacts))
     # What is looked for by running is blamed on the first place that differs, so that one has to be right.
     blocks = fault.where is not None and fault.where.startswith(("layers.", "blocks."))
     wrong = blocks and bool(places) and fault.where not in places

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from base_folder import FOLDERS, FolderName
-from foreign_faults import TIES
+from foreign_faults import HIDDEN, TIES
 from planting import FAULTS, outcome_of
 from random_specs import foreign_of_ties, random_build, random_build_of_any_kind, random_foreign
 from rates import build_clean
@@ -24,7 +24,7 @@ ONNX_FAULTS = [name for name, fault in FAULTS.items() if "compiled" not in fault
 TELLING = {
     "ties go to the later token", "gate 0.1 % too large", "weights file: one element of one weight changed by 1 %",
     "float16 graph: gate missing", "dense twin not dense, and silent about it", "masked: gate 1 % too large",
-    "masked: the smallest scores are taken", "masked: one element of the second output wrong by 0.001",
+    "masked: the smallest scores are taken", HIDDEN, "masked: one element of the second output wrong by 0.001",
     "masked: buffer that is not saved, one element changed", "masked: captured program with another epsilon",
 }  # fmt: skip
 """What `make test` plants: faults that are hard to find, and one for each check that finds some."""
@@ -43,6 +43,10 @@ def test_there_are_as_many_as_promised() -> None:
 def test_a_fault_in_a_graph_or_a_file(name: str, sound: Sound, tmp_path: Path) -> None:
     found = outcome_of(name, sound(FAULTS[name].folder), Path(), tmp_path)
     assert found.caught, (found.place, found.reasons)
+    if name == HIDDEN:
+        # Hidden states are no logits, whatever users call them.
+        assert any("hidden: max abs error" in reason for reason in found.reasons)
+        assert not any("next token" in reason for reason in found.reasons)
     if name == TIES:
         # torch.topk leaves open which of equal tokens it takes: seen in the file alone.
         assert not found.by_running
