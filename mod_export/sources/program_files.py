@@ -6,6 +6,7 @@ reader of .pt2 files (`pt2.py`), which runs no code from them.
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from mod_export.errors import BuildFolderError
 from mod_export.export.program_nodes import inferred_values
 from mod_export.sources.archive import ArchiveError
 from mod_export.sources.plain_programs import PlainProgram
-from mod_export.sources.programs import ProgramModel
+from mod_export.sources.programs import ProgramModel, digest_of_arrays
 from mod_export.sources.pt2 import program_of
 from mod_export.types import Bucket
 
@@ -89,6 +90,28 @@ def read_graphs(folder: Path, kind: str, spec: Mapping[str, Any], weights: Mappi
             raise BuildFolderError(f"{path}: missing or damaged ({error}); build again") from error
         programs[bucket] = PlainProgram(program=program, inputs=inputs, outputs=tuple(spec["outputs"]))
     return ProgramModel(programs, given)
+
+
+def changed_files(folder: Path, kind: str, spec: Mapping[str, Any]) -> dict[str, str]:
+    """Every file of `program_files` -> what is wrong with it; empty where it holds what was captured, by the digests
+    in the model's `spec`.
+    """
+    problems = {}
+    for name, digest in spec["programs"].items():
+        path = _graph_file(kind, Bucket.named(name))
+        try:
+            found = hashlib.sha256((folder / path).read_bytes()).hexdigest()
+            problems[path] = "" if found == digest else "not the graph that was captured"
+        except OSError as error:
+            problems[path] = f"missing or damaged ({error})"
+    for name in ARRAYS:
+        path = f"{FOLDER}/{kind}-{name}.npz"
+        try:
+            found = digest_of_arrays(_read_arrays(folder / path))
+            problems[path] = "" if found == spec[name] else f"not the {name} that were captured"
+        except BuildFolderError as error:
+            problems[path] = str(error)
+    return problems
 
 
 def _graph_file(kind: str, bucket: Bucket) -> str:

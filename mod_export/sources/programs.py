@@ -76,8 +76,8 @@ class ProgramModel:
             },
             "outputs": list(self.output_names),
             "programs": {bucket.name: hashlib.sha256(self.graph_texts[bucket]).hexdigest() for bucket in self.buckets},
-            "constants": _digest(self.constants),
-            "samples": _digest(self.named_samples),
+            "constants": digest_of_arrays(self.constants),
+            "samples": digest_of_arrays(self.named_samples),
         }
 
     @cached_property
@@ -263,7 +263,8 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return np.ascontiguousarray(_widened(tensor.detach().cpu()).numpy())
 
 
-def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+def digest_of_arrays(arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of arrays with their names, dtypes and shapes."""
     digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         digest.update(f"{name}\0{array.dtype}\0{array.shape}\0".encode() + np.ascontiguousarray(array).tobytes())

@@ -13,6 +13,7 @@ from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.runtime.generate.decoder import DecodingEngines
+from mod_export.sources.model import PROGRAM
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
 from mod_export.stages.graphs import fresh_graph
@@ -27,6 +28,7 @@ from mod_export.validate.structure import (
     structure_of_export,
     structure_of_file,
     structure_of_graph,
+    structure_of_programs,
     structure_of_weights,
 )
 from mod_export.validate.texts import parity_of_decoding, quality_of, texts_of_decoding
@@ -67,8 +69,7 @@ def _structure(context: Context) -> None:
 def _structure_rows(context: Context, graphs: Mapping[str, Graph]) -> Iterator[StructureRow]:
     root = context.root
     if isinstance(context, FolderContext):
-        for path, entry in context.manifest.files.items():
-            yield structure_of_file(root, path, entry)
+        yield from _against_manifest(context)
     for path, digests in context.weight_digests.items():
         yield structure_of_weights(root, path, digests)
     for path, graph in graphs.items():
@@ -80,6 +81,14 @@ def _structure_rows(context: Context, graphs: Mapping[str, Graph]) -> Iterator[S
                 yield _against_export(context, path, graph)
         if context.checkpoint is not None:
             yield from _against_checkpoint(context)
+
+
+def _against_manifest(context: FolderContext) -> Iterator[StructureRow]:
+    for path, entry in context.manifest.files.items():
+        yield structure_of_file(context.root, path, entry)
+    for kind, facts in context.facts.items():
+        if facts.architecture == PROGRAM:
+            yield from structure_of_programs(context.root, kind, facts.spec)
 
 
 def _against_export(context: FolderContext, path: str, graph: Graph) -> StructureRow:

@@ -38,8 +38,8 @@ from mod_export.validate.compare import (
 from mod_export.validate.inputs import Batch, one_of_each_kind
 from mod_export.validate.reference import Reference, Traced
 
-LOGITS = frozenset(PRIMARY.values())
-"""Names of outputs that are logits, or are made into logits before they are compared."""
+LOGITS = frozenset({PRIMARY["logits"], PRIMARY["last"]})
+"""Names of outputs that are logits."""
 Rounding = Literal["some", "all", "shaken"]
 ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
 """On how many inputs the rounding error of the reference is measured: on one of each kind; on all; on all, in several
@@ -117,7 +117,8 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Round
         tokens_BS = _compared_tokens(reference, batch)
         expected_NV = _rows(given.outputs[n], tokens_BS)
         values_NV, problem = _values_of(outputs, reference, name, given.outputs[n], tokens_BS)
-        is_logits = name in LOGITS
+        # Hidden states are made into logits where a model of token ids returns them; others' are hidden states.
+        is_logits = name in LOGITS or reference.outputs == "none"
         found.append(
             Comparison(
                 kind=batch.kind,

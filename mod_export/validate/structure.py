@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -24,7 +25,8 @@ from mod_export.export.passes import PORTABLE
 from mod_export.export.passes.cast_floats import NARROW
 from mod_export.export.weights import ONNX_TYPES, WeightsFile, digests_of_file
 from mod_export.results.structure import StructureRow
-from mod_export.types import DType, Graph, routed_output
+from mod_export.sources.program_files import changed_files
+from mod_export.types import DType, Graph, ModelKind, routed_output
 
 SHOWN = 4
 FRESH = ("what a fresh export gives",)
@@ -34,6 +36,14 @@ def structure_of_file(root: Path, path: str, entry: FileEntry) -> StructureRow:
     """Whether a file is the one that was built; `entry` is the manifest's."""
     problem = changed_file(root, path, entry)
     return _row(path, ("the bytes that were built",), [problem] if problem else [])
+
+
+def structure_of_programs(root: Path, kind: ModelKind, spec: Mapping[str, Any]) -> Iterator[StructureRow]:
+    """Whether the files that the reference of a captured model is rebuilt from hold what was captured; `spec` is the
+    manifest's.
+    """
+    for path, problem in changed_files(root, kind, spec).items():
+        yield _row(path, ("what was captured",), [problem] if problem else [])
 
 
 def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> StructureRow:

@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import onnx_ir as ir
 import torch
 from build_folders import Silent
 from captures import captured_module
+from foreign_models import Masked, made, masked_inputs, token_ids
+from mod_dialects import Inner, Model
+from torch import nn
 
+from mod_export.api import build as build_module
 from mod_export.build_folder.manifest import MANIFEST, with_checksum
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.export.onnx_export import onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
 from mod_export.export.weights import WeightsFile, bind_weights, state_of
 from mod_export.pipeline import build
+from mod_export.results.report import BuildReport
 from mod_export.sources.request import Request
 from mod_export.types import TOKEN_INPUTS, Bucket
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
@@ -39,7 +47,11 @@ CAPACITY_ROUNDED_DOWN = replace(SPEC, routing=RoutingSpec(capacity=7 / 32))
 """What 0.249 x 32 gives when it is rounded in another way than 0.25 x 32."""
 STD = 0.15
 """Of the weights: large enough that every block changes the result, as in a trained model."""
+FOREIGN_STD = 0.3
+"""Of narrower weights."""
 
+FolderName = Literal["graphs", "compiled", "foreign", "two outputs", "compiled foreign"]
+FOREIGN_SHAPES = [(2, 16), (1, 32)]
 FEW_RUNS = """
 [latency]
 samples = 5
@@ -74,10 +86,10 @@ def checkpoint_with(spec: ModelSpec, seed: int, std: float) -> Checkpoint:
     return Checkpoint(spec=spec, weights=weights)
 
 
-def build_folder(folder: Path, toml: str, checkpoint: Checkpoint | None = None) -> Path:
-    """A finished build of a checkpoint, by default of SPEC; `folder` holds the checkpoint and the configuration too."""
+def build_folder(toml: str, folder: Path) -> Path:
+    """A finished build of SPEC; `folder` holds the checkpoint and the configuration too."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(folder / "model.pt", checkpoint or checkpoint_with(SPEC, 1, STD))
+    save_checkpoint(folder / "model.pt", checkpoint_with(SPEC, 1, STD))
     (folder / "c.toml").write_text(toml, encoding="utf-8")
     config: BuildConfig = config_from_toml(folder / "c.toml")
     report = build(
@@ -85,6 +97,89 @@ def build_folder(folder: Path, toml: str, checkpoint: Checkpoint | None = None) 
     )
     assert report.verdict.status == "pass", report.verdict.reasons
     return folder / "build"
+
+
+def randomized(module: nn.Module, seed: int, std: float) -> nn.Module:
+    """A module of users with weights of this standard deviation, norms around one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in module.named_parameters():
+            tensor.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, std, generator=generator)
+    return module
+
+
+def foreign_module() -> Model:
+    """Marks nothing: blocks 0 and 2 are dense, 1 and 3 routed, by `torch.topk` and `scatter_add`."""
+    module = randomized(made("scatter_add"), 1, FOREIGN_STD)
+    assert isinstance(module, Model)
+    return module
+
+
+def _foreign(folder: Path) -> BuildReport:
+    dense = randomized(Model(Inner).eval(), 2, FOREIGN_STD)
+    return build_module(
+        foreign_module(),
+        token_ids,
+        FOREIGN_SHAPES,
+        dense,
+        folder / "build",
+        ["ort-cpu"],
+        config=folder / "c.toml",
+        verbosity=-1,
+    )
+
+
+def _padded(batch: int, seq: int, seed: int) -> dict[str, torch.Tensor]:
+    """Rows of different lengths."""
+    inputs = masked_inputs(batch, seq, seed)
+    inputs["attention_mask"][0, seq // 2 :] = 0
+    return inputs
+
+
+def _two_outputs(folder: Path) -> BuildReport:
+    return build_module(
+        randomized(made(Masked), 1, FOREIGN_STD),
+        _padded,
+        FOREIGN_SHAPES[:1],
+        None,
+        folder / "build",
+        ["ort-cpu"],
+        config=folder / "c.toml",
+        verbosity=-1,
+    )
+
+
+def compiled_foreign(folder: Path, module: nn.Module | None = None) -> BuildReport:
+    """An AOTInductor package of the module of users, or of this one."""
+    return build_module(
+        module or foreign_module(),
+        token_ids,
+        FOREIGN_SHAPES[:1],
+        None,
+        folder / "build",
+        ["inductor"],
+        config=folder / "c.toml",
+        verbosity=-1,
+    )
+
+
+def foreign_folder(make: Callable[[Path], BuildReport], folder: Path) -> Path:
+    """A finished build of a module that knows nothing of mod-export."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "c.toml").write_text(FEW_RUNS, encoding="utf-8")
+    report = make(folder)
+    assert report.verdict.status == "pass", report.verdict.reasons
+    return folder / "build"
+
+
+FOLDERS: dict[FolderName, Callable[[Path], Path]] = {
+    "graphs": partial(build_folder, GRAPHS),
+    "compiled": partial(build_folder, COMPILED),
+    "foreign": partial(foreign_folder, _foreign),
+    "two outputs": partial(foreign_folder, _two_outputs),
+    "compiled foreign": partial(foreign_folder, compiled_foreign),
+}
+"""Name of a sound folder -> builds it in a folder: of checkpoints, and of modules of users."""
 
 
 def sign(root: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from base_folder import SPEC, STD, checkpoint_with
+from base_folder import SPEC, STD, checkpoint_with, compiled_foreign, foreign_folder, foreign_module
 from captures import captured_module, ports
-from torch import Tensor
+from mod_dialects import Model
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mod_export.config import config_from_toml
@@ -51,9 +55,30 @@ def mask(module: Transformer) -> None:
     module.layers[2].attention.__class__ = Acausal
 
 
+class LargeGates(nn.Linear):
+    """Selects the same tokens."""
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return super().forward(x_BSD) * 1.01
+
+
+def foreign_gate(module: Model) -> None:
+    module.blocks[1].router.__class__ = LargeGates
+
+
+def foreign_mask(module: Model) -> None:
+    module.blocks[2].causal = False
+
+
 def write_packages(folder: Path) -> None:
     """Compiles every faulty model into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
+    for title, spoil in (("foreign gate", foreign_gate), ("foreign mask", foreign_mask)):
+        module = foreign_module()
+        spoil(module)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = foreign_folder(partial(compiled_foreign, module=module), Path(scratch))
+            shutil.copy(next((built / "engines/inductor").glob("mod-*.pt2")), folder / f"{title}.pt2")
     changes: dict[str, Callable[[Transformer], None]] = {"residual": residual, "mask": mask}
     selections = {"ties": later_ties, "pads": no_padding}
     for name in (*changes, *selections):

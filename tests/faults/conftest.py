@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from base_folder import COMPILED, GRAPHS, build_folder
+from base_folder import FOLDERS, FolderName
 from compiled_faults import write_packages
 
 
@@ -30,15 +30,9 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
 
 
 @pytest.fixture(scope="session")
-def sound(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    """ONNX Runtime engines, and float16 graphs of TensorRT-RTX."""
-    return once("graphs", lambda folder: build_folder(folder, GRAPHS)) / "build"
-
-
-@pytest.fixture(scope="session")
-def compiled(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    """AOTInductor packages."""
-    return once("compiled", lambda folder: build_folder(folder, COMPILED)) / "build"
+def sound(once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[FolderName], Path]:
+    """A sound folder by its name in FOLDERS."""
+    return lambda name: once(name, FOLDERS[name]) / "build"
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-from base_folder import BUCKET
+from base_folder import BUCKET, FolderName
 from graph_surgery import Surgery, plant
 
 ENGINE = f"engines/ort-cpu/mod-{BUCKET}-float32.onnx"
@@ -22,39 +22,49 @@ Change = Callable[[Surgery], object]
 
 @dataclass(frozen=True)
 class Fault:
-    """`plant` changes a copy of a sound folder, given the folder of packages of faulty models; `where` is the layer or
-    module that must be named, None if it is not local; `compiled` ones go into a folder of AOTInductor packages.
+    """`plant` changes a copy of the sound folder `folder`, given the folder of packages of faulty models; `where` is
+    the layer or module that must be named, None if it is not local; `file` is the one that must be named, None if
+    several could be to blame.
     """
 
     name: str
     where: str | None
     plant: Callable[[Path, Path], object]
-    compiled: bool = False
+    folder: FolderName = "graphs"
+    file: str | None = None
 
 
 FAULTS: dict[str, Fault] = {}
 """By name."""
 
 
-def add(name: str, where: str | None, plant: Callable[[Path, Path], object], *, compiled: bool = False) -> None:
+def add(
+    name: str,
+    where: str | None,
+    plant: Callable[[Path, Path], object],
+    folder: FolderName = "graphs",
+    file: str | None = None,
+) -> None:
     assert name not in FAULTS
-    FAULTS[name] = Fault(name, where, plant, compiled)
+    FAULTS[name] = Fault(name, where, plant, folder, file)
 
 
-def fault(name: str, where: str | None, path: str = ENGINE) -> Callable[[Change], Change]:
+def fault(
+    name: str, where: str | None, path: str = ENGINE, folder: FolderName = "graphs"
+) -> Callable[[Change], Change]:
     """Lists a change of a graph, by default of the engine's."""
 
     def listed(change: Change) -> Change:
-        add(name, where, lambda root, _packages: plant(root / path, change))
+        add(name, where, lambda root, _packages: plant(root / path, change), folder, path)
         return change
 
     return listed
 
 
-def faults(changes: Mapping[str, tuple[str | None, Change]]) -> None:
+def faults(changes: Mapping[str, tuple[str | None, Change]], path: str = ENGINE, folder: FolderName = "graphs") -> None:
     """Lists those that are one operation each: name -> (where, change)."""
     for name, (where, change) in changes.items():
-        fault(name, where)(change)
+        fault(name, where, path, folder)(change)
 
 
 def i64(*values: int) -> np.ndarray:

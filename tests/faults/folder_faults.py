@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-from base_folder import BUCKET, CAPACITY_ONE_MORE, CAPACITY_ROUNDED_DOWN, SPEC, portable_graph_of
+from base_folder import BUCKET, CAPACITY_ONE_MORE, CAPACITY_ROUNDED_DOWN, SPEC, FolderName, portable_graph_of
 from fault_table import ENGINE, add, f32, fault, gate_mul
 from graph_surgery import Surgery
 
@@ -23,8 +23,10 @@ WEIGHTS, HALF_WEIGHTS = "graphs/weights-float32.data", "graphs/weights-float16.d
 PACKAGE = f"engines/inductor/mod-{BUCKET}-float32.pt2"
 
 
-def folder_fault(name: str, where: str | None) -> Callable[[Callable[[Path], object]], None]:
-    return lambda plant: add(name, where, lambda root, _packages: plant(root))
+def folder_fault(
+    name: str, where: str | None, folder: FolderName = "graphs", file: str | None = None
+) -> Callable[[Callable[[Path], object]], None]:
+    return lambda plant: add(name, where, lambda root, _packages: plant(root), folder, file)
 
 
 class Tensors:
@@ -50,7 +52,11 @@ class Tensors:
 
 
 def weights_fault(
-    name: str, where: str | None, file: str = WEIGHTS, dtype: type[np.generic] = np.float32
+    name: str,
+    where: str | None,
+    file: str = WEIGHTS,
+    dtype: type[np.generic] = np.float32,
+    folder: FolderName = "graphs",
 ) -> Callable[[Callable[[Tensors], object]], Callable[[Path, Path], None]]:
     """Lists a change of a weights file."""
 
@@ -60,7 +66,7 @@ def weights_fault(
             change(tensors)
             tensors.save()
 
-        add(name, where, plant)
+        add(name, where, plant, folder, file)
         return plant
 
     return listed
@@ -216,7 +222,8 @@ for name, source, where in (
         name,
         where,
         lambda root, packages, source=source: shutil.copy(packages / f"{source}.pt2", root / PACKAGE),
-        compiled=True,
+        "compiled",
+        PACKAGE,
     )
 
 
@@ -224,5 +231,5 @@ def dense_package(root: Path, _packages: Path) -> None:
     shutil.copy(root / PACKAGE.replace("mod-", "dense-"), root / PACKAGE)
 
 
-add("package: the dense one", None, dense_package, compiled=True)
-add("package: one element of its weights changed by 1 %", "layers.2", one_element, compiled=True)
+add("package: the dense one", None, dense_package, "compiled", PACKAGE)
+add("package: one element of its weights changed by 1 %", "layers.2", one_element, "compiled", WEIGHTS)

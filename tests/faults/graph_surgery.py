@@ -26,21 +26,18 @@ class Surgery:
         # References to weights stay references: only their place is written.
         self.path.write_bytes(ir.to_proto(self.model).SerializeToString())
 
-    def nodes(self, layer: int | None, op_type: str) -> list[ir.Node]:
-        """Nodes of one type, in their order; of one layer, or with None of the whole graph. A product is a product,
-        whether it takes its weight as it is stored or transposed.
+    def nodes(self, layer: int | str | None, op_type: str) -> list[ir.Node]:
+        """Nodes of one type, in their order; of one layer, of one module by its path, or with None of the whole graph.
+        A product is a product, whether it takes its weight as it is stored or transposed.
         """
+        module = f"layers.{layer}" if isinstance(layer, int) else layer
         types = {op_type, "FusedMatMul"} if op_type == "MatMul" else {op_type}
-        return [
-            node
-            for node in self.graph
-            if node.op_type in types and (layer is None or module_of(node) == f"layers.{layer}")
-        ]
+        return [node for node in self.graph if node.op_type in types and (module is None or module_of(node) == module)]
 
-    def node(self, layer: int | None, op_type: str, index: int) -> ir.Node:
+    def node(self, layer: int | str | None, op_type: str, index: int) -> ir.Node:
         return self.nodes(layer, op_type)[index]
 
-    def take(self, layer: int) -> ir.Node:
+    def take(self, layer: int | str) -> ir.Node:
         """The TopK that selects."""
         return next(node for node in self.nodes(layer, "TopK") if node.attributes.get_int("largest", 1))
 

@@ -14,7 +14,7 @@ from mod_export.rerun import Rerun, validate_folder
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import StructureRow
 
-for file in ("block_faults", "routing_faults", "weight_faults", "folder_faults"):
+for file in ("block_faults", "routing_faults", "weight_faults", "folder_faults", "foreign_faults"):
     importlib.import_module(file)  # which lists its faults
 
 
@@ -23,7 +23,7 @@ class Outcome:
     """What was seen of one fault.
 
     `by_running`: an engine or graph gave wrong results; `by_looking`: a file is not what it must be. `place` is the
-    first place that was named, `named` whether the right one is among those named.
+    first place that was named, `named` whether the right one, and the file, are among those named.
     """
 
     by_running: bool
@@ -57,8 +57,11 @@ def _outcome(found: Rerun, fault: Fault) -> Outcome:
     places = [str(row.located.layer) for row in failed if row.located]
     words = {fault.where, str(fault.where).replace("layers.", "layer ")}
     named = fault.where is None or any(word in reason for word in words if word for reason in reasons)
+    artifacts = [row.artifact for row in failed if row.artifact]
+    named &= fault.file is None or any(fault.file in text for text in (*reasons, *artifacts))
     # What is looked for by running is blamed on the first place that differs, so that one has to be right.
-    wrong = fault.where is not None and fault.where.startswith("layers.") and bool(places) and fault.where not in places
+    blocks = fault.where is not None and fault.where.startswith(("layers.", "blocks."))
+    wrong = blocks and bool(places) and fault.where not in places
     return Outcome(
         by_running=bool(failed),
         by_looking=bool(looked),

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from base_folder import checkpoint_with
+from base_folder import checkpoint_with, randomized
+from build_folders import Silent
+from foreign_models import token_ids
+from mod_dialects import DIALECTS, Model
+from mod_manners import MANNERS
+from torch import Tensor, nn
 
-from mod_models.checkpoint import Checkpoint
+from mod_export.config import config_from_toml
+from mod_export.pipeline import build
+from mod_export.results.report import BuildReport
+from mod_export.sources import model
+from mod_export.sources.module import model_from_module
+from mod_export.sources.request import Request
+from mod_export.types import Bucket
+from mod_models.checkpoint import Checkpoint, save_checkpoint
 from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, PARTS, SELECTIONS
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec, SpecError
 
+Load = Callable[[], tuple[model.Model, model.Model | None]]
 CAPACITIES = (0.06, 0.125, 0.25, 0.3, 0.5, 0.9, 1.0)
 LENGTHS = (7, 16, 24, 33, 48, 64, 100)
 TOML = """
@@ -31,6 +46,60 @@ class RandomBuild:
 
     checkpoint: Checkpoint
     toml: str
+
+    def build(self, folder: Path) -> BuildReport:
+        """Into `folder / "build"`."""
+        save_checkpoint(folder / "model.pt", self.checkpoint)
+        return _built(Request.checkpoint(folder / "model.pt").models, self.toml, folder)
+
+
+@dataclass(frozen=True)
+class RandomForeign:
+    """A module of users, what it reads at each bucket, and the configuration to build it with."""
+
+    module: nn.Module
+    inputs: Callable[[int, int, int], Tensor]
+    buckets: list[Bucket]
+    toml: str
+
+    def build(self, folder: Path) -> BuildReport:
+        """Into `folder / "build"`."""
+        captured = model_from_module(self.module, self.inputs, self.buckets, type(self.module).__name__)
+        return _built(lambda: (captured, None), self.toml, folder)
+
+
+def _built(load: Load, toml: str, folder: Path) -> BuildReport:
+    (folder / "c.toml").write_text(toml, encoding="utf-8")
+    return build(load, config_from_toml(folder / "c.toml"), folder / "build", Silent(), "mod-export build model.pt")
+
+
+def random_foreign(seed: int) -> RandomForeign:
+    """A manner of routing of public code, with its own sizes; weights, and where it takes any, lengths."""
+    rng = random.Random(seed)
+    name, std = rng.choice(sorted({*DIALECTS, *MANNERS})), rng.choice((0.05, 0.1, 0.2, 0.4))
+    if name in MANNERS:
+        manner = MANNERS[name]
+        module, buckets = manner.make(), [Bucket(manner.rows, manner.tokens)]
+        return _foreign_of(module, lambda batch, seq, seed: manner.inputs(seed)[0], buckets, std, seed)
+    lengths = rng.sample((8, 12, 16, 24, 33, 64), 2)
+    buckets = [Bucket(rng.choice((1, 2, 3)), seq) for seq in lengths]
+    return _foreign_of(Model(DIALECTS[name]), token_ids, buckets, std, seed)
+
+
+def foreign_of_ties(seed: int) -> RandomForeign:
+    """Routers of zeros: which of its tokens a row selects, torch.topk does not say and every engine may choose."""
+    drawn = _foreign_of(Model(DIALECTS["scatter_add"]), token_ids, [Bucket(2, 16)], 0.2, seed)
+    for name, tensor in drawn.module.named_parameters():
+        if "router" in name:
+            tensor.data.zero_()
+    return drawn
+
+
+def _foreign_of(
+    module: nn.Module, inputs: Callable[[int, int, int], Tensor], buckets: list[Bucket], std: float, seed: int
+) -> RandomForeign:
+    toml = TOML.format(buckets=[[bucket.batch, bucket.seq] for bucket in buckets], seed=seed)
+    return RandomForeign(randomized(module.eval(), seed, std), inputs, buckets, toml)
 
 
 def random_build(seed: int) -> RandomBuild:

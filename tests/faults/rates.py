@@ -1,6 +1,6 @@
 """How many planted faults are caught, and how many sound builds are suspected: what `make faults` prints.
 
-    make faults, or python tests/faults/rates.py [--clean N] [--first SEED] [--kinds] [--processes N] [--only TEXT]
+    make faults, or python tests/faults/rates.py [--clean N] [--first SEED] [--kinds K...] [--processes N] [--only TEXT]
 
 Exit code 1 when a fault was missed, or named in the wrong place, or a sound build was suspected.
 """
@@ -12,37 +12,35 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from base_folder import COMPILED, GRAPHS, build_folder
-from build_folders import Silent
+from base_folder import FOLDERS
 from compiled_faults import write_packages
 from planting import FAULTS, Outcome, outcome_of
-from random_specs import random_build, random_build_of_any_kind
+from random_specs import RandomBuild, RandomForeign, random_build, random_build_of_any_kind, random_foreign
 
-from mod_export.config import config_from_toml
-from mod_export.pipeline import build
 from mod_export.rerun import validate_folder
 from mod_export.results.parity import ParityRow
-from mod_export.sources.request import Request
-from mod_models.checkpoint import save_checkpoint
 
 CLEAN_BUILDS = 200
+Draw = Callable[[int], RandomBuild | RandomForeign]
+DRAWN: Mapping[str, Draw] = {"topk": random_build, "any": random_build_of_any_kind, "foreign": random_foreign}
+"""Of what kind sound builds are: checkpoints routed by top-k or in any way, modules of users."""
 REPORTED = 25
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clean", type=int, default=CLEAN_BUILDS, help="sound builds of random models")
+    parser.add_argument("--clean", type=int, default=CLEAN_BUILDS, help="sound builds of random models of each kind")
     parser.add_argument(
         "--first", type=int, default=0, help="seed of the first one; gates were chosen with 0 to 199 in sight"
     )
-    parser.add_argument("--kinds", action="store_true", help="sound builds of every kind of model, not of top-k alone")
+    parser.add_argument("--kinds", nargs="+", choices=DRAWN, default=["topk", "foreign"], help="of sound builds")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="only faults with this text in their name")
     options = parser.parse_args(arguments)
@@ -53,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         chosen = [name for name in FAULTS if options.only in name]
         missed = print_faults(chosen, pool, Path(folder))
-        alarms = print_alarms(options.first, options.clean, options.kinds, pool, Path(folder))
+        alarms = sum(print_alarms(kind, options.first, options.clean, pool, Path(folder)) for kind in options.kinds)
     print(f"{time.monotonic() - begin:,.0f} s")
     return 1 if missed or alarms else 0
 
@@ -66,17 +64,16 @@ def quiet() -> None:
 
 def print_faults(names: Sequence[str], pool: ProcessPoolExecutor, folder: Path) -> int:
     """A line for each fault; returns how many were not caught, or not where they are."""
-    waiting = [
-        pool.submit(build_folder, folder / "graphs", GRAPHS),
-        pool.submit(build_folder, folder / "aot", COMPILED),
-    ]
-    packages = pool.submit(write_packages, folder / "packages")
-    sound, compiled = (one.result() for one in waiting)
-    packages.result()
+    needed = {FAULTS[name].folder for name in names}
+    waiting = {one: pool.submit(make, folder / one) for one, make in FOLDERS.items() if one in needed}
+    if any("compiled" in one for one in needed):
+        pool.submit(write_packages, folder / "packages").result()
+    for one in waiting.values():
+        one.result()
     width = max(map(len, names), default=0)
     print(f"{'fault':<{width}}  caught  running  looking  place")
     caught = by_running = local = 0
-    for name, outcome in zip(names, pool.map(partial(plant, sound, compiled, folder), names), strict=True):
+    for name, outcome in zip(names, pool.map(partial(plant, folder), names), strict=True):
         caught += outcome.caught
         by_running += outcome.by_running
         local += FAULTS[name].where is not None
@@ -92,40 +89,36 @@ def print_faults(names: Sequence[str], pool: ProcessPoolExecutor, folder: Path) 
     return len(names) - caught
 
 
-def plant(sound: Path, compiled: Path, folder: Path, name: str) -> Outcome:
-    folder_of_fault = compiled if FAULTS[name].compiled else sound
+def plant(folder: Path, name: str) -> Outcome:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        return outcome_of(name, folder_of_fault, folder / "packages", Path(scratch))
+        return outcome_of(name, folder / FAULTS[name].folder / "build", folder / "packages", Path(scratch))
 
 
-def print_alarms(first: int, count: int, kinds: bool, pool: ProcessPoolExecutor, folder: Path) -> int:
+def print_alarms(kind: str, first: int, count: int, pool: ProcessPoolExecutor, folder: Path) -> int:
     """A line for each sound build that was suspected; returns how many."""
     alarms = 0
     worst = 0.0
     seeds = range(first, first + count)
-    for seed, (reasons, ratio) in zip(seeds, pool.map(partial(build_clean, folder, kinds), seeds), strict=True):
+    for seed, (reasons, ratio) in zip(seeds, pool.map(partial(build_clean, folder, DRAWN[kind]), seeds), strict=True):
         worst = max(worst, ratio)
         alarms += bool(reasons)
         if reasons:
-            print(f"sound build {seed} was suspected:", *reasons, sep="\n    ", flush=True)
+            print(f"sound build {seed} of kind {kind} was suspected:", *reasons, sep="\n    ", flush=True)
         done = seed - first + 1
         if done % REPORTED == 0:
-            print(f"{done} sound builds, {alarms} suspected", flush=True)
-    print(f"sound builds: {count}, false alarms: {alarms}, largest error / rounding of the reference: {worst:.2f}")
+            print(f"{done} sound builds of kind {kind}, {alarms} suspected", flush=True)
+    print(
+        f"sound builds of kind {kind}: {count}, false alarms: {alarms}, "
+        f"largest error / rounding of the reference: {worst:.2f}"
+    )
     return alarms
 
 
-def build_clean(folder: Path, kinds: bool, seed: int) -> tuple[tuple[str, ...], float]:
+def build_clean(folder: Path, draw: Draw, seed: int) -> tuple[tuple[str, ...], float]:
     """Builds and validates a random model; what was said against it, and its largest error in units of rounding."""
-    drawn = random_build_of_any_kind(seed) if kinds else random_build(seed)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         root = Path(scratch)
-        save_checkpoint(root / "model.pt", drawn.checkpoint)
-        (root / "c.toml").write_text(drawn.toml, encoding="utf-8")
-        config = config_from_toml(root / "c.toml")
-        report = build(
-            Request.checkpoint(root / "model.pt").models, config, root / "build", Silent(), "mod-export build model.pt"
-        )
+        report = draw(seed).build(root)
         found = validate_folder(root / "build", None, ())
     ratios: Iterator[float] = (
         row.error.max_abs / row.rounding_error for row in found.rows(ParityRow) if row.rounding_error

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from mod_export.errors import BuildFolderError
 from mod_export.export.capture import exported
 from mod_export.sources.module import model_from_module
-from mod_export.sources.program_files import read_graphs, write_graphs
+from mod_export.sources.program_files import changed_files, program_files, read_graphs, write_graphs
 from mod_export.sources.programs import ProgramModel
 from mod_export.types import Bucket
 
@@ -162,3 +162,22 @@ def test_damaged_graphs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "programs" / "mod-samples.npz").write_bytes(b"PK")
     with pytest.raises(BuildFolderError, match=r"mod-samples.npz: missing or damaged .*; build again"):
         restore()
+
+
+def test_files_that_hold_something_else_than_was_captured_are_told(tmp_path: Path) -> None:
+    model = model_of(Masked, masked_inputs, [SHORT])
+    write_graphs(model, "mod", tmp_path)
+    graph, samples, constants = program_files("mod", [SHORT])
+    assert changed_files(tmp_path, "mod", model.spec) == {graph: "", samples: "", constants: ""}
+    (tmp_path / graph).write_text((tmp_path / graph).read_text().replace("1e-05", "1e-06"))
+    np.savez(tmp_path / constants, **{name: array + 1 for name, array in model.constants.items()})
+    assert changed_files(tmp_path, "mod", model.spec) == {
+        graph: "not the graph that was captured",
+        samples: "",
+        constants: "not the constants that were captured",
+    }
+    (tmp_path / graph).unlink()
+    (tmp_path / samples).write_bytes(b"no archive")
+    found = changed_files(tmp_path, "mod", model.spec)
+    assert found[graph].startswith("missing or damaged")
+    assert "mod-samples.npz: missing or damaged" in found[samples]
