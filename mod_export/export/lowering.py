@@ -2,7 +2,7 @@
 
 * `einsum` becomes products of matrices: the FLOPs of Einsum cannot be counted, and it hides attention and weights from
   the passes.
-* Attention of any rank becomes that of four dimensions, the only one that is exported.
+* Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query.
 
 The graph that PyTorch runs as the reference keeps what the model wrote.
 """
@@ -19,7 +19,7 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from mod_export.export.program_nodes import shape_of
+from mod_export.export.program_nodes import argument_of, shape_of
 
 ATEN = torch.ops.aten
 ATTENTION = ATEN.scaled_dot_product_attention.default
@@ -33,7 +33,7 @@ def lower(graph: fx.Graph) -> None:
         if node.target is ATEN.einsum.default:
             # Others torch takes apart itself where it runs below autograd.
             _replace(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
-        elif node.target is ATTENTION and len(shape_of(node.args[0])) != 4:
+        elif node.target is ATTENTION and (len(shape_of(node.args[0])) != 4 or _has_narrow_mask(node)):
             _replace(graph, node, _attention)
 
 
@@ -51,6 +51,12 @@ def _is_plain(node: fx.Node) -> bool:
         and all(len(set(one)) == len(one) for one in labels)
         and len(pairs) == len({label for label, _ in pairs})
     )
+
+
+def _has_narrow_mask(node: fx.Node) -> bool:
+    """Whether its mask is one row for all queries, as one of padding is: ONNX Runtime takes only whole ones."""
+    mask = argument_of(node, "attn_mask")
+    return mask is not None and shape_of(mask)[-2:] != (shape_of(node.args[0])[-2], shape_of(node.args[1])[-2])
 
 
 def _replace(graph: fx.Graph, node: fx.Node, function: Callable[..., Tensor], *, whole: bool = True) -> None:
@@ -97,7 +103,9 @@ def _attention(
             tensor = tensor.expand(shape)
         return tensor.reshape(-1, *shape[-3:])
 
-    mask = None if attn_mask is None else of_four(attn_mask)
+    mask = attn_mask
+    if mask is not None:
+        mask = of_four(mask.expand(*mask.shape[:-2], query.shape[-2], key.shape[-2]))
     found: Tensor = ATTENTION(of_four(query), of_four(key), of_four(value), mask, *rest, **how)
     return found.reshape(*query.shape[:-1], value.shape[-1])
 
