@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mod_export.results.report import BuildReport
     from mod_export.sources.module import Inputs
 
-Source = "torch.nn.Module | str | Path | Sequence[str | Path]"
-
 
 def build(
     model: torch.nn.Module | str | Path | Sequence[str | Path],
@@ -32,7 +30,7 @@ def build(
     buckets: Sequence[tuple[int, int]] = (),
     baseline: torch.nn.Module | str | Path | Sequence[str | Path] | None = None,
     out: str | Path | None = None,
-    targets: Sequence[str] = (),
+    targets: str | Sequence[str] = (),
     *,
     config: str | Path | None = None,
     name: str | None = None,
@@ -53,7 +51,7 @@ def build(
         baseline: a dense model of the same inputs, which the speed is compared with; as `model`. Without one, latency
             is measured and no speed-up is demanded.
         out: the build folder; build/NAME by default.
-        targets: names of targets; by default all that can build on this machine.
+        targets: name of a target, or names; by default all that can build on this machine.
         config: a configuration file.
         name: of the model in messages and reports; by default that of the module's class.
         samples: a safetensors file of inputs, for .pt2 files.
@@ -65,7 +63,8 @@ def build(
     Raises:
         ModExportError: as on the command line, with the same messages.
     """
-    overrides = {"targets": tuple(targets), "buckets": tuple((int(batch), int(seq)) for batch, seq in buckets)}
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    overrides = {"targets": names, "buckets": tuple((int(batch), int(seq)) for batch, seq in buckets)}
     settings = config_from_toml(
         None if config is None else Path(config), {key: value for key, value in overrides.items() if value}
     )

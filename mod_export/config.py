@@ -159,7 +159,7 @@ class ParityOptions(_Section):
     int8: ParityGate
     int4: ParityGate
     batches_per_kind: Count = 1
-    """Batches of each kind of input (text, random, padded, ties, near_ties) for every bucket."""
+    """Batches of each kind of input (text, random, padded, sample, ties, near_ties) for every bucket."""
     text_batches: Count = 4
     """Least number of batches of held-out text, over which perplexity is averaged."""
     suffixes: Annotated[int, Field(ge=1, le=1000)] = 4

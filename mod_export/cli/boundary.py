@@ -37,7 +37,14 @@ class _Path(click.Path):
         return path
 
 
-PATH = _Path()
+class _Source(_Path):
+    """What `mod-export build` takes: a path, or FILE.py:FUNCTION."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return str(super().convert(value, param, ctx))
+
+
+PATH, SOURCE = _Path(), _Source()
 folder_argument = click.argument("folder", metavar="DIR", type=PATH)
 config_option = click.option(
     "-c", "--config", "config_file", metavar="CONFIG.toml", type=PATH, help="Configuration file."

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, config_option, target_option
-from mod_export.sources.request import Request
-from mod_export.types import Bucket
+from mod_export.cli.boundary import GATE_FAILED, PATH, SOURCE, command, config_of, config_option, target_option
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
+    from mod_export.sources.request import Request
 
 SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
@@ -31,12 +30,13 @@ def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 
 
 @click.command()
-@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.argument("models", metavar="MODEL...", type=SOURCE, nargs=-1, required=True)
 @config_option
 @click.option("-o", "--out", metavar="DIR", type=PATH, help="Build folder; default build/NAME.")
 @click.option(
     "--baseline",
     metavar="MODEL",
+    type=SOURCE,
     multiple=True,
     help="A dense model to compare with, in place of the dense baseline that is derived from MODEL, if it can be; "
     "several .pt2 of one dense model are given one by one.",
@@ -77,6 +77,8 @@ def build(
     MODEL is a checkpoint (model.pt, or a folder of config.json and model.safetensors); programs of torch.export.save,
     a .pt2 for each shape; or my_model.py:make_model, a function that returns a module and its inputs.
     """
+    from mod_export.sources.request import Request
+
     overrides = {"max_memory": max_memory, "buckets": buckets}
     config = config_of(config_file, targets, **{name: value for name, value in overrides.items() if value is not None})
     request = Request(sources=models, baseline=baseline, samples=samples, capacity=capacity)
@@ -122,6 +124,7 @@ def build_and_show(
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
     from mod_export.report import print_report
+    from mod_export.types import Bucket
 
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
     with Progress(Console(stderr=True), verbosity) as progress:

@@ -18,7 +18,6 @@ import click
 from mod_export.cli.boundary import PATH, command, config_of
 from mod_export.cli.build import build_and_show
 from mod_export.errors import CheckpointError
-from mod_export.sources.request import Request
 
 SEED = 0
 
@@ -31,6 +30,7 @@ def demo(out: Path, verbosity: int) -> int:
     from importlib.resources import files
 
     from mod_export.build_folder.workspace import check_root
+    from mod_export.sources.request import Request
 
     configs = Path(str(files("mod_export_configs")))
     named = out if out.name not in ("", "..") else out.resolve()

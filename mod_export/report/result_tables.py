@@ -21,7 +21,7 @@ from mod_export.report.wording import (
 )
 from mod_export.results.generation import DecodeRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict
-from mod_export.results.parity import ParityRow
+from mod_export.results.parity import OutputParity, ParityRow
 from mod_export.types import HasSetting, ModelKind
 
 Row = TypeVar("Row")
@@ -169,12 +169,19 @@ def _gated(found: float | None, gate: float, text: Callable[[float], str]) -> Ce
     return "-" if found is None else Cell(text(found), f"gate {text(gate)}")
 
 
+def _errors(row: ParityRow) -> Cell:
+    """Of every output of the model, in order."""
+    found: list[ParityRow | OutputParity] = [row, *row.further_outputs]
+    gates = ", ".join(error_text(one.allowed_max_abs) for one in found)
+    return Cell(", ".join(error_text(one.error.max_abs) for one in found), f"gate {gates}")
+
+
 PARITY: tuple[Column[ParityRow], ...] = (
     Column("model", lambda row: NAMES[row.model], number=False),
     Column("parity", lambda row: judged(row.passed), number=False),
     Column("routing agreement", lambda row: agreement_text(row.routing)),
     Column("near-ties", lambda row: f"{row.routing.near_ties:,}"),
-    Column("max error", lambda row: Cell(error_text(row.error.max_abs), f"gate {error_text(row.allowed_max_abs)}")),
+    Column("max error", _errors),
     Column("rounding error", _if_known(lambda row: row.rounding_error, error_text)),
     Column("mean error", lambda row: error_text(row.error.mean_abs)),
     Column(

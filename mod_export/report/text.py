@@ -116,8 +116,9 @@ def _conditions(report: BuildReport) -> list[str]:
     if parity:
         kinds = ", ".join(dict.fromkeys(kind for row in parity for kind in row.inputs))
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
+        what = "a logit" if all(row.next_token_agreement is not None for row in parity) else "each output"
         lines.append(
-            f"parity: against {references}, on inputs {kinds}; max error of a logit given the same routing"
+            f"parity: against {references}, on inputs {kinds}; max error of {what} given the same routing"
             + (", the worse of MoD and dense" if report.not_compared is None else "")
         )
         found = gains(report)

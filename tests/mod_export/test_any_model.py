@@ -145,10 +145,10 @@ def test_a_factory_is_its_own_baseline(tmp_path: Path, toml: Path) -> None:
     assert "* load     built" in found.stderr
     manifest = open_folder(tmp_path / "build/maker")
     # With capacity 1 every token runs, in the order of its score.
-    assert [graph.k_by_layer for graph in manifest.graphs if graph.target is None] == [{"1": 4}, {"1": 16}]
+    assert [graph.k_by_layer for graph in manifest.graphs if graph.target is None] == [{1: 4}, {1: 16}]
     more = invoke("build", "maker.py:make", "--buckets", "1x16", "--capacity", "0.5", "-c", toml, "-o", "half", "-q")
     assert more.exit_code == 0, more.output
-    assert open_folder(tmp_path / "half").graphs[0].k_by_layer == {"1": 8}
+    assert open_folder(tmp_path / "half").graphs[0].k_by_layer == {1: 8}
 
 
 def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
@@ -186,3 +186,22 @@ def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
     torch.export.save(torch.export.export(made(Embedded), (torch.randn(1, 16, D),)), tmp_path / "other.pt2")
     with pytest.raises(ModExportError, match=r"baseline other: has at b1s16 the inputs inputs_embeds float32 .*inst"):
         mod_export.build(made(Masked), masked_inputs, [(1, 16)], baseline=tmp_path / "other.pt2", verbosity=-1)
+
+
+@pytest.mark.slow
+def test_every_target(tmp_path: Path, toml: Path) -> None:
+    """Compiled by AOTInductor, and as plans of TensorRT-RTX, whose graphs are judged on ONNX Runtime."""
+    module = made(Masked)
+    targets = ["ort-cpu", "inductor", "tensorrt-rtx"]
+    report = mod_export.build(module, masked_inputs, [(1, 16)], out="built", targets=targets, config=toml, verbosity=-1)
+    assert report.verdict.status == "pass", report.verdict.reasons
+    judged = {row.target for row in report.parity}
+    assert judged == {"ort-cpu", "inductor", "portable", "tensorrt-rtx graph"}
+    assert {engine.target for engine in open_folder(tmp_path / "built").engines} == set(targets)
+    feeds = masked_inputs(1, 16)
+    with mod_export.load(tmp_path / "built", target="inductor") as deployment, torch.no_grad():
+        expected = module(**feeds)
+        found = deployment.infer({name: tensor.numpy() for name, tensor in feeds.items()})
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor.numpy(), atol=1e-4)

@@ -110,7 +110,7 @@ def test_1_a_bug_says_so(faulty: list[tuple[int, str, str]]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["build"], "Missing argument 'MODEL'"),
+        (["build"], r"Missing argument 'MODEL\.\.\.'"),
         (["build", "m.pt", "--nonsense"], "No such option.*--nonsense"),
         (["nonsense"], "No such command.*nonsense"),
         (["report", "DIR", "--format", "xml"], "'xml' is not one of"),

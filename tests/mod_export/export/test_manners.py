@@ -86,7 +86,8 @@ def test_engines_get_the_positions_as_further_outputs(made: Made) -> None:
     assert all(torch.equal(one, own[site.name].index_BK) for one, site in zip(routed, manner.sites, strict=True))
 
 
-@pytest.mark.parametrize("target", ["ort-cpu", "tensorrt-rtx"])
+# The passes for TensorRT rewrite all that those for ONNX Runtime do, and more.
+@pytest.mark.parametrize("target", [pytest.param("ort-cpu", marks=pytest.mark.slow), "tensorrt-rtx"])
 @pytest.mark.parametrize("name", MANNERS)
 def test_graphs_of_targets_compute_the_same(name: str, target: str) -> None:
     model, module = manner_graph(name)
