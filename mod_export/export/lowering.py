@@ -33,13 +33,14 @@ def lower(graph: fx.Graph) -> None:
         if node.target is ATEN.einsum.default:
             # Others torch takes apart itself where it runs below autograd.
             _replace(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
-        elif node.target is ATTENTION and (len(shape_of(node.args[0])) != 4 or _has_narrow_mask(node)):
+        elif node.target is ATTENTION and (len(shape_of(argument_of(node, "query"))) != 4 or _has_narrow_mask(node)):
             _replace(graph, node, _attention)
 
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether every dimension has a label, none has the same one twice, and a label stands for one size."""
-    equation, operands = node.args
+    arguments: Any = node.args
+    equation, operands = arguments
     labels = equation.replace(" ", "").partition("->")[0].split(",")
     pairs = {
         (label, size)
@@ -55,8 +56,8 @@ def _is_plain(node: fx.Node) -> bool:
 
 def _has_narrow_mask(node: fx.Node) -> bool:
     """Whether its mask is one row for all queries, as one of padding is: ONNX Runtime takes only whole ones."""
-    mask = argument_of(node, "attn_mask")
-    return mask is not None and shape_of(mask)[-2:] != (shape_of(node.args[0])[-2], shape_of(node.args[1])[-2])
+    query, key, mask = (argument_of(node, name) for name in ("query", "key", "attn_mask"))
+    return mask is not None and shape_of(mask)[-2:] != (shape_of(query)[-2], shape_of(key)[-2])
 
 
 def _replace(graph: fx.Graph, node: fx.Node, function: Callable[..., Tensor], *, whole: bool = True) -> None:

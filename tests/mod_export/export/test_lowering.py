@@ -15,7 +15,7 @@ from mod_export.export.capture import Captured, captured
 from mod_export.export.lowering import lower
 from mod_export.export.onnx_export import onnx_from_captured
 
-EINSUMS = {
+EINSUMS: dict[str, list[tuple[int, ...]]] = {
     "btd,hde->bhte": [(2, 5, 6), (3, 6, 4)],
     "bhqe,bhke->bhqk": [(2, 3, 5, 4), (2, 3, 7, 4)],
     "bhqk,bhke,hed->bqd": [(2, 3, 5, 7), (2, 3, 7, 4), (3, 4, 6)],
