@@ -1,8 +1,8 @@
 """mod-export: turns a trained Mixture-of-Depths checkpoint into static, verified inference artefacts.
 
 `build` makes a build folder of a model; `load` opens one for inference, `load_generator` for writing text;
-`mark_selection` is what a model calls to have its routing observed. Everything else is the command line's:
-`mod-export --help`.
+`mark_selection` is what a model calls to have its routing observed; `ModExportError` is what all of them raise.
+Everything else is the command line's: `mod-export --help`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mod_export.api import build
+    from mod_export.errors import ModExportError
     from mod_export.marker import mark_selection
     from mod_export.runtime.deployment import Deployment, load
     from mod_export.runtime.generate.generator import Generator, load_generator
 
-__all__ = ["Deployment", "Generator", "__version__", "build", "load", "load_generator", "mark_selection"]
+__all__ = [
+    "Deployment",
+    "Generator",
+    "ModExportError",
+    "__version__",
+    "build",
+    "load",
+    "load_generator",
+    "mark_selection",
+]
 
 
 _MODULES = {
@@ -26,6 +36,7 @@ _MODULES = {
     "load": "runtime.deployment",
     "Generator": "runtime.generate.generator",
     "load_generator": "runtime.generate.generator",
+    "ModExportError": "errors",
     "mark_selection": "marker",
 }
 

@@ -254,8 +254,9 @@ def _holds_tokens(use: fx.Node, form: Form, selection: Selection) -> bool:
     source: Any = use.args[0]
     shape, (dim, size) = shape_of(source), _indexed(use)
     rows, tokens = selection.rows, selection.tokens
-    # Positions that were looked up are those of a longer row.
-    fits = size >= tokens if form.shifted or form.table is not None else size == tokens
+    # Positions that were looked up are those of a longer row; so are those of its first tokens.
+    longer = form.shifted or form.table is not None or (size > tokens and _are_first_of(selection, size))
+    fits = size >= tokens if longer else size == tokens
     if form.one_row:
         return fits and (source.target is ATEN.select.int or _is_unbound(source))
     if rows == 1:
@@ -266,6 +267,22 @@ def _holds_tokens(use: fx.Node, form: Form, selection: Selection) -> bool:
     steps = source.meta["val"].stride()
     own = len(shape) > 2 and any(shape[n] == rows and steps[n] for n in (0, 1) if n != dim)
     return fits and own
+
+
+def _are_first_of(selection: Selection, size: int) -> bool:
+    """Whether the tokens that are compared are the first ones of `size`, such as the patches before a text."""
+    seen, waiting = {selection.scores}, [selection.scores]
+    while waiting:
+        node = waiting.pop()
+        if node.target is ATEN.slice.Tensor and not argument_of(node, "start") and argument_of(node, "step") == 1:
+            source: Any = node.args[0]
+            dim = (argument_of(node, "dim") or 0) % len(shape_of(source))
+            if (shape_of(node)[dim], shape_of(source)[dim]) == (selection.tokens, size):
+                return True
+        new = [one for one in node.all_input_nodes if one not in seen]
+        seen.update(new)
+        waiting += new
+    return False
 
 
 def is_index(node: fx.Node, use: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from onnxscript import optimizer
 
 from mod_export.errors import GraphError
 from mod_export.export.capture import Captured
+from mod_export.export.lowering import lower
 from mod_export.export.nodes import NAME_SCOPES
 from mod_export.types import Bucket, Site, routed_output
 
@@ -55,7 +56,7 @@ def onnx_from_captured(
     values are hidden from it, and the graph keeps the state_dict's names and layout.
 
     Args:
-        captured: from `capture`.
+        captured: from `capture`; its graph is lowered in place.
         weights: name -> tensor of all parameters and buffers.
         inputs: names of its inputs in order.
         outputs: names of the model's own outputs in order; those of its routing sites come after them.
@@ -66,6 +67,7 @@ def onnx_from_captured(
     Raises:
         GraphError: the exporter failed, or left something that is not standard ONNX.
     """
+    lower(captured.program.graph)
     with _quiet():
         try:
             exported = torch.onnx.export(

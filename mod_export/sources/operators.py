@@ -21,7 +21,8 @@ BEYOND_ATEN = {
     "torch.ops.prims.iota.default",
 }
 PRIVATE = {
-    "__and__", "__or__", "__xor__",
+    "__and__", "__iand__", "__ilshift__", "__ior__", "__irshift__", "__ixor__", "__lshift__", "__or__", "__rshift__",
+    "__xor__",
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_addmm_activation", "_assert_async", "_assert_scalar",
     "_assert_tensor_metadata", "_cdist_forward", "_conj", "_convolution", "_euclidean_dist", "_fft_c2c", "_fft_c2r",
     "_fft_r2c", "_grouped_mm", "_int_mm", "_log_softmax", "_logcumsumexp", "_masked_softmax",
@@ -33,7 +34,7 @@ PRIVATE = {
     "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
     "_weight_norm", "_weight_norm_interface",
 }  # fmt: skip
-"""Operators with a private name that exported programs have, and that check their arguments."""
+"""Operators with a private name that exported programs have, such as `mask & other`, and that check their arguments."""
 PARTS = ("as_strided", "empty_strided", "resize", "sparse", "nested", "jagged", "mkldnn", "cudnn", "miopen", "backward")
 """Of names: of operators that trust sizes, strides or indices, or that belong to a layout or a vendor's library."""
 SETTERS = {"set", "set_", "set_data", "segment_reduce"}

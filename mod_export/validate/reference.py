@@ -311,7 +311,13 @@ class Reference:
         inputs = tensors_of(batch.feeds)
         if precision == "float64":
             inputs = tuple(_double(tensor) for tensor in inputs)
-        outputs = run_sites(self._programs.program(batch.bucket, precision), state, inputs, run)
+        program, default = self._programs.program(batch.bucket, precision), torch.get_default_dtype()
+        try:
+            # Of what an operation makes without naming a dtype, such as zeros to scatter into, or a mask of numbers.
+            torch.set_default_dtype(torch.float64 if precision == "float64" else torch.float32)
+            outputs = run_sites(program, state, inputs, run)
+        finally:
+            torch.set_default_dtype(default)
         found = run.selections.items()
         return Traced(
             tuple(tensor.numpy() for tensor in outputs),

@@ -31,9 +31,8 @@ def test_importing_loads_nothing_heavy(modules: tuple[str, ...], absent: tuple[s
 
 
 def test_public_names() -> None:
-    assert mod_export.__all__ == [
-        "Deployment", "Generator", "__version__", "build", "load", "load_generator", "mark_selection",
-    ]  # fmt: skip
+    names = ["Deployment", "Generator", "ModExportError", "__version__", "build", "load", "load_generator"]
+    assert mod_export.__all__ == [*names, "mark_selection"]
     assert all(getattr(mod_export, name) for name in mod_export.__all__)
     with pytest.raises(AttributeError, match="module 'mod_export' has no attribute 'nonsense'"):
         _ = mod_export.nonsense

@@ -188,6 +188,11 @@ def _follow(node: ir.Node, inputs: list[np.ndarray], shape: tuple[int, ...]) -> 
         return first.reshape(shape)
     if is_standard(node, "Expand"):
         return np.broadcast_to(first, shape)
+    if is_standard(node, "Tile"):
+        # Copies along a dimension of one element are those of Expand, for which one line then stands for all.
+        copies = all(size in (1, new) for size, new in zip(first.shape, shape, strict=True))
+        repeats = constant_array(node.inputs[1])
+        return np.broadcast_to(first, shape) if copies else None if repeats is None else np.tile(first, repeats)
     if is_standard(node, "Transpose"):
         return first.transpose(node.attributes.get_ints("perm", tuple(reversed(range(len(shape))))))
     if is_standard(node, "Concat"):

@@ -150,6 +150,15 @@ class Region(nn.Module):
         return out
 
 
+class FirstTokens(Routed):
+    """The first 10 tokens are selected from, such as patches before a text; indices made wide by copies of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, index = torch.topk(self.router(x[:, :10]).squeeze(-1), 4)
+        wide = index.unsqueeze(-1).repeat(1, 1, x.shape[2])
+        return torch.scatter_add(x, 1, wide, self.block(x.gather(1, wide)) * gate.tanh().unsqueeze(-1))
+
+
 class WeightedRows(Routed):
     """One-hot rows that dispatch, and the same multiplied with the gates that combine."""
 

@@ -16,6 +16,7 @@ from manner_blocks import (
     Compared,
     Embedding,
     EncoderLayer,
+    FirstTokens,
     IndexCopy,
     MaskOrder,
     PutAccumulate,
@@ -121,6 +122,9 @@ MANNERS = {
     "stacked": _blocks(Stacked, BY_POSITION),
     "channels_first": _blocks(ChannelsFirst, BY_SCORE),
     "region": Manner(make=lambda: Model(Region), sites=_names(["blocks.1", "blocks.3"], K, BY_SCORE), tokens=10),
+    "first_tokens": Manner(
+        make=lambda: Model(FirstTokens), sites=_names(["blocks.1", "blocks.3"], K, BY_SCORE), tokens=10
+    ),
     "weighted_rows": _blocks(WeightedRows, BY_SCORE),
     "additive_mask": _blocks(AdditiveMask, BY_POSITION),
     "all_keys": _blocks(AllKeys, BY_POSITION),

@@ -322,3 +322,11 @@ def test_what_models_call_is_read() -> None:
         "atan2.out", "empty_strided.default", "resize_.default",
     }  # fmt: skip
     assert {one for one in refused if "backward" not in one and not one.startswith("sym_")} == known
+
+
+@pytest.mark.parametrize("sign", ["and", "or", "xor", "lshift", "rshift"])
+def test_what_signs_of_python_call_is_read(sign: str) -> None:
+    """`mask & other`, `mask &= other` and the like are operators of their own."""
+    for name in (f"__{sign}__", f"__i{sign}__"):
+        assert is_operator(f"torch.ops.aten.{name}.Tensor")
+        assert is_operator(f"torch.ops.aten.{name}.Scalar")

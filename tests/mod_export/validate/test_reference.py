@@ -11,6 +11,7 @@ from captures import bucket_example
 from mod_export.errors import CaptureError
 from mod_export.export.capture import exported
 from mod_export.sources.model import tokens_sample
+from mod_export.sources.module import model_from_module
 from mod_export.types import Bucket
 from mod_export.validate import reference as reference_module
 from mod_export.validate.inputs import Batch
@@ -73,6 +74,36 @@ def test_float64_says_what_float32_rounds_away(reference: Reference, batches: li
             # Computed in float64, and not cast to it.
             assert np.any(exact_BS.astype(np.float32).astype(np.float64) != exact_BS)
             np.testing.assert_allclose(exact_BS[batch.real_BS], score_BS[batch.real_BS], atol=1e-5)
+
+
+class NamesNoDtype(torch.nn.Module):
+    """What it makes itself has the dtype that torch gives it by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.mlp = torch.nn.Linear(8, 1), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, S, D = x.shape
+        index = self.router(x)[..., 0].topk(4).indices.sort().values[..., None].expand(-1, -1, D)
+        position = torch.arange(S)
+        bias = torch.where(position[:, None] >= position, 0.0, -1e9)
+        attended = torch.baddbmm(bias.expand(B, S, S), x, x.transpose(1, 2)).softmax(-1) @ x
+        return attended + torch.zeros(B, S, D).scatter(1, index, self.mlp(x.gather(1, index)))
+
+
+def test_what_has_the_default_dtype_is_float64_too() -> None:
+    torch.manual_seed(0)
+    bucket = Bucket(2, 16)
+    model = model_from_module(NamesNoDtype(), lambda batch, seq: torch.randn(batch, seq, 8), [bucket], "mine")
+    used, x = Reference(model.loaded), np.random.default_rng(0).standard_normal((2, 16, 8), np.float32)
+    batch = Batch("sample", bucket, {"x": x})
+    free = used.free(batch)
+    exact = used.exact(batch, free.routed)
+    assert exact is not None
+    assert exact.outputs[0].dtype == np.float64
+    assert 1e-9 < np.abs(exact.outputs[0] - free.outputs[0]).max() < 1e-5
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Batch]) -> None:

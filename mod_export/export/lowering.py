@@ -1,0 +1,163 @@
+"""Writes operators that the ONNX exporter has no good form of as others that compute the same.
+
+* `einsum` becomes products of matrices: the FLOPs of Einsum cannot be counted, and it hides attention and weights from
+  the passes.
+* Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query.
+
+The graph that PyTorch runs as the reference keeps what the model wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from mod_export.export.program_nodes import argument_of, shape_of
+
+ATEN = torch.ops.aten
+ATTENTION = ATEN.scaled_dot_product_attention.default
+METADATA = ("nn_module_stack", "stack_trace")
+"""What messages name the module and the line by."""
+
+
+def lower(graph: fx.Graph) -> None:
+    """Changes the graph of a captured program in place."""
+    for node in list(graph.nodes):
+        if node.target is ATEN.einsum.default:
+            # Others torch takes apart itself where it runs below autograd.
+            _replace(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
+        elif node.target is ATTENTION and (len(shape_of(argument_of(node, "query"))) != 4 or _has_narrow_mask(node)):
+            _replace(graph, node, _attention)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether every dimension has a label, none has the same one twice, and a label stands for one size."""
+    arguments: Any = node.args
+    equation, operands = arguments
+    labels = equation.replace(" ", "").partition("->")[0].split(",")
+    pairs = {
+        (label, size)
+        for one, names in zip(operands, labels, strict=True)
+        for label, size in zip(names, shape_of(one), strict=False)
+    }
+    return (
+        "." not in equation
+        and all(len(set(one)) == len(one) for one in labels)
+        and len(pairs) == len({label for label, _ in pairs})
+    )
+
+
+def _has_narrow_mask(node: fx.Node) -> bool:
+    """Whether its mask is one row for all queries, as one of padding is: ONNX Runtime takes only whole ones."""
+    query, key, mask = (argument_of(node, name) for name in ("query", "key", "attn_mask"))
+    return mask is not None and shape_of(mask)[-2:] != (shape_of(query)[-2], shape_of(key)[-2])
+
+
+def _replace(graph: fx.Graph, node: fx.Node, function: Callable[..., Tensor], *, whole: bool = True) -> None:
+    """With the operators that the function calls when it is given the node's arguments.
+
+    `whole` keeps attention and matmul as one operator each.
+    """
+    leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+
+    def call(*tensors: Tensor) -> Tensor:
+        given = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        args, kwargs = pytree.tree_unflatten(given, structure)
+        return function(*args, **kwargs)
+
+    values = [leaves[place].meta["val"] for place in places]
+    mode = detect_fake_mode(values)
+    assert mode is not None
+    with mode:
+        inner = make_fx(call, pre_dispatch=whole)(*values).graph
+    inputs = dict(zip(inner.find_nodes(op="placeholder"), (leaves[place] for place in places), strict=True))
+    with graph.inserting_before(node):
+        found: Any = graph.graph_copy(inner, inputs)
+    for copied in set(inputs.values()) - {leaves[place] for place in places}:
+        # In place of where in this file they were traced.
+        copied.meta = {"val": copied.meta["val"], **{key: node.meta[key] for key in METADATA if key in node.meta}}
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **how: Any
+) -> Tensor:
+    """Attention of (..., L, E): rows of three dimensions are heads of one row, more dimensions are more rows."""
+    *outer, _, _, _ = (1, 1, 1, 1, *query.shape)[-max(4, query.dim()) :]
+
+    def of_four(tensor: Tensor) -> Tensor:
+        shape = (1, 1, 1, 1, *tensor.shape)[-max(4, tensor.dim()) :]
+        if len(outer) > 1:
+            # Also what is the same for all outer dimensions, such as a mask.
+            shape = (*outer, *shape[-3:])
+            tensor = tensor.expand(shape)
+        return tensor.reshape(-1, *shape[-3:])
+
+    mask = attn_mask
+    if mask is not None:
+        mask = of_four(mask.expand(*mask.shape[:-2], query.shape[-2], key.shape[-2]))
+    found: Tensor = ATTENTION(of_four(query), of_four(key), of_four(value), mask, *rest, **how)
+    return found.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _einsum(equation: str, operands: Sequence[Tensor], **_path: Any) -> Tensor:
+    """Products of two operands each, from the left."""
+    left, _, output = equation.replace(" ", "").partition("->")
+    labels = left.split(",")
+    if "->" not in equation:
+        output = "".join(sorted(one for one in set(left) - {","} if left.count(one) == 1))
+    size = {
+        name: n for one, names in zip(operands, labels, strict=True) for name, n in zip(names, one.shape, strict=True)
+    }
+    found, names = operands[0], labels[0]
+    for number, (other, others) in enumerate(zip(operands[1:], labels[1:], strict=True), 2):
+        wanted = set(output).union(*labels[number:])
+        found, names = _summed(found, names, wanted | set(others))
+        other, others = _summed(other, others, wanted | set(names))
+        found, names = _product(found, names, other, others, wanted, size)
+    found, names = _summed(found, names, set(output))
+    return _in_order(found, names, output)
+
+
+def _summed(tensor: Tensor, names: str, wanted: set[str]) -> tuple[Tensor, str]:
+    dims = [n for n, name in enumerate(names) if name not in wanted]
+    return (tensor.sum(dims) if dims else tensor), "".join(name for name in names if name in wanted)
+
+
+def _in_order(tensor: Tensor, names: str, wanted: str) -> Tensor:
+    return tensor if names == wanted else tensor.permute([names.index(one) for one in wanted])
+
+
+def _product(
+    one: Tensor, names: str, other: Tensor, others: str, wanted: set[str], size: dict[str, int]
+) -> tuple[Tensor, str]:
+    """The product, and its labels: those of both that are wanted, then what either has alone."""
+    shared = [name for name in names if name in others]
+    batch = "".join(name for name in shared if name in wanted)
+    inner = "".join(name for name in shared if name not in wanted)
+    rows = "".join(name for name in names if name not in others)
+    columns = "".join(name for name in others if name not in names)
+
+    def shape(*parts: str) -> list[int]:
+        return [size[name] for part in parts for name in part]
+
+    one, other = _in_order(one, names, batch + rows + inner), _in_order(other, others, batch + inner + columns)
+    if not inner:
+        one = one.reshape(shape(batch, rows) + [1] * len(columns))
+        return one * other.reshape(shape(batch) + [1] * len(rows) + shape(columns)), batch + rows + columns
+    k = math.prod(shape(inner))
+    # Without a batch the second one is as the weights of a linear layer, which reads rows of any shape.
+    folded = [math.prod(shape(rows))] if batch else shape(rows)
+    product = one.reshape([*shape(batch), *folded, k]) @ other.reshape([*shape(batch), k, math.prod(shape(columns))])
+    return product.reshape(shape(batch, rows, columns)), batch + rows + columns
