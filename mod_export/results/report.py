@@ -144,6 +144,14 @@ class BuildReport(Result):
     generation: GenerationReport | None = None
     """Writing text; null where the model cannot."""
 
+    def __repr__(self) -> str:
+        """One line: in a notebook, the whole of it is too much to read."""
+        reasons = "".join(f"; {reason}" for reason in self.verdict.reasons)
+        ran = ", ".join(sorted({row.target for row in self.latency})) or "none"
+        return f"<BuildReport of {self.model.name}: {self.verdict.status}, measured: {ran}{reasons}>"
+
+    __str__ = __repr__
+
     def to_json(self) -> str:
         """report.json, indented, with a newline at its end; `report_from_json` reads it back to an equal value."""
         return self.model_dump_json(indent=2) + "\n"

@@ -148,6 +148,15 @@ class Deployment:
         self._opened = contextlib.ExitStack()
         self._runners: dict[Bucket, Runner] = {}
 
+    @property
+    def inputs(self) -> dict[Bucket, dict[str, tuple[str, tuple[int, ...]]]]:
+        """Of each bucket: name of an input -> its dtype and shape, what `infer` takes."""
+        return {bucket: dict(graph.inputs) for bucket, graph in self._graphs.items() if graph is not None}
+
+    def __repr__(self) -> str:
+        buckets = ", ".join(bucket.name for bucket in self.buckets)
+        return f"<Deployment of {self.target} in {self.dtype}: {buckets}>"
+
     def bucket_for(self, batch: int, seq: int) -> Bucket:
         """The smallest bucket that holds a request.
 
@@ -217,7 +226,7 @@ class Deployment:
         """
         given = {name: np.asarray(array) for name, array in feeds.items()}
         shapes = {name: array.shape for name, array in given.items()}
-        ports = {bucket: graph.inputs for bucket, graph in self._graphs.items() if graph is not None}
+        ports = self.inputs
         known = {bucket: {name: shape for name, (_, shape) in inputs.items()} for bucket, inputs in ports.items()}
         bucket = next((bucket for bucket, expected in known.items() if expected == shapes), None)
         if bucket is None:

@@ -7,10 +7,16 @@ import shutil
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from command_line import FEW_SAMPLES
+from foreign_models import made
 from headless_chromium import BROWSER
 from make_figures import main
+from mod_dialects import Inner
 
 from mod_export.cli import cli, generate
 from mod_export.config import GenerationOptions
@@ -26,9 +32,38 @@ def test_inference_example(
 ) -> None:
     shutil.copytree(built, tmp_path / "build" / "demo")
     monkeypatch.chdir(tmp_path)
-    (example,) = [block for block in BLOCKS if "mod_export.load" in block]
+    (example,) = [block for block in BLOCKS if 'load("build/demo"' in block]
     exec(example, {})
     assert capsys.readouterr().out == "(1, 11, 256)\n"
+
+
+class Named(torch.nn.Module):
+    """Another model, whose input has the name that the README gives it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.model(input_ids)
+        return found
+
+
+def test_example_of_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the smallest model that has its names, at shapes that take no time, and for one target."""
+    monkeypatch.chdir(tmp_path)
+    (example,) = [block for block in BLOCKS if "mod_export.build(" in block]
+    example = example.replace("32_000", "40").replace("128", "16").replace("512", "32")
+    example = example.replace(
+        'out="build/mine",', f"out='build/mine', targets='ort-cpu', config={str(tmp_path / 'c')!r},"
+    )
+    (tmp_path / "c").write_text(FEW_SAMPLES, encoding="utf-8")
+    model, dense = made("scatter_add"), made("scatter_add")
+    dense.blocks = torch.nn.ModuleList([Inner().eval() for _ in range(4)])
+    names: dict[str, Any] = {"model": Named(model), "dense_model": Named(dense), "ids": np.zeros((1, 16), np.int64)}
+    exec(example, names)
+    assert names["report"].verdict.status == "pass"
+    assert names["outputs"]["logits"].shape == (1, 16, 40)
 
 
 def test_checkpoint_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +74,7 @@ def test_checkpoint_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_python_block_is_tested() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -300,7 +300,7 @@ def test_further_arguments_by_name_are_no_obstacle() -> None:
     module, x = models.TakesAnything().eval(), torch.randn(2, 16, models.D)
     assert proof(module, (x,))
     (site,) = captured(module, (x,), "mine").sites
-    assert (site.name, site.k) == ("model", 4)
+    assert (site.name, site.k) == ("block", 4)
 
 
 def test_a_program_with_a_dynamic_length_is_captured_at_one() -> None:

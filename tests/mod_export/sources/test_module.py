@@ -207,11 +207,6 @@ class Narrow(Apart):
         return self.linear(x.to(torch.bfloat16).view(torch.int16).to(torch.float32))
 
 
-class Numpy(Apart):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + torch.from_numpy(x.numpy() * 2)
-
-
 class Named(Apart):
     def __init__(self) -> None:
         super().__init__()
@@ -231,8 +226,6 @@ REFUSED: dict[type[nn.Module], str] = {
     Reserved: "mine at b2s4: returns routed_3; names that begin with routed_ are those of routing sites",
     Strided: "mine at b2s4: calls aten.as_strided.default, which engines do not have, or which trusts sizes unchecked",
     Nothing: "mine at b2s4: returns no tensor",
-    Numpy: "mine at b2s4: torch.export refused the model: RuntimeError: .numpy() is not supported for tensor "
-    "subclasses. (test_module.py, line ",
     Named: "mine at b2s4: the weight inner.eval is called as a method of every module (eval)",
     Counted: "mine at b2s4: output 0 of the captured program differs from that of the module by ",
     Narrow: "mine at b2s4: cannot be computed in float32: ",

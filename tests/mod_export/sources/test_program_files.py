@@ -41,9 +41,8 @@ def as_stored(model: ProgramModel) -> dict[str, Tensor]:
 
 
 def described(nodes: list[fx.Node]) -> list[Any]:
-    keys = ("nn_module_stack", "stack_trace")
     return [
-        (node.name, str(node.target), str(node.args), str(node.kwargs), *(str(node.meta.get(key)) for key in keys))
+        (node.name, str(node.target), str(node.args), str(node.kwargs), str(node.meta.get("nn_module_stack")))
         for node in nodes
     ]
 
