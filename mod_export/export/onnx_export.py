@@ -35,7 +35,15 @@ def _stable_sort(self: Any, stable: bool | None = None, dim: int = -1, descendin
     return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
 
 
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten.sort.stable: _stable_sort}
+def _mish(self: Any) -> Any:
+    """By its definition (arXiv 1908.08681, equation 1): TensorRT has no operator Mish in bfloat16."""
+    return op.Mul(self, op.Tanh(op.Softplus(self)))
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.mish.default: _mish,
+    torch.ops.aten.sort.stable: _stable_sort,
+}
 
 CLEAN_UP = (
     common.CommonSubexpressionEliminationPass(),
