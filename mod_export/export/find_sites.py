@@ -175,10 +175,16 @@ def _kept_from(node: fx.Node, dim: int) -> int | None:
 
 def _is_changed(node: fx.Node) -> bool:
     """Whether a value, or a part of it, is changed in place."""
+    return any(_writes_to(use, node) or (use.target is ATEN.slice.Tensor and _is_changed(use)) for use in node.users)
+
+
+def _writes_to(use: fx.Node, node: fx.Node) -> bool:
+    """Not where it only reads, as `out[rows, index] = y` reads the index."""
+    schema = getattr(use.target, "_schema", None)
+    arguments = () if schema is None else schema.arguments
     return any(
-        getattr(getattr(use.target, "_schema", None), "is_mutable", False)
-        or (use.target is ATEN.slice.Tensor and _is_changed(use))
-        for use in node.users
+        one.alias_info is not None and one.alias_info.is_write and argument_of(use, one.name) is node
+        for one in arguments
     )
 
 

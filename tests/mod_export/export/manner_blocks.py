@@ -58,6 +58,18 @@ class PutAccumulate(Routed):
         return out
 
 
+class SortedPut(Routed):
+    """The head of an `argsort`, and `y[rows, index] = ...` on zeros, which are added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.router(x).squeeze(-1).softmax(1)
+        index = weight.argsort(dim=1, descending=True)[:, : x.shape[1] // 4]
+        rows = torch.arange(x.shape[0]).unsqueeze(1)
+        out = torch.zeros_like(x)
+        out[rows, index] = self.block(x[rows, index]) * weight[rows, index].unsqueeze(-1)
+        return x + out
+
+
 class PutInPlace(Routed):
     """`out[rows, index] += y`, with `expand_as` rows."""
 
