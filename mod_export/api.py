@@ -112,6 +112,8 @@ def _model(
 
     from mod_export.sources.module import model_from_module
 
+    if samples is not None:
+        raise UsageError(f"{name}: samples belong to .pt2 files; of a module, inputs(batch, seq, seed) gives several")
     if inputs is None:
         raise UsageError(f"{name}: of a module the inputs must be given: inputs=lambda batch, seq: ...")
     return model_from_module(given, inputs, buckets, name), None

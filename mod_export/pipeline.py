@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mod_export.build_folder.manifest import TOKENIZER
+from mod_export.build_folder.programs import program_files
 from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
 from mod_export.environment import limited, peak_rss_bytes, reset_peak_rss
@@ -21,7 +22,7 @@ from mod_export.errors import ModExportError
 from mod_export.plan import make_plan
 from mod_export.results.report import BuildReport, Stage
 from mod_export.sources.model import Model
-from mod_export.sources.program_files import program_files, write_graphs
+from mod_export.sources.program_files import write_graphs
 from mod_export.sources.programs import ProgramModel
 from mod_export.stages.benchmark import benchmark, count_work, profile
 from mod_export.stages.context import BuildContext
@@ -107,7 +108,7 @@ def _keep_programs(context: BuildContext) -> None:
     """What a reference is rebuilt from where a model is no registered architecture."""
     for kind, loaded in context.plan.loaded.items():
         if isinstance(loaded, ProgramModel):
-            files = program_files(kind, loaded.buckets)
+            files = program_files(kind, [bucket.name for bucket in loaded.buckets])
             context.step(f"programs/{kind}", context.identity(kind), files, partial(_write_programs, loaded, kind))
 
 

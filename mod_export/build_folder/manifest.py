@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from mod_export.build_folder.files import FileEntry, verify_files
+from mod_export.build_folder.programs import PROGRAM, program_files
 from mod_export.config import BuildConfig
 from mod_export.errors import BuildFolderError
 from mod_export.results.cost import CostRow, Work
@@ -29,8 +30,6 @@ FORMAT_VERSION = 2
 CHECKSUM = "checksum"
 EMPTY: Mapping[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "steps": {}}
 """The manifest of a folder in which nothing has been built."""
-PROGRAMS = "programs/"
-"""Folder of what a model is restored from that no registered architecture makes."""
 REPORT_FILES = ("report.json", "report.html")
 
 
@@ -145,13 +144,17 @@ def _contradictions(manifest: Manifest) -> list[str]:
     files, engines, graphs = manifest.files, manifest.engines, manifest.graphs
     listed = {*(graph.path for graph in graphs), *(path for engine in engines for path in engine.files)}
     listed |= {*manifest.weight_digests, *(facts.weights for facts in manifest.models.values())}
+    for kind, facts in manifest.models.items():
+        buckets = facts.spec.get("buckets")
+        if facts.architecture == PROGRAM and isinstance(buckets, list):
+            listed.update(program_files(kind, map(str, buckets)))
     kinds = dict.fromkeys(["mod", *(graph.model for graph in graphs), *(engine.model for engine in engines)])
     problems = [f"{kind} is not described" for kind in kinds if kind not in manifest.models]
     problems += [f"{path} is no file of it" for path in sorted(listed - files.keys())]
     problems += [
         f"{one.path} has no weights file" for one in engines if one.weights is None and one.path.endswith(".onnx")
     ]
-    known = {*REPORT_FILES, TOKENIZER, *(path for path in files if path.startswith(PROGRAMS))}
+    known = {*REPORT_FILES, TOKENIZER}
     problems += [f"{path} is nothing that it describes" for path in sorted(files.keys() - listed - known)]
     for engine in engines:
         graph = graph_of(engine, graphs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mod_export.build_folder.programs import PROGRAM
 from mod_export.environment import source_digest
 from mod_export.errors import CheckpointError, ConfigError
 from mod_export.export.weights import state_of
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 GROUP = "mod_export.architectures"
 """The entry-point group in which packages register their architectures."""
-PROGRAM = "program"
-"""The architecture of a model that is captured already (`sources/programs.py`), which no package provides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,12 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import CaptureError, UsageError
 from mod_export.export.capture import prove_static
 from mod_export.export.not_static import refusal, refuse_dynamic
 from mod_export.export.weights import digests_of_tensors
-from mod_export.sources.model import PROGRAM, Model
+from mod_export.sources.model import Model
 from mod_export.sources.plain_programs import plain_program
 from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2_models import sample_tensors
@@ -143,7 +144,7 @@ def _asked(inputs: Callable[..., Given], bucket: Bucket, seed: int, where: str) 
     arguments = (bucket.batch, bucket.seq, seed) if _takes_seed(inputs) else (bucket.batch, bucket.seq)
     try:
         return inputs(*arguments)
-    except Exception as error:
+    except Exception as error:  # Whatever the user's code raises is told to the user.
         raise UsageError(f"{where}: inputs{arguments} raised {own_line(error)}") from error
 
 
@@ -205,7 +206,7 @@ def _run_once(module: nn.Module, call: Call, where: str) -> None:
     args, kwargs = call
     try:
         module(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # As above.
         raise UsageError(f"{where}: the module itself fails on these inputs: {own_line(error)}") from error
 
 

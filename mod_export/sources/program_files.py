@@ -7,52 +7,42 @@ reader of .pt2 files (`pt2.py`), which runs no code from them.
 from __future__ import annotations
 
 import hashlib
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from mod_export.build_folder.programs import ARRAYS, arrays_file, graph_file, read_arrays, write_arrays
 from mod_export.errors import BuildFolderError
 from mod_export.export.program_nodes import inferred_values
 from mod_export.sources.archive import ArchiveError
 from mod_export.sources.plain_programs import PlainProgram
 from mod_export.sources.programs import ProgramModel, digest_of_arrays
 from mod_export.sources.pt2 import program_of
-from mod_export.types import Bucket
-
-FOLDER = "programs"
-ARRAYS = ("samples", "constants")
+from mod_export.types import Bucket, ModelKind
 
 
-def program_files(kind: str, buckets: Sequence[Bucket]) -> list[str]:
-    """The files of a model in a build folder, relative to it."""
-    return [*(_graph_file(kind, bucket) for bucket in buckets), *(f"{FOLDER}/{kind}-{one}.npz" for one in ARRAYS)]
-
-
-def write_graphs(model: ProgramModel, kind: str, folder: Path) -> None:
-    """Writes everything but the weights: `program_files`.
-
-    * `programs/<kind>-<bucket>.json`: the graph, as `models/model.json` of a .pt2;
-    * `programs/<kind>-samples.npz`: `b1s512/ids.0` is the input `ids` of the first sample of that bucket;
-    * `programs/<kind>-constants.npz`: what graphs read beside weights and inputs; `b1s512.name` where buckets differ.
+def write_graphs(model: ProgramModel, kind: ModelKind, folder: Path) -> None:
+    """Writes everything but the weights: `build_folder.programs.program_files`.
 
     Args:
         model: what is written.
         kind: `mod` or `dense`.
         folder: the build folder.
     """
-    (folder / FOLDER).mkdir(exist_ok=True)
     for bucket, text in model.graph_texts.items():
-        (folder / _graph_file(kind, bucket)).write_bytes(text)
+        path = folder / graph_file(kind, bucket.name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(text)
     for name, arrays in zip(ARRAYS, (model.named_samples, model.constants), strict=True):
-        _write_arrays(folder / f"{FOLDER}/{kind}-{name}.npz", arrays)
+        write_arrays(folder / arrays_file(kind, name), arrays)
 
 
-def read_graphs(folder: Path, kind: str, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> ProgramModel:
+def read_graphs(
+    folder: Path, kind: ModelKind, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> ProgramModel:
     """The model whose graphs `write_graphs` has written.
 
     Args:
@@ -64,10 +54,8 @@ def read_graphs(folder: Path, kind: str, spec: Mapping[str, Any], weights: Mappi
     Raises:
         BuildFolderError: a file is missing or damaged, or its graph could run code.
     """
-    samples = _read_arrays(folder / f"{FOLDER}/{kind}-samples.npz")
-    constants = {
-        name: torch.from_numpy(array) for name, array in _read_arrays(folder / f"{FOLDER}/{kind}-constants.npz").items()
-    }
+    samples, constant_arrays = (read_arrays(folder / arrays_file(kind, name)) for name in ARRAYS)
+    constants = {name: torch.from_numpy(array) for name, array in constant_arrays.items()}
     # A program of torch asks for parameters where it reads some, and takes them elsewhere too.
     state = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in weights.items()}
     programs, given = {}, {}
@@ -75,7 +63,7 @@ def read_graphs(folder: Path, kind: str, spec: Mapping[str, Any], weights: Mappi
         bucket = Bucket.named(name)
         prefix = f"{name}."
         own = {one.removeprefix(prefix): tensor for one, tensor in constants.items() if one.startswith(prefix)}
-        path = folder / _graph_file(kind, bucket)
+        path = folder / graph_file(kind, name)
         inputs = tuple(one["name"] for one in spec["inputs"][name])
         try:
             program = program_of(path.read_bytes(), state, {**constants, **own})
@@ -92,45 +80,23 @@ def read_graphs(folder: Path, kind: str, spec: Mapping[str, Any], weights: Mappi
     return ProgramModel(programs, given)
 
 
-def changed_files(folder: Path, kind: str, spec: Mapping[str, Any]) -> dict[str, str]:
+def changed_files(folder: Path, kind: ModelKind, spec: Mapping[str, Any]) -> dict[str, str]:
     """Every file of `program_files` -> what is wrong with it; empty where it holds what was captured, by the digests
     in the model's `spec`.
     """
     problems = {}
     for name, digest in spec["programs"].items():
-        path = _graph_file(kind, Bucket.named(name))
+        path = graph_file(kind, name)
         try:
             found = hashlib.sha256((folder / path).read_bytes()).hexdigest()
             problems[path] = "" if found == digest else "not the graph that was captured"
         except OSError as error:
             problems[path] = f"missing or damaged ({error})"
     for name in ARRAYS:
-        path = f"{FOLDER}/{kind}-{name}.npz"
+        path = arrays_file(kind, name)
         try:
-            found = digest_of_arrays(_read_arrays(folder / path))
+            found = digest_of_arrays(read_arrays(folder / path))
             problems[path] = "" if found == spec[name] else f"not the {name} that were captured"
         except BuildFolderError as error:
             problems[path] = str(error)
     return problems
-
-
-def _graph_file(kind: str, bucket: Bucket) -> str:
-    return f"{FOLDER}/{kind}-{bucket.name}.json"
-
-
-def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """An npz, for `numpy.load`. Not by `numpy.savez`, which takes names as keywords and has some of its own, and writes
-    the time of day.
-    """
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
-
-
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    try:
-        with np.load(path, allow_pickle=False) as found:
-            return dict(found)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BuildFolderError(f"{path}: missing or damaged ({error}); build again") from error

@@ -178,7 +178,7 @@ class _Programs(nn.Module):
         parent: nn.Module = self
         for part in path:
             # Not by attribute: a weight may have the name of a method.
-            parent = parent._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+            parent = parent._modules.setdefault(part, nn.Module())  # type: ignore[assignment]  # It is not None.
         if is_parameter:
             parent._parameters[last] = nn.Parameter(tensor, requires_grad=False)
         else:

@@ -14,10 +14,11 @@ from torch.export._tree_utils import reorder_kwargs
 from torch.utils import _pytree as pytree
 
 from mod_export.build_folder.files import sha256_of_file
+from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import CheckpointError, ModExportError
 from mod_export.export.capture import with_found_sites
 from mod_export.export.routing_sites import selected_from
-from mod_export.sources.model import PROGRAM, Model
+from mod_export.sources.model import Model
 from mod_export.sources.plain_programs import PlainProgram, copied, input_values, plain_program
 from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2 import first_line, read_program

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mod_export.build_folder.manifest import GenerationFacts, ModelFacts
-from mod_export.build_folder.samples import first_sample
+from mod_export.build_folder.programs import first_sample
 from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES

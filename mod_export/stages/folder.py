@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mod_export.build_folder.manifest import MANIFEST, GenerationFacts, Manifest, ModelFacts, open_folder
+from mod_export.build_folder.programs import PROGRAM
 from mod_export.build_folder.workspace import Step
 from mod_export.config import BuildConfig
 from mod_export.environment import EXPORTERS, versions
@@ -17,7 +18,6 @@ from mod_export.plan import generating_form
 from mod_export.results.parity import ParityRow
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.sources.checkpoint import model_from_checkpoint, model_from_weights
-from mod_export.sources.model import PROGRAM
 from mod_export.sources.protocol import ExportableModel, GeneratingModel
 from mod_export.stages.context import Context, Make, Models
 from mod_export.types import ModelKind

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import BuildError, BuildFolderError
 from mod_export.export.weights import WeightsFile, digests_of_tensors, source_of, state_of
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.runtime.generate.decoder import DecodingEngines
-from mod_export.sources.model import PROGRAM
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
 from mod_export.stages.graphs import fresh_graph

@@ -183,6 +183,8 @@ def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
     )
     with pytest.raises(ModExportError, match=r"Masked: of a module the inputs must be given: inputs=lambda batch, seq"):
         mod_export.build(made(Masked), buckets=[(1, 16)], verbosity=-1)
+    with pytest.raises(ModExportError, match=r"Masked: samples belong to \.pt2 files; of a module, inputs"):
+        mod_export.build(made(Masked), masked_inputs, [(1, 16)], samples="s.safetensors", verbosity=-1)
     torch.export.save(torch.export.export(made(Embedded), (torch.randn(1, 16, D),)), tmp_path / "other.pt2")
     with pytest.raises(ModExportError, match=r"baseline other: has at b1s16 the inputs inputs_embeds float32 .*inst"):
         mod_export.build(made(Masked), masked_inputs, [(1, 16)], baseline=tmp_path / "other.pt2", verbosity=-1)

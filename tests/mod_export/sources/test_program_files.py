@@ -15,10 +15,11 @@ from foreign_models import Embedded, Images, Masked, made, masked_inputs, token_
 from mod_dialects import D
 from torch import Tensor, fx
 
+from mod_export.build_folder.programs import program_files
 from mod_export.errors import BuildFolderError
 from mod_export.export.capture import exported
 from mod_export.sources.module import model_from_module
-from mod_export.sources.program_files import changed_files, program_files, read_graphs, write_graphs
+from mod_export.sources.program_files import changed_files, read_graphs, write_graphs
 from mod_export.sources.programs import ProgramModel
 from mod_export.types import Bucket
 
@@ -166,7 +167,7 @@ def test_damaged_graphs_are_refused(tmp_path: Path) -> None:
 def test_files_that_hold_something_else_than_was_captured_are_told(tmp_path: Path) -> None:
     model = model_of(Masked, masked_inputs, [SHORT])
     write_graphs(model, "mod", tmp_path)
-    graph, samples, constants = program_files("mod", [SHORT])
+    graph, samples, constants = program_files("mod", [SHORT.name])
     assert changed_files(tmp_path, "mod", model.spec) == {graph: "", samples: "", constants: ""}
     (tmp_path / graph).write_text((tmp_path / graph).read_text().replace("1e-05", "1e-06"))
     np.savez(tmp_path / constants, **{name: array + 1 for name, array in model.constants.items()})
