@@ -160,12 +160,14 @@ def test_4_a_gate_failed(small_folder: Path, small_copy: Path, tmp_path: Path) -
     assert found.exit_code == 4
     assert found.stderr == ""
     assert "FAIL" in found.stdout
-    assert "does not reach the gate of 50.00x" in found.stdout
+    # On a busy machine the control may not cover 1; the gate of 50 fails all the same, for that reason.
+    missed = r"(does not reach|cannot be held against) the gate of 50\.00x"
+    assert re.search(missed, found.stdout)
     report = report_from_json((small_copy / "report.json").read_text())
     assert report.verdict.status == "fail"
     for name in ("bench", "report"):
         again = invoke(name, small_copy)
-        assert "does not reach the gate of 50.00x" in again.stdout
+        assert re.search(missed, again.stdout)
         # Showing a failed build is no failure; measuring it again is.
         assert again.exit_code == (4 if name == "bench" else 0)
 
