@@ -1,4 +1,7 @@
-"""Differences between a candidate and the reference as numbers, without thresholds. NaN stays NaN, so that it fails."""
+"""Differences between a candidate and the reference as numbers, without thresholds. NaN stays NaN, so that it fails.
+
+A logit of minus infinity is a token that a model excludes. Where both sides exclude it they do not differ.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
     largest, total, squares, scale, count = 0.0, 0.0, 0.0, 0.0, reference_NV.size
     for rows in _blocks(reference_NV):
         reference = reference_NV[rows].astype(np.float64)
+        excluded = _excluded(candidate_NV[rows], reference)
         with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
-            difference = np.abs(candidate_NV[rows] - reference)
+            difference = np.where(excluded, 0.0, np.abs(candidate_NV[rows] - reference))
+        reference = np.where(excluded, 0.0, reference)
         largest = float(np.maximum(largest, difference.max()))
         total += float(difference.sum())
         squares += float(np.vdot(difference, difference))
@@ -54,8 +59,9 @@ def next_token_shortfalls(candidate_NV: np.ndarray, reference_NV: np.ndarray) ->
     In the units of the logits; 0 where they agree, infinity where the candidate is not finite.
     """
     chosen_N1 = candidate_NV.argmax(-1, keepdims=True)
+    usable_N = (np.isfinite(candidate_NV) | _excluded(candidate_NV, reference_NV)).all(-1)
     short_N = reference_NV.max(-1) - np.take_along_axis(reference_NV, chosen_N1, -1)[:, 0]
-    return np.where(np.isfinite(candidate_NV).all(-1), short_N.astype(np.float64), np.inf)
+    return np.where(usable_N, short_N.astype(np.float64), np.inf)
 
 
 def divergence(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> float:
@@ -63,8 +69,14 @@ def divergence(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> float:
     total = 0.0
     for rows in _blocks(reference_NV):
         candidate, reference = log_softmax(candidate_NV[rows]), log_softmax(reference_NV[rows])
-        total += float(np.sum(np.exp(reference) * (reference - candidate)))
+        with np.errstate(invalid="ignore"):
+            terms = np.exp(reference) * (reference - candidate)
+        total += float(np.sum(np.where(_excluded(candidate, reference), 0.0, terms)))
     return total / len(reference_NV)
+
+
+def _excluded(candidate: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    return np.isneginf(candidate) & np.isneginf(reference)
 
 
 def smallest(values: Sequence[float]) -> float | None:

@@ -24,7 +24,7 @@ from mod_export.validate.checks import failed_row
 from mod_export.validate.compare import Judged, wrong_slots
 from mod_export.validate.inputs import Batch, batches_of, one_of_each_kind
 from mod_export.validate.locate import locate_by_depth, locate_in_graph
-from mod_export.validate.parity import judge_runner
+from mod_export.validate.parity import judge_runner, undefined_in
 from mod_export.validate.reference import Reference
 
 Fresh = Callable[[Graph], bytes]
@@ -37,6 +37,9 @@ def parity_of(root: Path, candidate: Candidate, reference: Reference, config: Bu
     if candidate.engine_judged:
         batches = one_of_each_kind(batches)
     gate = config.parity.gate(candidate.setting.dtype)
+    undefined = undefined_in(reference, batches)
+    if undefined is not None:
+        return failed_row(undefined, gate, candidate.setting, candidate.path)
     try:
         with candidate.open(root, config) as runner:
             row = judge_runner(runner, reference, batches, gate, candidate.setting, candidate.path)

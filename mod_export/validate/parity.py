@@ -79,6 +79,22 @@ def judge_runners(
     return row
 
 
+def undefined_in(reference: Reference, batches: Sequence[Batch]) -> str | None:
+    """Why nothing can be compared with the reference: on some inputs it returns NaN itself. None where it does not."""
+    kinds: list[str] = []
+    for batch in batches:
+        tokens_BS, outputs = _compared_tokens(reference, batch), reference.free(batch).outputs
+        if any(np.isnan(_rows(array, tokens_BS)).any() for array in outputs):
+            kinds.append(batch.kind)
+    if not kinds:
+        return None
+    return (
+        f"the model itself returns NaN, in {reference.name}, on {len(kinds)} of {len(batches)} inputs "
+        f"({', '.join(dict.fromkeys(kinds))}), so there is nothing to compare with: its values overflow there, or "
+        "these inputs are not what it was made for"
+    )
+
+
 def compare_runner(
     runner: Runner, reference: Reference, batches: Sequence[Batch], rounding: Rounding = "all"
 ) -> list[Comparison]:
@@ -156,7 +172,7 @@ def _rounding(
     if exact_NV.dtype.kind != "f":
         return error
     # A value that comes out exact here may be rounded once by another order of operations.
-    once = ROUNDOFF["float32"] * np.abs(exact_NV)
+    once = ROUNDOFF["float32"] * np.abs(np.where(np.isneginf(exact_NV), 0.0, exact_NV))
     least = {"max_abs": float(np.max(once)), "rms": float(np.sqrt(np.mean(once**2)))}
     return error.model_copy(update={name: float(np.maximum(getattr(error, name), one)) for name, one in least.items()})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mod_export.build_folder.manifest import open_folder
 from mod_export.errors import ModExportError, UsageError
 from mod_export.rerun import bench_folder, validate_folder
 from mod_export.results.latency import LatencyRow
+from mod_export.results.report import BuildReport
 from mod_export.results.structure import StructureRow
 
 TOML = f"""
@@ -149,6 +151,44 @@ def test_a_factory_is_its_own_baseline(tmp_path: Path, toml: Path) -> None:
     more = invoke("build", "maker.py:make", "--buckets", "1x16", "--capacity", "0.5", "-c", toml, "-o", "half", "-q")
     assert more.exit_code == 0, more.output
     assert open_folder(tmp_path / "half").graphs[0].k_by_layer == {1: 8}
+
+
+class Overflowing(nn.Module):
+    """Squares its values until float32 has no number for them; of two classes it excludes one."""
+
+    def __init__(self, squares: int) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(40, D), Inner(), nn.Linear(D, 40)
+        self.router, self.squares = nn.Linear(D, 1), squares
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        score, index = torch.topk(self.router(x)[..., 0], 4)
+        wide = index[..., None].expand(-1, -1, D)
+        x = x.scatter_add(1, wide, torch.sigmoid(score)[..., None] * self.block(x.gather(1, wide)))
+        for _ in range(self.squares):
+            x = 9 * x * x
+        logits: torch.Tensor = self.head(x - x.mean(-1, keepdim=True))
+        return logits.masked_fill(torch.arange(40) >= 37, -torch.inf)
+
+
+def test_logits_that_are_excluded_and_a_model_that_overflows(tmp_path: Path) -> None:
+    def build(squares: int) -> BuildReport:
+        torch.manual_seed(0)
+        return mod_export.build(
+            Overflowing(squares), inputs=lambda batch, seq: torch.randint(0, 40, (batch, seq)), buckets=[(1, 16)],
+            out=tmp_path / str(squares), targets=["ort-cpu"], config=tmp_path / "c.toml",
+        )  # fmt: skip
+
+    assert build(0).verdict.status == "pass"
+    found = build(9)
+    assert found.verdict.status == "fail"
+    for reason in found.verdict.reasons:
+        assert re.search(
+            r"parity: the model itself returns NaN, in eager float32, on (\d+) of \1 inputs \(sample, ties, near_ties\)"
+            r", so there is nothing to compare with: its values overflow there, or these inputs are not",
+            reason,
+        )
 
 
 def test_what_is_refused(tmp_path: Path, toml: Path) -> None:

@@ -193,6 +193,20 @@ def test_error_in_numbers(candidate: np.ndarray, reference: np.ndarray, expected
     assert {name: getattr(found, name) for name in expected} == pytest.approx(expected, nan_ok=True)
 
 
+def test_logits_that_both_exclude_do_not_differ() -> None:
+    candidate_NV = np.array([[-np.inf, 1.0, 2.5], [0.0, -np.inf, 1.0]], np.float32)
+    reference_NV = np.array([[-np.inf, 1.0, 2.0], [0.0, -np.inf, 1.0]], np.float32)
+    found = error_between(candidate_NV, reference_NV)
+    assert (found.max_abs, found.max_rel) == (0.5, pytest.approx(0.5 / math.sqrt(6 / 6)))
+    assert next_token_shortfalls(candidate_NV, reference_NV).tolist() == [0.0, 0.0]
+    assert divergence(candidate_NV[1:], reference_NV[1:]) == pytest.approx(0.0, abs=1e-15)
+    assert divergence(candidate_NV, reference_NV) > 0.01
+    # What one side alone excludes is an error.
+    for one_NV, other_NV in ((candidate_NV, candidate_NV[::-1]), (np.nan_to_num(candidate_NV), reference_NV)):
+        assert error_between(one_NV, other_NV).max_abs == math.inf
+    assert next_token_shortfalls(candidate_NV, candidate_NV[::-1]).tolist() == [math.inf, math.inf]
+
+
 def test_rounding_of_scores() -> None:
     """That of real tokens, in the run that is farthest off; what padding scores is nobody's business."""
     score_BS = np.array([[3.0, 4.0, 9.0], [1.0, 1.0, 1.0]], dtype=np.float32)
