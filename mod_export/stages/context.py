@@ -113,6 +113,10 @@ class Models:
             self._references[kind, role] = found
         return self._references[kind, role]
 
+    def release_references(self) -> None:
+        """Frees their copies of the weights, in float64 among others, which only validation needs."""
+        self._references.clear()
+
     def source(self, graph: Graph) -> GraphSource:
         """What a portable graph is captured from: a module on the meta device, example inputs, and names."""
         key = (graph.model, graph.role, graph.bucket)

@@ -55,6 +55,7 @@ def validate(context: Context) -> None:
         _quality(context)
     if not isinstance(context, FolderContext):
         _maps(context)  # For the report, which only a build writes.
+    context.models.release_references()
 
 
 def _structure(context: Context) -> None:
