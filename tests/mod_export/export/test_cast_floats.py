@@ -309,10 +309,10 @@ def test_constants_inside_the_graph_are_cast_too() -> None:
 def test_says_what_is_left() -> None:
     model = parsed(
         """g (float16[1,4] scores, float[1,4] x, float[1] keys_0) =>
-        (float16[1,2] values, int64[1,2] positions, bool[1,4] ran) <int64[1] k = {2}> {
+        (float16[1,2] values, int64[1,2] positions, bool[1,4] ran) <int64[1] k = {2}, int64[1] last = {-1}> {
             values, positions = TopK (scores, k)
             ran = Greater (scores, scores)
-            norm = ReduceL2 (scores, k)
+            norm = ReduceL2 (scores, last)
         }"""
     )
     mixed = ir.node("Add", list(model.graph.inputs)[:2], name="sum")
