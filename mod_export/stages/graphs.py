@@ -116,6 +116,8 @@ def _portable(context: Context, graph: Graph) -> tuple[ir.Model, dict[str, int],
     # Conditions are captured with everything else where strict; otherwise each is compiled alone, which takes longer.
     found = captured(source.module, source.examples[0], graph.stem, strict=graph.role == "decode")
     model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
+    # Passes read the values of small buffers, such as a causal mask.
+    _bind(context, model, graph)
     applied = run_passes(model, PORTABLE, "float32")
     _check_ports(graph, model, source.inputs, [*source.outputs, *found.routed])
     if graph.role == "forward":

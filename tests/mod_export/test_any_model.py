@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from command_line import FEW_SAMPLES, invoke, refused
-from foreign_models import Embedded, Images, Masked, made, masked_inputs, token_ids
+from foreign_models import Buffered, Embedded, Images, Masked, made, masked_inputs, token_ids
 from mod_dialects import D, Inner
 from safetensors.torch import save_file
 from torch import nn
@@ -112,6 +113,17 @@ def named(inputs: Callable[..., Any], module: nn.Module, buckets: list[tuple[int
 def save_program(path: Path, module: nn.Module, batch: int, seq: int) -> str:
     torch.export.save(torch.export.export(module, (token_ids(batch, seq),)), path)
     return path.name
+
+
+def test_attention_under_a_mask_in_a_buffer_becomes_the_operator(tmp_path: Path, toml: Path) -> None:
+    """Whose mask is no weight of any engine: the operator is causal by its attribute."""
+    mod_export.build(made(Buffered), lambda batch, seq: torch.randn(batch, seq, D), [(1, 16)], out="built", config=toml)
+    for graph in open_folder(tmp_path / "built").graphs:
+        model = onnx.load(tmp_path / "built" / graph.path, load_external_data=False)
+        masked = [node for node in model.graph.node if node.op_type in ("Softmax", "Where") or "bias" in node.input]
+        attentions = [node for node in model.graph.node if node.op_type == "Attention"]
+        assert (masked, len(attentions)) == ([], 2)
+        assert all(("is_causal", 1) in [(one.name, one.i) for one in node.attribute] for node in attentions)
 
 
 def test_programs_with_a_baseline_and_samples(tmp_path: Path, toml: Path) -> None:

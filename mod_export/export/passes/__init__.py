@@ -19,6 +19,7 @@ from mod_export.export.passes.cache_in_place import CacheInPlace
 from mod_export.export.passes.cast_floats import CastFloats
 from mod_export.export.passes.decompose_attention import DecomposeAttention
 from mod_export.export.passes.heads import FlatHeads, RotaryEmbedding
+from mod_export.export.passes.norm_operator import NormOperator
 from mod_export.export.passes.plain_scatter import PlainScatter
 from mod_export.export.passes.products import QuantizeWeights, StoredWeights
 from mod_export.export.passes.query_blocks import QueryBlocks
@@ -49,6 +50,7 @@ class GraphPass(Protocol):
 
 PASSES: tuple[GraphPass, ...] = (
     SelectTopk(),
+    NormOperator(),
     AttentionOperator(),
     PlainScatter(),
     ThresholdSelection(),

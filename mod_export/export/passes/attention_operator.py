@@ -43,6 +43,8 @@ MASK_MAKERS = (
 )  # fmt: skip
 HIDDEN = float(np.finfo(np.float32).min) / 2
 """What is added to scores that nothing shall be seen of: next to the others, exp of it is 0."""
+LARGE = 1e9
+"""A score is as good as minus infinity below minus this: of a model's own, none comes near it."""
 
 
 class AttentionOperator:
@@ -63,9 +65,10 @@ class AttentionOperator:
         found = list(_written_out(model, known))
         for one in found:
             writer = NodeWriter(model.graph, one.node, "operator")
-            keys = writer.op("Transpose", one.keys, perm=[0, 1, 3, 2])
+            keys = _turned(writer, one.keys)
+            mask = writer.op("Not", one.mask.value) if one.mask and one.mask.hides else one.mask and one.mask.value
             writer.replace(
-                writer.op("Attention", one.query, keys, one.values, one.mask, like=one.node.outputs[0], scale=one.scale)
+                writer.op("Attention", one.query, keys, one.values, mask, like=one.node.outputs[0], scale=one.scale)
             )
         causal = _causal(model, known)
         for node in causal:
@@ -81,13 +84,20 @@ class AttentionOperator:
         ]
 
 
+class _Mask(NamedTuple):
+    """What is added to the scores, or booleans: true where a query sees a key, or, with `hides`, where it does not."""
+
+    value: ir.Value
+    hides: bool = False
+
+
 class _Attention(NamedTuple):
-    """Query (B, H, T, E), keys (B, H, E, U), values (B, H, U, F); what is added to the scores; the last product."""
+    """Query (B, H, T, E), keys (B, H, E, U), values (B, H, U, F), the mask, and the last product."""
 
     query: ir.Value
     keys: ir.Value
     values: ir.Value
-    mask: ir.Value | None
+    mask: _Mask | None
     scale: float
     node: ir.Node
 
@@ -111,14 +121,14 @@ def _written_out(model: ir.Model, known: Known) -> Iterator[_Attention]:
             yield _Attention(query, keys, values, mask, scale, node)
 
 
-def _scores(value: ir.Value | None, known: Known) -> tuple[ir.Value, ir.Value, float, ir.Value | None] | None:
-    """(query, keys, scale, mask) of query @ keys, times a number if there is one, plus a mask if there is one."""
-    mask, scale = None, 1.0
-    if (added := made_by(value, "Add")) is not None:
-        a, b = added.inputs
-        value, mask = (b, a) if _fixed(a, known) is not None else (a, b)
-        if value is None or only_reader(value) is not added:
+def _scores(value: ir.Value | None, known: Known) -> tuple[ir.Value, ir.Value, float, _Mask | None] | None:
+    """(query, keys, scale, mask) of query @ keys, times a number if there is one, under a mask if there is one."""
+    scale, mask, reader = 1.0, None, made_by(value, "Add", "Where")
+    if reader is not None:
+        found = _added(reader, known) if reader.op_type == "Add" else _chosen(reader, known)
+        if found is None or only_reader(found[0]) is not reader:
             return None
+        value, mask = found
     if (scaled := made_by(value, "Mul", "Div")) is not None:
         number = constant_array(scaled.inputs[1])
         value = scaled.inputs[0]
@@ -132,16 +142,44 @@ def _scores(value: ir.Value | None, known: Known) -> tuple[ir.Value, ir.Value, f
     return None if query is None or keys is None else (query, keys, scale, mask)
 
 
-def _leaves_a_key(mask: ir.Value | None, shape: tuple[int, int, int, int], known: Known) -> bool:
+def _turned(writer: NodeWriter, keys: ir.Value) -> ir.Value:
+    """Keys (B, H, E, U) as (B, H, U, E): if the model has turned them itself, what they were before."""
+    node, order = made_by(keys, "Transpose"), [0, 1, 3, 2]
+    if node is None or node.inputs[0] is None or "perm" not in node.attributes:
+        return writer.op("Transpose", keys, perm=order)
+    before = node.attributes.get_ints("perm")
+    order = [before[n] for n in order]
+    return node.inputs[0] if order == [0, 1, 2, 3] else writer.op("Transpose", node.inputs[0], perm=order)
+
+
+def _added(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
+    """(scores, mask) of a sum."""
+    a, b = node.inputs
+    scores, mask = (b, a) if _fixed(a, known) is not None else (a, b)
+    return None if scores is None or mask is None else (scores, _Mask(mask))
+
+
+def _chosen(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
+    """(scores, mask) where each score is either kept or replaced by a number that hides its key."""
+    condition, *either = node.inputs
+    for hides, (low, scores) in ((True, either), (False, either[::-1])):
+        number = _fixed(low, known)
+        if number is not None and number.size == 1 and number.item() <= -LARGE and scores is not None:
+            return None if condition is None else (scores, _Mask(condition, hides))
+    return None
+
+
+def _leaves_a_key(mask: _Mask | None, shape: tuple[int, int, int, int], known: Known) -> bool:
     """Whether a mask is a constant that can be given to Attention, and hides no query from every key."""
     if mask is None:
         return True
-    array, (B, H, T, U) = _fixed(mask, known), shape
+    array, (B, H, T, U) = _fixed(mask.value, known), shape
     if array is None or array.ndim > 4:
         return False
     sizes = (1,) * (4 - array.ndim) + array.shape
     fits = sizes[0] in (1, B) and sizes[1] in (1, H) and sizes[2:] == (T, U)
-    return fits and bool((array > HIDDEN).any(-1).all())
+    seen = array != mask.hides if array.dtype == bool else array > HIDDEN
+    return fits and bool(seen.any(-1).all())
 
 
 def _causal(model: ir.Model, known: Known) -> list[ir.Node]:

@@ -1,8 +1,10 @@
-"""Casts a float32 graph to 16 bit and keeps routing in float32.
+"""Casts a float32 graph to 16 bit and keeps routing, and sums of squares, in float32.
 
 A selection compares scores. Rounded to 16 bit, different scores become equal and other tokens are selected. So what
 leads to a selection, and what is computed from the selected scores alone (the gate), stays float32. The same holds for
-numbers that come from integers: a position above 2,048 has no exact float16.
+numbers that come from integers: a position above 2,048 has no exact float16. And for sums and means of squares, with
+what follows of them alone, such as the root: the square of 256 is infinite in float16. Norms that are operators, which
+`norm_operator` makes of most, compute so inside; what is left are such as divide by the larger of norm and epsilon.
 
 Branches of If are cast like the graph around them. An output of If has the same type in all its branches.
 """
@@ -100,7 +102,10 @@ class CastFloats:
         for node in (*deciding, *_deciding_comparisons(model.graph, Branches(model.graph))):
             if any(value is not None and value.dtype == narrow for value in node.inputs):
                 problems.append(f"{label_of(node)} compares scores in {narrow}")
+        squaring = _sums_of_squares(model.graph.all_nodes())
         for node in model.graph.all_nodes():
+            if node in squaring and any(value.dtype == narrow for value in node.outputs):
+                problems.append(f"{label_of(node)} sums squares in {narrow}")
             kinds = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None and _is_float(value)}
             if len(kinds) > 1 and not is_standard(node, "Cast", "If"):
                 problems.append(f"{label_of(node)} mixes float32 and {narrow}")
@@ -130,12 +135,12 @@ def _require_typed(graph: ir.Graph) -> None:
 
 
 def float32_island(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes that stay float32, including those in branches.
+    """The nodes that stay float32, including those in branches: what selects, comes from integers, or sums squares.
 
     Upwards from the scores of each selection, and from comparisons that decide: first through nodes that have as many
     numbers as there are scores, up to the product that makes them, then on to the last value that other nodes use too
-    (the residual stream). Downwards from values that are gathered from scores, and from integers, as long as no other
-    float is an input.
+    (the residual stream). Downwards from values that are gathered from scores, from integers, and from sums of squares,
+    as long as no other float is an input.
     """
     branches, nodes = Branches(graph), list(graph.all_nodes())
     selecting = {node for node in nodes if is_standard(node, "TopK") and _has_float32(node.inputs)}
@@ -154,7 +159,7 @@ def float32_island(graph: ir.Graph) -> set[ir.Node]:
             selecting |= {node} | readers
             if is_score and not is_standard(node, *PRODUCTS):
                 sizes[node] = n
-    island = selecting | {node for node in nodes if _is_from_integers(node)}
+    island = selecting | {node for node in nodes if _is_from_integers(node)} | _sums_of_squares(nodes)
     for node in nodes:  # Producers come first here, so one pass is enough again.
         computed = [value for value in node.inputs if value is not None and _is_computed(value)]
         sources = {maker for value in computed for maker in branches.makers(value)}
@@ -184,6 +189,23 @@ def _deciding_comparisons(graph: ir.Graph, branches: Branches) -> set[ir.Node]:
             elif _is_from_integers(maker) or not any(map(_is_float, maker.outputs)):
                 frontier += [value for value in maker.inputs if value is not None]
     return found
+
+
+def _sums_of_squares(nodes: Iterable[ir.Node]) -> set[ir.Node]:
+    """The nodes that sum squares or average them, and those that square for them."""
+    found: set[ir.Node] = set()
+    for node in nodes:
+        square = made_by(node.inputs[0], "Mul", "Pow") if is_standard(node, "ReduceMean", "ReduceSum") else None
+        if square is not None and (square.inputs[0] is square.inputs[1] or _is_two(square)):
+            found |= {node, square}
+        elif is_standard(node, "ReduceL2", "ReduceSumSquare"):
+            found.add(node)
+    return found
+
+
+def _is_two(power: ir.Node) -> bool:
+    exponent = constant_array(power.inputs[1]) if is_standard(power, "Pow") else None
+    return exponent is not None and exponent.size == 1 and exponent.item() == 2
 
 
 def _count(value: ir.Value | None) -> int | None:

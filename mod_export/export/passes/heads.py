@@ -12,6 +12,7 @@ Shape legend: B batch, H heads, T tokens, E head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -193,15 +194,20 @@ def _table(writer: NodeWriter, value: ir.Value, x: ir.Value) -> ir.Value:
 
 
 class _Heads(NamedTuple):
-    """The source (B, T, heads * E) of an input (B, heads, T, E), and the rotation in between if there is one."""
+    """Where an input (B, heads, T, E) comes from: `heads` * E columns of `flat`, (B, T, columns), from `first` on, and
+    the rotation in between if there is one.
+    """
 
     flat: ir.Value
+    first: int
     heads: int
     rotation: ir.Node | None
 
 
 class FlatHeads:
-    """Gives Attention and RotaryEmbedding (B, T, heads * E) where their inputs are transposed from it."""
+    """Gives Attention and RotaryEmbedding (B, T, heads * E) where their inputs are transposed from it, or from a third:
+    one product often makes queries, keys and values.
+    """
 
     name: ClassVar[str] = "flat_heads"
 
@@ -215,7 +221,9 @@ class FlatHeads:
             writer = NodeWriter(model.graph, node, "flat")
             attributes = {name: value.value for name, value in node.attributes.items()}
             attributes |= {"q_num_heads": inputs[0].heads, "kv_num_heads": inputs[1].heads}
-            read, y = [_rotated(writer, one) for one in inputs], result[0].outputs[0]
+            widths = [require_static_shape(value, node)[-1] for value in node.inputs[:3]]
+            read = [_rotated(writer, one, width) for one, width in zip(inputs, widths, strict=True)]
+            y = result[0].outputs[0]
             substitute(y, writer.op("Attention", *read, like=y, **attributes), *result, node)
         return len(found)
 
@@ -236,12 +244,47 @@ def _attentions(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Heads], tuple[
 
 def _heads(value: ir.Value | None) -> _Heads | None:
     rotation = made_by(value, "RotaryEmbedding")
-    transpose = made_by(value if rotation is None else rotation.inputs[0], "Transpose")
-    reshape = made_by(transpose.inputs[0], "Reshape") if transpose is not None and _swaps(transpose) else None
-    flat = None if reshape is None else reshape.inputs[0]
-    if reshape is None or flat is None or not _side_by_side(flat, reshape.outputs[0]):
+    value = value if rotation is None else rotation.inputs[0]
+    transpose = made_by(value, "Transpose")
+    if transpose is not None and _swaps(transpose):
+        split, number = transpose.inputs[0], None
+        if (part := _taken(split, 2)) is not None:
+            split, number = part
+    elif (part := _taken(value, 0)) is not None and (transpose := made_by(part[0], "Transpose")) is not None:
+        # As in timm: queries, keys and values become the first dimension.
+        split, number = transpose.inputs[0], part[1]
+        if list(transpose.attributes.get_ints("perm", [])) != [2, 0, 3, 1, 4]:
+            return None
+    else:
         return None
-    return _Heads(flat, require_static_shape(reshape.outputs[0], reshape)[2], rotation)
+    reshape, sizes = made_by(split, "Reshape"), static_shape(split)
+    flat = None if reshape is None else reshape.inputs[0]
+    if flat is None or sizes is None or not _side_by_side(flat, sizes, 4 if number is None else 5):
+        return None
+    *_, heads, width = sizes
+    return _Heads(flat, (number or 0) * heads * width, heads, rotation)
+
+
+def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
+    """(source, n) where a value is the n-th element of its source along a dimension, which it does not have itself."""
+    node = made_by(value, "Gather", "Squeeze")
+    if node is None:
+        return None
+    if node.op_type == "Squeeze":
+        dropped = constant_array(node.inputs[1]) if len(node.inputs) > 1 else None
+        node = made_by(node.inputs[0], "Slice")
+        if node is None or dropped is None or dropped.tolist() != [axis]:
+            return None
+        # One element is taken, whatever its end is, because that dimension can be dropped.
+        axes = constant_array(node.inputs[3]) if len(node.inputs) > 3 else None
+        if axes is None or axes.tolist() != [axis]:
+            return None
+    elif node.attributes.get_int("axis", 0) != axis:
+        return None
+    number, source = constant_array(node.inputs[1]), node.inputs[0]
+    if source is None or number is None or number.size != 1 or (node.op_type == "Gather" and number.ndim):
+        return None
+    return (source, int(number.item())) if number.item() >= 0 else None
 
 
 def _result(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
@@ -252,21 +295,24 @@ def _result(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
     reshape = only_reader(transpose.outputs[0])
     if reshape is None or not is_standard(reshape, "Reshape"):
         return None
-    return (reshape, transpose) if _side_by_side(reshape.outputs[0], transpose.outputs[0]) else None
+    sizes = static_shape(transpose.outputs[0])
+    return (reshape, transpose) if _side_by_side(reshape.outputs[0], sizes, 4) else None
 
 
 def _swaps(transpose: ir.Node) -> bool:
     return list(transpose.attributes.get_ints("perm", [])) == SWAPPED
 
 
-def _side_by_side(flat: ir.Value, split: ir.Value) -> bool:
-    """Whether the shapes are (B, T, heads * E) and (B, T, heads, E)."""
-    sizes = static_shape(split)
-    return sizes is not None and len(sizes) == 4 and static_shape(flat) == (*sizes[:2], sizes[2] * sizes[3])
+def _side_by_side(flat: ir.Value, sizes: tuple[int, ...] | None, rank: int) -> bool:
+    """Whether `flat` is (B, T, columns), where sizes are (B, T, heads, E), or of rank 5 (B, T, parts, heads, E)."""
+    return sizes is not None and len(sizes) == rank and static_shape(flat) == (*sizes[:2], math.prod(sizes[2:]))
 
 
-def _rotated(writer: NodeWriter, heads: _Heads) -> ir.Value:
-    flat, rotation = heads.flat, heads.rotation
+def _rotated(writer: NodeWriter, one: _Heads, width: int) -> ir.Value:
+    """(B, T, heads * `width`) of one input, with its rotation."""
+    flat, rotation, columns = one.flat, one.rotation, one.heads * width
+    if static_shape(flat) != (*(static_shape(flat) or ())[:2], columns):
+        flat = writer.op("Slice", flat, [one.first], [one.first + columns], [2])
     if rotation is None:
         return flat
-    return writer.op("RotaryEmbedding", flat, *rotation.inputs[1:], like=flat, num_heads=heads.heads)
+    return writer.op("RotaryEmbedding", flat, *rotation.inputs[1:], like=flat, num_heads=one.heads)

@@ -136,6 +136,33 @@ def test_builds_every_manner_of_routing(tmp_path: Path, name: str) -> None:
     assert build_plan(tmp_path, model, "float32") > 50_000
 
 
+WRITTEN_OUT = """g (float[2,16,96] x) => (float[2,16,32] y)
+<int64[1] last = {-1}, int64[5] parts = {2,16,3,2,16}, int64[3] flat = {2,16,32}, int64 zero = {0}, int64 one = {1},
+ int64 two = {2}, int64[2] square = {16,16}, float low = {-inf}, float eps = {0.00001}, float power = {2.0},
+ float nought = {0.0}, float scale = {0.25}> {
+    m = ReduceMean (x, last) c = Sub (x, m) s = Pow (c, power) v = ReduceMean (s, last) e = Add (v, eps) r = Sqrt (e)
+    n = Div (c, r)
+    z = Reshape (n, parts) p = Transpose <perm = [2,0,3,1,4]> (z)
+    q = Gather (p, zero) k = Gather (p, one) u = Gather (p, two)
+    kt = Transpose <perm = [0,1,3,2]> (k) a = MatMul (q, kt) w = Mul (a, scale)
+    t = ConstantOfShape <value = float[1] {1.0}> (square) l = Trilu <upper = 0> (t) hidden = Equal (l, nought)
+    f = Where (hidden, low, w) g = Softmax (f) o = MatMul (g, u)
+    back = Transpose <perm = [0,2,1,3]> (o) h = Reshape (back, flat)
+    hs = Mul (h, h) hv = ReduceMean (hs, last) he = Add (hv, eps) hr = Sqrt (he) hi = Reciprocal (hr) i = Mul (h, hi)
+    norm = ReduceL2 (i, last) larger = Max (norm, eps) y = Div (i, larger)
+}"""
+
+
+@needs_rtx
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_builds_norms_and_attention_that_were_written_out(tmp_path: Path, dtype: DType) -> None:
+    model = parsed(WRITTEN_OUT)
+    applied = run_passes(model, RTX.dialect, dtype)
+    assert (applied["norm_operator"], applied["attention_operator"]) == (2, 2)
+    check_dialect(model, RTX.dialect, dtype)
+    assert build_plan(tmp_path, model, dtype) > 10_000
+
+
 IN_PLACE = "g (bool f, float[1,2,9,4] c, float[1,2,1,4] u, int64[1] i) => (float[1,2,9,4] y)"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from mod_dialects import DIALECTS, D, Inner, Model, V
 from torch import Tensor, nn
@@ -42,6 +44,22 @@ class Embedded(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.row(x.mean(1)), self.token(x)
+
+
+class Buffered(nn.Module):
+    """Embeddings (B, S, D) -> hidden states: attention as in nanoGPT, written out under a causal mask in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.block = nn.Linear(D, 3 * D), nn.Linear(D, D), ROUTED()
+        self.register_buffer("bias", torch.tril(torch.ones(64, 64)).view(1, 1, 64, 64))
+
+    def forward(self, inputs_embeds: Tensor) -> Tensor:
+        B, S, _ = inputs_embeds.shape
+        q, k, v = (part.view(B, S, 2, D // 2).transpose(1, 2) for part in self.qkv(inputs_embeds).split(D, dim=2))
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        weights = scores.masked_fill(self.bias[:, :, :S, :S] == 0, float("-inf")).softmax(-1)
+        return self.block(inputs_embeds + self.out((weights @ v).transpose(1, 2).contiguous().view(B, S, D)))
 
 
 class Images(nn.Module):

@@ -208,6 +208,44 @@ def test_what_stays_float32(text: str, wide: set[str], narrow: set[str]) -> None
     assert "scores/inner" not in dtypes
 
 
+LAST = "int64[1] last = {-1}, float small = {1e-12}, float two = {2.0}, float three = {3.0}"
+SQUARES = {
+    "a norm": "n = ReduceL2 (h, last)",
+    "a mean of powers": "p = Pow (h, two) m = ReduceMean (p, last) n = Sqrt (m)",
+    "a sum of products": "p = Mul (h, h) m = ReduceSum (p, last) n = Sqrt (m)",
+    "a sum of squares": "m = ReduceSumSquare (h, last) n = Sqrt (m)",
+}
+
+
+def of_rows(text: str) -> str:
+    return f"""g (float[1,2,4] x, float[1,2,4] other) => (float[1,2,4] y) <{LAST}> {{
+        h = Add (x, x) {text} largest = Max (n, small) d = Div (h, largest) y = Neg (d)
+    }}"""
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_squares_are_summed_in_float32(name: str) -> None:
+    """The square of a number above 255 is infinite in float16, and anything divided by it is 0."""
+    model = narrowed(of_rows(SQUARES[name]))
+    dtypes = {value.name: value.dtype for node in model.graph for value in node.outputs}
+    assert {dtypes[one] for one in ("p", "m", "n", "largest") if one in dtypes} == {FLOAT}
+    assert (dtypes["h"], dtypes["d"]) == (FLOAT16, FLOAT16)
+    x = np.array([[[400, -500, 1, 2], [1e-3, 0, 2e-3, 0]]], np.float32)
+    given = {"x": x, "other": x}
+    np.testing.assert_allclose(run(model, given)[0], run(parsed(of_rows(SQUARES[name])), given)[0], rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["p = Pow (h, three) n = ReduceMean (p, last)", "p = Mul (h, other) n = ReduceSum (p, last)"],
+    ids=["cubes", "products"],
+)
+def test_other_sums_are_as_narrow_as_the_rest(text: str) -> None:
+    model = narrowed(of_rows(text))
+    dtypes = {value.name: value.dtype for node in model.graph for value in node.outputs}
+    assert {dtypes[one] for one in ("p", "n", "largest")} == {FLOAT16}
+
+
 def test_numbers_made_from_integers_stay_exact() -> None:
     position = np.array([[2049, 2051, 16_001]])
     x = np.ones((1, 3, 2), np.float32)
@@ -271,9 +309,10 @@ def test_constants_inside_the_graph_are_cast_too() -> None:
 def test_says_what_is_left() -> None:
     model = parsed(
         """g (float16[1,4] scores, float[1,4] x, float[1] keys_0) =>
-        (float16[1,2] values, int64[1,2] positions, bool[1,4] ran) <int64[1] k = {2}> {
+        (float16[1,2] values, int64[1,2] positions, bool[1,4] ran) <int64[1] k = {2}, int64[1] last = {-1}> {
             values, positions = TopK (scores, k)
             ran = Greater (scores, scores)
+            norm = ReduceL2 (scores, last)
         }"""
     )
     mixed = ir.node("Add", list(model.graph.inputs)[:2], name="sum")
@@ -284,6 +323,7 @@ def test_says_what_is_left() -> None:
         "output values is FLOAT16",
         "TopK compares scores in FLOAT16",
         "Greater compares scores in FLOAT16",
+        "ReduceL2 sums squares in FLOAT16",
         "sum mixes float32 and FLOAT16",
     ]
 

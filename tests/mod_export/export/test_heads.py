@@ -193,6 +193,56 @@ def test_any_other_attention_is_left(body: str) -> None:
     assert flattened(heads(body)) == 0
 
 
+TIMM = "z = Reshape (x, s5) p = Transpose <perm = [2,0,3,1,4]> (z) "
+INDEXED = " ".join(f"{name} = Gather <axis = 0> (p, i{n})" for n, name in enumerate(("qh", "kh", "vh")))
+SLICED = " ".join(
+    f"{name}5 = Slice (p, f{n}, e{n}, f0) {name} = Squeeze ({name}5, f0)" for n, name in enumerate(("qh", "kh", "vh"))
+)
+UNBOUND = "z = Reshape (x, s5) " + " ".join(
+    f"{name}5 = Slice (z, f{n}, e{n}, two) {name}4 = Squeeze ({name}5, two) "
+    f"{name} = Transpose <perm = [0,2,1,3]> ({name}4)"
+    for n, name in enumerate(("qh", "kh", "vh"))
+)
+TURNED = "rq = RotaryEmbedding (qh, table, table) a = Attention <is_causal = 1> (rq, kh, vh) "
+
+
+def fused(body: str, parts: str = "3,4,8") -> ir.Model:
+    """Attention of 4 heads over the parts of x, made by one product."""
+    numbers = ", ".join(f"int64[1] f{n} = {{{n}}}, int64[1] e{n} = {{{n + 1}}}, int64 i{n} = {{{n}}}" for n in range(3))
+    table = ", ".join(str(0.01 * n) for n in range(48))
+    return parsed(
+        f"""g (float[2,6,96] x) => (float[2,6,32] y)
+        <int64[5] s5 = {{2,6,{parts}}}, int64[3] y3 = {{2,6,32}}, int64[1] two = {{2}}, int64[1] last = {{-1}},
+         int64 back = {{-1}}, float[2,6,4] table = {{{table}}}, {numbers}> {{ {body} {JOIN} }}"""
+    )
+
+
+@pytest.mark.parametrize("attention", [ATTENTION, TURNED], ids=["plain", "rotated"])
+@pytest.mark.parametrize("split", [TIMM + INDEXED, TIMM + SLICED, UNBOUND], ids=["indexed", "unbound first", "unbound"])
+def test_one_product_makes_queries_keys_and_values(split: str, attention: str) -> None:
+    model = fused(f"{split} {attention}")
+    feeds = random_feeds(model)
+    expected = run(model, feeds)[0]
+    assert flattened(model) == 1
+    common.RemoveUnusedNodesPass()(model)
+    assert set(op_types(model)) <= {"Slice", "RotaryEmbedding", "Attention"}
+    np.testing.assert_allclose(run(model, feeds)[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("split", "parts"),
+    [
+        (TIMM.replace("2,0,3,1,4", "3,0,2,1,4") + INDEXED, "4,3,8"),
+        (TIMM + INDEXED.replace("(p, i2)", "(p, back)"), "3,4,8"),
+        (TIMM + SLICED.replace("vh = Squeeze (vh5, f0)", "vh = ReduceSum <keepdims = 0> (vh5, f0)"), "3,4,8"),
+        ("z = Reshape (x, s5) n = Neg (z) " + TIMM.split(") ", 1)[1].replace("(z)", "(n)") + INDEXED, "3,4,8"),
+    ],
+    ids=["heads before parts", "from the end", "summed", "parts that were changed"],
+)
+def test_any_other_split_is_left(split: str, parts: str) -> None:
+    assert flattened(fused(f"{split} {ATTENTION}", parts)) == 0
+
+
 def test_nothing_is_transposed_any_more() -> None:
     model = portable_graph(make_spec())
     rotated(model)
