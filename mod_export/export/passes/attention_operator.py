@@ -62,8 +62,10 @@ class AttentionOperator:
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         known: Known = {}
-        found = list(_written_out(model, known))
-        for one in found:
+        count = 0
+        for one in _written_out(model, known):
+            # At once: the next one may read its result.
+            count += 1
             writer = NodeWriter(model.graph, one.node, "operator")
             keys = _turned(writer, one.keys)
             mask = writer.op("Not", one.mask.value) if one.mask and one.mask.hides else one.mask and one.mask.value
@@ -74,7 +76,7 @@ class AttentionOperator:
         for node in causal:
             node.replace_input_with(MASK, None)
             node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
-        return len(found) + len(causal)
+        return count + len(causal)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         known: Known = {}

@@ -59,6 +59,23 @@ def rewritten(model: ir.Model) -> ir.Node:
     return node
 
 
+def test_attention_that_reads_attention() -> None:
+    model = parsed(
+        """g (float[2,2,4,8] q, float[2,2,4,8] k, float[2,2,4,8] v) => (float[2,2,4,8] y)
+        {
+            kt = Transpose <perm = [0, 1, 3, 2]> (k) m = MatMul (q, kt) p = Softmax <axis = -1> (m) x = MatMul (p, v)
+            n = MatMul (x, kt) r = Softmax <axis = -1> (n) y = MatMul (r, x)
+        }"""
+    )
+    for number, node in enumerate(model.graph):
+        node.name = f"node_{number}"
+    feeds = random_feeds(model)
+    (before,) = run(model, feeds)
+    assert AttentionOperator().run(model, TENSORRT, "float32") == 2
+    assert AttentionOperator().ensures(model, TENSORRT, "float32") == []
+    np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("model", "is_causal"),
     [
