@@ -45,6 +45,8 @@ class ReportedModel(Result):
     """Of the checkpoint's bytes."""
     spec: dict[str, JsonValue]
     """Everything about the model that is not a weight."""
+    reads_tokens: bool = True
+    """Whether it reads token ids and answers for each of them, or for the last one: only then can it write text."""
 
 
 class Stage(Result):
@@ -142,7 +144,7 @@ class BuildReport(Result):
     parts: tuple[PartRow, ...] = ()
     """Every part of every engine that was profiled."""
     generation: GenerationReport | None = None
-    """Writing text; null where the model cannot."""
+    """Writing text; null where the model does not read tokens."""
 
     def __repr__(self) -> str:
         """One line: in a notebook, the whole of it is too much to read."""

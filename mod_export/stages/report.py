@@ -83,6 +83,7 @@ def write_report(context: BuildContext, stages: Sequence[Stage], command: str, c
 
 def _report(context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
     model = context.plan.model
+    reads_tokens = any(graph.reads_tokens for graph in context.graphs if graph.role == "forward")
     return BuildReport(
         command=command,
         capacity=capacity,
@@ -94,6 +95,7 @@ def _report(context: BuildContext, stages: Sequence[Stage], command: str, capaci
             parameters=model.parameters,
             checkpoint_sha256=model.checkpoint_sha256,
             spec=dict(model.loaded.spec),
+            reads_tokens=reads_tokens,
         ),
         environment=context.machine,
         config=context.config.model_dump(mode="json", by_alias=True),
@@ -110,7 +112,7 @@ def _report(context: BuildContext, stages: Sequence[Stage], command: str, capaci
         cost=tuple(context.rows(CostRow)),
         roofline=tuple(context.rows(Roofline)),
         parts=tuple(context.rows(PartRow)),
-        generation=_generation(context),
+        generation=_generation(context) if reads_tokens else None,
     )
 
 

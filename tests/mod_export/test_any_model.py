@@ -95,6 +95,8 @@ def test_a_module(name: str, tmp_path: Path, toml: Path, capsys: pytest.CaptureF
     rows = [row for row in report.parity if row.target == "ort-cpu"]
     assert {"sample", "near_ties"} <= set(rows[0].inputs)
     assert [row.routing.routed > 0 and row.passed for row in rows] == [True] * len(buckets)
+    assert report.model.reads_tokens == (name == QUICK)
+    assert (report.generation is None) == (name != QUICK)
     assert len(rows[0].further_outputs) == len(pytree.tree_leaves(module.eval()(**named(inputs, module, buckets)))) - 1
     assert all(other.error.max_abs <= other.allowed_max_abs for row in rows for other in row.further_outputs)
     check_folder(tmp_path / "built", module.eval(), inputs(*buckets[0]), sites)
