@@ -219,6 +219,15 @@ def test_toml_reads_back_to_an_equal_value(tmp_path: Path) -> None:
     assert config_from_toml(tmp_path / "again.toml") == config
 
 
+def test_what_was_set_is_told_from_the_default(tmp_path: Path) -> None:
+    for text, expected in (("", set()), ("[latency]\nmin_speedup = 1.0\n", {"min_speedup"})):
+        (tmp_path / "c.toml").write_text(text, encoding="utf-8")
+        found = config_from_toml(tmp_path / "c.toml")
+        assert found == config_from_toml(None)
+        assert found.latency.min_speedup == 1.0
+        assert found.latency.model_fields_set == expected
+
+
 def test_no_gate_has_a_default_in_code() -> None:
     required = {
         f"{section.__name__}.{name}"
