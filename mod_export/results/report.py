@@ -104,7 +104,9 @@ class BuildReport(Result):
     schema_version: Literal[2] = 2
     """2"""
     command: str | None = None
-    """What was typed to build; null where nothing was."""
+    """What was typed to build, or the call of Python; null where nothing was."""
+    rebuild: str | None = None
+    """What builds the same from the same files, or objects, with `config` as config.toml."""
     capacity: float | None = None
     """Of every routed layer, where it was given in place of the checkpoint's own (`--capacity`)."""
     verdict: Verdict

@@ -212,6 +212,11 @@ def test_the_way_to_repeat_it_is_exact(report: BuildReport) -> None:
     assert tomllib.loads(blocks[-2]) == report.config
     assert json.loads(blocks[-1]) == report.model.spec
     assert "This build was made with" not in render_html(changed(report, command=None))
+    assert blocks[1] == "mod-export build MODEL -c config.toml -o BUILD"
+    call = "mod_export.build(Images, inputs=images, baseline=Dense, out='BUILD', config='config.toml')"
+    text = words(render_html(changed(report, rebuild=call)))
+    assert call in text
+    assert "mod-export build MODEL" not in text
 
 
 def test_what_failed_says_where_and_is_opened(failed_report: BuildReport) -> None:
