@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 import tomllib
 from importlib.resources import files
@@ -217,6 +218,11 @@ def test_toml_reads_back_to_an_equal_value(tmp_path: Path) -> None:
     config = config.model_copy(update={"parity": config.parity.model_copy(update={"int8": gate})})
     (tmp_path / "again.toml").write_text(toml_from_config(config), encoding="utf-8")
     assert config_from_toml(tmp_path / "again.toml") == config
+
+
+def test_problems_are_the_same_in_another_process() -> None:
+    found = pickle.loads(pickle.dumps(ConfigError(["a: wrong", "b: too"])))
+    assert (found.problems, str(found)) == (("a: wrong", "b: too"), "a: wrong\nb: too")
 
 
 def test_what_was_set_is_told_from_the_default(tmp_path: Path) -> None:
