@@ -47,7 +47,7 @@ figures: install
 	PYTHONPATH=tests/mod_export $(BIN)/python tests/figures/make_figures.py
 
 faults: install
-	PYTHONPATH=tests/mod_export $(BIN)/python tests/faults/rates.py
+	PYTHONPATH=tests/mod_export:tests/mod_export/export $(BIN)/python tests/faults/rates.py
 
 floors: install
 	$(BIN)/python tests/floors/run.py

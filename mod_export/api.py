@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,8 +82,36 @@ def build(
             dense, _ = _model(baseline, inputs, shapes, f"{title}-dense", None, own)
         return own, dense
 
+    given: dict[str, object] = {"inputs": inputs, "baseline": baseline, "samples": samples, "name": name}
+    chosen = {
+        "buckets": list(map(tuple, buckets)) or None,
+        "out": out,
+        "targets": list(names) or None,
+        "config": config,
+    }
+    # Buckets and targets are in the resolved configuration.
+    again = {"out": "BUILD", "config": "config.toml"}
     with Progress(Console(stderr=True), verbosity) as progress:
-        return run(load, settings, root, progress, f"mod_export.build({title})")
+        return run(load, settings, root, progress, _call(model, given | chosen), rebuild=_call(model, given | again))
+
+
+def _call(model: object, named: Mapping[str, object]) -> str:
+    """The call of `build`, without what was left out."""
+    arguments = [f"{key}={_written(value)}" for key, value in named.items() if value is not None]
+    return f"mod_export.build({', '.join([_written(model), *arguments])})"
+
+
+def _written(value: object) -> str:
+    """As it stands in code; a module, a function or tensors as the name of what they are."""
+    if isinstance(value, (str, Path)):
+        return repr(str(value))
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(map(_written, value))
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    if isinstance(value, int):
+        return str(value)
+    name = str(getattr(value, "__name__", type(value).__name__))
+    return "inputs" if name == "<lambda>" else name
 
 
 def _name_of(model: object) -> str:

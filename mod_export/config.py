@@ -204,7 +204,8 @@ class LatencyOptions(_Section):
     the CPU's clock."""
     min_speedup: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Gate: the whole interval of the ratio dense / MoD must reach this, for every target that runs here, at the
-    largest bucket. 0 means no gate. Without a dense baseline there is none, and more than the default is refused."""
+    largest bucket. 0 means no gate. Without a dense baseline there is none, and one that is set, at the default
+    too, is refused."""
 
 
 class GenerationOptions(_Section):
@@ -336,9 +337,12 @@ def config_from_toml(path: Path | None, overrides: Mapping[str, Any] | None = No
             raise ConfigError([f"{path}: not valid TOML: {error}"]) from error
     prefix = f"{path}: " if path else ""
     try:
-        return BuildConfig.model_validate(_merged(defaults, data) | dict(overrides or {}))
+        config = BuildConfig.model_validate(_merged(defaults, data) | dict(overrides or {}))
     except ValidationError as error:
         raise ConfigError([prefix + _problem(item) for item in error.errors()]) from error
+    # What default.toml says was not set by anybody: a gate that was is refused where it could not be shown.
+    latency = LatencyOptions.model_construct(_fields_set={*data.get("latency", ())}, **dict(config.latency))
+    return config.model_copy(update={"latency": latency})
 
 
 def toml_from_config(config: BuildConfig) -> str:

@@ -55,6 +55,10 @@ class ConfigError(UsageError):
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+        """Between processes as well, where an error is made again of its text."""
+        return type(self), (self.problems,)
+
 
 class CheckpointError(UsageError):
     """The model file is not a usable checkpoint."""

@@ -61,6 +61,7 @@ def build(
     command: str,
     capacity: float | None = None,
     tokenizer: Path | None = None,
+    rebuild: str | None = None,
 ) -> BuildReport:
     """Runs every stage. A failing stage leaves what was whole before it, and the next run resumes there.
 
@@ -72,6 +73,7 @@ def build(
         command: as typed, for the report.
         capacity: that the model was given in place of its own, for the report.
         tokenizer: a file of the package `tokenizers`, for models whose ids are not bytes.
+        rebuild: what builds the same with the resolved configuration, for the report.
 
     Raises:
         ModExportError: a stage failed; its notes name the stages that were done.
@@ -93,7 +95,7 @@ def build(
                 for work in works:
                     work(context)
         with _stage("report", stages, steps, observer):
-            return write_report(context, stages, command, capacity)
+            return write_report(context, stages, command, capacity, rebuild)
 
 
 def _keep_tokenizer(context: BuildContext) -> None:

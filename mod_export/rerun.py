@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from mod_export.config import BuildConfig
+from mod_export.errors import BuildFolderError, UsageError
 from mod_export.plan import without_speed_gate
 from mod_export.results.base import Result
 from mod_export.results.report import Verdict
@@ -50,15 +51,24 @@ def validate_folder(
     that was built is a finding, not an error: it is looked at like any other, but for compiled code, which is not run.
 
     Raises:
-        BuildFolderError: not a whole build folder.
+        BuildFolderError: not a whole build folder, or nothing that a reference could be rebuilt from.
         CheckpointError: `checkpoint` cannot be read, or is not the one that the folder was built from.
         TargetError: nothing to run.
     """
     # The only stage that needs PyTorch and ONNX.
-    from mod_export.stages.validate import validate
+    from mod_export.stages.validate import changed_program, validate
 
     context = FolderContext(root, config, targets, checkpoint, verify=False)
-    validate(context)
+    try:
+        validate(context)
+    except UsageError:
+        raise
+    except Exception as error:  # Of any type: a captured program that was changed may do anything when it runs.
+        changed = changed_program(context)
+        if changed is None:
+            raise
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise BuildFolderError(f"{root}: {changed}, so there is no reference ({reason}); build again") from error
     return Rerun(rows=context.rows, verdict=verdict_of(context, speedup=False), notes=notes(context))
 
 

@@ -199,6 +199,14 @@ class Graph:
     role: Role = "forward"
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads integers (B, S), and its first result is that of each token, (B, S, ...), or of the last."""
+        rows = (self.bucket.batch, self.bucket.seq)
+        ids = any(dtype.startswith("int") and shape == rows for dtype, shape in self.inputs.values())
+        first = next(iter(self.results.values()), ())
+        return ids and (self.outputs == "last" or first[:2] == rows)
+
+    @property
     def stem(self) -> str:
         """As in file names: mod-b1s512, or mod-decode-b1s512."""
         return _stem(self.model, self.role, self.bucket)

@@ -50,9 +50,10 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         BuildFolderError: the file is missing or damaged.
     """
     try:
-        with np.load(path, allow_pickle=False) as found:
+        # Opened here, because numpy leaves the file open where it is no archive.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
             return dict(found)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # Of any type: a file that was changed may be anything.
         raise BuildFolderError(f"{path}: missing or damaged ({error}); build again") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,8 +130,9 @@ def build_and_show(
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
     with Progress(Console(stderr=True), verbosity) as progress:
         report = run(
-            lambda: request.models(buckets), config, folder, progress, _as_typed(), request.capacity, tokenizer
-        )
+            lambda: request.models(buckets), config, folder, progress, _as_typed(), request.capacity, tokenizer,
+            _again(request, tokenizer),
+        )  # fmt: skip
     if report_file is not None:
         write_whole(report_file, report.to_json())
     print_report(report, str(folder))
@@ -138,7 +140,17 @@ def build_and_show(
 
 
 def _as_typed() -> str:
-    return " ".join(["mod-export", *sys.argv[1:]])
+    return shlex.join(["mod-export", *sys.argv[1:]])
+
+
+def _again(request: Request, tokenizer: Path | None) -> str:
+    """The command for the resolved configuration, which has targets, buckets and memory in it."""
+    given = (("--samples", request.samples), ("--capacity", request.capacity), ("--tokenizer", tokenizer))
+    options = [("--baseline", one) for one in request.baseline] + [
+        (name, one) for name, one in given if one is not None
+    ]
+    named = [str(part) for option in options for part in option]
+    return shlex.join(["mod-export", "build", *request.sources, *named, "-c", "config.toml", "-o", "BUILD"])
 
 
 @click.command()

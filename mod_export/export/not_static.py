@@ -41,10 +41,11 @@ class Pattern:
     instead: tuple[str, ...]
 
 
-_TOP_K = (
-    "index_BK = scores_BS.topk(k).indices.sort().values  # k = max(1, int(capacity * S))",
-    "chosen_BKD = x_BSD.gather(1, index_BK[..., None].expand(-1, -1, x_BSD.shape[-1]))",
+_RUN = (
+    "wide_BKD = index_BK[..., None].expand(-1, -1, x_BSD.shape[-1])  # all rows at once, without a loop",
+    "x_BSD = x_BSD.scatter(1, wide_BKD, self.block(x_BSD.gather(1, wide_BKD)))",
 )
+_TOP_K = ("index_BK = scores_BS.topk(k).indices.sort().values  # k = max(1, int(capacity * S))", *_RUN)
 MASK = Pattern("Boolean masks", "A boolean mask picks tokens, and how many depends on the data", _TOP_K)
 MASKED_SELECT = Pattern("Boolean masks", "`masked_select` returns as many elements as the mask has true ones", _TOP_K)
 SIZE = Pattern("Boolean masks", "Python asks for a size that depends on the data", _TOP_K)
@@ -64,15 +65,20 @@ UNIQUE = Pattern(
 K_FROM_DATA = Pattern(
     "k from data",
     "An integer is computed from the data, such as a number of tokens",
-    ("k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants",),
+    (
+        "k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants",
+        "index_BK = scores_BS.topk(k).indices.sort().values  # the same k for all rows",
+    ),
 )
 LIST = Pattern(
     "Loops over rows",
     "Numbers are read out of a tensor, one by one, and used as indices or sizes",
-    (
-        "wide_BKD = index_BK[..., None].expand(-1, -1, x_BSD.shape[-1])  # all rows at once, without a loop",
-        "x_BSD = x_BSD.scatter(1, wide_BKD, self.block(x_BSD.gather(1, wide_BKD)))",
-    ),
+    _RUN,
+)
+LOOP = Pattern(
+    "Loops over rows",
+    "Python chooses its way by a value that depends on the data, for one row or token after the other",
+    _TOP_K,
 )
 LENGTHS = Pattern(
     "Loops over rows",
@@ -90,7 +96,10 @@ NUMBER = Pattern(
 CONDITION = Pattern(
     "Numbers and conditions",
     "Python chooses its way by a value that depends on the data",
-    ("x_BSD = torch.where(condition, changed_BSD, x_BSD)  # both are computed; or leave the condition out",),
+    (
+        "x_BSD = torch.where(condition, changed_BSD, x_BSD)  # both are computed",
+        "index_BK = scores_BS.topk(k).indices  # or no condition: there are always k tokens, never none or too many",
+    ),
 )
 CHECK = Pattern(
     "Numbers and conditions",
@@ -133,6 +142,10 @@ _CAPTURING = (torch.__path__[0] + os.sep, "torch/fx/", str(Path(__file__).parent
 """Where code lies that captures a model, and is not the model's."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
+_INTEGER = re.compile(r"\b(int|round|floor|ceil)\(")
+_ASKS = re.compile(r"^(if|elif|while|assert)\b|\bif .+ else\b")
+_LOOP = re.compile(r"\bfor .+? in (?P<over>.+)")
+_OWN_PARTS = re.compile(r"\bself(\.\w+)+(?![\w.(])")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+).*(?:\n +(?!File "|\^)(?P<text>.+))?')
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
 _GUARD = re.compile(r"- \d+/\d+: (.+?) +#")
@@ -180,6 +193,7 @@ def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.T
     line = _line_of_error(error)
     pattern = _of_error(error, line)
     if pattern is not None:
+        pattern = LOOP if pattern is CONDITION and line is not None and _is_in_loop(line) else pattern
         return CaptureError(_message(where, pattern, line, ()))
     own = _own_error(module, example)
     if own is None:
@@ -259,7 +273,7 @@ def _of_error(error: Exception, line: _Line | None) -> Pattern | None:
             return LIST if any(word in source for word in _INDICES) else K_FROM_DATA
         # The name of a number with a fraction.
         if "expression zuf" in text:
-            return NUMBER
+            return _of_fraction(source)
         return SIZE if "Size-like symbols: u" in text else _of_condition(source)
     if isinstance(error, DataDependentOutputException) or any(words in text for words in _BRANCHES):
         return _of_condition(source)
@@ -270,6 +284,30 @@ def _of_error(error: Exception, line: _Line | None) -> Pattern | None:
 
 def _of_condition(source: str) -> Pattern:
     return CHECK if any(word in source for word in _CHECKS) else CONDITION
+
+
+def _of_fraction(source: str) -> Pattern:
+    """A number that becomes a size, a condition, or a factor."""
+    if _INTEGER.search(source):
+        return K_FROM_DATA
+    return _of_condition(source) if _ASKS.search(source) else NUMBER
+
+
+def _is_in_loop(line: _Line) -> bool:
+    """Whether a loop over rows or tokens runs it; not one over layers, which are parts of `self`."""
+    lines = linecache.getlines(line.file)[: line.number]
+    inside = len(lines[-1]) if lines else 0
+    for text in reversed(lines):
+        depth, code = len(text) - len(text.lstrip()), text.strip()
+        if not code or code.startswith("#") or depth >= inside:
+            continue
+        loop = _LOOP.search(code)
+        if loop and not _OWN_PARTS.search(loop["over"]):
+            return True
+        if code.startswith(("def ", "async def ", "class ")):
+            return False
+        inside = depth
+    return False
 
 
 def _of_node(node: fx.Node, line: _Line | None) -> Pattern:
@@ -291,7 +329,7 @@ def _of_number(node: fx.Node, source: str) -> Pattern:
     if isinstance(value, torch.SymBool):
         return _of_condition(source)
     if not isinstance(value, torch.SymInt):
-        return NUMBER
+        return _of_fraction(source)
     if "tolist(" in source:
         return LIST
     # Beside these stand checks of the range, which say nothing.

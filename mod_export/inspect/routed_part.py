@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from mod_export.export.index_uses import (
     GATHERS,
+    PRODUCTS,
     SHAPES,
     Selection,
     Uses,
@@ -33,6 +34,11 @@ ATEN = torch.ops.aten
 SOFTMAX = {ATEN.softmax.int, ATEN._softmax.default}
 FUNCTIONS = {ATEN.sigmoid.default: "sigmoid", ATEN.tanh.default: "tanh", ATEN.relu.default: "relu"}
 SCALES = {ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.add.Tensor, ATEN.mul.Scalar, ATEN.add.Scalar}
+WEIGHTED = PRODUCTS | {
+    ATEN.mul.Tensor, ATEN.mul_.Tensor, ATEN.addcmul.default, ATEN.addcmul_.default,
+    ATEN.lerp.Tensor, ATEN.lerp_.Tensor,
+}  # fmt: skip
+"""What multiplies scores with results, in one operation with other things or alone."""
 NO_GATE = "none found"
 
 
@@ -91,7 +97,7 @@ def _until_product(value: fx.Node, results: set[fx.Node]) -> list[str] | None:
     for node, names in waiting:  # Which grows meanwhile.
         for use in node.users:
             others = [one for one in use.all_input_nodes if one is not node]
-            if use.target in (ATEN.mul.Tensor, ATEN.mul_.Tensor) and any(one in results for one in others):
+            if use.target in WEIGHTED and any(one in results for one in others):
                 return names
             name = _function(use, "the selected tokens")
             reordered = use.target is ATEN.gather.default and use.args[0] is node

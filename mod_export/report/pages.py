@@ -64,6 +64,7 @@ def render_html(report: BuildReport) -> str:
         gains=found,
         difference=wording.difference_text(found.routed - found.agreed, found.faults),
         samplings=samplings(report),
+        causality=report.model.reads_tokens or any(row.suffixes for row in report.causality),
         deployments=deployments(report),
         untried=untried_targets(report),
         speedup=speedup_figure(report.speedup),

@@ -132,7 +132,7 @@ class MapToken:
 class TokenMap:
     """One text: the tokens that are shown, of `total`, and `chart` with a lane of positions for each layer.
 
-    `skipped` counts the tokens, of all, that no routed layer ran.
+    `skipped` counts the tokens, of all, that no routed layer ran. `numbered`: tokens are no text, and shown as numbers.
     """
 
     bucket: str
@@ -141,6 +141,10 @@ class TokenMap:
     tokens: tuple[MapToken, ...]
     layers: tuple[Site, ...]
     chart: Markup
+
+    @property
+    def numbered(self) -> bool:
+        return all(token.text.isdecimal() for token in self.tokens)
 
 
 def token_maps(maps: Sequence[RoutingMap]) -> tuple[TokenMap, ...]:

@@ -151,7 +151,12 @@ class Sampling:
 
 
 def samplings(report: BuildReport) -> tuple[Sampling, ...]:
-    """One for each model of the build: it may be used only if no engine of it was seen to look ahead."""
+    """One for each model of the build: it may be used only if no engine of it was seen to look ahead.
+
+    None where the models do not read tokens: nobody asks.
+    """
+    if not report.model.reads_tokens:
+        return ()
     found = []
     for model in KINDS if report.not_compared is None else KINDS[:1]:
         rows = sorted((row for row in report.causality if row.model == model), key=lambda row: row.causal)

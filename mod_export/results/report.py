@@ -45,6 +45,8 @@ class ReportedModel(Result):
     """Of the checkpoint's bytes."""
     spec: dict[str, JsonValue]
     """Everything about the model that is not a weight."""
+    reads_tokens: bool = True
+    """Whether it reads token ids and answers for each of them, or for the last one: only then can it write text."""
 
 
 class Stage(Result):
@@ -102,7 +104,9 @@ class BuildReport(Result):
     schema_version: Literal[2] = 2
     """2"""
     command: str | None = None
-    """What was typed to build; null where nothing was."""
+    """What was typed to build, or the call of Python; null where nothing was."""
+    rebuild: str | None = None
+    """What builds the same from the same files, or objects, with `config` as config.toml."""
     capacity: float | None = None
     """Of every routed layer, where it was given in place of the checkpoint's own (`--capacity`)."""
     verdict: Verdict
@@ -142,7 +146,7 @@ class BuildReport(Result):
     parts: tuple[PartRow, ...] = ()
     """Every part of every engine that was profiled."""
     generation: GenerationReport | None = None
-    """Writing text; null where the model cannot."""
+    """Writing text; null where the model does not read tokens."""
 
     def __repr__(self) -> str:
         """One line: in a notebook, the whole of it is too much to read."""

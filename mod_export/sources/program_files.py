@@ -17,10 +17,9 @@ from torch import nn
 from mod_export.build_folder.programs import ARRAYS, arrays_file, graph_file, read_arrays, write_arrays
 from mod_export.errors import BuildFolderError
 from mod_export.export.program_nodes import inferred_values
-from mod_export.sources.archive import ArchiveError
 from mod_export.sources.plain_programs import PlainProgram
 from mod_export.sources.programs import ProgramModel, digest_of_arrays
-from mod_export.sources.pt2 import program_of
+from mod_export.sources.pt2 import first_line, program_of
 from mod_export.types import Bucket, ModelKind
 
 
@@ -74,8 +73,8 @@ def read_graphs(
             placeholders = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
             for node, value in inferred_values(program.graph_module, placeholders):
                 node.meta["val"] = value  # A file does not say where in their memory views begin.
-        except (OSError, KeyError, ValueError, ArchiveError) as error:
-            raise BuildFolderError(f"{path}: missing or damaged ({error}); build again") from error
+        except Exception as error:  # Of any type: a file that was changed may be anything.
+            raise BuildFolderError(f"{path}: missing or damaged ({first_line(error)}); build again") from error
         programs[bucket] = PlainProgram(program=program, inputs=inputs, outputs=tuple(spec["outputs"]))
     return ProgramModel(programs, given)
 

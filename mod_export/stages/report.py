@@ -64,12 +64,14 @@ def not_compared(context: Context) -> str | None:
     return None if "dense" in context.facts else NOTHING_COMPARED
 
 
-def write_report(context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
+def write_report(
+    context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None, rebuild: str | None
+) -> BuildReport:
     """Judges, writes report.json and report.html, and closes the build folder."""
     compare_with_baseline(context)
     reused = all(stage.status == "reused" for stage in stages)
     own = Stage(name="report", status="reused" if reused else "built", seconds=0.0, peak_rss_bytes=None)
-    report = _report(context, [*stages, own], command, capacity)
+    report = _report(context, [*stages, own], command, capacity, rebuild)
 
     def write(paths: Sequence[Path]) -> None:
         paths[0].write_text(report.to_json(), encoding="utf-8")
@@ -81,10 +83,14 @@ def write_report(context: BuildContext, stages: Sequence[Stage], command: str, c
     return report
 
 
-def _report(context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
+def _report(
+    context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None, rebuild: str | None
+) -> BuildReport:
     model = context.plan.model
+    reads_tokens = any(graph.reads_tokens for graph in context.graphs if graph.role == "forward")
     return BuildReport(
         command=command,
+        rebuild=rebuild,
         capacity=capacity,
         verdict=verdict_of(context),
         not_compared=not_compared(context),
@@ -94,6 +100,7 @@ def _report(context: BuildContext, stages: Sequence[Stage], command: str, capaci
             parameters=model.parameters,
             checkpoint_sha256=model.checkpoint_sha256,
             spec=dict(model.loaded.spec),
+            reads_tokens=reads_tokens,
         ),
         environment=context.machine,
         config=context.config.model_dump(mode="json", by_alias=True),
@@ -110,7 +117,7 @@ def _report(context: BuildContext, stages: Sequence[Stage], command: str, capaci
         cost=tuple(context.rows(CostRow)),
         roofline=tuple(context.rows(Roofline)),
         parts=tuple(context.rows(PartRow)),
-        generation=_generation(context),
+        generation=_generation(context) if reads_tokens else None,
     )
 
 

@@ -87,9 +87,18 @@ def _structure_rows(context: Context, graphs: Mapping[str, Graph]) -> Iterator[S
 def _against_manifest(context: FolderContext) -> Iterator[StructureRow]:
     for path, entry in context.manifest.files.items():
         yield structure_of_file(context.root, path, entry)
+    yield from _against_captured(context)
+
+
+def _against_captured(context: FolderContext) -> Iterator[StructureRow]:
     for kind, facts in context.facts.items():
         if facts.architecture == PROGRAM:
             yield from structure_of_programs(context.root, kind, facts.spec)
+
+
+def changed_program(context: FolderContext) -> str | None:
+    """Which file of a captured model does not hold what was captured; None where all do."""
+    return next((f"{row.path}: {row.reasons[0]}" for row in _against_captured(context) if not row.passed), None)
 
 
 def _against_export(context: FolderContext, path: str, graph: Graph) -> StructureRow:

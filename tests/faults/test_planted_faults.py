@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +34,18 @@ TELLING = {
 """What `make test` plants: faults that are hard to find, and one for each check that finds some."""
 COMPILED_FAULTS = [name for name, fault in FAULTS.items() if "compiled" in fault.folder]
 FAST_FOLDERS = ("graphs", "two outputs")
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_command_of_the_makefile_starts() -> None:
+    """It has a path of its own to what the tests share."""
+    recipe = re.search(r"^faults: install\n\t(.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert recipe is not None
+    line = recipe[1].replace("$(BIN)/python", sys.executable) + " --only nothing --clean 0"
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=ROOT, env=own, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "planted faults: 0, caught: 0" in found.stdout
 
 
 def test_there_are_as_many_as_promised() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import tomli_w
 import torch
 from command_line import FEW_SAMPLES, invoke, refused
 from foreign_models import Buffered, Embedded, Images, Masked, made, masked_inputs, token_ids
@@ -24,7 +26,7 @@ from mod_export.build_folder.manifest import open_folder
 from mod_export.errors import ModExportError, UsageError
 from mod_export.rerun import bench_folder, validate_folder
 from mod_export.results.latency import LatencyRow
-from mod_export.results.report import BuildReport
+from mod_export.results.report import BuildReport, report_from_json
 from mod_export.results.structure import StructureRow
 
 TOML = f"""
@@ -93,11 +95,17 @@ def test_a_module(name: str, tmp_path: Path, toml: Path, capsys: pytest.CaptureF
     module = made(kind).train()
     report = mod_export.build(module, inputs, buckets, out="built", config=toml)
     assert module.training
+    call = f"mod_export.build({kind if isinstance(kind, str) else kind.__name__}, inputs={inputs.__name__}, "
+    call = call.replace("<lambda>", "inputs")
+    assert report.command == f"{call}buckets={buckets}, out='built', config='{toml}')"
+    assert report.rebuild == f"{call}out='BUILD', config='config.toml')"
     assert report.verdict.status == "pass", report.verdict.reasons
     assert "* validate built" in capsys.readouterr().err
     rows = [row for row in report.parity if row.target == "ort-cpu"]
     assert {"sample", "near_ties"} <= set(rows[0].inputs)
     assert [row.routing.routed > 0 and row.passed for row in rows] == [True] * len(buckets)
+    assert report.model.reads_tokens == (name == QUICK)
+    assert (report.generation is None) == (name != QUICK)
     assert len(rows[0].further_outputs) == len(pytree.tree_leaves(module.eval()(**named(inputs, module, buckets)))) - 1
     assert all(other.error.max_abs <= other.allowed_max_abs for row in rows for other in row.further_outputs)
     check_folder(tmp_path / "built", module.eval(), inputs(*buckets[0]), sites)
@@ -140,6 +148,10 @@ def test_programs_with_a_baseline_and_samples(tmp_path: Path, toml: Path) -> Non
     assert found.exit_code == 0, found.output
     report = json.loads((tmp_path / "r.json").read_text())
     assert [row["bucket"] for row in report["speedup"]] == ["b1s16", "b2s32"]
+    assert report["rebuild"] == (
+        "mod-export build mod1.pt2 mod2.pt2 --baseline dense1.pt2 --baseline dense2.pt2 --samples more.safetensors "
+        "-c config.toml -o BUILD"
+    )
     assert sorted(path.name for path in (tmp_path / "built/programs").iterdir()) == [
         "dense-b1s16.json", "dense-b2s32.json", "dense-constants.npz", "dense-samples.npz",
         "mod-b1s16.json", "mod-b2s32.json", "mod-constants.npz", "mod-samples.npz",
@@ -163,6 +175,15 @@ def test_a_factory_is_its_own_baseline(tmp_path: Path, toml: Path) -> None:
     more = invoke("build", "maker.py:make", "--buckets", "1x16", "--capacity", "0.5", "-c", toml, "-o", "half", "-q")
     assert more.exit_code == 0, more.output
     assert open_folder(tmp_path / "half").graphs[0].k_by_layer == {1: 8}
+    # What the report says to repeat it with gives the same: nothing is left to do.
+    told = report_from_json((tmp_path / "half/report.json").read_text())
+    assert told.rebuild == "mod-export build maker.py:make --capacity 0.5 -c config.toml -o BUILD"
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(told.config), encoding="utf-8")
+    repeated = invoke(*shlex.split(told.rebuild.replace("BUILD", "half"))[1:])
+    assert repeated.exit_code == 0, repeated.output
+    *stages, report = repeated.stderr.splitlines()
+    assert {line.split()[2] for line in stages} == {"reused"}
+    assert report.startswith("* report ")
 
 
 class Overflowing(nn.Module):

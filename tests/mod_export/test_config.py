@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 import tomllib
 from importlib.resources import files
@@ -217,6 +218,20 @@ def test_toml_reads_back_to_an_equal_value(tmp_path: Path) -> None:
     config = config.model_copy(update={"parity": config.parity.model_copy(update={"int8": gate})})
     (tmp_path / "again.toml").write_text(toml_from_config(config), encoding="utf-8")
     assert config_from_toml(tmp_path / "again.toml") == config
+
+
+def test_problems_are_the_same_in_another_process() -> None:
+    found = pickle.loads(pickle.dumps(ConfigError(["a: wrong", "b: too"])))
+    assert (found.problems, str(found)) == (("a: wrong", "b: too"), "a: wrong\nb: too")
+
+
+def test_what_was_set_is_told_from_the_default(tmp_path: Path) -> None:
+    for text, expected in (("", set()), ("[latency]\nmin_speedup = 1.0\n", {"min_speedup"})):
+        (tmp_path / "c.toml").write_text(text, encoding="utf-8")
+        found = config_from_toml(tmp_path / "c.toml")
+        assert found == config_from_toml(None)
+        assert found.latency.min_speedup == 1.0
+        assert found.latency.model_fields_set == expected
 
 
 def test_no_gate_has_a_default_in_code() -> None:

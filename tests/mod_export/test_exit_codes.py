@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,7 +97,9 @@ def test_0_all_gates_passed(
     assert written == (small_copy / "report.json").read_text()
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rows.json"]
     report = report_from_json(written)
-    assert report.command == " ".join(["mod-export", *map(str, argued)])
+    assert report.command == shlex.join(["mod-export", *map(str, argued)])
+    sources = [str(small_folder / "small.pt"), "-c", "config.toml", "-o", "BUILD"]
+    assert report.rebuild == shlex.join(["mod-export", "build", *sources])
 
 
 def test_1_a_bug_says_so(faulty: list[tuple[int, str, str]]) -> None:

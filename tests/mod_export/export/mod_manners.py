@@ -49,7 +49,7 @@ from manner_models import (
 from mod_dialects import Inner, Model, Routed, V
 from torch import Tensor, nn
 
-from mod_export.export.capture import captured
+from mod_export.export.capture import Captured, captured
 from mod_export.export.onnx_export import onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
 from mod_export.export.routing_sites import RoutingSite
@@ -151,13 +151,13 @@ def manner_graph(name: str) -> tuple[ir.Model, nn.Module]:
     """The portable graph of a model in this manner, with its weights in it, and the model."""
     torch.manual_seed(0)
     module = MANNERS[name].make().eval()
-    return whole_graph(module, MANNERS[name].inputs(0), name), module
+    return graph_of(captured(module, MANNERS[name].inputs(0), name), module), module
 
 
-def whole_graph(module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> ir.Model:
-    """The portable graph of a model of one input and one output, with its weights in it."""
+def graph_of(found: Captured, module: nn.Module) -> ir.Model:
+    """The portable graph of a captured model of one input and one output, with its weights in it."""
     state = state_of(module)
-    model = onnx_from_captured(captured(module, inputs, name), state, ["x"], ["y"])
+    model = onnx_from_captured(found, state, ["x"], ["y"])
     for weight, value in model.graph.initializers.items():
         if weight in state:
             value.const_value = ir.tensor(state[weight].detach().numpy(), name=weight)

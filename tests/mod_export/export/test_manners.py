@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from mod_manners import MANNERS, Manner, manner_graph
+from mod_manners import MANNERS, Manner, graph_of
 from small_graphs import run
 from torch import Tensor, nn
 
 from mod_export.engines import ENGINES
-from mod_export.export.capture import captured, exported
+from mod_export.export.capture import Captured, captured, exported
 from mod_export.export.dialect import check_dialect
 from mod_export.export.passes import run_passes
 from mod_export.export.routing_sites import Selection, SiteRun, routing_sites, run_sites
 from mod_export.export.weights import state_of
 from mod_export.validate.compare import Judged, routing_of_site
 
-Made = tuple[Manner, nn.Module, torch.export.ExportedProgram, Tensor]
+
+class Made(NamedTuple):
+    """A model in a manner, its program with the sites found, what engines are built from, and an input."""
+
+    manner: Manner
+    module: nn.Module
+    program: torch.export.ExportedProgram
+    found: Captured
+    x: Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +43,20 @@ def written_out() -> Iterator[None]:
 def made(request: pytest.FixtureRequest) -> Made:
     torch.manual_seed(0)
     manner = MANNERS[request.param]
-    module = manner.make().eval()
-    return manner, module, exported(module, manner.inputs(0), request.param), manner.inputs(1)[0]
+    module, inputs = manner.make().eval(), manner.inputs(0)
+    program, found = exported(module, inputs, request.param), captured(module, inputs, request.param)
+    return Made(manner, module, program, found, manner.inputs(1)[0])
 
 
 def run_of(made: Made, forced: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Selection]]:
-    manner, module, program, x = made
+    manner, module, program, _, x = made
     run = SiteRun(manner.tokens, forced)
     (y,) = run_sites(program, state_of(module), (x,), run)
     return y, run.selections
 
 
 def test_sites_are_found_and_change_no_bit(made: Made) -> None:
-    manner, module, program, x = made
+    manner, module, program, _, x = made
     assert routing_sites(program) == manner.sites
     y, selections = run_of(made)
     with torch.no_grad():
@@ -63,7 +73,7 @@ def test_sites_are_found_and_change_no_bit(made: Made) -> None:
 
 
 def test_the_selection_that_is_forced_decides(made: Made) -> None:
-    manner, *_ = made
+    manner = made.manner
     y, own = run_of(made)
     assert torch.equal(run_of(made, {name: one.index_BK for name, one in own.items()})[0], y)
     for site in manner.sites:
@@ -78,28 +88,23 @@ def test_the_selection_that_is_forced_decides(made: Made) -> None:
 
 
 def test_engines_get_the_positions_as_further_outputs(made: Made) -> None:
-    manner, module, _, x = made
-    found = captured(module, (x,), "test")
-    y, *routed = found.program.module()(x)
+    y, *routed = made.found.program.module()(made.x)
     expected, own = run_of(made)
     assert torch.equal(y, expected)
-    assert all(torch.equal(one, own[site.name].index_BK) for one, site in zip(routed, manner.sites, strict=True))
+    assert all(torch.equal(one, own[site.name].index_BK) for one, site in zip(routed, made.manner.sites, strict=True))
 
 
 # The passes for TensorRT rewrite all that those for ONNX Runtime do, and more.
 @pytest.mark.parametrize("target", [pytest.param("ort-cpu", marks=pytest.mark.slow), "tensorrt-rtx"])
-@pytest.mark.parametrize("name", MANNERS)
-def test_graphs_of_targets_compute_the_same(name: str, target: str) -> None:
-    model, module = manner_graph(name)
+def test_graphs_of_targets_compute_the_same(made: Made, target: str) -> None:
+    model = graph_of(made.found, made.module)
     dialect = ENGINES[target].dialect
     run_passes(model, dialect, "float32")
     check_dialect(model, dialect, "float32")
-    x = MANNERS[name].inputs(1)[0]
-    y, *routed = run(model, {"x": x.numpy()})
-    own = SiteRun(MANNERS[name].tokens)
-    (expected,) = run_sites(exported(module, (x,), name), state_of(module), (x,), own)
+    y, *routed = run(model, {"x": made.x.numpy()})
+    expected, own = run_of(made)
     np.testing.assert_allclose(y, expected.numpy(), rtol=0, atol=2e-5)
-    for index_BK, one in zip(routed, own.selections.values(), strict=True):
+    for index_BK, one in zip(routed, own.values(), strict=True):
         np.testing.assert_array_equal(np.sort(index_BK), one.index_BK.sort().values.numpy())
 
 

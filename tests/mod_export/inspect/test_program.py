@@ -62,9 +62,59 @@ class RowSoftmax(Routed):
         return x.scatter(1, index, self.block(x.gather(1, index)) * weight.gather(1, index[..., :1]))
 
 
+class Blended(Routed):
+    """Between a token and its result, as far as the gate says."""
+
+    def mixed(self, chosen_BKD: torch.Tensor, result_BKD: torch.Tensor, gate_BK: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(chosen_BKD, result_BKD, gate_BK[..., None])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, index = self.router(x)[..., 0].topk(4)
+        wide = index[..., None].expand(-1, -1, D)
+        chosen = x.gather(1, wide)
+        return x.scatter(1, wide, self.mixed(chosen, self.block(chosen), scores.sigmoid()))
+
+
+class EinsumGate(Blended):
+    def mixed(self, chosen_BKD: torch.Tensor, result_BKD: torch.Tensor, gate_BK: torch.Tensor) -> torch.Tensor:
+        return chosen_BKD + torch.einsum("bk,bkd->bkd", gate_BK, result_BKD)
+
+
+class EinsumOfThree(Blended):
+    """The gate between others, with a scale of features."""
+
+    def mixed(self, chosen_BKD: torch.Tensor, result_BKD: torch.Tensor, gate_BK: torch.Tensor) -> torch.Tensor:
+        return chosen_BKD + torch.einsum("bkd,bk,d->bkd", result_BKD, gate_BK, torch.ones(D))
+
+
+class MultiplyAdd(Blended):
+    def mixed(self, chosen_BKD: torch.Tensor, result_BKD: torch.Tensor, gate_BK: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(chosen_BKD, gate_BK[..., None], result_BKD)
+
+
+class Pooled(Blended):
+    """The results of a row, added up with the gates as weights."""
+
+    def mixed(self, chosen_BKD: torch.Tensor, result_BKD: torch.Tensor, gate_BK: torch.Tensor) -> torch.Tensor:
+        return chosen_BKD + gate_BK[:, None] @ result_BKD
+
+
+class NotBlended(Blended):
+    """The gate is computed, and used for nothing that weighs."""
+
+    def mixed(self, chosen_BKD: torch.Tensor, result_BKD: torch.Tensor, gate_BK: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(chosen_BKD, result_BKD, 0.5) + gate_BK[..., None]
+
+
 @pytest.mark.parametrize(
     ("make", "gate"),
     [
+        (Blended, "sigmoid"),
+        (EinsumGate, "sigmoid"),
+        (EinsumOfThree, "sigmoid"),
+        (MultiplyAdd, "sigmoid"),
+        (Pooled, "sigmoid"),
+        (NotBlended, "none found"),
         (DIALECTS["scatter_add"], "the score itself"),
         (DIALECTS["index_put"], "none found"),
         (DIALECTS["argsort"], "sigmoid"),

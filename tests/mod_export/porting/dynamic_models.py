@@ -99,6 +99,79 @@ class CountedK(Routed):
         return x.scatter(1, index, self.block(x.gather(1, index)))
 
 
+class ShareAsK(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).squeeze(-1)
+        k = int(scores.sigmoid().mean() * x.shape[1])
+        index = scores.topk(k).indices[..., None].expand(-1, -1, D)
+        return x.scatter(1, index, self.block(x.gather(1, index)))
+
+
+class RowsOfTheirOwnK(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = []
+        for row in x:
+            scores = self.router(row).squeeze(-1)
+            own_k = int((scores > 0).sum())
+            index = scores.topk(own_k).indices
+            rows.append(row.index_copy(0, index, self.block(row[index])))
+        return torch.stack(rows)
+
+
+class TooMany(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        scores, k = self.router(x).squeeze(-1), 4
+        wants = scores > 0
+        if wants.sum() > k:
+            index = scores.topk(k).indices[..., None].expand(-1, -1, D)
+            return x.scatter(1, index, self.block(x.gather(1, index)))
+        return torch.where(wants[..., None], self.block(x), x)
+
+
+class LayersInTurn(Routed):
+    """A loop that is not over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            # Not for each token in a row.
+            if self.router(x).mean() > 0:
+                x = layer(x)
+        return x
+
+
+class TokenByToken(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        out = []
+        for row in x:
+            for token in row:
+                # A token that does not want to run.
+                if self.router(token) > 0:
+                    token = self.block(token)
+                out.append(token)
+        return torch.stack(out).view_as(x)
+
+
+class ReadScores(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        for row in range(x.shape[0]):
+            for position in range(x.shape[1]):
+                score = self.router(x[row, position])
+
+                if score.item() > 0:
+                    out[row, position] += self.block(x[row, position])
+        return out
+
+
+class RowsInTurn(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.block(row) if self.router(row).mean() > 0 else row for row in x])
+
+
 class CutRows(Routed):
     def forward(self, x: Tensor) -> Tensor:
         count, rows = (self.router(x) > 0).sum((1, 2)), []

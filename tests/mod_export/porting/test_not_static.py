@@ -50,7 +50,8 @@ def message_of(name: str, way: Way, device: str = "cpu") -> str:
 
 TOP_K = """\
     index_BK = scores_BS.topk(k).indices.sort().values  # k = max(1, int(capacity * S))
-    chosen_BKD = x_BSD.gather(1, index_BK[..., None].expand(-1, -1, x_BSD.shape[-1]))
+    wide_BKD = index_BK[..., None].expand(-1, -1, x_BSD.shape[-1])  # all rows at once, without a loop
+    x_BSD = x_BSD.scatter(1, wide_BKD, self.block(x_BSD.gather(1, wide_BKD)))
 """
 MASKS = 'See "Boolean masks" in docs/porting.md'
 MASK = f"A boolean mask picks tokens, and how many depends on the data. Write instead:\n{TOP_K}"
@@ -61,8 +62,17 @@ NONZERO = """\
 See "Indices of what is true" in docs/porting.md"""
 CONDITION = """\
 Python chooses its way by a value that depends on the data. Write instead:
-    x_BSD = torch.where(condition, changed_BSD, x_BSD)  # both are computed; or leave the condition out
+    x_BSD = torch.where(condition, changed_BSD, x_BSD)  # both are computed
+    index_BK = scores_BS.topk(k).indices  # or no condition: there are always k tokens, never none or too many
 See "Numbers and conditions" in docs/porting.md"""
+LOOP = f"""\
+Python chooses its way by a value that depends on the data, for one row or token after the other. Write instead:
+{TOP_K}See "Loops over rows" in docs/porting.md"""
+K_FROM_DATA = """\
+An integer is computed from the data, such as a number of tokens. Write instead:
+    k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants
+    index_BK = scores_BS.topk(k).indices.sort().values  # the same k for all rows
+See "k from data" in docs/porting.md"""
 NUMBER = """\
 A number is read out of a tensor, and Python computes with it. Write instead:
     weight = scores_BS.mean()  # without .item(), float() or bool(): a tensor multiplies as a number does
@@ -102,13 +112,17 @@ See "Numbers and conditions" in docs/porting.md""",
     ),
     "Item": (BOTH, "weight = self.router(x).mean().item()", NUMBER),
     "Float": (BOTH, "strength = float(self.router(x).mean())", NUMBER),
-    "CountedK": (
+    "CountedK": (BOTH, "k = int((scores > 0).sum(1).max())", K_FROM_DATA),
+    "ShareAsK": (BOTH, "k = int(scores.sigmoid().mean() * x.shape[1])", K_FROM_DATA),
+    "RowsOfTheirOwnK": (BOTH, "own_k = int((scores > 0).sum())", K_FROM_DATA),
+    "TooMany": (BOTH, "if wants.sum() > k:", CONDITION),
+    "LayersInTurn": (BOTH, "if self.router(x).mean() > 0:", CONDITION),
+    "TokenByToken": (BOTH, "if self.router(token) > 0:", LOOP),
+    "ReadScores": (BOTH, "if score.item() > 0:", LOOP),
+    "RowsInTurn": (
         BOTH,
-        "k = int((scores > 0).sum(1).max())",
-        """\
-An integer is computed from the data, such as a number of tokens. Write instead:
-    k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants
-See "k from data" in docs/porting.md""",
+        "return torch.stack([self.block(row) if self.router(row).mean() > 0 else row for row in x])",
+        LOOP,
     ),
     "CutRows": (
         BOTH,

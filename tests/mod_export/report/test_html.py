@@ -40,6 +40,25 @@ def test_without_a_baseline_nothing_dense_is_shown(alone_report: BuildReport) ->
     assert f"Latency{alone_report.latency[0].p50_ms:.0f} msmedian Routing" in told
 
 
+def test_of_a_model_that_reads_no_tokens_nobody_asks_for_text(report: BuildReport) -> None:
+    (one,) = report.routing_maps
+    numbered = changed(one, tokens=tuple(map(str, range(len(one.tokens)))))
+    causality = tuple(changed(row, suffixes=0, causal=True, statement="not probed: ...") for row in report.causality)
+    model = changed(report.model, reads_tokens=False)
+    images = changed(report, model=model, causality=causality, generation=None, routing_maps=(numbered,))
+    html = render_html(images)
+    text = words(html)
+    for absent in ("autoregressive", "Causality", "Generation", "Held-out text in reading order", "Routing of a text"):
+        assert absent in words(render_html(report))
+        assert absent not in text
+    assert "Routing of a sample The first sample, a number for each token, as the reference routes it." in text
+    assert re.search(r">0</span> <span[^>]*>1</span> ", html)
+    # Of embeddings, which stand for tokens, it was probed; whether to sample is not the question.
+    probed = words(render_html(changed(images, causality=report.causality)))
+    assert "Causality The end of a text was changed" in probed
+    assert "May it be used" not in probed
+
+
 def section(report: BuildReport, **fields: Any) -> str:
     """The section on generation, of which these fields were changed."""
     if fields:
@@ -193,6 +212,11 @@ def test_the_way_to_repeat_it_is_exact(report: BuildReport) -> None:
     assert tomllib.loads(blocks[-2]) == report.config
     assert json.loads(blocks[-1]) == report.model.spec
     assert "This build was made with" not in render_html(changed(report, command=None))
+    assert blocks[1] == "mod-export build MODEL -c config.toml -o BUILD"
+    call = "mod_export.build(Images, inputs=images, baseline=Dense, out='BUILD', config='config.toml')"
+    text = words(render_html(changed(report, rebuild=call)))
+    assert call in text
+    assert "mod-export build MODEL" not in text
 
 
 def test_what_failed_says_where_and_is_opened(failed_report: BuildReport) -> None:
@@ -234,7 +258,7 @@ def test_what_was_not_measured_is_said(report: BuildReport) -> None:
         "Parity was not checked on this machine.",
         "No routed layer was compared on this machine.",
         "Causality was not probed on this machine, so nothing is claimed about autoregressive sampling.",
-        "No map of a text was made.",
+        "No map of a text or sample was made.",
         "No cost was counted.",
         "No engine was profiled, so time by part is unknown.",
         "Every known target ran on this machine.",

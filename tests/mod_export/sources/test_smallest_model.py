@@ -110,18 +110,20 @@ def test_the_folder_is_validated_timed_inspected_and_shown(alone: tuple[Path, Bu
     assert all("dense" not in line for line in shown.stdout.splitlines() if "not compared" not in line)
 
 
+@pytest.mark.parametrize("gate", ["1.3", "1"])
 def test_a_speed_up_that_nothing_could_show_is_not_promised(
-    folder: Path, tmp_path: Path, alone: tuple[Path, BuildReport]
+    folder: Path, tmp_path: Path, alone: tuple[Path, BuildReport], gate: str
 ) -> None:
+    """Whether it is more than the default, or the default that was written down."""
     root, _ = alone
     message = (
-        "latency.min_speedup: a speed-up of 1.3 is demanded, and there is no dense baseline that it could be shown "
+        f"latency.min_speedup: a speed-up of {gate} is demanded, and there is no dense baseline that it could be shown "
         f"over; {NO_BASELINE.partition('; ')[2]}, or set min_speedup = 0"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
-        build_plain(folder, tmp_path / "built", None, "min_speedup = 1.3\n")
+        build_plain(folder, tmp_path / "built", None, f"min_speedup = {gate}\n")
     assert not (tmp_path / "built").exists()
-    demanding = toml_file(tmp_path, TOML + "min_speedup = 1.3\n")
+    demanding = toml_file(tmp_path, TOML + f"min_speedup = {gate}\n")
     refused(invoke("bench", root, "-c", demanding), re.escape(message))
     # What asks for no time promises none.
     assert validate_folder(root, config_from_toml(demanding), ()).verdict.status == "pass"
