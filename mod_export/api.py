@@ -82,7 +82,8 @@ def build(
             dense, _ = _model(baseline, inputs, shapes, f"{title}-dense", None, own)
         return own, dense
 
-    with Progress(Console(stderr=True), verbosity) as progress:
+    # As text: in a notebook, rich would make a block of HTML of every line.
+    with Progress(Console(stderr=True, force_jupyter=False), verbosity) as progress:
         return run(load, settings, root, progress, f"mod_export.build({title})")
 
 

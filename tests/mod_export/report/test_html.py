@@ -13,7 +13,7 @@ from typing import Any
 
 from report_pages import DRAWN, Page
 from sample_report import NO_BASELINE, renamed
-from sample_rows import changed, precision_row
+from sample_rows import changed, parity_row, precision_row
 
 from mod_export.report import render_html
 from mod_export.report.wording import interval_text
@@ -38,6 +38,13 @@ def test_without_a_baseline_nothing_dense_is_shown(alone_report: BuildReport) ->
     assert "bar dense" not in html
     told = words(render_html(changed(alone_report, latency=alone_report.latency[:1])))
     assert f"Latency{alone_report.latency[0].p50_ms:.0f} msmedian Routing" in told
+
+
+def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> None:
+    unrouted = tuple(changed(row, routing=parity_row().routing) for row in report.parity)
+    text = words(render_html(changed(report, parity=unrouted)))
+    assert "Routing, layer by layer No routing site was found, so no selection is judged by itself; if the" in text
+    assert "No routing site" not in words(render_html(report))
 
 
 def section(report: BuildReport, **fields: Any) -> str:
