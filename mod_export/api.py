@@ -82,8 +82,10 @@ def build(
             dense, _ = _model(baseline, inputs, shapes, f"{title}-dense", None, own)
         return own, dense
 
-    # As text: in a notebook, rich would make a block of HTML of every line.
-    with Progress(Console(stderr=True, force_jupyter=False), verbosity) as progress:
+    console = Console(stderr=True)
+    if console.is_jupyter:  # A block of HTML for every line, or else a live line in control codes.
+        console = Console(stderr=True, force_jupyter=False, force_terminal=False)
+    with Progress(console, verbosity) as progress:
         return run(load, settings, root, progress, f"mod_export.build({title})")
 
 
