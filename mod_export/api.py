@@ -91,7 +91,10 @@ def build(
     }
     # Buckets and targets are in the resolved configuration.
     again = {"out": "BUILD", "config": "config.toml"}
-    with Progress(Console(stderr=True), verbosity) as progress:
+    console = Console(stderr=True)
+    if console.is_jupyter:  # A block of HTML for every line, or else a live line in control codes.
+        console = Console(stderr=True, force_jupyter=False, force_terminal=False)
+    with Progress(console, verbosity) as progress:
         return run(load, settings, root, progress, _call(model, given | chosen), rebuild=_call(model, given | again))
 
 

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 CPU = "CPUExecutionProvider"
 DTYPES: Mapping[str, type[np.generic]] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int64)": np.int64,
-    "tensor(bool)": np.bool_,
-}
+    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64, "tensor(bool)": np.bool_,
+    "tensor(int8)": np.int8, "tensor(int16)": np.int16, "tensor(int32)": np.int32, "tensor(int64)": np.int64,
+    "tensor(uint8)": np.uint8, "tensor(uint16)": np.uint16, "tensor(uint32)": np.uint32, "tensor(uint64)": np.uint64,
+}  # fmt: skip
 """Element type of an input or output -> NumPy dtype."""
 FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 """Session option that lets a graph in engines/ use weights in graphs/: ONNX only allows files beside the graph."""

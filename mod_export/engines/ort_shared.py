@@ -28,9 +28,13 @@ from mod_export.export.weights import WeightsFile
 ARENA, DEFAULT_MEMORY = 1, 0
 """OrtArenaAllocator, OrtMemTypeDefault."""
 ERRORS_ONLY = 3
-CODES = {"F32": 1, "U8": 2, "I8": 3, "I16": 5, "I32": 6, "I64": 7, "BOOL": 9, "F16": 10, "BF16": 16}
+CODES = {"F32": 1, "U8": 2, "I8": 3, "I16": 5, "I32": 6, "I64": 7, "BOOL": 9, "F16": 10, "F64": 11, "BF16": 16}
 """Name of a dtype in safetensors -> ONNXTensorElementDataType."""
-DTYPES: Mapping[int, np.dtype[np.generic]] = {1: np.dtype(np.float32), 7: np.dtype(np.int64), 9: np.dtype(np.bool_)}
+DTYPES: Mapping[int, np.dtype[np.generic]] = {
+    1: np.dtype(np.float32), 2: np.dtype(np.uint8), 3: np.dtype(np.int8), 4: np.dtype(np.uint16), 5: np.dtype(np.int16),
+    6: np.dtype(np.int32), 7: np.dtype(np.int64), 9: np.dtype(np.bool_), 10: np.dtype(np.float16),
+    11: np.dtype(np.float64), 12: np.dtype(np.uint32), 13: np.dtype(np.uint64),
+}  # fmt: skip
 """ONNXTensorElementDataType of an input or output -> NumPy dtype."""
 CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
 

@@ -2,6 +2,7 @@
 
 * `einsum` becomes products of matrices: the FLOPs of Einsum cannot be counted, and it hides attention and weights from
   the passes.
+* The k-th value of a row is the last of a top-k: ONNX has no operator of its own for it.
 * Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query.
 
 The graph that PyTorch runs as the reference keeps what the model wrote.
@@ -10,6 +11,7 @@ The graph that PyTorch runs as the reference keeps what the model wrote.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from mod_export.export.program_nodes import argument_of, shape_of
+from mod_export.export.program_nodes import add_node, argument_of, shape_of
 
 ATEN = torch.ops.aten
 ATTENTION = ATEN.scaled_dot_product_attention.default
@@ -35,6 +37,26 @@ def lower(graph: fx.Graph) -> None:
             _replace(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
         elif node.target is ATTENTION and (len(shape_of(argument_of(node, "query"))) != 4 or _has_narrow_mask(node)):
             _replace(graph, node, _attention)
+        elif node.target is ATEN.kthvalue.default:
+            _replace_kth(graph, node)
+
+
+def _replace_kth(graph: fx.Graph, node: fx.Node) -> None:
+    source: Any = node.args[0]
+    dim = argument_of(node, "dim") % max(1, len(shape_of(source)))
+    # Counted from the end that is nearer.
+    size, k = shape_of(source)[dim], argument_of(node, "k")
+    largest = 2 * k > size
+    k = size - k + 1 if largest else k
+    with graph.inserting_before(node):
+        found = add_node(graph, node, ATEN.topk.default, source, k, dim, largest)
+        for use in list(node.users):  # Value and index.
+            part = add_node(graph, node, operator.getitem, found, use.args[1])
+            kept = argument_of(node, "keepdim")
+            last = (ATEN.slice.Tensor, part, dim, k - 1, k) if kept else (ATEN.select.int, part, dim, k - 1)
+            use.replace_all_uses_with(add_node(graph, node, *last))
+            graph.erase_node(use)
+    graph.erase_node(node)
 
 
 def _is_plain(node: fx.Node) -> bool:

@@ -170,13 +170,16 @@ def refuse_dynamic(graph: fx.Graph, where: str) -> None:
     for node in graph.nodes:
         # What is computed from such a size has one as well.
         if _depends(node) and not any(_depends(one) for one in node.all_input_nodes):
-            # The text as well, because a program can come from another machine: no file is opened that it names.
-            frames = _FRAME.finditer(node.stack_trace or "")
-            line = _line_of([_Line(one["file"], int(one["line"]), (one["text"] or "").strip()) for one in frames])
+            line = _line_of_node(node)
             found.setdefault(str(line), (node, line))
     if found:
         (node, line), *others = found.values()
         raise CaptureError(_message(where, _of_node(node, line), line, [str(other) for _, other in others]))
+
+
+def place_of(node: fx.Node) -> str:
+    """The line of the model's own code that an operation comes from, to be put behind a sentence; empty if unknown."""
+    return _shown(" at", _line_of_node(node))
 
 
 def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.Tensor], where: str) -> CaptureError:
@@ -242,6 +245,12 @@ def _own_error(module: torch.nn.Module, example: Sequence[torch.Tensor]) -> Exce
 def _line_of(lines: Sequence[_Line]) -> _Line | None:
     """The innermost line of the model's own code; lines come from the outside in."""
     return next((line for line in reversed(lines) if _is_of_model(line.file)), None)
+
+
+def _line_of_node(node: fx.Node) -> _Line | None:
+    # The text as well, because a program can come from another machine: no file is opened that it names.
+    frames = _FRAME.finditer(node.stack_trace or "")
+    return _line_of([_Line(one["file"], int(one["line"]), (one["text"] or "").strip()) for one in frames])
 
 
 def _is_of_model(file: str) -> bool:

@@ -39,12 +39,13 @@ ALIGNMENT = 8
 PIECE = 2**22
 """Numbers that are cast and written at a time."""
 ONNX_TYPES = {
-    "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16", "I64": "INT64", "I32": "INT32", "I16": "INT16", "I8": "INT8",
-    "U8": "UINT8", "BOOL": "BOOL",
+    "F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16", "I64": "INT64", "I32": "INT32",
+    "I16": "INT16", "I8": "INT8", "U8": "UINT8", "BOOL": "BOOL",
 }  # fmt: skip
 """Name of a dtype in safetensors -> in ONNX."""
-BYTES = {"I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FLOATS: dict[DType, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+NARROW = ("float16", "bfloat16")
 BLOCK = 32
 LARGEST_INT8 = 127
 ZERO_INT4 = 8
@@ -149,7 +150,7 @@ def _stored_tensors(
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if name not in quantized:
-            kind = FLOATS.get(dtype, "F32") if tensor.is_floating_point() else _whole_numbers(tensor)
+            kind = _kind(tensor, dtype)
             found[name] = _Stored(kind, shape, partial(_plain_bytes, tensor, kind))
             continue
         for index, (part, (kind, size)) in enumerate(quantized_tensors(name, shape, dtype).items()):
@@ -157,8 +158,11 @@ def _stored_tensors(
     return found
 
 
-def _whole_numbers(tensor: torch.Tensor) -> str:
-    """The dtype of a buffer that is no float, such as positions, in safetensors."""
+def _kind(tensor: torch.Tensor, dtype: DType) -> str:
+    """The dtype that a tensor has in a file of this dtype, in safetensors' words."""
+    if tensor.is_floating_point():
+        # A table in float64, such as angles, is not what a model's weights are: graphs read it as it is.
+        return "F64" if tensor.dtype.itemsize == BYTES["F64"] and dtype not in NARROW else FLOATS.get(dtype, "F32")
     name = str(tensor.dtype).removeprefix("torch.")
     return "BOOL" if name == "bool" else name.replace("uint", "U").replace("int", "I")
 
@@ -167,7 +171,7 @@ def _plain_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
     """The bytes of a tensor, row-major and little-endian; what was read of a memory-mapped file is let go after it."""
     import torch
 
-    floats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     wanted = floats.get(kind, tensor.dtype)
     for piece in torch.split(tensor.detach().reshape(-1), PIECE):
         yield piece.to(wanted).contiguous().view(torch.uint8).numpy().data
@@ -191,7 +195,7 @@ def write_weights(
         path: of the file.
         tensors: by their names in the state_dict.
         dtype: of the file's floats. In one of whole numbers everything that is not quantized is float32. Buffers of
-            whole numbers are stored as they are.
+            whole numbers are stored as they are, and those of float64 in files of float32 and of whole numbers.
         quantized: names of the weights (N, K) that become whole numbers and scales, see `quantized_tensors`.
 
     Returns:

@@ -122,6 +122,12 @@ def gains(report: BuildReport) -> Gains:
     )
 
 
+def lacks_sites(rows: Sequence[ParityRow]) -> bool:
+    """Whether the model ran, and no selection in it was known that could have been judged."""
+    ran = [row for row in rows if row.model == "mod" and row.inputs]
+    return bool(ran) and not any(row.routing.layers for row in ran)
+
+
 def agreement_by_input(rows: Sequence[ParityRow]) -> tuple[InputAgreement, ...]:
     """The batches of one kind of input added up, in the order in which kinds first occur."""
     batches = [batch for row in rows for batch in row.routing.by_input if batch.routed]

@@ -18,9 +18,10 @@ from rich.text import Text
 
 from mod_export.report import result_tables as shown
 from mod_export.report.charts import MODELS
-from mod_export.report.summary import Found, gains, parity_of, precisions, settings_of, untried_targets
+from mod_export.report.summary import Found, gains, lacks_sites, parity_of, precisions, settings_of, untried_targets
 from mod_export.report.tables import BAD, GOOD, QUIET, UNBOUNDED, Column, fitted_table, lines_of, table_of
 from mod_export.report.wording import (
+    NO_SITES,
     agreement_text,
     bytes_text,
     count_text,
@@ -125,6 +126,7 @@ def _conditions(report: BuildReport) -> list[str]:
         inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in found.by_input)
         differences = difference_text(found.routed - found.agreed, found.faults)
         lines += [f"routing agreement: {inputs}; {differences}"] if inputs else []
+        lines += [f"routing agreement: {NO_SITES}"] if lacks_sites(parity) else []
     if report.latency:
         lines += _sampled(report.latency, "samples" if report.not_compared else "interleaved samples")
     gated = [row for row in report.speedup if row.gate is not None]

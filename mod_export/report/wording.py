@@ -13,6 +13,11 @@ from mod_export.results.latency import PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import InputAgreement, LayerAgreement, RoutingAgreement
 from mod_export.types import is_expert
 
+NO_SITES = (
+    "no routing site was found, so no selection is judged by itself; if the model selects tokens, mark where, with "
+    "mod_export.mark_selection"
+)
+
 
 def ms_text(ms: float) -> str:
     """Three significant digits, and whole milliseconds above a hundred: 0.123, 20.1, 4,563."""

@@ -119,7 +119,8 @@ def output_names(model: ExportableModel, outputs: Outputs) -> tuple[str, ...]:
 
 
 def stored_state(loaded: ExportableModel) -> dict[str, torch.Tensor]:
-    """The same of a model whose module is not made: weights as the checkpoint stores them, and the other buffers.
+    """The same of a model whose module is not made: weights as the checkpoint stores them, in float32 where that is
+    float64, and the other buffers.
 
     Raises:
         CheckpointError: the module has a parameter that the checkpoint holds nothing for.
@@ -128,4 +129,5 @@ def stored_state(loaded: ExportableModel) -> dict[str, torch.Tensor]:
     missing = [name for name, tensor in state.items() if tensor.is_meta]
     if missing:
         raise CheckpointError(f"the checkpoint holds no value for {', '.join(missing[:3])}")
-    return state
+    wide = {name for name, one in loaded.weights.items() if one.is_floating_point() and one.dtype.itemsize > 4}
+    return {name: tensor.float() if name in wide else tensor for name, tensor in state.items()}

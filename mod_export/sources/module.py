@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import sysconfig
@@ -66,7 +67,7 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
             f"{name}: inputs of one shape for {len(buckets)} buckets; give a function inputs(batch, seq) instead"
         )
     plain, samples = {}, {}
-    with _as_it_was(module), torch.no_grad():
+    with _as_it_was(module), _plain_outputs(module), torch.no_grad():
         for bucket in buckets:
             where = f"{name} at {bucket.name}"
             calls = _calls(module, inputs, bucket, where)
@@ -121,6 +122,26 @@ def _different(samples: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]
         if not any(all(map(torch.equal, sample, other)) for other in found):
             found.append(sample)
     return found
+
+
+@contextmanager
+def _plain_outputs(module: nn.Module) -> Iterator[None]:
+    """Inside, a dataclass that the module returns is a dictionary of what it holds: torch.export takes no classes."""
+    hook = module.register_forward_hook(lambda _module, _inputs, output: _without_dataclasses(output))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _without_dataclasses(value: Any) -> Any:
+    if type(value) in pytree.SUPPORTED_NODES and not isinstance(value, (tuple, list, dict)):
+        return value  # Known to torch, such as the outputs of transformers.
+    if dataclasses.is_dataclass(value):
+        return {one.name: _without_dataclasses(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if type(value) in (tuple, list):
+        return type(value)([_without_dataclasses(one) for one in value])
+    return {key: _without_dataclasses(one) for key, one in value.items()} if type(value) is dict else value
 
 
 def _calls(module: nn.Module, inputs: Inputs, bucket: Bucket, where: str) -> list[Call]:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from mod_export.errors import CaptureError
 from mod_export.export.program_nodes import argument_of, inferred_values, with_arguments
+from mod_export.sources.complex_numbers import as_pairs
 from mod_export.sources.operators import is_operator
 from mod_export.sources.value_names import free_names, input_names, only_output, output_names
 
@@ -52,7 +53,8 @@ class PlainProgram:
     after it, because graphs have one name for each value; an input with the name of a weight gets `_in`.
 
     Its parameters and buffers in floating point are in the state_dict, as they are stored, each tensor under one name;
-    everything else that it reads is among its constants. Its operations are those of float32 where they were of 16 bit:
+    everything else that it reads is among its constants, float64 buffers included, which stay so. Complex numbers are
+    pairs of real ones. Its operations are those of float32 where they were of 16 bit:
     narrower engines are made of that.
     """
 
@@ -80,6 +82,9 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
     assert program.call_spec.in_spec is not None
     names = dict(zip(own, input_names(own, program.call_spec.in_spec), strict=True))
     held = {**program.state_dict, **program.constants}
+    targets = {node: str(spec.target) for node, spec in zip(nodes, specs, strict=True) if spec.kind in STATE}
+    reals = as_pairs(module, {node: held[target] for node, target in targets.items()}, where)
+    held |= {targets[node]: tensor for node, tensor in reals.items()}
     kept: list[tuple[fx.Node, InputSpec]] = []
     first: dict[Any, tuple[fx.Node, str]] = {}
     for node, spec in zip(nodes, specs, strict=True):
@@ -215,6 +220,10 @@ def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, A
         tensor = held.get(str(spec.target))
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(f"{where}: reads {spec.target}, an object that is no tensor; engines take tensors only")
+        if tensor.dtype is torch.float64 and spec.kind is InputKind.PARAMETER:
+            raise CaptureError(
+                f"{where}: the weight {spec.target} is float64; engines compute in float32 at most. Give model.float()"
+            )
         taken = [part for part in str(spec.target).split(".") if part in METHODS]
         if taken:
             raise CaptureError(
@@ -313,8 +322,8 @@ def _made(
         if spec.kind is not InputKind.USER_INPUT:
             name = str(spec.target)
             tensor = held[name]
-            # Weights files hold floating point alone.
-            if name in program.state_dict and tensor.is_floating_point():
+            # What programs hold by themselves is read as it is; weights become what an engine's dtype is.
+            if name in program.state_dict and tensor.is_floating_point() and tensor.dtype is not torch.float64:
                 state[name] = tensor
             else:
                 constants[name] = tensor.detach().to(torch.float32) if tensor.dtype in NARROW else tensor.detach()

@@ -215,11 +215,14 @@ def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Ba
             return []
         for site, index_BK in traced.routed.items():
             margins.setdefault(site, []).extend(_margins(traced.judged[site], index_BK.shape[1]))
+    of_rows = all(len(found) == count * bucket.batch for found in margins.values())
+    if not of_rows:  # The model makes one row of a batch, or several of each row, so that only samples are told apart.
+        margins = {site: np.reshape(found, (count, -1)).min(1).tolist() for site, found in margins.items()}
     # The best row of every site, then the second best: several, because a swap is likely and not certain.
     ranked = list(dict.fromkeys(np.argsort(list(margins.values()), axis=1).T.ravel().tolist()))
-    if len(ranked) == count * bucket.batch:
+    if of_rows:
         chosen = [_batch_of_rows(samples, ranked[i : i + bucket.batch]) for i in range(0, len(ranked), bucket.batch)]
-    else:  # The model makes one row of a batch, so that rows cannot be told apart.
+    else:
         chosen = [samples[i] for i in ranked]
     return [Batch("near_ties", bucket, feeds) for feeds in chosen[: min(NEAR_TIE_BATCHES, count // 2)]]
 

@@ -135,8 +135,11 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
 
 
 def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
-    """No float of another width than the graph's and float32; and scores are compared in float32."""
-    allowed = {ir.DataType.FLOAT, NARROW.get(dtype, ir.DataType.FLOAT)}
+    """No float narrower than the graph's; and scores are compared in float32.
+
+    A model may compute in float64, such as the angles of positions; where it does not, a fresh export tells.
+    """
+    allowed = {ir.DataType.DOUBLE, ir.DataType.FLOAT, NARROW.get(dtype, ir.DataType.FLOAT)}
     for node in model.graph:
         made = {value.dtype for value in node.outputs if value.dtype is not None}
         if is_standard(node, "Cast"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ import torch
 from command_line import FEW_SAMPLES, invoke, refused
 from foreign_models import Buffered, Embedded, Images, Masked, made, masked_inputs, token_ids
 from mod_dialects import D, Inner
+from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -90,7 +92,13 @@ def check_folder(root: Path, module: nn.Module, inputs: Any, sites: dict[str, in
 
 
 @pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_a_module(name: str, tmp_path: Path, toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module(
+    name: str, tmp_path: Path, toml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook as well: by its shell rich would know it, and make a block of HTML of every line."""
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    assert Console().is_jupyter
     kind, inputs, buckets, sites = MODELS[name]
     module = made(kind).train()
     report = mod_export.build(module, inputs, buckets, out="built", config=toml)

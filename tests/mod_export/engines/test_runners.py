@@ -62,6 +62,33 @@ def bindable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bindabl
         yield found
 
 
+WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "float16", "float32", "double", "bool"])
+def test_every_dtype_of_numpy_goes_in_and_comes_out(tmp_path: Path, name: str) -> None:
+    """Such as token ids of int32, which models of users take."""
+    onnx = {"float32": "float"}.get(name, name)
+    path = tmp_path / "g.onnx"
+    path.write_bytes(
+        ir.to_proto(parsed(f"g ({onnx}[3] x) => ({onnx}[3] y) {{ y = Identity (x) }}")).SerializeToString()
+    )
+    write_weights(tmp_path / "w.data", {"w": torch.ones(1)}, "float32")
+    api = ort_c()
+    assert api is not None
+    x = np.array([0, 1, 3]).astype(name)
+    session = session_from_onnx(path, tmp_path, [CPU], 1)
+    for made in (
+        shared_runner(api, path, tmp_path / "w.data", "small", 1),
+        OrtRunner(session, "small", 1),
+        BoundRunner(session, "small", 1, "cpu", 0),
+    ):
+        with made as runner:
+            (y,) = runner.run({"x": x}).values()
+            assert y.dtype == x.dtype
+            np.testing.assert_array_equal(y, x)
+
+
 def arrays(number: int = 1) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     feeds = {"x": np.full((2, 3), number, np.float32), "i": np.array([0, 3])}
     return feeds, {"y": np.zeros((2, 3), np.float32), "j": np.zeros(2, np.int64), "b": np.zeros(2, bool)}

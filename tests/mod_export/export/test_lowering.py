@@ -100,3 +100,23 @@ def test_attention_has_four_dimensions(case: str) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [query, key, key, *([] if mask is None else [mask])]
     check(Attention(how), [torch.randn(shape, generator=generator) for shape in shapes], 3)
+
+
+class Kth(nn.Module):
+    """Tokens from the k-th score on, and where that is."""
+
+    def __init__(self, k: int, *, keepdim: bool) -> None:
+        super().__init__()
+        self.k, self.keepdim = k, keepdim
+
+    def forward(self, scores: Tensor) -> Tensor:
+        value, index = torch.kthvalue(scores, self.k, dim=1, keepdim=self.keepdim)
+        if not self.keepdim:
+            value, index = value.unsqueeze(1), index.unsqueeze(1)
+        return (scores >= value) * scores + index
+
+
+@pytest.mark.parametrize("keepdim", [True, False])
+@pytest.mark.parametrize("k", [1, 3, 4, 7])
+def test_the_kth_value_is_that_of_a_top_k(k: int, keepdim: bool) -> None:
+    check(Kth(k, keepdim=keepdim), [torch.randn(2, 7, 3)], 2)

@@ -13,7 +13,7 @@ from typing import Any
 
 from report_pages import DRAWN, Page
 from sample_report import NO_BASELINE, renamed
-from sample_rows import changed, precision_row
+from sample_rows import changed, parity_row, precision_row
 
 from mod_export.report import render_html
 from mod_export.report.wording import interval_text
@@ -57,6 +57,13 @@ def test_of_a_model_that_reads_no_tokens_nobody_asks_for_text(report: BuildRepor
     probed = words(render_html(changed(images, causality=report.causality)))
     assert "Causality The end of a text was changed" in probed
     assert "May it be used" not in probed
+
+
+def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> None:
+    unrouted = tuple(changed(row, routing=parity_row().routing) for row in report.parity)
+    text = words(render_html(changed(report, parity=unrouted)))
+    assert "Routing, layer by layer No routing site was found, so no selection is judged by itself; if the" in text
+    assert "No routing site" not in words(render_html(report))
 
 
 def section(report: BuildReport, **fields: Any) -> str:

@@ -101,6 +101,17 @@ def test_without_a_baseline_latency_stands_alone(alone_report: BuildReport) -> N
     assert max(map(len, narrow.splitlines())) <= 60
 
 
+def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> None:
+    """Whoever builds a routed model of which no site was found learns it from the first page."""
+    told = "routing agreement: no routing site was found, so no selection is judged by itself; if the model selects"
+    unrouted = tuple(changed(row, routing=parity_row().routing) for row in report.parity)
+    assert told not in render_text(report, "b")
+    assert told in render_text(changed(report, parity=unrouted), "b")
+    dense = tuple(row for row in unrouted if row.model == "dense")
+    assert dense
+    assert told not in render_text(changed(report, parity=dense), "b")
+
+
 def test_a_report_without_results_is_still_a_report(report: BuildReport) -> None:
     nothing = dict.fromkeys(("parity", "latency", "speedup", "targets", "artifacts"), ())
     verdict = Verdict(status="fail", reasons=("nothing can run",))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.export import register_dataclass
 
+from mod_export.errors import CaptureError
+from mod_export.export.weights import write_weights
+from mod_export.sources.model import stored_state
 from mod_export.sources.module import model_from_module
 from mod_export.sources.programs import ProgramModel
 from mod_export.types import Bucket
@@ -42,6 +47,26 @@ class Returning(Layers):
         return Found(hidden, (hidden + batch["bias"], hidden + 1))
 
 
+@dataclass
+class Scores:
+    logits: Tensor
+    layers: list[Unknown]
+    loss: Tensor | None = None
+
+
+@dataclass
+class Unknown:
+    """As in plain code: torch.export knows nothing of it."""
+
+    hidden: Tensor
+
+
+class Unregistered(Layers):
+    def forward(self, x: Tensor) -> tuple[Scores, dict[str, Unknown]]:
+        hidden = self.linear(x)
+        return Scores(hidden + 1, [Unknown(hidden + 2), Unknown(hidden + 3)]), {"last": Unknown(hidden + 4)}
+
+
 class Positional(Layers):
     def forward(self, *args: Tensor) -> tuple[Tensor, list[Tensor]]:
         return self.linear(args[0]), [args[1] * 2, args[0] * 3]
@@ -67,6 +92,17 @@ class Casting(Layers):
 class Logits(Layers):
     def forward(self, ids: Tensor) -> Tensor:
         return self.linear.weight[ids % 4].sum()
+
+
+class Wide(Layers):
+    """Angles in float64, as some rotary positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angle", torch.arange(4, dtype=torch.float64) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (x.double() * self.angle * 1e6).cos().float()
 
 
 class Whole(Layers):
@@ -113,6 +149,32 @@ def in_float32(module: nn.Module, x: Tensor) -> Tensor:
     assert isinstance(linear, nn.Linear)
     norm = x.pow(2).mean(-1, keepdim=True).rsqrt()
     return nn.functional.linear(x * norm, linear.weight.float(), linear.bias.float())
+
+
+def test_dataclasses_that_torch_does_not_know_are_returned_too() -> None:
+    module = Unregistered()
+    loaded = captured(module, X)
+    assert loaded.output_names == (
+        "0_logits", "0_layers_0_hidden", "0_layers_1_hidden", "1_last_hidden"
+    )  # fmt: skip
+    expected = [module.linear(X) + number for number in (1, 2, 3, 4)]
+    assert all(torch.equal(one, other) for one, other in zip(loaded.module()(X), expected, strict=True))
+    assert isinstance(module(X)[0], Scores)  # As before.
+
+
+def test_float64_stays_where_a_model_asks_for_it(tmp_path: Path) -> None:
+    """In float32 these angles would be off by a turn."""
+    module = Wide()
+    loaded = captured(module, X)
+    assert loaded.constants["angle"].dtype == np.float64
+    (found,) = loaded.module()(X)
+    assert torch.equal(found, module(X))
+    write_weights(tmp_path / "w.data", stored_state(loaded), "float32")
+    stored = safetensors.torch.load_file(tmp_path / "w.data")
+    assert torch.equal(stored["angle"], module.angle)
+    assert stored["linear.weight"].dtype == torch.float32
+    with pytest.raises(CaptureError, match=r"Wide at b2s4: the weight linear\.weight is float64; engines compute in f"):
+        model_from_module(Wide().double(), X.double(), [BUCKET], "Wide")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

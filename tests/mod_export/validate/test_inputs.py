@@ -6,10 +6,15 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from foreign_models import token_ids
 from hypothesis import given
 from hypothesis import strategies as st
+from manner_models import FlatBatch
+from mod_dialects import D, Routed
+from mod_dialects import Model as Routes
 
 from mod_export.sources.model import Model
+from mod_export.sources.module import model_from_module
 from mod_export.types import Bucket
 from mod_export.validate import inputs
 from mod_export.validate import reference as reference_module
@@ -176,6 +181,27 @@ def test_the_rows_that_were_looked_at_are_not_kept(
     (batch, *_) = near_tie_batches(searched, bucket, 0)
     monkeypatch.setattr(reference_module, "KEPT_BYTES", batch.ids_BS.size * 256 * 4)
     assert searched.free(batch) is searched.free(batch)
+
+
+class Windows(Routed):
+    """A quarter of every 8 tokens, so that a row of the batch is several rows of the site."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = x.reshape(-1, 8, D)
+        index = self.router(windows).squeeze(-1).topk(2).indices.sort().values
+        wide = index[..., None].expand(-1, -1, D)
+        return windows.scatter_add(1, wide, self.block(windows.gather(1, wide))).view(x.shape)
+
+
+def test_sites_may_have_other_rows_than_the_batch() -> None:
+    torch.manual_seed(0)
+    module = Routes(Windows)
+    module.blocks[3] = FlatBatch()
+    loaded = model_from_module(module, token_ids, [Bucket(2, 16)], "mine").loaded
+    traced = Reference(loaded)
+    batches = near_tie_batches(traced, Bucket(2, 16), 0)
+    assert len(batches) == NEAR_TIE_BATCHES
+    assert [index_BK.shape for index_BK in traced.free(batches[0]).routed.values()] == [(4, 2), (1, 8)]
 
 
 def test_other_batches_and_models(reference: Reference, loaded: LoadedTransformer, bucket: Bucket) -> None:

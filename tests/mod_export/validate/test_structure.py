@@ -204,7 +204,7 @@ def function(s: Surgery) -> None:
         ),
         *(
             (cast(dtype), (f": Cast computes in {dtype}, this graph is float32",))
-            for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+            for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
         ),
         (lambda s: s.feed(s.take(1), 0, "Cast", to=10), (": TopK compares FLOAT16 scores, expected float32",)),
         (foreign, ("com.vendor",)),
