@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from mod_manners import whole_graph
+from mod_manners import graph_of
 from small_graphs import run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mod_export.errors import CaptureError
+from mod_export.export.capture import captured
 from mod_export.sources.module import model_from_module
 from mod_export.sources.programs import ProgramModel
 from mod_export.types import Bucket
@@ -94,7 +95,7 @@ def test_what_is_captured_computes_what_the_module_does(kind: type[Rotated]) -> 
         expected = module(x)
         (found,) = restored(x)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    graph = whole_graph(restored, (x,), "mine")
+    graph = graph_of(captured(restored, (x,), "mine"), restored)
     computed = run(graph, {"x": x.numpy()})[0]
     torch.testing.assert_close(torch.from_numpy(computed), expected, rtol=0, atol=1e-5)
 
