@@ -1,6 +1,5 @@
 """TensorRT-RTX really builds here, without a GPU; running is tested where there is one, and in test_trt_api.py."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,26 +8,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from graph_folders import job_of, write_graph
-from mod_dialects import DIALECTS, dialect_graph
-from mod_manners import MANNERS, manner_graph
+from graph_folders import write_graph
 from observing import observed
-from small_graphs import make_model, make_spec, parsed
-from step_graphs import prefill_graph, step_graph
+from rtx_builds import BUCKET, CONFIG, RTX, build, needs_rtx
+from small_graphs import make_model, make_spec
 
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import protocol, trt
 from mod_export.engines.protocol import EngineJob
 from mod_export.engines.trt import TensorRT, TensorRTRTX, runner_from_engine
 from mod_export.errors import EngineError, GraphError, TargetError
-from mod_export.export.dialect import check_dialect
 from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.types import FLOAT_DTYPES, Bucket, DType, Engine, Graph, Variant
-from mod_models.spec import ModelSpec, RoutingSpec
+from mod_export.types import FLOAT_DTYPES, DType, Engine, Variant
 
-RTX = TensorRTRTX()
-CONFIG = config_from_toml(None)
-BUCKET = Bucket(2, 16)
 GPU = {
     "version": "10.14",
     "devices": ["sm89"],
@@ -36,8 +28,6 @@ GPU = {
     "build_problem": "",
     "run_problem": "",
 }
-
-needs_rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt-rtx is not installed")
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
@@ -75,167 +65,6 @@ def test_builds_for_every_architecture_that_it_names_and_each_differs(tmp_path: 
             build(job, "float16", tmp_path / arch, arch)
             plans.add((tmp_path / arch).read_bytes())
     assert len(plans) >= 3
-
-
-def build(job: EngineJob, dtype: DType, destination: Path, arch: str = "sm89") -> None:
-    RTX.build(job, Variant(dtype=dtype, arch=arch), destination, CONFIG)
-
-
-def build_plan(folder: Path, model: ir.Model, dtype: DType) -> int:
-    """Bytes of the plan of this graph."""
-    (folder / "graph.onnx").write_bytes(ir.to_proto(model).SerializeToString())
-    graph = Graph(path="graph.onnx", model="mod", bucket=BUCKET, dtype=dtype, target=None, k_by_layer={})
-    build(job_of(folder, graph), dtype, folder / "plan.engine")
-    return (folder / "plan.engine").stat().st_size
-
-
-GRAPHS = {
-    "a step that skips": lambda: step_graph("predictor", 4, "fair"),
-    # Without a condition nothing but the wait for the logits keeps the writes behind the reads.
-    "a step without conditions": lambda: step_graph("predictor", skip=False),
-    "a prompt": lambda: prefill_graph("predictor"),
-}
-
-
-@needs_rtx
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("a step that skips", "bfloat16"),
-        pytest.param("a step that skips", "float32", marks=pytest.mark.slow),
-        pytest.param("a step that skips", "float16", marks=pytest.mark.slow),
-        ("a step without conditions", "float16"),
-        pytest.param("a prompt", "float32", marks=pytest.mark.slow),
-    ],
-)
-def test_builds_the_graphs_of_models_that_write_text(tmp_path: Path, kind: str, dtype: DType) -> None:
-    model = GRAPHS[kind]()
-    run_passes(model, RTX.dialect, dtype)
-    check_dialect(model, RTX.dialect, dtype)
-    assert build_plan(tmp_path, model, dtype) > 100_000
-    assert ({node.op_type for node in model.graph} >= {"If", "TensorScatter"}) == (kind == "a step that skips")
-
-
-@needs_rtx
-@pytest.mark.parametrize(
-    "name", [name if name == "index_add" else pytest.param(name, marks=pytest.mark.slow) for name in DIALECTS]
-)
-def test_builds_models_that_were_not_written_for_it(tmp_path: Path, name: str) -> None:
-    model, _ = dialect_graph(name, BUCKET.batch, BUCKET.seq)
-    run_passes(model, RTX.dialect, "float32")
-    assert build_plan(tmp_path, model, "float32") > 50_000
-
-
-@needs_rtx
-@pytest.mark.parametrize(
-    "name", [name if name == "recursions" else pytest.param(name, marks=pytest.mark.slow) for name in MANNERS]
-)
-def test_builds_every_manner_of_routing(tmp_path: Path, name: str) -> None:
-    model, _ = manner_graph(name)
-    run_passes(model, RTX.dialect, "float32")
-    assert build_plan(tmp_path, model, "float32") > 50_000
-
-
-WRITTEN_OUT = """g (float[2,16,96] x) => (float[2,16,32] y)
-<int64[1] last = {-1}, int64[5] parts = {2,16,3,2,16}, int64[3] flat = {2,16,32}, int64 zero = {0}, int64 one = {1},
- int64 two = {2}, int64[2] square = {16,16}, float low = {-inf}, float eps = {0.00001}, float power = {2.0},
- float nought = {0.0}, float scale = {0.25}> {
-    m = ReduceMean (x, last) c = Sub (x, m) s = Pow (c, power) v = ReduceMean (s, last) e = Add (v, eps) r = Sqrt (e)
-    n = Div (c, r)
-    z = Reshape (n, parts) p = Transpose <perm = [2,0,3,1,4]> (z)
-    q = Gather (p, zero) k = Gather (p, one) u = Gather (p, two)
-    kt = Transpose <perm = [0,1,3,2]> (k) a = MatMul (q, kt) w = Mul (a, scale)
-    t = ConstantOfShape <value = float[1] {1.0}> (square) l = Trilu <upper = 0> (t) hidden = Equal (l, nought)
-    f = Where (hidden, low, w) g = Softmax (f) o = MatMul (g, u)
-    back = Transpose <perm = [0,2,1,3]> (o) h = Reshape (back, flat)
-    hs = Mul (h, h) hv = ReduceMean (hs, last) he = Add (hv, eps) hr = Sqrt (he) hi = Reciprocal (hr) i = Mul (h, hi)
-    norm = ReduceL2 (i, last) larger = Max (norm, eps) y = Div (i, larger)
-}"""
-
-
-@needs_rtx
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_builds_norms_and_attention_that_were_written_out(tmp_path: Path, dtype: DType) -> None:
-    model = parsed(WRITTEN_OUT)
-    applied = run_passes(model, RTX.dialect, dtype)
-    assert (applied["norm_operator"], applied["attention_operator"]) == (2, 2)
-    check_dialect(model, RTX.dialect, dtype)
-    assert build_plan(tmp_path, model, dtype) > 10_000
-
-
-IN_PLACE = "g (bool f, float[1,2,9,4] c, float[1,2,1,4] u, int64[1] i) => (float[1,2,9,4] y)"
-
-
-@needs_rtx
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("y = TensorScatter (c, u, i)", None),
-        ("d = Neg (c) y = TensorScatter (d, u, i)", "The cache tensor must be a network input"),
-        ("d = TensorScatter (c, u, i) y = Neg (d)", "The output tensor must be a network output"),
-        (
-            """y = If (f) <then_branch = a () => (float[1,2,9,4] p) { p = TensorScatter (c, u, i) },
-            else_branch = b () => (float[1,2,9,4] q) { q = Identity (c) }>""",
-            "The cache tensor must be a network input",
-        ),
-        ('y = TensorScatter <mode = "circular"> (c, u, i)', "Only linear mode is supported"),
-    ],
-    ids=["plain", "no input", "no output", "in a branch", "circular"],
-)
-def test_where_it_takes_a_write_in_place(tmp_path: Path, body: str, reason: str | None) -> None:
-    """Why `cache_in_place` writes outside of branches, from an input to an output."""
-    model = parsed(f"{IN_PLACE} {{ {body} }}", opset=24)
-    if reason is None:
-        build_plan(tmp_path, model, "float32")
-        return
-    with pytest.raises(EngineError, match=reason):
-        build_plan(tmp_path, model, "float32")
-
-
-@needs_rtx
-def test_selects_more_tokens_than_its_topk_can_in_the_order_of_their_scores(tmp_path: Path) -> None:
-    model = parsed(
-        """g (float[1,9000] s, float[1,9000,4] x) => (float[1,9000,4] y, int64[1,5000] index)
-        <int64[1] k = {5000}, int64[1] last = {-1}, int64[3] wide = {1, 5000, 4}> {
-            values, index = TopK (s, k)
-            i = Unsqueeze (index, last) j = Expand (i, wide) taken = GatherElements <axis = 1> (x, j)
-            v = Unsqueeze (values, last) u = Mul (taken, v)
-            y = ScatterElements <axis = 1, reduction = "add"> (x, j, u)
-        }"""
-    )
-    for number, node in enumerate(model.graph):
-        node.name = f"node_{number}"
-    run_passes(model, RTX.dialect, "float32")
-    check_dialect(model, RTX.dialect, "float32")
-    assert build_plan(tmp_path, model, "float32") > 10_000
-
-
-@needs_rtx
-@pytest.mark.slow
-def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
-    """40,960 tokens of which 5,120 are routed; the same graph on a CPU routes as the model does."""
-    import onnxruntime
-
-    spec = ModelSpec(
-        vocab_size=16, d_model=16, n_layers=2, n_heads=1, n_kv_heads=1, d_head=16, d_ff=16, max_positions=40_960,
-        routing=RoutingSpec(layers=(0, 1), capacity=0.125),
-    )  # fmt: skip
-    module, bucket = make_model(spec), Bucket(1, 40_960)
-    for dtype in FLOAT_DTYPES:
-        job = write_graph(tmp_path, spec, bucket, RTX.dialect, dtype)
-        build(job, dtype, tmp_path / dtype)
-        # A mask of 5,120 x 5,120 stored in the plan would alone be 26 MB.
-        assert (tmp_path / dtype).stat().st_size < 20_000_000
-    job = write_graph(tmp_path, spec, bucket, RTX.dialect, "float32")
-    ids, lengths = torch.randint(0, 16, (1, 40_960)), torch.tensor([40_001])
-    session = onnxruntime.InferenceSession(tmp_path / job.graph.path, providers=["CPUExecutionProvider"])
-    logits, *routed = session.run(None, {"input_ids": ids.numpy(), "lengths": lengths.numpy()})
-    with torch.no_grad():
-        reference, selections = observed(module, ids, lengths)
-    assert [index.shape for index in routed] == [(1, 5120)] * 2
-    for index, expected in zip(routed, selections.values(), strict=True):
-        np.testing.assert_array_equal(index, expected.index_BK.numpy())
-    np.testing.assert_allclose(logits[0, :40_001], reference[0, :40_001].numpy(), atol=1e-5)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from captures import captured_module
 from onnx_ir.passes import common
 
 from mod_export.export.onnx_export import onnx_from_captured
+from mod_export.export.passes.cast_floats import CastFloats
 from mod_export.export.weights import state_of
 from mod_export.types import TOKEN_INPUTS, Bucket, Dialect
 from mod_models.spec import ModelSpec, RoutingSpec
@@ -89,6 +90,14 @@ def parsed(text: str, opset: int = 23) -> ir.Model:
     """A graph from ONNX's text form, with all shapes inferred."""
     model = ir.from_onnx_text(f'<ir_version: 10, opset_import: ["" : {opset}]> {text}')
     common.ShapeInferencePass()(model)
+    return model
+
+
+def narrowed(text: str) -> ir.Model:
+    """The same, cast to float16."""
+    model = parsed(text)
+    CastFloats().run(model, TENSORRT, "float16")
+    assert CastFloats().ensures(model, TENSORRT, "float16") == []
     return model
 
 
