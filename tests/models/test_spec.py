@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tiny_models import make_spec
 from variants import VARIANTS
 
-from mod_models import declarations, routing
+from mod_models import declarations, layers, routing
 from mod_models import experts as expert_layers
-from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec, SpecError
+from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RopeScaling, RoutingSpec, SpecError
 from mod_models.spec_checks import LIMITS
 
 SIZES = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "max_positions")
@@ -69,6 +69,9 @@ def test_every_name_has_its_implementation() -> None:
     assert tuple(routing.GATES) == declarations.GATES
     assert tuple(routing.COMBINES) == declarations.COMBINES
     assert tuple(expert_layers.EXPERT_CHOICES) == declarations.CHOICES
+    assert tuple(layers.QK_NORMS) == declarations.QK_NORMS
+    assert tuple(layers.ACTIVATIONS) == declarations.ACTIVATIONS
+    assert tuple(layers.ROPE_SCALINGS) == declarations.ROPE_SCALINGS
 
 
 def test_needs_no_torch() -> None:
@@ -81,7 +84,10 @@ def test_needs_no_torch() -> None:
 
 def test_unknown_fields() -> None:
     data = plain({"gaet": "ones", "layers": {"evry": 2}}, {"n_expert": 3, "layers": {"evry": 1}}, n_laers=3, zzz=1)
-    known = "vocab_size, d_model, n_layers, n_heads, n_kv_heads, d_head, d_ff, max_positions, rope_theta, norm_eps"
+    known = (
+        "vocab_size, d_model, n_layers, n_heads, n_kv_heads, d_head, d_ff, max_positions, rope_theta, rope_scaling, "
+        "norm_eps, attention_bias, qk_norm, activation, mlp_bias, embedding_scale"
+    )
     assert problems(data) == [
         "spec.n_laers: unknown field, did you mean 'n_layers'?",
         f"spec.zzz: unknown field; known: {known}, tie_embeddings, routing, experts",
@@ -101,10 +107,20 @@ def test_unknown_fields() -> None:
         *((value, [f"spec: expected a table, got {type(value).__name__}"]) for value in (None, [], "text", 3)),
         ({}, [f"spec.{name}: missing" for name in SIZES]),
         (
-            plain() | {"routing": [1], "experts": 3},
-            ["spec.routing: expected a table, got list", "spec.experts: expected a table, got int"],
+            plain() | {"routing": [1], "experts": 3, "rope_scaling": 8.0},
+            [
+                "spec.rope_scaling: expected a table, got float",
+                "spec.routing: expected a table, got list",
+                "spec.experts: expected a table, got int",
+            ],
         ),
-        (plain(tie_embeddings=1), ["spec.tie_embeddings: expected true or false, got 1"]),
+        (
+            plain(tie_embeddings=1, mlp_bias="no"),
+            [
+                "spec.mlp_bias: expected true or false, got 'no'",
+                "spec.tie_embeddings: expected true or false, got 1",
+            ],
+        ),
         (
             plain(n_heads=4, n_kv_heads=3, d_head=5),
             [
@@ -145,8 +161,13 @@ def test_whole_numbers(value: object) -> None:
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 1e39, 10**400, "1", None, True])
 def test_numbers(value: object) -> None:
     got = "a whole number beyond 64 bits" if value == 10**400 else repr(value)
-    assert problems(plain(rope_theta=value, norm_eps=value)) == [
-        f"spec.{name}: expected a number above 0, got {got}" for name in ("rope_theta", "norm_eps")
+    names = ("rope_theta", "norm_eps", "embedding_scale")
+    assert problems(plain(**dict.fromkeys(names, value))) == [
+        f"spec.{name}: expected a number above 0, got {got}" for name in names
+    ]
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    assert problems(plain(rope_scaling={"kind": "llama3", **dict.fromkeys(names, value)})) == [
+        f"spec.rope_scaling.{name}: expected a number above 0, got {got}" for name in names
     ]
     assert problems(plain(experts={"capacity_factor": value})) == [
         f"spec.experts.capacity_factor: expected a number above 0, at most 1024, got {got}"
@@ -162,6 +183,15 @@ def test_unknown_variants(value: object) -> None:
     expected = [f"{name}: unknown variant {value!r}; known: {', '.join(table)}" for name, table in TABLES.items()]
     found = problems(plain(dict.fromkeys(TABLES, value)))
     assert sorted(found) == sorted(f"spec.routing.{line}" for line in expected)
+    blocks = {
+        "attention_bias": tuple(declarations.ATTENTION_BIASES), "qk_norm": declarations.QK_NORMS,
+        "activation": declarations.ACTIVATIONS,
+    }  # fmt: skip
+    assert problems(plain(**dict.fromkeys(blocks, value))) == [
+        f"spec.{name}: unknown variant {value!r}; known: {', '.join(table)}" for name, table in blocks.items()
+    ]
+    (kind,) = problems(plain(rope_scaling={"kind": value, "factor": 2.0}))
+    assert kind == f"spec.rope_scaling.kind: unknown variant {value!r}; known: linear, llama3"
     (choice,) = problems(plain(experts={"choice": value}))
     assert choice == f"spec.experts.choice: unknown variant {value!r}; known: token, expert"
 
@@ -284,6 +314,35 @@ def test_experts_are_refused(changes: dict[str, Any], said: str) -> None:
     assert problems(plain(experts=changes)) == [f"spec.experts.{said}"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"low_freq_factor": 4.0}, "low_freq_factor: expected less than high_freq_factor 4.0, got 4.0"),
+        ({"original_positions": 0}, f"original_positions: {WHOLE.format(1, 2**24, 0)}"),
+        ({"facto": 2.0}, "facto: unknown field, did you mean 'factor'?"),
+    ],
+    ids=str,
+)
+def test_rope_scaling_is_refused(changes: dict[str, Any], said: str) -> None:
+    scaling = {"kind": "llama3", "factor": 8.0, **changes}
+    assert problems(plain(rope_scaling=scaling)) == [f"spec.rope_scaling.{said}"]
+
+
+def test_rope_scaling_needs_a_kind_and_a_factor() -> None:
+    missing = ["spec.rope_scaling.kind: missing", "spec.rope_scaling.factor: missing"]
+    assert problems(plain(rope_scaling={})) == missing
+
+
+def test_specs_from_before_these_fields_mean_what_they_did() -> None:
+    new = ("rope_scaling", "attention_bias", "qk_norm", "activation", "mlp_bias", "embedding_scale")
+    old = {name: value for name, value in plain().items() if name not in new}
+    assert ModelSpec.from_dict(old) == ModelSpec.from_dict(plain())
+    assert {name: plain()[name] for name in new} == {
+        "rope_scaling": None, "attention_bias": "none", "qk_norm": "none", "activation": "silu", "mlp_bias": False,
+        "embedding_scale": 1.0,
+    }  # fmt: skip
+
+
 def test_every_problem_at_once() -> None:
     assert len(problems(plain(d_model=0, n_layers="3", norm_eps=-1, tie_embeddings=None))) == 4
     assert len(problems(plain({"gate": "x", "combine": "y", "gate_scale": "z", "layers": [9]}))) == 4
@@ -315,12 +374,23 @@ def fields_of(kind: type) -> st.SearchStrategy[dict[Any, Any]]:
     return st.dictionaries(st.one_of(st.sampled_from(names), SCALARS), ANYTHING, max_size=3)
 
 
-@given(fields_of(ModelSpec), fields_of(RoutingSpec), fields_of(ExpertsSpec), st.sampled_from(declarations.SELECTIONS))
+@given(
+    fields_of(ModelSpec),
+    fields_of(RoutingSpec),
+    fields_of(ExpertsSpec),
+    fields_of(RopeScaling),
+    st.sampled_from(declarations.SELECTIONS),
+)
 @settings(max_examples=150)
 def test_arbitrary_values(
-    fields: dict[Any, Any], routed: dict[Any, Any], mixture: dict[Any, Any], selection: str
+    fields: dict[Any, Any],
+    routed: dict[Any, Any],
+    mixture: dict[Any, Any],
+    scaling: dict[Any, Any],
+    selection: str,
 ) -> None:
     data = plain({"selection": selection, "capacity_rule": "ceil", **routed}, {"layers": [1], "n_experts": 2} | mixture)
+    data["rope_scaling"] = {"kind": "llama3", "factor": 2.0} | scaling
     data.update(fields)
     try:
         built = ModelSpec.from_dict(data)

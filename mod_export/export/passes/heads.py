@@ -26,7 +26,6 @@ from mod_export.export.nodes import (
     label_of,
     made_by,
     only_reader,
-    require_static_shape,
     static_shape,
     substitute,
 )
@@ -193,9 +192,9 @@ def _table(writer: NodeWriter, value: ir.Value, x: ir.Value) -> ir.Value:
 
 
 class _Heads(NamedTuple):
-    """The source (B, T, heads * E) of an input (B, heads, T, E), and the rotation in between if there is one."""
+    """The source (B, T, heads, E) of an input (B, heads, T, E), and the rotation in between if there is one."""
 
-    flat: ir.Value
+    split: ir.Value
     heads: int
     rotation: ir.Node | None
 
@@ -237,11 +236,9 @@ def _attentions(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Heads], tuple[
 def _heads(value: ir.Value | None) -> _Heads | None:
     rotation = made_by(value, "RotaryEmbedding")
     transpose = made_by(value if rotation is None else rotation.inputs[0], "Transpose")
-    reshape = made_by(transpose.inputs[0], "Reshape") if transpose is not None and _swaps(transpose) else None
-    flat = None if reshape is None else reshape.inputs[0]
-    if reshape is None or flat is None or not _side_by_side(flat, reshape.outputs[0]):
-        return None
-    return _Heads(flat, require_static_shape(reshape.outputs[0], reshape)[2], rotation)
+    split = transpose.inputs[0] if transpose is not None and _swaps(transpose) else None
+    sizes = None if split is None else static_shape(split)
+    return None if split is None or sizes is None or len(sizes) != 4 else _Heads(split, sizes[2], rotation)
 
 
 def _result(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
@@ -266,7 +263,17 @@ def _side_by_side(flat: ir.Value, split: ir.Value) -> bool:
 
 
 def _rotated(writer: NodeWriter, heads: _Heads) -> ir.Value:
-    flat, rotation = heads.flat, heads.rotation
+    flat, rotation = _flat(writer, heads.split), heads.rotation
     if rotation is None:
         return flat
     return writer.op("RotaryEmbedding", flat, *rotation.inputs[1:], like=flat, num_heads=heads.heads)
+
+
+def _flat(writer: NodeWriter, split: ir.Value) -> ir.Value:
+    """(B, T, heads, E) as (B, T, heads * E): what it was made from, or, where each head was normed, a view of it."""
+    reshape = made_by(split, "Reshape")
+    flat = None if reshape is None else reshape.inputs[0]
+    if flat is not None and _side_by_side(flat, split):
+        return flat
+    B, T, heads, E = static_shape(split) or (0, 0, 0, 0)
+    return writer.op("Reshape", split, [B, T, heads * E])
