@@ -16,7 +16,7 @@ HARMLESS = frozenset(
     {
         # Where it comes from, and how it is loaded and stored.
         "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "architectures",
-        "attn_implementation", "auto_map", "dtype", "is_llama_config", "model_type", "name_or_path", "tokenizer_class",
+        "attn_implementation", "auto_map", "dtype", "is_llama_config", "max_sequence_length", "model_max_length", "model_type", "name_or_path", "tokenizer_class",
         "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unsloth_fixed",
         "unsloth_version", "use_bfloat16", "use_flash_attn",
         # Training.

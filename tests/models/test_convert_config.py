@@ -178,6 +178,12 @@ def test_families_of_the_help() -> None:
     assert all(name in named for name in (*FAMILIES, "smollm"))
 
 
+def test_families_of_the_page() -> None:
+    """docs/converting.md has a row for each."""
+    page = (Path(__file__).parents[2] / "docs" / "converting.md").read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == ("model_type", *FAMILIES)
+
+
 def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:
     expected = f"{tmp_path}: not a Hugging Face folder (a readable config.json with a model_type)"
     for text in (None, "{", "[]", "{}"):
