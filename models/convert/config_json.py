@@ -16,9 +16,9 @@ HARMLESS = frozenset(
     {
         # Where it comes from, and how it is loaded and stored.
         "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "architectures",
-        "attn_implementation", "auto_map", "dtype", "is_llama_config", "max_sequence_length", "model_max_length", "model_type", "name_or_path", "tokenizer_class",
-        "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unsloth_fixed",
-        "unsloth_version", "use_bfloat16", "use_flash_attn",
+        "attn_implementation", "auto_map", "dtype", "is_llama_config", "max_sequence_length", "model_max_length",
+        "model_type", "name_or_path", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
+        "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_flash_attn",
         # Training.
         "attention_dropout", "embd_pdrop", "finetuning_task", "gradient_checkpointing", "hidden_dropout",
         "initializer_range", "label2id", "id2label", "num_labels", "problem_type", "resid_pdrop",
