@@ -15,10 +15,11 @@ from mod_models.spec import shown
 HARMLESS = frozenset(
     {
         # Where it comes from, and how it is loaded and stored.
-        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "architectures",
-        "attn_implementation", "auto_map", "dtype", "is_llama_config", "max_sequence_length", "model_max_length",
-        "model_type", "name_or_path", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
-        "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_flash_attn",
+        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_model_name_or_path", "_name_or_path",
+        "architectures", "attn_implementation", "auto_map", "dtype", "is_llama_config", "max_sequence_length",
+        "model_max_length", "model_type", "name_or_path", "tokenizer_class", "torch_dtype", "torchscript",
+        "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+        "use_flash_attn",
         # Training.
         "attention_dropout", "embd_pdrop", "finetuning_task", "gradient_checkpointing", "hidden_dropout",
         "initializer_range", "label2id", "id2label", "num_labels", "problem_type", "resid_pdrop",
@@ -124,6 +125,8 @@ class Config:
         for name, value in self.fields.items():
             if name in self._read or name in HARMLESS or name in ignored or value is None:
                 continue
+            if name == "quantization_config" and isinstance(value, Mapping) and value.get("quant_method") == "gguf":
+                continue  # What transformers reads from a GGUF and saves are the floats that its blocks stand for.
             near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.85)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             self.problem(

@@ -35,7 +35,7 @@ caches = [32]
 batches = [1]
 compared_texts = 1
 judged_tokens = 8
-measured_tokens = 4
+measured_tokens = 5
 """
 
 

@@ -140,8 +140,10 @@ def test_fields_that_change_nothing(source: Path) -> None:
     change_config(
         source, attention_dropout=0.1, pretraining_tp=2, is_llama_config=True, rope_interleaved=False, use_mrope=False,
         torch_dtype="bfloat16", auto_map={"AutoModel": "x.Y"}, quantization_config=None, temperature=0.6,
-        partial_rotary_factor=1.0, hidden_activation=None, architectures=None,
+        partial_rotary_factor=1.0, hidden_activation=None, architectures=None, _model_name_or_path="tuned",
     )  # fmt: skip
+    assert read_foreign(source).spec == before
+    change_config(source, quantization_config={"quant_method": "gguf", "dequantize": False})
     assert read_foreign(source).spec == before
 
 
