@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_specs import WHOLE, plain, problems
 from tiny_models import make_spec
 from variants import VARIANTS
 
-from mod_models import declarations, layers, routing
+from mod_models import declarations, routing
 from mod_models import experts as expert_layers
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RopeScaling, RoutingSpec, SpecError
 from mod_models.spec_checks import LIMITS
@@ -26,21 +27,6 @@ TABLES = {
     "parts": declarations.PARTS,
 }  # fmt: skip
 EXIT = {"selection": "exit", "capacity_rule": "ceil"}
-
-
-def plain(routing: Any = None, experts: Any = None, **changes: Any) -> dict[str, Any]:
-    """A sound spec as JSON gives it, with changes of its routing, with experts, and with changes of its own fields."""
-    data = json.loads(json.dumps(make_spec(predictor_hidden=2).to_dict()))
-    data["routing"] |= routing or {}
-    data["experts"] = None if experts is None else {"n_experts": 4, **experts}
-    return {**data, **changes}
-
-
-def problems(data: Any) -> list[str]:
-    with pytest.raises(SpecError) as caught:
-        ModelSpec.from_dict(data)
-    assert str(caught.value) == "; ".join(caught.value.problems)
-    return caught.value.problems
 
 
 def test_round_trip() -> None:
@@ -69,9 +55,6 @@ def test_every_name_has_its_implementation() -> None:
     assert tuple(routing.GATES) == declarations.GATES
     assert tuple(routing.COMBINES) == declarations.COMBINES
     assert tuple(expert_layers.EXPERT_CHOICES) == declarations.CHOICES
-    assert tuple(layers.QK_NORMS) == declarations.QK_NORMS
-    assert tuple(layers.ACTIVATIONS) == declarations.ACTIVATIONS
-    assert tuple(layers.ROPE_SCALINGS) == declarations.ROPE_SCALINGS
 
 
 def test_needs_no_torch() -> None:
@@ -139,9 +122,6 @@ def test_tables_of_another_type() -> None:
         make_spec(routing=ExpertsSpec(), experts={})
 
 
-WHOLE = "expected a whole number from {} to {}, got {}"
-
-
 @pytest.mark.parametrize("value", [-1, 2.0, "8", None, True, [8], 10**30])
 def test_whole_numbers(value: object) -> None:
     """Every size of a table at once, each with its own limits."""
@@ -165,10 +145,6 @@ def test_numbers(value: object) -> None:
     assert problems(plain(**dict.fromkeys(names, value))) == [
         f"spec.{name}: expected a number above 0, got {got}" for name in names
     ]
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    assert problems(plain(rope_scaling={"kind": "llama3", **dict.fromkeys(names, value)})) == [
-        f"spec.rope_scaling.{name}: expected a number above 0, got {got}" for name in names
-    ]
     assert problems(plain(experts={"capacity_factor": value})) == [
         f"spec.experts.capacity_factor: expected a number above 0, at most 1024, got {got}"
     ]
@@ -183,15 +159,6 @@ def test_unknown_variants(value: object) -> None:
     expected = [f"{name}: unknown variant {value!r}; known: {', '.join(table)}" for name, table in TABLES.items()]
     found = problems(plain(dict.fromkeys(TABLES, value)))
     assert sorted(found) == sorted(f"spec.routing.{line}" for line in expected)
-    blocks = {
-        "attention_bias": tuple(declarations.ATTENTION_BIASES), "qk_norm": declarations.QK_NORMS,
-        "activation": declarations.ACTIVATIONS,
-    }  # fmt: skip
-    assert problems(plain(**dict.fromkeys(blocks, value))) == [
-        f"spec.{name}: unknown variant {value!r}; known: {', '.join(table)}" for name, table in blocks.items()
-    ]
-    (kind,) = problems(plain(rope_scaling={"kind": value, "factor": 2.0}))
-    assert kind == f"spec.rope_scaling.kind: unknown variant {value!r}; known: linear, llama3"
     (choice,) = problems(plain(experts={"choice": value}))
     assert choice == f"spec.experts.choice: unknown variant {value!r}; known: token, expert"
 
@@ -312,35 +279,6 @@ def test_routing_is_refused(changes: dict[str, Any], said: str) -> None:
 )
 def test_experts_are_refused(changes: dict[str, Any], said: str) -> None:
     assert problems(plain(experts=changes)) == [f"spec.experts.{said}"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"low_freq_factor": 4.0}, "low_freq_factor: expected less than high_freq_factor 4.0, got 4.0"),
-        ({"original_positions": 0}, f"original_positions: {WHOLE.format(1, 2**24, 0)}"),
-        ({"facto": 2.0}, "facto: unknown field, did you mean 'factor'?"),
-    ],
-    ids=str,
-)
-def test_rope_scaling_is_refused(changes: dict[str, Any], said: str) -> None:
-    scaling = {"kind": "llama3", "factor": 8.0, **changes}
-    assert problems(plain(rope_scaling=scaling)) == [f"spec.rope_scaling.{said}"]
-
-
-def test_rope_scaling_needs_a_kind_and_a_factor() -> None:
-    missing = ["spec.rope_scaling.kind: missing", "spec.rope_scaling.factor: missing"]
-    assert problems(plain(rope_scaling={})) == missing
-
-
-def test_specs_from_before_these_fields_mean_what_they_did() -> None:
-    new = ("rope_scaling", "attention_bias", "qk_norm", "activation", "mlp_bias", "embedding_scale")
-    old = {name: value for name, value in plain().items() if name not in new}
-    assert ModelSpec.from_dict(old) == ModelSpec.from_dict(plain())
-    assert {name: plain()[name] for name in new} == {
-        "rope_scaling": None, "attention_bias": "none", "qk_norm": "none", "activation": "silu", "mlp_bias": False,
-        "embedding_scale": 1.0,
-    }  # fmt: skip
 
 
 def test_every_problem_at_once() -> None:
