@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ def write_folder(model: ForeignModel, out: Path, written: Callable[[int, int], N
     with _new_folder(out) as folder:
         (folder / "config.json").write_text(config_text(model.spec), encoding="utf-8")
         for companion in model.companions:
-            shutil.copyfile(companion, folder / companion.name)
+            (folder / companion.name).write_bytes(_content(companion))
         # Wide numbers first, then by name: the order of the safetensors library, and every tensor is aligned.
         parts = dict(sorted(model.parts.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
         done, all_ = 0, sum(map(_bytes, parts.values()))
@@ -60,6 +59,13 @@ def _new_folder(out: Path) -> Iterator[Path]:
             folder.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out}: could not be written ({error.strerror or first_line(error)})") from error
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _bytes(part: Part) -> int:

@@ -67,7 +67,8 @@ def read_hugging_face(path: Path, max_positions: int | None, ignored: Collection
             parts[name] = found
         else:
             problems.append(found)
-    problems += _left_over(spec, {name: tensor for name, tensor in tensors.items() if name not in asked}, tensors)
+    embedding = parts.get("embedding.weight") if spec.tie_embeddings else None
+    problems += _left_over({name: tensor for name, tensor in tensors.items() if name not in asked}, embedding)
     refuse(path, problems)
     companions = tuple(path / name for name in COMPANIONS if (path / name).is_file())
     return ForeignModel(path=path, family=str(kind), spec=spec, parts=parts, companions=companions)
@@ -126,20 +127,20 @@ def _rows(spec: ModelSpec, part: str) -> int:
     return spec.n_kv_heads * spec.d_head if part in ("k_proj", "v_proj") else spec.d_ff
 
 
-def _left_over(spec: ModelSpec, left: Mapping[str, FileTensor], tensors: Mapping[str, FileTensor]) -> list[str]:
-    """Tensors that the config does not speak of. A head that is the embedding once more is no problem."""
+def _left_over(tensors: Mapping[str, FileTensor], tied: Part | None) -> list[str]:
+    """Those that the config does not speak of. A head that is the embedding once more is no problem."""
     problems = []
-    for name, tensor in left.items():
-        if name == HEAD and spec.tie_embeddings and EMBEDDING in tensors:
-            if not _equal(tensor, tensors[EMBEDDING]):
+    for name, tensor in tensors.items():
+        if name == HEAD and tied is not None:
+            if not _equal(tensor, tied):
                 problems.append(f"tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}")
         elif not DERIVED.fullmatch(name):
             problems.append(f"{shown(name)} belongs to nothing that {CONFIG} describes")
     return problems
 
 
-def _equal(one: FileTensor, other: FileTensor) -> bool:
-    if (one.shape, one.stored) != (other.shape, other.stored):
+def _equal(tensor: FileTensor, part: Part) -> bool:
+    if (tensor.shape, tensor.stored) != (part.shape, part.dtype):
         return False
-    pairs = zip(*(Part(tensor, 0, tensor.shape[0]).pieces() for tensor in (one, other)), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    pairs = zip(Part(tensor, 0, part.length).pieces(), part.pieces(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)

@@ -81,8 +81,8 @@ def _of_shards(index: Path) -> dict[str, FileTensor]:
         path = index.parent / shard
         if Path(shard).name != shard:
             raise CheckpointError(f"{index}: names the file {shown(shard)}, expected one beside the index")
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing; {index.name} says that {_one_of(declared, shard)} is in it")
+        if not _is_file(path):
+            raise CheckpointError(f"{path}: missing; {index.name} says that {shown(_one_of(declared, shard))} is in it")
         for name, tensor in _of_file(path).items():
             if name in found:
                 raise CheckpointError(f"{path}: holds {shown(name)}, which {found[name].path.name} holds too")
@@ -95,8 +95,15 @@ def _of_shards(index: Path) -> dict[str, FileTensor]:
     return found
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False  # Such as a name that is too long.
+
+
 def _one_of(declared: Mapping[str, Any], shard: str) -> str:
-    return next(name for name, file in declared.items() if file == shard)
+    return next(name for name, file in declared.items() if str(file) == shard)
 
 
 def _of_file(path: Path) -> dict[str, FileTensor]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hugging_face import LLAMA3, change_config, saved
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert import read_foreign
@@ -195,3 +198,38 @@ def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:
             read_foreign(tmp_path)
     with pytest.raises(CheckpointError, match="absent: no such file or folder"):
         read_foreign(tmp_path / "absent")
+
+
+# Whatever a config.json holds, the answer is a model or a CheckpointError.
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 200), st.floats(), st.text(max_size=5),
+    st.sampled_from([10**400, 2**30, "x" * 5000, float("inf"), "full_attention", "linear", "llama3", "yarn"]),
+)  # fmt: skip
+FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "rope_parameters", "attention_bias", "mlp_bias", "tie_word_embeddings", "sliding_window", "use_sliding_window",
+    "max_window_layers", "layer_types", "architectures", "partial_rotary_factor", "pruned_heads", "quantization_config",
+)  # fmt: skip
+ROPE = ("rope_type", "type", "factor", "low_freq_factor", "original_max_position_embeddings", "rope_theta")
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=3),
+    st.dictionaries(st.one_of(st.sampled_from(ROPE), st.text(max_size=3)), SCALARS, max_size=4),
+)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Gemma", "Mistral"])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.one_of(st.sampled_from(FIELDS), st.text(max_size=4)), VALUES, max_size=4))
+def test_arbitrary_values(sources: dict[str, Path], tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    (tmp_path / "model.safetensors").symlink_to(sources[name] / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((sources[name] / "config.json").read_text()) | changes))
+    try:
+        message = str(read_foreign(tmp_path).path)
+    except CheckpointError as error:
+        message = str(error)
+    assert message.startswith(str(tmp_path))
+    assert len(message) < 10_000

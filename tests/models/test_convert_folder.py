@@ -152,6 +152,11 @@ LAYER = "model__layers__1__"
         ("whole", {"lm_head__weight": None}, "SOURCE: lm_head.weight is missing, expected [96, 48]"),
         ("tied", {"lm_head__weight": torch.ones(96, 72)},
          "SOURCE: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight"),
+        ("tied", {"lm_head__weight": torch.tensor(1.0)},
+         "SOURCE: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight"),
+        ("tied", {name: torch.ones(96, 72).char() for name in ("lm_head__weight", "model__embed_tokens__weight")},
+         "SOURCE: model.embed_tokens.weight holds I8, expected floating-point numbers of 16, 32 or 64 bits; "
+         "'lm_head.weight' belongs to nothing that config.json describes"),
         ("fused", {LAYER + "self_attn__qkv_proj__weight": torch.ones(97, 48)},
          "SOURCE: model.layers.1.self_attn.qkv_proj.weight has shape [97, 48], config.json says [96, 48]"),
         ("fused", {LAYER + "mlp__gate_up_proj__weight": None},
@@ -202,6 +207,10 @@ SHARDS = r"SOURCE/model-0000\d-of-00005.safetensors"
          rf"{SHARDS}: holds no 'extra', which {INDEX} says is in it"),
         (lambda source: change_index(source, lambda files: files.update(extra="../x.safetensors")),
          f"SOURCE/{INDEX}: names the file '../x.safetensors', expected one beside the index"),
+        (lambda source: change_index(source, lambda files: files.update(extra="x" * 300)),
+         f"SOURCE/{'x' * 300}: missing; {INDEX} says that 'extra' is in it"),
+        (lambda source: change_index(source, lambda files: files.update(extra=[3])),
+         rf"SOURCE/\[3\]: missing; {INDEX} says that 'extra' is in it"),
         (lambda source: shutil.copy(source / SECOND, source / SECOND.replace("00002", "00003")),
          rf"{SHARDS}: holds '\S+', which {SECOND} holds too"),
         (lambda source: (source / INDEX).unlink(), "SOURCE: holds no weights; expected one of model.safetensors, "
@@ -249,6 +258,15 @@ def test_what_belongs_to_the_model_is_copied(copy: Callable[[str], Path], tmp_pa
     }  # fmt: skip
     assert (out / "tokenizer_config.json").read_text() == '{"a": 1}'
     load_checkpoint(out)
+
+
+def test_a_file_beside_the_weights_that_is_gone(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copy("whole")
+    model = read_foreign(source)
+    (source / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"generation_config.json: cannot be read \(No such file or directory\)"):
+        write_folder(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "empty folder"])
