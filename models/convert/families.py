@@ -158,7 +158,8 @@ def _upper_layers(config: Config, layers: int) -> int | None:
     if kinds is not None and (not listed or set(map(str, listed)) - {"full_attention", *(["sliding_attention"] * on)}):
         config.problem("layer_types", f"expected full_attention in every layer, got {shown(kinds)}")
     slides = "sliding_attention" in listed if kinds is not None else type(first) is not int or first < layers
-    return _always(config, layers) if on and slides else None
+    window = _always(config, layers)
+    return window if on and slides else None
 
 
 def _biases(config: Config) -> str:

@@ -38,6 +38,7 @@ CONFIGS: dict[str, Make] = {
     "SmolLM": of(LlamaConfig, hidden_size=72, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True),
     "Mistral": of(MistralConfig, sliding_window=None, head_dim=20),
     "Mistral, window as long as rows": of(MistralConfig, sliding_window=128),
+    "Mistral, a window of 16": of(MistralConfig, sliding_window=16),
     "Qwen2": of(Qwen2Config),
     "Qwen2, windows switched off": of(Qwen2Config, sliding_window=8, tie_word_embeddings=True),
     "Qwen2, windows above the last layer": of(
@@ -49,7 +50,7 @@ CONFIGS: dict[str, Make] = {
     "Gemma": of(GemmaConfig, head_dim=20),
     "Gemma, one key": of(GemmaConfig, num_key_value_heads=1, hidden_act="gelu", attention_bias=True),
 }
-"""Name -> config; every form of each family."""
+"""Name -> config; every form of each family, and one that only short rows can have."""
 
 
 def made(name: str, seed: int = 0) -> PreTrainedModel:
