@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from mod_export.build_folder.manifest import TOKENIZER
+from mod_export.build_folder.manifest import BESIDE_TOKENIZER, TOKENIZER
 from mod_export.build_folder.programs import program_files
 from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
@@ -100,10 +100,17 @@ def build(
 
 def _keep_tokenizer(context: BuildContext) -> None:
     path = context.plan.tokenizer
-    if isinstance(path, Path):
-        data = path.read_bytes()
-        inputs = {"sha256": hashlib.sha256(data).hexdigest()}
-        context.step("tokenizer", inputs, [TOKENIZER], lambda paths: paths[0].write_bytes(data))
+    if not isinstance(path, Path):
+        return
+    beside = {name: path.parent / name for name in BESIDE_TOKENIZER}
+    data = {TOKENIZER: path.read_bytes()} | {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+    inputs = {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
+    context.step("tokenizer", inputs, [*data], partial(_write_files, list(data.values())))
+
+
+def _write_files(contents: Sequence[bytes], paths: Sequence[Path]) -> None:
+    for content, path in zip(contents, paths, strict=True):
+        path.write_bytes(content)
 
 
 def _keep_programs(context: BuildContext) -> None:

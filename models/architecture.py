@@ -6,7 +6,7 @@ The exporter finds this object by its name in the entry-point group; neither pac
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
+from mod_models.convert import is_foreign, read_foreign
+from mod_models.convert.folder import write_folder
+from mod_models.convert.foreign import ForeignModel
 from mod_models.corpus import batch_at, read_split
 from mod_models.decoding import DecodingGraphs
 from mod_models.flops import LayerCost, layer_costs
@@ -137,8 +140,27 @@ class ModTransformer:
     name = ARCHITECTURE
 
     def read(self, path: Path) -> LoadedTransformer:
-        """Reads model.pt or a folder; see `checkpoint.load_checkpoint` for what it raises."""
-        return LoadedTransformer(load_checkpoint(path))
+        """Reads model.pt, a folder, or a model in another format that `convert` knows; see `checkpoint.load_checkpoint`
+        for what it raises.
+        """
+        if not is_foreign(path):
+            return LoadedTransformer(load_checkpoint(path))
+        foreign = read_foreign(path)
+        foreign.check_finite()
+        return LoadedTransformer(foreign.checkpoint())
+
+    def convert(
+        self,
+        source: Path,
+        out: Path,
+        max_positions: int | None,
+        ignored: Collection[str],
+        written: Callable[[int, int], None],
+    ) -> ForeignModel:
+        """See `convert.read_foreign` and `convert.folder.write_folder`."""
+        foreign = read_foreign(source, max_positions, ignored)
+        write_folder(foreign, out, written)
+        return foreign
 
     def restore(self, spec: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LoadedTransformer:
         """The inverse of `LoadedTransformer.spec` and `.weights`."""

@@ -91,14 +91,13 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     Raises:
         OSError: the disk cannot be written to, or is full.
     """
-    header = {"format_version": FORMAT_VERSION, "architecture": ARCHITECTURE, "spec": checkpoint.spec.to_dict()}
     weights = _separate(checkpoint.weights)
     if path.suffix == ".pt":
-        write_plain(path, {**header, "weights": weights})
+        write_plain(path, {**_header(checkpoint.spec), "weights": weights})
         return
     path.mkdir(parents=True, exist_ok=True)
     with written_beside(path / "config.json") as config:
-        config.write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+        config.write_text(config_text(checkpoint.spec), encoding="utf-8")
         with written_beside(path / "model.safetensors") as tensors:
             try:
                 save_file(weights, tensors)
@@ -106,6 +105,15 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
                 raise OSError(f"{path / 'model.safetensors'}: could not be written ({error})") from error
             # Without its config a folder is no checkpoint: a run killed between the two renames leaves none.
             (path / "config.json").unlink(missing_ok=True)
+
+
+def config_text(spec: ModelSpec) -> str:
+    """The config.json of a checkpoint folder."""
+    return json.dumps(_header(spec), indent=2) + "\n"
+
+
+def _header(spec: ModelSpec) -> dict[str, object]:
+    return {"format_version": FORMAT_VERSION, "architecture": ARCHITECTURE, "spec": spec.to_dict()}
 
 
 @contextmanager
@@ -134,7 +142,7 @@ def write_plain(path: Path, data: Mapping[str, object]) -> None:
         except (OSError, RuntimeError) as error:
             # torch reports how its writer was confused by what the file system had said.
             reason = error if isinstance(error, OSError) else error.__context__ or error
-            raise OSError(f"{path}: could not be written ({_first_line(reason)})") from error
+            raise OSError(f"{path}: could not be written ({first_line(reason)})") from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -148,7 +156,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         header, weights = _read_folder(path) if path.is_dir() else _read_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or _first_line(error)})") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
     for key in ("format_version", "architecture", "spec"):
         if key not in header:
             raise CheckpointError(f"{path}: holds no {key!r}, so its routing is unknown. {DECLARE}")
@@ -167,8 +175,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(spec=spec, weights=weights)
 
 
-def read_plain(path: Path) -> Mapping[Any, Any]:
+def read_plain(path: Path, what: str = "model.pt", way_out: str = DECLARE) -> Mapping[Any, Any]:
     """Reads a table of plain data and tensors that `torch.save` wrote. Runs no code of it.
+
+    `what` the file is expected to be, and the `way_out` if it is not, are for messages.
 
     Raises:
         CheckpointError: anything else.
@@ -176,7 +186,7 @@ def read_plain(path: Path) -> Mapping[Any, Any]:
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file or folder" if not path.exists() else f"{path}: not a plain file")
-    not_one = f"{path}: not a model.pt as torch.save writes it; it may be truncated"
+    not_one = f"{path}: not a {what} as torch.save writes it; it may be truncated"
     try:
         problem = _archive_problem(path)
         with warnings.catch_warnings():
@@ -185,22 +195,22 @@ def read_plain(path: Path) -> Mapping[Any, Any]:
             data = None if problem else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except zipfile.BadZipFile as error:
         # Before torch 1.6 a bare pickle was enough. It is refused unread: none of those can hold a spec.
-        raise CheckpointError(f"{not_one}, or a bare pickle, which could run code. {DECLARE}") from error
+        raise CheckpointError(f"{not_one}, or a bare pickle, which could run code. {way_out}") from error
     except pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL (\S+)", str(error))
         what = f"asks for {asked[1]}, which is" if asked else "is damaged or asks for"
         raise CheckpointError(
-            f"{path}: refused, its pickle {what} more than plain data and tensors and could run code. {DECLARE}"
+            f"{path}: refused, its pickle {what} more than plain data and tensors and could run code. {way_out}"
         ) from error
     except (
         RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError, EOFError, OverflowError,
         struct.error,
     ) as error:  # fmt: skip
-        raise CheckpointError(f"{not_one} ({_first_line(error)})") from error
+        raise CheckpointError(f"{not_one} ({first_line(error)})") from error
     if problem:
-        raise CheckpointError(f"{path}: {problem}. {DECLARE}")
+        raise CheckpointError(f"{path}: {problem}. {way_out}")
     if not isinstance(data, Mapping):
-        raise CheckpointError(f"{path}: holds {type(data).__name__}, expected a table with a spec. {DECLARE}")
+        raise CheckpointError(f"{path}: holds {type(data).__name__}, expected a table with a spec. {way_out}")
     return data
 
 
@@ -238,13 +248,13 @@ def _read_folder(path: Path) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:
     try:
         header = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{config}: not readable JSON ({_first_line(error)})") from error
+        raise CheckpointError(f"{config}: not readable JSON ({first_line(error)})") from error
     if not isinstance(header, Mapping):
         raise CheckpointError(f"{config}: holds {type(header).__name__}, expected an object. {DECLARE}")
     try:
         return header, load_file(tensors)
     except SafetensorError as error:
-        raise CheckpointError(f"{tensors}: not readable, it may be truncated ({_first_line(error)})") from error
+        raise CheckpointError(f"{tensors}: not readable, it may be truncated ({first_line(error)})") from error
 
 
 def _check_weights(path: Path, spec: ModelSpec, weights: Mapping[Any, Any]) -> None:
@@ -255,7 +265,7 @@ def _check_weights(path: Path, spec: ModelSpec, weights: Mapping[Any, Any]) -> N
     for name, tensor in weights.items():
         if name not in expected:
             problems.append(f"{shown(name)} belongs to no layer of the spec")
-        elif not _is_plain(tensor):
+        elif not is_plain(tensor):
             problems.append(f"{name} is not a dense tensor of 16, 32 or 64-bit floating-point numbers")
         elif tensor.shape != expected[name].shape:
             problems.append(f"{name} has shape {list(tensor.shape)}, the spec says {list(expected[name].shape)}")
@@ -269,7 +279,8 @@ def _check_weights(path: Path, spec: ModelSpec, weights: Mapping[Any, Any]) -> N
             raise CheckpointError(f"{where}, of {tensor.numel()}")
 
 
-def _is_plain(tensor: object) -> bool:
+def is_plain(tensor: object) -> bool:
+    """Whether this is a dense tensor of 16, 32 or 64-bit floating-point numbers with all its numbers in memory."""
     return (
         isinstance(tensor, Tensor)
         and tensor.layout is torch.strided
@@ -295,5 +306,6 @@ def _separate(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of what an error says."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -20,6 +20,11 @@ CAUSAL_SELECTIONS = ("threshold", "predictor")
 PARTS = ("block", "attention", "mlp", "separate")
 POSITIONS = ("original", "compact")
 CHOICES = ("token", "expert")
+ATTENTION_BIASES: dict[str, str] = {"none": "", "qkv": "qkv", "all": "qkvo"}
+"""Name -> which of the projections q, k, v and o have a bias."""
+QK_NORMS = ("none", "head")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ROPE_SCALINGS = ("linear", "llama3")
 
 
 def tokens_of(capacity: float, seq: int) -> int:
@@ -37,6 +42,29 @@ CAPACITY_RULES: dict[str, Callable[[float, int], int]] = {
     "absolute": lambda capacity, seq: min(int(capacity), seq),
 }
 """How many tokens k a routed layer takes out of S: name -> (capacity, S) -> k, at most S."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Rotary angles that were stretched after training, so that a model reads longer texts.
+
+    With f the angle of a pair for each position, theta ** (-2 * pair / d_head), and w = 2 pi / f its wavelength:
+
+    Attributes:
+        kind: `linear`, f / factor for every pair; `llama3`, f where w < original_positions / high_freq_factor,
+            f / factor where w > original_positions / low_freq_factor, and between the two a mixture,
+            (1 - s) * f / factor + s * f with s = (original_positions / w - low) / (high - low), as Llama 3.1 has it.
+        factor: how many times longer.
+        low_freq_factor: for `llama3`.
+        high_freq_factor: for `llama3`.
+        original_positions: for `llama3`, tokens of the longest row before.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +143,7 @@ class ExpertsSpec:
 
     Attributes:
         layers: which blocks have experts.
-        n_experts: SwiGLU experts of width d_ff each.
+        n_experts: experts, each a gated MLP of width d_ff with the spec's activation, without biases.
         choice: `token`, each token goes to its `top_k` most probable experts, first come first served into an expert's
             slots, and what does not fit is dropped (Fedus et al., arXiv 2101.03961); `expert`, each expert takes the
             tokens that it is most probable for (Zhou et al., arXiv 2202.09368).

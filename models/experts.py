@@ -15,9 +15,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mod_models.fixed_capacity import select_chosen
+from mod_models.layers import ACTIVATIONS
 from mod_models.routing import Decisions, SeenByExperts, linear_float32
 from mod_models.selection import FIRST_COME, RANK, Rule, Tokens, select_topk, selected_at
 from mod_models.spec import ExpertsSpec, ModelSpec, expert_site
@@ -46,6 +46,7 @@ class Experts(nn.Module):
         self.slots = partial(spec.expert_slots, layer)
         self.layer = layer
         self.experts = experts
+        self.activation = ACTIVATIONS[spec.activation]
         self.router = ExpertRouter(d_model, experts.n_experts + experts.noop_experts)
         # Stored as they are multiplied, x @ W: a batched product has no form for a transposed weight.
         self.gate_proj = nn.Parameter(torch.empty(experts.n_experts, d_model, d_ff))
@@ -57,11 +58,11 @@ class Experts(nn.Module):
         return EXPERT_CHOICES[self.experts.choice](self, x_BTD, tokens, decisions)
 
     def run(self, x_BTD: Tensor, index_BNC: Tensor) -> Tensor:
-        """SwiGLU of each expert on the tokens in its slots: (N, B * C, D)."""
+        """The gated MLP of each expert on the tokens in its slots: (N, B * C, D)."""
         B, T, D = x_BTD.shape
         row_R = (index_BNC + T * torch.arange(B, device=x_BTD.device)[:, None, None]).transpose(0, 1).reshape(-1)
         x_NCD = torch.index_select(x_BTD.reshape(B * T, D), 0, row_R).reshape(self.experts.n_experts, -1, D)
-        h_NCF = functional.silu(torch.bmm(x_NCD, self.gate_proj)) * torch.bmm(x_NCD, self.up_proj)
+        h_NCF = self.activation(torch.bmm(x_NCD, self.gate_proj)) * torch.bmm(x_NCD, self.up_proj)
         return torch.bmm(h_NCF, self.down_proj)
 
     def weights(self, probability_BTM: Tensor, expert_BTJ: Tensor, sorted_BTM: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mod_models.experts import Experts
+from mod_models.layers import Attention
 from mod_models.routing import COMBINES, GATES
 from mod_models.selection import select_topk
-from mod_models.transformer import Attention, Block, RoutedBlock
+from mod_models.transformer import Block, RoutedBlock
 
 EVERY_TOKEN = 2**24
 """More tokens than any window has: asks for the slots of an expert as declared, not for those of a short row."""
@@ -157,7 +157,7 @@ def _experts_one(
         for weight in (experts.gate_proj, experts.up_proj, experts.down_proj)
     )
     x_R1D = x_B1D[:, None].expand(B, J, 1, D).reshape(B * J, 1, D)
-    h_R1F = functional.silu(torch.bmm(x_R1D, gate_RDF)) * torch.bmm(x_R1D, up_RDF)
+    h_R1F = experts.activation(torch.bmm(x_R1D, gate_RDF)) * torch.bmm(x_R1D, up_RDF)
     y_BJD = torch.bmm(h_R1F, down_RFD).reshape(B, J, D)
     weight_BJ = torch.where(found_BJ, weight_BJ, 0).to(x_B1D.dtype)
     return (weight_BJ[..., None] * y_BJD).sum(1, keepdim=True), (chosen_BN, ran_BN)

@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mod_models.declarations import CAPACITY_RULES, CAUSAL_SELECTIONS, EveryNth, ExpertsSpec, RoutingSpec
+from mod_models.declarations import (
+    CAPACITY_RULES,
+    CAUSAL_SELECTIONS,
+    EveryNth,
+    ExpertsSpec,
+    RopeScaling,
+    RoutingSpec,
+)
 from mod_models.spec_checks import SpecError, problems_of, shown
 
 __all__ = [
@@ -23,6 +30,7 @@ __all__ = [
     "ExpertsSpec",
     "LayerTokens",
     "ModelSpec",
+    "RopeScaling",
     "RoutingSpec",
     "Site",
     "SpecError",
@@ -61,7 +69,30 @@ class LayerTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer in the Llama manner; without `routing` and `experts` the dense transformer."""
+    """A decoder-only transformer in the Llama manner; without `routing` and `experts` the dense transformer.
+
+    Attributes:
+        vocab_size: token ids.
+        d_model: width of the residual stream.
+        n_layers: blocks.
+        n_heads: query heads.
+        n_kv_heads: key/value heads; divides n_heads.
+        d_head: width of a head, which need not be d_model / n_heads.
+        d_ff: width of the MLP, or of each expert.
+        max_positions: tokens of the longest row.
+        rope_theta: base of the rotary angles.
+        rope_scaling: how they were stretched; None where they were not.
+        norm_eps: of every RMSNorm.
+        attention_bias: which projections have a bias: `none`, `qkv` (queries, keys, values), `all` (outputs too).
+        qk_norm: what queries and keys go through before they are rotated: `none`, or `head`, an RMSNorm over each
+            head with a weight for queries and one for keys.
+        activation: of the gated MLP, and of experts: `silu`, `gelu` (by the error function), `gelu_tanh`.
+        mlp_bias: whether the three projections of an MLP have a bias; experts have none.
+        embedding_scale: what embeddings are multiplied by where they enter the stream, and not in a tied head.
+        tie_embeddings: whether the head is the embedding.
+        routing: Mixture-of-Depths; None for a model in which every token goes through every block.
+        experts: experts in place of MLPs; None for none.
+    """
 
     vocab_size: int
     d_model: int
@@ -72,7 +103,13 @@ class ModelSpec:
     d_ff: int
     max_positions: int
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
+    attention_bias: str = "none"
+    qk_norm: str = "none"
+    activation: str = "silu"
+    mlp_bias: bool = False
+    embedding_scale: float = 1.0
     tie_embeddings: bool = True
     routing: RoutingSpec | None = None
     experts: ExpertsSpec | None = None
@@ -178,7 +215,7 @@ class ModelSpec:
     def to_dict(self) -> dict[str, Any]:
         """Plain data as JSON has it, lists where a spec has tuples; the inverse of `from_dict`."""
         data = dataclasses.asdict(self)
-        for part in ("routing", "experts"):
+        for part in TABLES:
             if data[part] is not None:
                 data[part] |= {name: list(value) for name, value in data[part].items() if isinstance(value, tuple)}
         return data
@@ -194,14 +231,22 @@ class ModelSpec:
         if not isinstance(data, Mapping):
             raise SpecError([f"spec: expected a table, got {type(data).__name__}"])
         problems = _unknown(cls, data, "spec") + _missing(cls, data, "spec")
-        for part, kind in (("routing", RoutingSpec), ("experts", ExpertsSpec)):
+        for part, kind in TABLES.items():
             problems += _table_problems(kind, data.get(part), f"spec.{part}")
         if problems:
             raise SpecError(problems)
-        tables = {part: data.get(part) for part in ("routing", "experts")}
-        routing = None if tables["routing"] is None else RoutingSpec(**_values(tables["routing"]))
-        experts = None if tables["experts"] is None else ExpertsSpec(**_values(tables["experts"]))
-        return cls(**{**data, "routing": routing, "experts": experts})
+        tables = {part: data.get(part) for part in TABLES}
+        return cls(
+            **{**data, **{part: None if one is None else TABLES[part](**_values(one)) for part, one in tables.items()}}
+        )
+
+
+TABLES: dict[str, type[RoutingSpec] | type[ExpertsSpec] | type[RopeScaling]] = {
+    "rope_scaling": RopeScaling,
+    "routing": RoutingSpec,
+    "experts": ExpertsSpec,
+}
+"""The fields of a spec that are tables in plain data."""
 
 
 def _numbers(layers: EveryNth | tuple[int, ...], n_layers: int) -> tuple[int, ...]:
@@ -226,7 +271,7 @@ def _table_problems(kind: type, table: object, where: str) -> list[str]:
         return [f"{where}: expected a table, got {type(table).__name__}"]
     layers = table.get("layers")
     inside = _unknown(EveryNth, layers, f"{where}.layers") if isinstance(layers, Mapping) else []
-    return _unknown(kind, table, where) + inside
+    return _unknown(kind, table, where) + _missing(kind, table, where) + inside
 
 
 def _unknown(cls: type, data: Mapping[str, Any], where: str) -> list[str]:

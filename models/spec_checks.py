@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from mod_models.declarations import (
+    ACTIVATIONS,
+    ATTENTION_BIASES,
     CAPACITY_RULES,
     CHOICES,
     COMBINES,
     GATES,
     PARTS,
     POSITIONS,
+    QK_NORMS,
+    ROPE_SCALINGS,
     ROUTER_INPUTS,
     ROUTERS,
     SELECTIONS,
     EveryNth,
     ExpertsSpec,
+    RopeScaling,
     RoutingSpec,
 )
 
@@ -28,6 +33,7 @@ LIMITS = {
     "vocab_size": 2**24, "d_model": 2**20, "n_layers": 2**10, "n_heads": 2**12, "n_kv_heads": 2**12, "d_head": 2**12,
     "d_ff": 2**20, "max_positions": 2**24, "router_hidden": 2**20, "predictor_hidden": 2**20, "noise_seed": 2**31,
     "n_experts": 2**10, "noop_experts": 2**10, "top_k": 2**5, "fixed_places": 2**24,
+    "original_positions": 2**24,
 }  # fmt: skip
 """The largest value of each size, far above any model: a damaged or hostile file must not cost hours or all memory."""
 
@@ -48,24 +54,48 @@ def problems_of(spec: ModelSpec) -> list[str]:
     """Empty when the spec can be built."""
     sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "max_positions")
     problems = [problem for name in sizes for problem in _size_problems("spec", name, getattr(spec, name), least=1)]
-    for name in ("rope_theta", "norm_eps"):
-        value = getattr(spec, name)
-        if not _is_number(value) or value <= 0:
-            problems.append(f"spec.{name}: expected a number above 0, got {shown(value)}")
-    if type(spec.tie_embeddings) is not bool:
-        problems.append(f"spec.tie_embeddings: expected true or false, got {shown(spec.tie_embeddings)}")
-    if spec.routing is not None and not isinstance(spec.routing, RoutingSpec):
-        problems.append(f"spec.routing: expected a RoutingSpec or None, got {type(spec.routing).__name__}")
-    if spec.experts is not None and not isinstance(spec.experts, ExpertsSpec):
-        problems.append(f"spec.experts: expected an ExpertsSpec or None, got {type(spec.experts).__name__}")
+    problems += [problem for name in POSITIVE for problem in _positive("spec", name, getattr(spec, name))]
+    for name in ("mlp_bias", "tie_embeddings"):
+        if type(getattr(spec, name)) is not bool:
+            problems.append(f"spec.{name}: expected true or false, got {shown(getattr(spec, name))}")
+    problems += _name_problems("spec", spec, NAMES)
+    for name, kind, article in TABLES:
+        table = getattr(spec, name)
+        if table is not None and not isinstance(table, kind):
+            problems.append(f"spec.{name}: expected {article} {kind.__name__} or None, got {type(table).__name__}")
     if problems:
         return problems
     if spec.n_heads % spec.n_kv_heads:
         problems.append(f"spec.n_kv_heads: {spec.n_kv_heads} does not divide n_heads {spec.n_heads}")
     if spec.d_head % 2:
         problems.append(f"spec.d_head: RoPE rotates pairs, so it must be even, got {spec.d_head}")
+    problems += _rope_scaling_problems(spec.rope_scaling) if spec.rope_scaling else []
     problems += _routing_problems(spec.routing, spec) if spec.routing else []
     return problems + (_experts_problems(spec.experts, spec) if spec.experts else [])
+
+
+POSITIVE = ("rope_theta", "norm_eps", "embedding_scale")
+NAMES = {"attention_bias": tuple(ATTENTION_BIASES), "qk_norm": QK_NORMS, "activation": ACTIVATIONS}
+TABLES = (("rope_scaling", RopeScaling, "a"), ("routing", RoutingSpec, "a"), ("experts", ExpertsSpec, "an"))
+
+
+def _rope_scaling_problems(scaling: RopeScaling) -> list[str]:
+    where, factors = "spec.rope_scaling", ("factor", "low_freq_factor", "high_freq_factor")
+    problems = _name_problems(where, scaling, {"kind": ROPE_SCALINGS})
+    problems += [problem for name in factors for problem in _positive(where, name, getattr(scaling, name))]
+    problems += _size_problems(where, "original_positions", scaling.original_positions, least=1)
+    if not problems and scaling.low_freq_factor >= scaling.high_freq_factor:
+        problems.append(
+            f"{where}.low_freq_factor: expected less than high_freq_factor {scaling.high_freq_factor}, got "
+            f"{scaling.low_freq_factor}"
+        )
+    return problems
+
+
+def _positive(where: str, name: str, value: object) -> list[str]:
+    if _is_number(value) and value > 0:
+        return []
+    return [f"{where}.{name}: expected a number above 0, got {shown(value)}"]
 
 
 def _routing_problems(routing: RoutingSpec, spec: ModelSpec) -> list[str]:
@@ -235,7 +265,7 @@ def _capacity_problems(routing: RoutingSpec, n_routed: int) -> list[str]:
     return []
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     # NaN compares false here, and bool is an int in Python although no number is meant.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
 

@@ -153,7 +153,7 @@ class Step(Transformer):
         past = {layer: (cache[2 * layer], cache[2 * layer + 1]) for layer in self.slots}
         count_B = {site: cache[-1][:, column] for column, site in enumerate(self.sites)}
         run = _Run(self, active_B, seen_B, past, count_B)
-        x_B1D: Tensor = self.embedding(ids_B[:, None])
+        x_B1D = self.embedded(ids_B[:, None])
         for block in self.layers:
             assert isinstance(block, Block)
             x_B1D = run.routed(block, x_B1D) if isinstance(block, RoutedBlock) else run.dense(block, x_B1D)

@@ -2,10 +2,9 @@
 
 Shape legend
     B batch          S sequence        K tokens selected by a routed block
-    D model width    H query heads     G key/value heads (H is a multiple of G)     E head width (E / 2 in RoPE tables)
-    N = B * K selected rows            V vocabulary      F = H * E or G * E, a projection of all heads
+    D model width    G key/value heads     E head width (E / 2 in RoPE tables)     P positions that have RoPE tables
+    N = B * K selected rows            V vocabulary
     T tokens inside a block: S in a dense block, K in a routed one
-    P positions that have RoPE tables
 
 A block is given T tokens, the whole sequence or a part of it (`stream.py`). A routed block selects K of them, runs the
 same code on them with causal attention among themselves, and writes the result back; skipped tokens stay on the
@@ -25,6 +24,7 @@ from torch.nn import functional
 
 from mod_models.experts import Experts
 from mod_models.fixed_capacity import select_chosen
+from mod_models.layers import Attention, GatedMlp, RMSNorm, rope_tables
 from mod_models.routing import COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
 from mod_models.selection import (
     FIRST_COME,
@@ -39,80 +39,6 @@ from mod_models.selection import (
 from mod_models.spec import ModelSpec, RoutingSpec, Site
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
-
-    def __init__(self, d_model: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(d_model))
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        # rms_norm stays one node in ONNX (opset 23); a norm written out by hand is never fused again.
-        return functional.rms_norm(x_BTD, self.weight.shape, self.weight, self.eps)
-
-
-def rope_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """The cosine and sine of the rotary angles (Su et al., arXiv 2104.09864), each float32 (max_positions, E / 2)."""
-    # The device is named so that a model built under `torch.device("meta")` still has real tables.
-    pair_E = torch.arange(0, spec.d_head, 2, dtype=torch.float64, device="cpu")
-    position_P = torch.arange(spec.max_positions, dtype=torch.float64, device="cpu")
-    angle_PE = position_P[:, None] * spec.rope_theta ** (-pair_E / spec.d_head)
-    return angle_PE.cos().float(), angle_PE.sin().float()
-
-
-def rotate(x_BHTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the two halves of each head by position; cos and sin broadcast against (B, H, T, E / 2)."""
-    a, b = x_BHTE.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245) among the T tokens it is given."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.d_head = spec.d_head
-        # ONNX export refuses grouped attention whose groups hold one head each.
-        self.grouped = spec.n_heads > spec.n_kv_heads
-        self.q_proj = nn.Linear(spec.d_model, spec.n_heads * spec.d_head, bias=False)
-        self.k_proj = nn.Linear(spec.d_model, spec.n_kv_heads * spec.d_head, bias=False)
-        self.v_proj = nn.Linear(spec.d_model, spec.n_kv_heads * spec.d_head, bias=False)
-        self.o_proj = nn.Linear(spec.n_heads * spec.d_head, spec.d_model, bias=False)
-
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention adds (B, T, D), and the rotated keys and the values that it read, each (B, G, T, E)."""
-        q_BHTE, k_BGTE, v_BGTE = self.projected(x_BTD, cos, sin)
-        y_BHTE = functional.scaled_dot_product_attention(
-            q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped
-        )
-        return self.o_proj(y_BHTE.transpose(1, 2).flatten(2)), k_BGTE, v_BGTE
-
-    def projected(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, E), keys and values (B, G, T, E); queries and keys are rotated to their positions."""
-        q_BHTE = rotate(self._heads(self.q_proj(x_BTD)), cos, sin)
-        k_BGTE = rotate(self._heads(self.k_proj(x_BTD)), cos, sin)
-        return q_BHTE, k_BGTE, self._heads(self.v_proj(x_BTD))
-
-    def _heads(self, x_BTF: Tensor) -> Tensor:
-        B, T, _ = x_BTF.shape
-        return x_BTF.view(B, T, -1, self.d_head).transpose(1, 2)
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.d_model, spec.d_ff, bias=False)
-        self.up_proj = nn.Linear(spec.d_model, spec.d_ff, bias=False)
-        self.down_proj = nn.Linear(spec.d_ff, spec.d_model, bias=False)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
-        return y_BTD
-
-
 class Block(nn.Module):
     """A pre-norm block, with an MLP or with experts."""
 
@@ -125,7 +51,7 @@ class Block(nn.Module):
         if spec.experts is not None and layer in spec.expert_layers:
             self.experts = Experts(spec, layer, spec.experts)
         else:
-            self.mlp = SwiGLU(spec)
+            self.mlp = GatedMlp(spec)
 
     def attended(self, tokens: Tokens, decisions: Decisions) -> Tensor:
         """What attention adds, (B, T, D)."""
@@ -308,6 +234,11 @@ class Transformer(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
         return self.eval().requires_grad_(False)
 
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Ids (...) as they enter the residual stream, (..., D)."""
+        x: Tensor = self.embedding(ids)
+        return x if self.spec.embedding_scale == 1 else x * self.spec.embedding_scale
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., D) after the final norm to logits (..., V)."""
         return functional.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
@@ -321,7 +252,7 @@ class Transformer(nn.Module):
         """The residual stream after the last block, without the final norm: (B, S, D)."""
         S = ids_BS.shape[1]
         real_BS = torch.arange(S, device=ids_BS.device) < lengths_B[:, None]
-        tokens = Tokens(self.embedding(ids_BS), real_BS, self.rope_cos[:S], self.rope_sin[:S], None, S)
+        tokens = Tokens(self.embedded(ids_BS), real_BS, self.rope_cos[:S], self.rope_sin[:S], None, S)
         k_of_layer = self.spec.k_of_layer(S)
         exits = self.spec.routing is not None and self.spec.routing.selection == "exit"
         left: list[tuple[Tokens, Tensor, Tokens]] = []

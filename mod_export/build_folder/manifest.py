@@ -24,6 +24,10 @@ from mod_export.types import Bucket, Engine, Graph, ModelKind, SiteKey, graph_of
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+BESIDE_TOKENIZER = (
+    "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+"""What says how the tokenizer of a Hugging Face folder is used; kept with it where it is there."""
 """Of a model whose ids are not bytes: beside its weights, as in Hugging Face folders, and in its build folder."""
 FORMAT = "mod-export build folder"
 FORMAT_VERSION = 2
@@ -154,7 +158,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
     problems += [
         f"{one.path} has no weights file" for one in engines if one.weights is None and one.path.endswith(".onnx")
     ]
-    known = {*REPORT_FILES, TOKENIZER}
+    known = {*REPORT_FILES, TOKENIZER, *BESIDE_TOKENIZER}
     problems += [f"{path} is nothing that it describes" for path in sorted(files.keys() - listed - known)]
     for engine in engines:
         graph = graph_of(engine, graphs)

@@ -75,8 +75,9 @@ def build(
 ) -> int:
     """Build MODEL for every target.
 
-    MODEL is a checkpoint (model.pt, or a folder of config.json and model.safetensors); programs of torch.export.save,
-    a .pt2 for each shape; or my_model.py:make_model, a function that returns a module and its inputs.
+    MODEL is a checkpoint (model.pt, or a folder of config.json and model.safetensors); a folder of Hugging Face that
+    `convert` takes; programs of torch.export.save, a .pt2 for each shape; or my_model.py:make_model, a function that
+    returns a module and its inputs.
     """
     from mod_export.sources.request import Request
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from mod_export.build_folder.manifest import MANIFEST, read_manifest
 from mod_export.environment import extra_of_import
 from mod_export.errors import BuildFolderError, CheckpointError
 from mod_export.sources.model import GROUP, Model
-from mod_export.sources.protocol import Architecture
+from mod_export.sources.protocol import Architecture, Converted, Converter
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def _problem(path: Path) -> str:
 
 
 def model_from_checkpoint(path: Path) -> Model:
-    """Reads a model.pt, or a folder of config.json and model.safetensors.
+    """Reads a model.pt, a folder of config.json and model.safetensors, or what an architecture can convert.
 
     Raises:
         CheckpointError: the path does not exist, or is not a usable checkpoint.
@@ -104,6 +104,27 @@ def model_from_checkpoint(path: Path) -> Model:
         f"{path}: names the architecture {foreign!r}, which nothing here provides; known: {known}. "
         f"Install the package that registers it in the entry-point group {GROUP}"
     )
+
+
+def convert(
+    source: Path,
+    out: Path,
+    max_positions: int | None = None,
+    ignored: Collection[str] = (),
+    written: Callable[[int, int], None] = lambda done, all_: None,
+) -> Converted:
+    """Writes a model in another format as a checkpoint folder; see `protocol.Converter`.
+
+    Raises:
+        CheckpointError: no architecture that is installed here converts, or the model cannot be converted.
+    """
+    converters = [one for one in architectures().values() if isinstance(one, Converter)]
+    if not converters:
+        raise CheckpointError(f"{source}: no architecture that is installed here converts models of other formats")
+    try:
+        return converters[0].convert(source, out, max_positions, ignored, written)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def model_from_weights(

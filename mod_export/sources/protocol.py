@@ -4,7 +4,7 @@ models have and that are asked for by type. A function's argument has the narrow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -307,3 +307,45 @@ class Architecture(Protocol):
 
     def random(self, spec: Mapping[str, Any], seed: int, path: Path) -> None:
         """Writes a checkpoint with initial weights, to measure a size before it is trained."""
+
+
+class Converted(Protocol):
+    """What a conversion has written."""
+
+    @property
+    def family(self) -> str:
+        """What the other format calls the model's architecture."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+
+    @property
+    def companions(self) -> Sequence[Path]:
+        """Files that were copied beside the weights, such as a tokenizer."""
+
+
+@runtime_checkable
+class Converter(Protocol):
+    """An architecture that knows models in other formats as its own. Its `read` reads them too."""
+
+    def convert(
+        self,
+        source: Path,
+        out: Path,
+        max_positions: int | None,
+        ignored: Collection[str],
+        written: Callable[[int, int], None],
+    ) -> Converted:
+        """Writes a model in another format as a checkpoint folder, whole or not at all.
+
+        Args:
+            source: the model.
+            out: a folder that does not exist yet, or is empty.
+            max_positions: the longest row, where it shall be shorter than the model allows.
+            ignored: fields of the model's configuration that change nothing.
+            written: is told how many bytes of weights are written, and how many there will be.
+
+        Raises:
+            ValueError: the model cannot be converted, or not be written there, with a message for the user.
+        """

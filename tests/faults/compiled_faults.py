@@ -22,8 +22,9 @@ from mod_export.engines.inductor import Inductor
 from mod_export.engines.protocol import EngineJob
 from mod_export.types import Bucket, Graph, Variant
 from mod_models import transformer
+from mod_models.layers import Attention
 from mod_models.selection import select_topk
-from mod_models.transformer import Attention, Transformer
+from mod_models.transformer import Transformer
 
 
 class Acausal(Attention):

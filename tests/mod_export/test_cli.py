@@ -29,6 +29,7 @@ COMMON = ["--help", "--quiet", "--verbose", "-h", "-q", "-v"]
 OPTIONS = {
     "build": ["--baseline", "--buckets", "--capacity", "--config", "--max-memory", "--out", "--report", "--samples",
               "--target", "--tokenizer", "-c", "-o", "models"],
+    "convert": ["--ignore-field", "--max-positions", "out", "source"],
     "generate": ["--dtype", "--ids", "--json", "--max-new-tokens", "--model", "--prompt", "--prompt-file", "--roll",
                  "--seed", "--selection", "--stop", "--target", "--temperature", "--threads", "--top-k", "--top-p",
                  "folder"],

@@ -45,7 +45,7 @@ KINDS: dict[str, ModelSpec] = {
         for name in (
             FAST, "dense", "random", "MLP routed", "routed apart", "routed apart by predictors",
             "experts, expert choice", "staged MoDE", "staged MoDE, expert choice", "integrated MoDE",
-            "integrated MoDE, expert choice", "early exit with experts",
+            "integrated MoDE, expert choice", "early exit with experts", "biases", "normed heads",
         )
     },
     "stochastic, absolute": make_spec(router="noise", noise_seed=5, capacity_rule="absolute", capacity=3),

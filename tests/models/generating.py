@@ -8,7 +8,7 @@ import torch
 from observing import observed
 from tiny_models import lively_checkpoint, make_spec
 from torch import Tensor
-from variants import EVERY, VARIANTS, experts
+from variants import BIASES, EVERY, NORMED_HEADS, VARIANTS, experts
 
 from mod_models.cache import cache_layout
 from mod_models.generation_spec import for_generation
@@ -34,6 +34,8 @@ GENERATING: dict[str, ModelSpec] = {
         parts="separate", selection="threshold", capacity=0.75, experts=experts(n_experts=3, top_k=2, layers=(1, 2))
     ),
     "experts after routed attention": make_spec(parts="attention", selection="threshold", experts=experts()),
+    "biases": make_spec(selection="threshold", **BIASES),
+    "normed heads": make_spec(routing=None, **NORMED_HEADS),
     "a head for each": make_spec(selection="threshold", n_kv_heads=4, tie_embeddings=False, gate="scaled_sigmoid"),
 }
 """Name -> spec, before `for_generation`."""

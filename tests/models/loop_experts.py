@@ -5,7 +5,7 @@ Written from docs/semantics.md, and like `loop_reference` without a line of `mod
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist
@@ -13,6 +13,18 @@ from statistics import NormalDist
 import numpy as np
 
 Weights = Mapping[str, np.ndarray]
+Activation = Callable[[float], float]
+
+
+def silu(value: float) -> float:
+    return value / (1 + math.exp(-value))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": silu,
+    "gelu": lambda value: value * (1 + math.erf(value / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda value: value * (1 + math.tanh(math.sqrt(2 / math.pi) * (value + 0.044715 * value**3))) / 2,
+}
 
 
 @dataclass
@@ -34,7 +46,9 @@ class Mixture:
     overflow: int = 0
 
 
-def mixture(experts: dict, w: Weights, normed: list[np.ndarray], tokens: int, fixed: int | None = None) -> Mixture:
+def mixture(
+    experts: dict, w: Weights, normed: list[np.ndarray], tokens: int, act: Activation, fixed: int | None = None
+) -> Mixture:
     """`tokens` is how many the graph gives the experts, of which `normed` are real; `fixed` the slots of an
     expert where they are declared.
     """
@@ -43,11 +57,11 @@ def mixture(experts: dict, w: Weights, normed: list[np.ndarray], tokens: int, fi
     rows = w["experts.router.projection.weight"]
     logits = [[float(row @ x) for row in rows] for x in normed]
     choose = {"token": _token_choice, "expert": _expert_choice}[experts["choice"]]
-    return choose(experts, w, normed, logits, capacity)
+    return choose(experts, w, normed, logits, capacity, act)
 
 
 def _token_choice(
-    experts: dict, w: Weights, normed: list[np.ndarray], logits: list[list[float]], capacity: int
+    experts: dict, w: Weights, normed: list[np.ndarray], logits: list[list[float]], capacity: int, act: Activation
 ) -> Mixture:
     n, top_k = experts["n_experts"], experts["top_k"]
     found = Mixture([], [[] for _ in range(n)], [[] for _ in range(n)])
@@ -64,7 +78,7 @@ def _token_choice(
             # An expert beyond the real ones does nothing; one that is full selects no more.
             if e < n and len(found.chosen[e]) < capacity:
                 found.chosen[e].append(t)
-                delta = delta + probability[e] / total * _expert(w, e, x)
+                delta = delta + probability[e] / total * _expert(w, e, x, act)
             elif e < n:
                 found.overflow += 1
         found.deltas.append(delta)
@@ -74,7 +88,7 @@ def _token_choice(
 
 
 def _expert_choice(
-    experts: dict, w: Weights, normed: list[np.ndarray], logits: list[list[float]], capacity: int
+    experts: dict, w: Weights, normed: list[np.ndarray], logits: list[list[float]], capacity: int, act: Activation
 ) -> Mixture:
     found = Mixture([np.zeros_like(x) for x in normed], [])
     shares = [_softmax(row) for row in logits]
@@ -85,14 +99,14 @@ def _expert_choice(
         found.chosen.append(sorted(ranked[:capacity]))
         found.scores.append([share[e] for share in shares])
         for t in found.chosen[e]:
-            found.deltas[t] = found.deltas[t] + shares[t][e] * _expert(w, e, normed[t])
+            found.deltas[t] = found.deltas[t] + shares[t][e] * _expert(w, e, normed[t], act)
     return found
 
 
-def _expert(w: Weights, e: int, x: np.ndarray) -> np.ndarray:
-    """SwiGLU, with weights that stand the other way round than those of an MLP."""
+def _expert(w: Weights, e: int, x: np.ndarray, act: Activation) -> np.ndarray:
+    """A gated MLP, with weights that stand the other way round than those of an MLP."""
     gate, up = x @ w["experts.gate_proj"][e], x @ w["experts.up_proj"][e]
-    return np.array([g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]) @ w["experts.down_proj"][e]
+    return np.array([act(g) * u for g, u in zip(gate, up, strict=True)]) @ w["experts.down_proj"][e]
 
 
 def _softmax(logits: list[float]) -> list[float]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from loop_experts import mixture, noise
+from loop_experts import ACTIVATIONS, mixture, noise, silu
 
 Weights = Mapping[str, np.ndarray]
 Site = int | str
@@ -56,7 +56,7 @@ def reference(
 
 
 def _row(spec: dict, weights: Weights, ids: list[int], padded: int, training: bool) -> RowTrace:
-    x = [weights["embedding.weight"][token] for token in ids]
+    x = [spec["embedding_scale"] * weights["embedding.weight"][token] for token in ids]
     row = Row(spec, ids, x, list(range(len(ids))), padded, training)
     routed = _layers(spec["routing"], spec["n_layers"])
     for layer in range(spec["n_layers"]):
@@ -188,7 +188,7 @@ def _deltas(
     normed = [_rms_norm(token, row.w["mlp_norm.weight"], row.spec["norm_eps"]) for token in x]
     fixed = experts["fixed_places"]
     fixed_here = fixed[_layers(experts, row.spec["n_layers"]).index(row.layer)] if fixed else None
-    found = mixture(experts, row.w, normed, count, fixed_here)
+    found = mixture(experts, row.w, normed, count, ACTIVATIONS[row.spec["activation"]], fixed_here)
     row.trace.margin = min(row.trace.margin, found.margin)
     for e, chosen in enumerate(found.chosen):
         site = f"{row.layer}.expert{e}"
@@ -202,7 +202,7 @@ def _score(form: str, w: Weights, name: str, x: np.ndarray) -> float:
     """What a router, or a predictor, says of a token."""
     if form == "mlp":
         hidden = [
-            _silu(float(row @ x) + b)
+            silu(float(row @ x) + b)
             for row, b in zip(w[f"{name}.hidden.weight"], w[f"{name}.hidden.bias"], strict=True)
         ]
         return float(w[f"{name}.projection.weight"][0] @ np.array(hidden)) + float(w[f"{name}.projection.bias"][0])
@@ -244,39 +244,68 @@ def _attention(spec: dict, w: Weights, x: list[np.ndarray], positions: list[int]
             rows = slice(head * width, (head + 1) * width)
             group = head // heads_per_kv
             kv_rows = slice(group * width, (group + 1) * width)
-            query = _rotate(w["attention.q_proj.weight"][rows] @ normed[i], positions[i], spec["rope_theta"])
+            query = _rotate(spec, _head(spec, w, "q", rows, normed[i]), positions[i])
             logits, values = [], []
             for j in range(i + 1):
-                key = _rotate(w["attention.k_proj.weight"][kv_rows] @ normed[j], positions[j], spec["rope_theta"])
+                key = _rotate(spec, _head(spec, w, "k", kv_rows, normed[j]), positions[j])
                 logits.append(float(query @ key) / math.sqrt(width))
-                values.append(w["attention.v_proj.weight"][kv_rows] @ normed[j])
+                values.append(_linear(w, "attention.v_proj", normed[j], kv_rows))
             top = max(logits)
             share = [math.exp(logit - top) for logit in logits]
             heads.append(sum(s / sum(share) * v for s, v in zip(share, values, strict=True)))
-        out.append(w["attention.o_proj.weight"] @ np.concatenate(heads))
+        out.append(_linear(w, "attention.o_proj", np.concatenate(heads)))
     return out
 
 
-def _rotate(head: np.ndarray, position: int, theta: float) -> np.ndarray:
+def _linear(w: Weights, name: str, x: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
+    """Some rows of a projection, with the bias if the weights have one."""
+    product = w[f"{name}.weight"][rows] @ x
+    return product + w[f"{name}.bias"][rows] if f"{name}.bias" in w else product
+
+
+def _head(spec: dict, w: Weights, which: str, rows: slice, x: np.ndarray) -> np.ndarray:
+    """A query or a key before it is rotated."""
+    head = _linear(w, f"attention.{which}_proj", x, rows)
+    if spec["qk_norm"] == "none":
+        return head
+    return _rms_norm(head, w[f"attention.{which}_norm.weight"], spec["norm_eps"])
+
+
+def _rotate(spec: dict, head: np.ndarray, position: int) -> np.ndarray:
     half = len(head) // 2
     rotated = np.empty_like(head)
     for pair in range(half):
-        angle = position / theta ** (2 * pair / len(head))
+        angle = position * _frequency(spec, pair)
         a, b = head[pair], head[pair + half]
         rotated[pair] = a * math.cos(angle) - b * math.sin(angle)
         rotated[pair + half] = a * math.sin(angle) + b * math.cos(angle)
     return rotated
 
 
+def _frequency(spec: dict, pair: int) -> float:
+    """By how much a pair turns from one position to the next."""
+    plain = 1 / spec["rope_theta"] ** (2 * pair / spec["d_head"])
+    scaling = spec["rope_scaling"]
+    if scaling is None:
+        return plain
+    if scaling["kind"] == "linear":
+        return plain / scaling["factor"]
+    wavelength, before = 2 * math.pi / plain, scaling["original_positions"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if wavelength < before / high:
+        return plain
+    if wavelength > before / low:
+        return plain / scaling["factor"]
+    smooth = (before / wavelength - low) / (high - low)
+    return (1 - smooth) * plain / scaling["factor"] + smooth * plain
+
+
 def _mlp(spec: dict, w: Weights, x: np.ndarray) -> np.ndarray:
     normed = _rms_norm(x, w["mlp_norm.weight"], spec["norm_eps"])
-    gate, up = w["mlp.gate_proj.weight"] @ normed, w["mlp.up_proj.weight"] @ normed
-    return w["mlp.down_proj.weight"] @ np.array([_silu(g) * u for g, u in zip(gate, up, strict=True)])
+    gate, up = _linear(w, "mlp.gate_proj", normed), _linear(w, "mlp.up_proj", normed)
+    act = ACTIVATIONS[spec["activation"]]
+    return _linear(w, "mlp.down_proj", np.array([act(g) * u for g, u in zip(gate, up, strict=True)]))
 
 
 def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / math.sqrt(sum(value * value for value in x) / len(x) + eps) * weight
-
-
-def _silu(value: float) -> float:
-    return value / (1 + math.exp(-value))

@@ -17,7 +17,7 @@ from loop_reference import RowTrace, reference
 from observing import observed
 from pairs import pairwise
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
-from variants import EVERY, VARIANTS, experts
+from variants import BIASES, EVERY, NORMED_HEADS, VARIANTS, experts
 
 from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, PARTS, POSITIONS, ROUTER_INPUTS, SELECTIONS
 from mod_models.spec import CAPACITY_RULES, EveryNth, ModelSpec
@@ -48,6 +48,7 @@ CHOICES: dict[str, Any] = {
         {"n_heads": 6, "n_kv_heads": 3, "tie_embeddings": False},
         {"rope_theta": 50.0, "norm_eps": 0.3, "d_head": 6, "d_model": 10, "router_hidden": 7},
     ),
+    "blocks": ({}, BIASES, NORMED_HEADS, {"activation": "gelu", "attention_bias": "qkv"}),
     "lengths": ((8, LENGTHS), (1, (1,)), (5, (5, 2, 1)), (11, (11, 7, 4))),
 }  # fmt: skip
 
@@ -68,12 +69,12 @@ ROWS = pairwise(CHOICES, sound)
 
 
 def spec_of(row: dict[str, Any]) -> ModelSpec:
-    declared = {name: value for name, value in row.items() if name not in ("capacity", "sizes", "lengths")}
+    declared = {name: value for name, value in row.items() if name not in ("capacity", "sizes", "blocks", "lengths")}
     rule, capacity = row["capacity"]
     hidden = 0 if row["router"] == "noise" or row["selection"] == "random" else 3
     return make_spec(
-        **declared, **row["sizes"], n_layers=4, capacity_rule=rule, capacity=capacity, predictor_hidden=hidden,
-        noise_seed=5,
+        **declared, **row["sizes"], **row["blocks"], n_layers=4, capacity_rule=rule, capacity=capacity,
+        predictor_hidden=hidden, noise_seed=5,
     )  # fmt: skip
 
 
@@ -150,8 +151,19 @@ def test_declarations_differ() -> None:
         model = lively_checkpoint(make_spec(router=router, router_input=router_input)).module().double()
         logits[router, router_input] = model(ids_BS, lengths_B)[0].detach()
     del logits["linear", "raw"]  # the default, which is among the combinations above
-    for one, other in itertools.combinations(logits.values(), 2):
-        assert (one - other).abs().max() > 1000 * TOLERANCE
+    of_blocks: tuple[dict[str, Any], ...] = (
+        *({"attention_bias": name} for name in ("qkv", "all")),
+        *({"activation": name} for name in ("gelu", "gelu_tanh")),
+        *({"rope_scaling": NORMED_HEADS["rope_scaling"]}, {"rope_scaling": BIASES["rope_scaling"]}),
+        *({"qk_norm": "head"}, {"mlp_bias": True}, {"embedding_scale": 1.5}),
+    )
+    for changes in of_blocks:
+        model = lively_checkpoint(make_spec(**changes)).module().double()
+        logits["blocks", *map(str, changes.values())] = model(ids_BS, lengths_B)[0].detach()
+    for one, other in itertools.combinations(logits, 2):
+        # The two forms of GELU are 5e-4 apart at most.
+        least = 10 if {one[-1], other[-1]} == {"gelu", "gelu_tanh"} else 1000
+        assert (logits[one] - logits[other]).abs().max() > least * TOLERANCE, (one, other)
 
 
 @pytest.mark.parametrize("selection", ["threshold", "predictor"])

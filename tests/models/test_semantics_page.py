@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import lively_checkpoint, make_spec
+from variants import BIASES, NORMED_HEADS
 
 from mod_models import declarations
 from mod_models.checkpoint import load_checkpoint
@@ -41,6 +42,7 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("`selection`", declarations.SELECTIONS),
         ("`parts`", declarations.PARTS),
         ("`choice`", declarations.CHOICES),
+        ("`kind`", declarations.ROPE_SCALINGS),
     ],
 )
 def test_every_variant_is_described(heading: str, table: tuple[str, ...]) -> None:
@@ -76,8 +78,10 @@ def test_published_specs_can_be_built(row: list[str]) -> None:
     [
         make_spec(router="mlp", predictor_hidden=2, tie_embeddings=False),
         make_spec(parts="separate", predictor_hidden=2, experts=ExpertsSpec(layers=(0,), n_experts=3, noop_experts=2)),
+        make_spec(**BIASES),
+        make_spec(**NORMED_HEADS),
     ],
-    ids=["block", "separate, experts"],
+    ids=["block", "separate, experts", "biases", "normed heads"],
 )
 def test_names_and_shapes_of_the_weights(one: ModelSpec) -> None:
     """The table names every tensor of a model, and gives the shape that it has."""
@@ -92,4 +96,5 @@ def test_names_and_shapes_of_the_weights(one: ModelSpec) -> None:
         (line,) = (x for x in text.splitlines() if f"`{module}" in x or (f"`{parent}." in x and f"`{last}`" in x))
         if re.search(r"N\.(mlp_)?(router|predictor)", module) is None:
             (shape,) = re.findall(r"\| (\([^|]*\)) \|", line)
-            assert tuple(tensor.shape) == eval(shape, {}, sizes), name
+            of_weight = eval(shape, {}, sizes)
+            assert tuple(tensor.shape) == (of_weight[:1] if name.endswith(".bias") else of_weight), name

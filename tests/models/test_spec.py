@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_specs import WHOLE, plain, problems
 from tiny_models import make_spec
 from variants import VARIANTS
 
 from mod_models import declarations, routing
 from mod_models import experts as expert_layers
-from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec, SpecError
+from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RopeScaling, RoutingSpec, SpecError
 from mod_models.spec_checks import LIMITS
 
 SIZES = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "max_positions")
@@ -26,21 +27,6 @@ TABLES = {
     "parts": declarations.PARTS,
 }  # fmt: skip
 EXIT = {"selection": "exit", "capacity_rule": "ceil"}
-
-
-def plain(routing: Any = None, experts: Any = None, **changes: Any) -> dict[str, Any]:
-    """A sound spec as JSON gives it, with changes of its routing, with experts, and with changes of its own fields."""
-    data = json.loads(json.dumps(make_spec(predictor_hidden=2).to_dict()))
-    data["routing"] |= routing or {}
-    data["experts"] = None if experts is None else {"n_experts": 4, **experts}
-    return {**data, **changes}
-
-
-def problems(data: Any) -> list[str]:
-    with pytest.raises(SpecError) as caught:
-        ModelSpec.from_dict(data)
-    assert str(caught.value) == "; ".join(caught.value.problems)
-    return caught.value.problems
 
 
 def test_round_trip() -> None:
@@ -81,7 +67,10 @@ def test_needs_no_torch() -> None:
 
 def test_unknown_fields() -> None:
     data = plain({"gaet": "ones", "layers": {"evry": 2}}, {"n_expert": 3, "layers": {"evry": 1}}, n_laers=3, zzz=1)
-    known = "vocab_size, d_model, n_layers, n_heads, n_kv_heads, d_head, d_ff, max_positions, rope_theta, norm_eps"
+    known = (
+        "vocab_size, d_model, n_layers, n_heads, n_kv_heads, d_head, d_ff, max_positions, rope_theta, rope_scaling, "
+        "norm_eps, attention_bias, qk_norm, activation, mlp_bias, embedding_scale"
+    )
     assert problems(data) == [
         "spec.n_laers: unknown field, did you mean 'n_layers'?",
         f"spec.zzz: unknown field; known: {known}, tie_embeddings, routing, experts",
@@ -101,10 +90,20 @@ def test_unknown_fields() -> None:
         *((value, [f"spec: expected a table, got {type(value).__name__}"]) for value in (None, [], "text", 3)),
         ({}, [f"spec.{name}: missing" for name in SIZES]),
         (
-            plain() | {"routing": [1], "experts": 3},
-            ["spec.routing: expected a table, got list", "spec.experts: expected a table, got int"],
+            plain() | {"routing": [1], "experts": 3, "rope_scaling": 8.0},
+            [
+                "spec.rope_scaling: expected a table, got float",
+                "spec.routing: expected a table, got list",
+                "spec.experts: expected a table, got int",
+            ],
         ),
-        (plain(tie_embeddings=1), ["spec.tie_embeddings: expected true or false, got 1"]),
+        (
+            plain(tie_embeddings=1, mlp_bias="no"),
+            [
+                "spec.mlp_bias: expected true or false, got 'no'",
+                "spec.tie_embeddings: expected true or false, got 1",
+            ],
+        ),
         (
             plain(n_heads=4, n_kv_heads=3, d_head=5),
             [
@@ -121,9 +120,6 @@ def test_what_is_no_model(data: Any, said: list[str]) -> None:
 def test_tables_of_another_type() -> None:
     with pytest.raises(SpecError, match=r"^spec\.routing: expected a RoutingSpec or None, got ExpertsSpec; spec\.exp"):
         make_spec(routing=ExpertsSpec(), experts={})
-
-
-WHOLE = "expected a whole number from {} to {}, got {}"
 
 
 @pytest.mark.parametrize("value", [-1, 2.0, "8", None, True, [8], 10**30])
@@ -145,8 +141,9 @@ def test_whole_numbers(value: object) -> None:
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 1e39, 10**400, "1", None, True])
 def test_numbers(value: object) -> None:
     got = "a whole number beyond 64 bits" if value == 10**400 else repr(value)
-    assert problems(plain(rope_theta=value, norm_eps=value)) == [
-        f"spec.{name}: expected a number above 0, got {got}" for name in ("rope_theta", "norm_eps")
+    names = ("rope_theta", "norm_eps", "embedding_scale")
+    assert problems(plain(**dict.fromkeys(names, value))) == [
+        f"spec.{name}: expected a number above 0, got {got}" for name in names
     ]
     assert problems(plain(experts={"capacity_factor": value})) == [
         f"spec.experts.capacity_factor: expected a number above 0, at most 1024, got {got}"
@@ -315,12 +312,23 @@ def fields_of(kind: type) -> st.SearchStrategy[dict[Any, Any]]:
     return st.dictionaries(st.one_of(st.sampled_from(names), SCALARS), ANYTHING, max_size=3)
 
 
-@given(fields_of(ModelSpec), fields_of(RoutingSpec), fields_of(ExpertsSpec), st.sampled_from(declarations.SELECTIONS))
+@given(
+    fields_of(ModelSpec),
+    fields_of(RoutingSpec),
+    fields_of(ExpertsSpec),
+    fields_of(RopeScaling),
+    st.sampled_from(declarations.SELECTIONS),
+)
 @settings(max_examples=150)
 def test_arbitrary_values(
-    fields: dict[Any, Any], routed: dict[Any, Any], mixture: dict[Any, Any], selection: str
+    fields: dict[Any, Any],
+    routed: dict[Any, Any],
+    mixture: dict[Any, Any],
+    scaling: dict[Any, Any],
+    selection: str,
 ) -> None:
     data = plain({"selection": selection, "capacity_rule": "ceil", **routed}, {"layers": [1], "n_experts": 2} | mixture)
+    data["rope_scaling"] = {"kind": "llama3", "factor": 2.0} | scaling
     data.update(fields)
     try:
         built = ModelSpec.from_dict(data)

@@ -10,8 +10,9 @@ from tiny_models import lively_checkpoint, make_spec
 from variants import VARIANTS, experts
 
 from mod_models.declarations import CHOICES, COMBINES, GATES, PARTS, POSITIONS, ROUTER_INPUTS, ROUTERS, SELECTIONS
+from mod_models.layers import rope_tables
 from mod_models.spec import CAPACITY_RULES, EveryNth, ModelSpec
-from mod_models.transformer import Transformer, rope_tables
+from mod_models.transformer import Transformer
 
 ONE_OF_EACH = {  # every name of every table at least once
     "paper": make_spec(capacity=(0.25, 0.6), layers=EveryNth(every=2, offset=0)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiny_models import make_spec
 
-from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec
+from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RopeScaling
 
 EVERY = EveryNth(every=1, offset=0)
 
@@ -12,6 +12,13 @@ EVERY = EveryNth(every=1, offset=0)
 def experts(**changes: object) -> ExpertsSpec:
     return ExpertsSpec(**{"n_experts": 4, "layers": (0, 2), **changes})
 
+
+BIASES = {"attention_bias": "all", "mlp_bias": True, "rope_scaling": RopeScaling(kind="linear", factor=4.0)}
+# Of the two pairs of a head of 4, one is between the wavelengths and one beyond both.
+NORMED_HEADS = {
+    "qk_norm": "head", "activation": "gelu_tanh", "embedding_scale": 2.5, "attention_bias": "qkv",
+    "rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_positions=12),
+}  # fmt: skip
 
 VARIANTS: dict[str, ModelSpec] = {
     "dense": make_spec(routing=None),
@@ -26,6 +33,8 @@ VARIANTS: dict[str, ModelSpec] = {
     "routed apart": make_spec(parts="separate", router="linear_bias"),
     "routed apart by predictors": make_spec(parts="separate", selection="predictor", predictor_hidden=2),
     "FFN gated": make_spec(combine="ffn_gated"),
+    "biases": make_spec(routing=None, **BIASES),
+    "normed heads": make_spec(selection="threshold", gate="sigmoid", **NORMED_HEADS),
     "schedule": make_spec(capacity=(0.25, 0.6)),
     "absolute": make_spec(capacity_rule="absolute", capacity=3),
     "protected blocks": make_spec(n_layers=4, layers=EveryNth(every=1, offset=0, skip_first=1, skip_last=1)),

@@ -194,8 +194,8 @@ def _table(writer: NodeWriter, value: ir.Value, x: ir.Value) -> ir.Value:
 
 
 class _Heads(NamedTuple):
-    """Where an input (B, heads, T, E) comes from: `heads` * E columns of `flat`, (B, T, columns), from `first` on, and
-    the rotation in between if there is one.
+    """Where an input (B, heads, T, E) comes from: `heads` * E columns of `flat`, (B, T, columns), from `first` on; or
+    `flat` is (B, T, heads, E), such as where each head was normed. And the rotation in between if there is one.
     """
 
     flat: ir.Value
@@ -258,11 +258,13 @@ def _heads(value: ir.Value | None) -> _Heads | None:
     else:
         return None
     reshape, sizes = made_by(split, "Reshape"), static_shape(split)
-    flat = None if reshape is None else reshape.inputs[0]
-    if flat is None or sizes is None or not _side_by_side(flat, sizes, 4 if number is None else 5):
+    if split is None or sizes is None or len(sizes) != (4 if number is None else 5):
         return None
     *_, heads, width = sizes
-    return _Heads(flat, (number or 0) * heads * width, heads, rotation)
+    flat = None if reshape is None else reshape.inputs[0]
+    if flat is not None and _side_by_side(flat, sizes):
+        return _Heads(flat, (number or 0) * heads * width, heads, rotation)
+    return _Heads(split, 0, heads, rotation) if number is None else None
 
 
 def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
@@ -296,22 +298,27 @@ def _result(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
     if reshape is None or not is_standard(reshape, "Reshape"):
         return None
     sizes = static_shape(transpose.outputs[0])
-    return (reshape, transpose) if _side_by_side(reshape.outputs[0], sizes, 4) else None
+    if sizes is None or len(sizes) != 4 or not _side_by_side(reshape.outputs[0], sizes):
+        return None
+    return reshape, transpose
 
 
 def _swaps(transpose: ir.Node) -> bool:
     return list(transpose.attributes.get_ints("perm", [])) == SWAPPED
 
 
-def _side_by_side(flat: ir.Value, sizes: tuple[int, ...] | None, rank: int) -> bool:
-    """Whether `flat` is (B, T, columns), where sizes are (B, T, heads, E), or of rank 5 (B, T, parts, heads, E)."""
-    return sizes is not None and len(sizes) == rank and static_shape(flat) == (*sizes[:2], math.prod(sizes[2:]))
+def _side_by_side(flat: ir.Value, sizes: tuple[int, ...]) -> bool:
+    """Whether `flat` is (B, T, columns), where sizes are (B, T, heads, E), or (B, T, parts, heads, E)."""
+    return static_shape(flat) == (*sizes[:2], math.prod(sizes[2:]))
 
 
 def _rotated(writer: NodeWriter, one: _Heads, width: int) -> ir.Value:
     """(B, T, heads * `width`) of one input, with its rotation."""
     flat, rotation, columns = one.flat, one.rotation, one.heads * width
-    if static_shape(flat) != (*(static_shape(flat) or ())[:2], columns):
+    B, T, *rest = static_shape(flat) or (0, 0)
+    if len(rest) > 1:
+        flat = writer.op("Reshape", flat, [B, T, columns])
+    elif rest != [columns]:
         flat = writer.op("Slice", flat, [one.first], [one.first + columns], [2])
     if rotation is None:
         return flat

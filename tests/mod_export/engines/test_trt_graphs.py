@@ -34,20 +34,20 @@ GRAPHS = {
     # Without a condition nothing but the wait for the logits keeps the writes behind the reads.
     "a step without conditions": lambda: step_graph("predictor", skip=False),
     "a prompt": lambda: prefill_graph("predictor"),
-}
+    "normed heads": lambda: step_graph("normed heads"), "a prompt with biases": lambda: prefill_graph("biases"),
+}  # fmt: skip
 
 
 @needs_rtx
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("a step that skips", "bfloat16"),
-        pytest.param("a step that skips", "float32", marks=pytest.mark.slow),
-        pytest.param("a step that skips", "float16", marks=pytest.mark.slow),
-        ("a step without conditions", "float16"),
-        pytest.param("a prompt", "float32", marks=pytest.mark.slow),
+        ("a step that skips", "bfloat16"), ("a step without conditions", "float16"),
+        *(pytest.param(kind, dtype, marks=pytest.mark.slow) for kind, dtype in (
+            ("a step that skips", "float32"), ("a step that skips", "float16"), ("a prompt", "float32"),
+            ("normed heads", "float16"), ("a prompt with biases", "bfloat16"))),
     ],
-)
+)  # fmt: skip
 def test_builds_the_graphs_of_models_that_write_text(tmp_path: Path, kind: str, dtype: DType) -> None:
     model = GRAPHS[kind]()
     run_passes(model, RTX.dialect, dtype)

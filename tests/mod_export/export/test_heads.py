@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 from onnx_ir.passes import common
 from small_graphs import make_spec, op_types, parsed, portable_graph, random_feeds, run
+from variants import BIASES, NORMED_HEADS
 
 from mod_export.engines.ort import OrtCpu
 from mod_export.export.passes.heads import FlatHeads, RotaryEmbedding
@@ -172,6 +176,23 @@ def test_the_attention_is_the_same() -> None:
     np.testing.assert_allclose(run(model, feeds)[0], run(heads(), feeds)[0], atol=1e-6)
 
 
+def test_heads_that_are_normed_are_read_side_by_side() -> None:
+    """As Qwen3 norms queries and keys; the view that this takes moves no data."""
+    normed = SPLIT.replace("(qs) kh", "(qn) kh").replace(
+        "qh =", "w = Constant <value_floats: floats = [1., 2., 3., 4., 5., 6., 7., 8.]> () "
+        "qn = RMSNormalization <axis = -1> (qs, w) qh =",
+    )  # fmt: skip
+    body = normed + ATTENTION + JOIN
+    model = heads(body)
+    feeds = random_feeds(model)
+    assert flattened(model) == 1
+    common.RemoveUnusedNodesPass()(model)
+    assert "Transpose" not in op_types(model)
+    (attention,) = (node for node in model.graph if node.op_type == "Attention")
+    assert [value.name for value in attention.inputs[1:3] if value] == ["k", "v"]
+    np.testing.assert_allclose(run(model, feeds)[0], run(heads(body), feeds)[0], atol=1e-6)
+
+
 CHANGED = SPLIT.replace("vh = Transpose <perm: ints = [0,2,1,3]> (vs)", "vt = Transpose <perm: ints = [0,2,1,3]> (vs)")
 MASK = (
     "one = Constant <value_float: float = 0.0> () shape = Constant <value_ints: ints = [6,6]> () "
@@ -243,8 +264,9 @@ def test_any_other_split_is_left(split: str, parts: str) -> None:
     assert flattened(fused(f"{split} {ATTENTION}", parts)) == 0
 
 
-def test_nothing_is_transposed_any_more() -> None:
-    model = portable_graph(make_spec())
+@pytest.mark.parametrize("blocks", [{}, BIASES, NORMED_HEADS], ids=["plain", "biases", "normed heads"])
+def test_nothing_is_transposed_any_more(blocks: dict[str, Any]) -> None:
+    model = portable_graph(dataclasses.replace(make_spec(), **blocks))
     rotated(model)
     assert flattened(model) == 2
     common.RemoveUnusedNodesPass()(model)

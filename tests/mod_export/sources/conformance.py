@@ -9,6 +9,7 @@ from mod_export.sources.programs import ProgramModel
 from mod_models.architecture import MOD_TRANSFORMER, GeneratingTransformer, LoadedTransformer
 
 ARCHITECTURE: protocol.Architecture = MOD_TRANSFORMER
+CONVERTER: protocol.Converter = MOD_TRANSFORMER
 
 
 class Everything(

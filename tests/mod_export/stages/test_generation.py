@@ -127,6 +127,8 @@ KINDS_THAT_DIFFER = [
     "experts in routed blocks",
     "routed apart by predictors",
     "MLP routed",
+    "biases",
+    "normed heads",
 ]
 
 

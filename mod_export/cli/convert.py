@@ -1,0 +1,55 @@
+"""The command that brings models in from other formats: convert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from mod_export.cli.boundary import PATH, command
+
+
+@click.command()
+@click.argument("source", metavar="SOURCE", type=PATH)
+@click.argument("out", metavar="OUT", type=PATH)
+@click.option(
+    "--max-positions",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Tokens of the longest row; default: what SOURCE allows.",
+)
+@click.option(
+    "--ignore-field",
+    "ignored",
+    metavar="NAME",
+    multiple=True,
+    help="A field of SOURCE's config.json that is not known here and changes nothing; may be given several times.",
+)
+@command
+def convert(source: Path, out: Path, max_positions: int | None, ignored: Sequence[str], verbosity: int) -> int:
+    """Write SOURCE, a language model in a Hugging Face folder, as the checkpoint OUT.
+
+    OUT is a new folder that `build` and others take. Families: Llama, Mistral, Qwen2, Qwen3, SmolLM, Phi-3, Gemma.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from mod_export.build_folder.manifest import TOKENIZER
+    from mod_export.sources.checkpoint import convert as run
+
+    columns = (TextColumn("weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=verbosity < 0 or not console.is_terminal
+    ) as progress:
+        task = progress.add_task("weights", total=None)
+        found = run(
+            source, out, max_positions, ignored, lambda done, all_: progress.update(task, completed=done, total=all_)
+        )
+    names = [path.name for path in found.companions]
+    said = [f"{out}  {found.family}, {found.parameters / 1e6:,.2f} M parameters"]
+    said += [f"copied {', '.join(names)}"] if names else []
+    said += [] if TOKENIZER in names else [f"no {TOKENIZER} in {source}, so its ids stand for no text"]
+    click.echo("; ".join(said))
+    return 0

@@ -1,0 +1,140 @@
+"""A config.json of Hugging Face: what every field of it means, and which are known to change no number.
+
+A field that nobody reads may be one that changes what the model computes, so an unknown one is refused by name. What is
+null was not set, as transformers writes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mod_models.spec import shown
+
+HARMLESS = frozenset(
+    {
+        # Where it comes from, and how it is loaded and stored.
+        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_model_name_or_path", "_name_or_path",
+        "architectures", "attn_implementation", "auto_map", "dtype", "is_llama_config", "max_sequence_length",
+        "model_max_length", "model_type", "name_or_path", "tokenizer_class", "torch_dtype", "torchscript",
+        "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+        "use_flash_attn",
+        # Training.
+        "attention_dropout", "embd_pdrop", "finetuning_task", "gradient_checkpointing", "hidden_dropout",
+        "initializer_range", "label2id", "id2label", "num_labels", "problem_type", "resid_pdrop",
+        "task_specific_params", "use_cache",
+        # What is returned, and in which pieces; `pretraining_tp` adds up the same products in another order.
+        "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "pretraining_tp", "return_dict",
+        "tie_last_hidden_states",
+        # How tokens are chosen, and special ones.
+        "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
+        "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
+        "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "length_penalty",
+        "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+        "output_scores", "pad_token_id", "prefix", "remove_invalid_values", "repetition_penalty",
+        "return_dict_in_generate", "sep_token_id", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+        "unk_token_id",
+    }
+)  # fmt: skip
+"""Fields that change no logit of a text, whatever they say."""
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "pruned_heads": ({},),
+    "rope_interleaved": (False,),
+    "tie_encoder_decoder": (False,),
+    "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
+}
+"""Field -> what it says where it changes nothing. Anything else is a model that a spec cannot describe."""
+
+
+class Config:
+    """The fields of a config.json, each read by a method that notes what is wrong with it.
+
+    Attributes:
+        problems: what is wrong, a line for each field.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """`defaults` are what fields mean that the file leaves out."""
+        self.fields, self.defaults = fields, defaults
+        self.problems: list[str] = []
+        self._read: set[str] = set()
+
+    def get(self, name: str) -> Any:
+        """The value, as JSON has it; that of a field that is left out, None if that has none."""
+        self._read.add(name)
+        return self.fields.get(name, self.defaults.get(name))
+
+    def problem(self, name: str, said: str) -> None:
+        """Notes that a field cannot be used."""
+        self.problems.append(f"{name}: {said}")
+
+    def whole(self, name: str) -> int:
+        """A size, at least 1."""
+        value = self.get(name)
+        if type(value) is int and value > 0:
+            return value
+        missing = value is None and name not in self.fields
+        self.problem(name, "missing" if missing else f"expected a whole number above 0, got {shown(value)}")
+        return 1
+
+    def number(self, name: str) -> float:
+        """A number above 0."""
+        return self.positive(name, self.get(name))
+
+    def positive(self, name: str, value: Any) -> float:
+        """The same of a value in a table."""
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return value
+        self.problem(name, f"expected a number above 0, got {shown(value)}")
+        return 1.0
+
+    def flag(self, name: str) -> bool:
+        """True or false; false for null and what is left out."""
+        value = self.get(name)
+        if value is not None and type(value) is not bool:
+            self.problem(name, f"expected true or false, got {shown(value)}")
+        return value is True
+
+    def named(self, name: str, table: Mapping[str, str]) -> str:
+        """What the table has for a name."""
+        value = self.get(name)
+        if isinstance(value, str) and value in table:
+            return table[value]
+        self.problem(name, f"{shown(value)} has no counterpart here; known: {', '.join(table)}")
+        return next(iter(table.values()))
+
+    def only(self, name: str, values: tuple[Any, ...]) -> None:
+        """Accepts these values and null, and nothing else."""
+        value = self.get(name)
+        if value is not None and value not in values:
+            self.problem(name, f"a spec cannot say {shown(value)}; expected {' or '.join(map(_as_json, values))}")
+
+    def check_others(self, ignored: Collection[str]) -> None:
+        """Notes every field that nobody has read and that is not known to be harmless, unless it is `ignored`."""
+        for name, values in ONLY.items():
+            if name in self.fields and name not in self._read:
+                self.only(name, values)
+        known = sorted(self._read | HARMLESS)
+        for name, value in self.fields.items():
+            if name in self._read or name in HARMLESS or name in ignored or value is None:
+                continue
+            if name == "quantization_config" and isinstance(value, Mapping) and value.get("quant_method") == "gguf":
+                continue  # What transformers reads from a GGUF and saves are the floats that its blocks stand for.
+            near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.85)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            self.problem(
+                shown(name).strip("'"),
+                f"unknown field with the value {shown(value)}{hint}; it could change what the model computes. Where it "
+                f"does not, name it with --ignore-field",
+            )
+
+
+def _as_json(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

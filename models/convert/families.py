@@ -1,0 +1,228 @@
+"""Families of Hugging Face models: what their config.json declares, and what their tensors are called.
+
+Each family is a `Family`: what transformers assumes of a field that is left out, what the spec says that Llama's does
+not, and how its tensors are named. Facts from transformers 5 (`models/<name>/configuration_*.py`, `modeling_*.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mod_models.convert.config_json import Config
+from mod_models.convert.rope import rope_of
+from mod_models.spec import ModelSpec, shown
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+"""Name of a function in transformers -> in a spec. `gelu_new` is the same approximation, written out."""
+GEMMA_ACTIVATIONS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
+"""Gemma's first releases say `gelu` and mean the approximation."""
+NAMES = (
+    (r"embedding\.weight", "model.embed_tokens.weight"),
+    (r"norm\.weight", "model.norm.weight"),
+    (r"head\.weight", "lm_head.weight"),
+    (r"layers\.(\d+)\.attention_norm\.(.*)", r"model.layers.\1.input_layernorm.\2"),
+    (r"layers\.(\d+)\.mlp_norm\.(.*)", r"model.layers.\1.post_attention_layernorm.\2"),
+    (r"layers\.(\d+)\.attention\.(.*)", r"model.layers.\1.self_attn.\2"),
+    (r"layers\.(\d+)\.mlp\.(.*)", r"model.layers.\1.mlp.\2"),
+)
+"""Our name, as a pattern -> that of Llama and its descendants."""
+DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+"""Tensors that follow from the config and are in some files all the same."""
+
+Say = Callable[[Config], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """Projections that a family stores as one tensor, one after the other.
+
+    Attributes:
+        name: the last part of its name.
+        parts: ours in it, in order.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What is particular about one `model_type`.
+
+    Attributes:
+        architecture: the class of transformers that its tensors belong to.
+        defaults: field of config.json -> what it means where it is left out.
+        says: what the spec says beside the sizes.
+        harmless: fields that change nothing, whatever they say.
+        only: field -> the values with which it changes nothing.
+        window: the tokens that a token sees at most; None for all.
+        fused: projections that are stored together.
+        norm_offset: what is added to the weight of every norm.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    says: Say = field(default=lambda config: {})
+    harmless: tuple[str, ...] = ()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    window: Callable[[Config, int], int | None] = field(default=lambda config, layers: None)
+    fused: tuple[Fused, ...] = ()
+    norm_offset: float = 0.0
+
+    def fused_with(self, name: str) -> tuple[str, Fused, str] | None:
+        """The tensor that holds one of ours beside others: its name, what is in it, and which of that is ours."""
+        for one in self.fused:
+            for part in one.parts:
+                if f".{part}." in name:
+                    return foreign_name(name).replace(f".{part}.", f".{one.name}."), one, part
+        return None
+
+
+def foreign_name(name: str) -> str:
+    """What Llama calls one of our tensors."""
+    for pattern, template in NAMES:
+        if match := re.fullmatch(pattern, name):
+            return match.expand(template)
+    raise AssertionError(name)
+
+
+def spec_of(family: Family, config: Config, max_positions: int | None) -> ModelSpec | None:
+    """The spec that a config.json declares; None where it cannot, with the reasons in `config.problems`.
+
+    `max_positions` is the longest row if it shall be shorter than the model allows.
+    """
+    layers, heads, width = (config.whole(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    kv_heads = heads if config.get("num_key_value_heads") is None else config.whole("num_key_value_heads")
+    if config.get("head_dim") is None and width % heads:
+        config.problem("head_dim", f"missing, and num_attention_heads {heads} does not divide hidden_size {width}")
+    theta, scaling = rope_of(config)
+    said = family.says(config)
+    if "activation" not in said:
+        said["activation"] = config.named("hidden_act", ACTIVATIONS)
+    declared: dict[str, Any] = {
+        "vocab_size": config.whole("vocab_size"),
+        "d_model": width,
+        "n_layers": layers,
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "d_head": max(1, width // heads) if config.get("head_dim") is None else config.whole("head_dim"),
+        "d_ff": config.whole("intermediate_size"),
+        "max_positions": _positions(family, config, layers, max_positions),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "norm_eps": config.number("rms_norm_eps"),
+        "tie_embeddings": config.flag("tie_word_embeddings"),
+        **said,
+    }
+    for name, values in family.only.items():
+        config.only(name, values)
+    return None if config.problems else ModelSpec(**declared)
+
+
+def _positions(family: Family, config: Config, layers: int, asked: int | None) -> int:
+    most, window = config.whole("max_position_embeddings"), family.window(config, layers)
+    if asked is not None and asked > most:
+        config.problem("max_position_embeddings", f"{most}, and --max-positions asks for {asked}")
+    positions = most if asked is None else asked
+    if window is not None and window < positions:
+        config.problem(
+            "sliding_window",
+            f"a token sees {window} tokens of up to {positions}, and a spec has no window; for rows of up to {window} "
+            f"tokens, where it hides nothing, give --max-positions {window}",
+        )
+    return positions
+
+
+def _always(config: Config, layers: int) -> int | None:
+    """Mistral's window: in every layer."""
+    if config.get("sliding_window") is None:
+        return None
+    before, window = len(config.problems), config.whole("sliding_window")
+    return window if len(config.problems) == before else None
+
+
+def _upper_layers(config: Config, layers: int) -> int | None:
+    """Qwen's: where it is switched on, in the layers from `max_window_layers` on, or in those that are listed."""
+    on, first, kinds = config.flag("use_sliding_window"), config.get("max_window_layers"), config.get("layer_types")
+    listed = kinds if isinstance(kinds, list) else []
+    if kinds is not None and (not listed or set(map(str, listed)) - {"full_attention", *(["sliding_attention"] * on)}):
+        config.problem("layer_types", f"expected full_attention in every layer, got {shown(kinds)}")
+    slides = "sliding_attention" in listed if kinds is not None else type(first) is not int or first < layers
+    window = _always(config, layers)
+    return window if on and slides else None
+
+
+def _biases(config: Config) -> str:
+    return "all" if config.flag("attention_bias") else "none"
+
+
+def _gemma(config: Config) -> dict[str, Any]:
+    return {
+        "attention_bias": _biases(config),
+        "activation": config.named("hidden_act", GEMMA_ACTIVATIONS),
+        "embedding_scale": math.sqrt(config.whole("hidden_size")),
+    }
+
+
+COMMON: dict[str, Any] = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        defaults=COMMON,
+        says=lambda config: {"attention_bias": _biases(config), "mlp_bias": config.flag("mlp_bias")},
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        defaults={**COMMON, "num_key_value_heads": 8, "sliding_window": 4096},
+        window=_always,
+        only={"attention_bias": (False,)},
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        defaults={**COMMON, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        says=lambda config: {"attention_bias": "qkv"},
+        window=_upper_layers,
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        defaults={
+            **COMMON, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28,
+        },
+        says=lambda config: {"attention_bias": _biases(config), "qk_norm": "head"},
+        window=_upper_layers,
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        defaults={**COMMON, "rms_norm_eps": 1e-5},
+        only={"attention_bias": (False,)},
+        # It says where the angles of `longrope` change, which is refused.
+        harmless=("original_max_position_embeddings",),
+        window=_always,
+        fused=(
+            Fused(name="qkv_proj", parts=("q_proj", "k_proj", "v_proj")),
+            Fused(name="gate_up_proj", parts=("gate_proj", "up_proj")),
+        ),
+    ),
+    "gemma": Family(
+        architecture="GemmaForCausalLM",
+        defaults={
+            **COMMON, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
+            "num_key_value_heads": 16,
+        },
+        says=_gemma,
+        only={"hidden_activation": ("gelu_pytorch_tanh",)},
+        norm_offset=1.0,
+    ),
+}  # fmt: skip
+"""`model_type` of a config.json -> what is particular about it. SmolLM and SmolLM2 are `llama`."""

@@ -1,0 +1,146 @@
+"""A folder as `save_pretrained` of transformers writes it: config.json, weights, and the files of a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mod_models.checkpoint import CheckpointError
+from mod_models.convert.config_json import Config
+from mod_models.convert.families import DERIVED, FAMILIES, Family, foreign_name, spec_of
+from mod_models.convert.foreign import ForeignModel, Part, refuse, shapes_of
+from mod_models.convert.tensor_files import FileTensor, read_json, tensors_of_folder
+from mod_models.spec import ModelSpec, SpecError, shown
+
+CONFIG = "config.json"
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether this is a folder with a config.json of a model that transformers names."""
+    config = path / CONFIG
+    if not config.is_file():
+        return False
+    try:
+        return "model_type" in read_json(config)
+    except CheckpointError:
+        return False
+
+
+def read_hugging_face(path: Path, max_positions: int | None, ignored: Collection[str]) -> ForeignModel:
+    """The model of such a folder; of its weights only the headers are read, and a head that ought to be the embedding.
+
+    Args:
+        path: of the folder.
+        max_positions: the longest row, where it shall be shorter than the model allows.
+        ignored: fields of config.json that the caller knows to change nothing.
+
+    Raises:
+        CheckpointError: an unknown family, a config that a spec cannot say or that does not fit the tensors, or tensors
+            that are missing, left over, damaged, or no floats.
+    """
+    fields = read_json(path / CONFIG)
+    kind = fields["model_type"]
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise CheckpointError(
+            f"{path / CONFIG}: model_type: {shown(kind)} is no family that can be converted; known: "
+            f"{', '.join(FAMILIES)}"
+        )
+    spec = _spec(path, family, fields, max_positions, ignored)
+    tensors = tensors_of_folder(path)
+    parts: dict[str, Part] = {}
+    problems: list[str] = []
+    asked = set()
+    for name, shape in shapes_of(spec).items():
+        place = _place(family, spec, name, shape)
+        asked.add(place.name)
+        found = _part(place, tensors, shape[0], family.norm_offset if name.endswith("norm.weight") else 0.0)
+        if isinstance(found, Part):
+            parts[name] = found
+        else:
+            problems.append(found)
+    embedding = parts.get("embedding.weight") if spec.tie_embeddings else None
+    problems += _left_over({name: tensor for name, tensor in tensors.items() if name not in asked}, embedding)
+    refuse(path, problems)
+    companions = tuple(path / name for name in COMPANIONS if (path / name).is_file())
+    return ForeignModel(path=path, family=str(kind), spec=spec, parts=parts, companions=companions)
+
+
+def _spec(
+    path: Path, family: Family, fields: Mapping[str, object], max_positions: int | None, ignored: Collection[str]
+) -> ModelSpec:
+    config = Config(fields, family.defaults)
+    architectures = fields.get("architectures")
+    if architectures is not None and architectures != [family.architecture]:
+        config.problem("architectures", f"expected {family.architecture}, got {shown(architectures)}")
+    try:
+        spec = spec_of(family, config, max_positions)
+    except SpecError as error:
+        raise CheckpointError(f"{path / CONFIG}: " + "; ".join(error.problems)) from error
+    config.check_others({*ignored, *family.harmless})
+    refuse(path / CONFIG, config.problems)
+    assert spec is not None, "without a problem there is a spec"
+    return spec
+
+
+class _Place(NamedTuple):
+    """Where one of our tensors is: the name and shape of theirs, and the first row of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def _place(family: Family, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> _Place:
+    fused = family.fused_with(name)
+    if fused is None:
+        return _Place(foreign_name(name), shape, 0)
+    theirs, one, part = fused
+    rows = [_rows(spec, each) for each in one.parts]
+    return _Place(theirs, (sum(rows), *shape[1:]), sum(rows[: one.parts.index(part)]))
+
+
+def _part(place: _Place, tensors: Mapping[str, FileTensor], length: int, added: float) -> Part | str:
+    """What a tensor of ours is made from, or what is wrong with that."""
+    found = tensors.get(place.name)
+    if found is None:
+        return f"{place.name} is missing, expected {list(place.shape)}"
+    if found.shape != place.shape:
+        return f"{place.name} has shape {list(found.shape)}, {CONFIG} says {list(place.shape)}"
+    if not isinstance(found.stored, torch.dtype):
+        return f"{place.name} holds {found.stored}, expected floating-point numbers of 16, 32 or 64 bits"
+    return Part(found, place.start, length, added)
+
+
+def _rows(spec: ModelSpec, part: str) -> int:
+    """Of a projection by its name."""
+    if part == "q_proj":
+        return spec.n_heads * spec.d_head
+    return spec.n_kv_heads * spec.d_head if part in ("k_proj", "v_proj") else spec.d_ff
+
+
+def _left_over(tensors: Mapping[str, FileTensor], tied: Part | None) -> list[str]:
+    """Those that the config does not speak of. A head that is the embedding once more is no problem."""
+    problems = []
+    for name, tensor in tensors.items():
+        if name == HEAD and tied is not None:
+            if not _equal(tensor, tied):
+                problems.append(f"tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}")
+        elif not DERIVED.fullmatch(name):
+            problems.append(f"{shown(name)} belongs to nothing that {CONFIG} describes")
+    return problems
+
+
+def _equal(tensor: FileTensor, part: Part) -> bool:
+    if (tensor.shape, tensor.stored) != (part.shape, part.dtype):
+        return False
+    pairs = zip(Part(tensor, 0, part.length).pieces(), part.pieces(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)

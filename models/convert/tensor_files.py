@@ -1,0 +1,147 @@
+"""The weights of a Hugging Face folder: one file or several shards with an index, safetensors or pickles of tensors.
+
+Only headers are read at first. Each time rows are read the file is mapped anew, and the mapping ends with the result,
+so a model of any size takes no more memory than the rows at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mod_models.checkpoint import CheckpointError, first_line, is_plain, read_plain
+from mod_models.spec import shown
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Name of a dtype in safetensors -> what it is. Other dtypes are those of quantized models, and buffers."""
+SAVE_AGAIN = "Save the model again as safetensors, as save_pretrained of transformers does"
+WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in a file, see `foreign.TensorRows`; of another dtype than a checkpoint can hold, `dtype` is a name."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    stored: torch.dtype | str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        assert isinstance(self.stored, torch.dtype), "the caller checks `stored` first"
+        return self.stored
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """See `foreign.TensorRows.rows`.
+
+        Raises:
+            CheckpointError: the file has changed or was damaged since it was opened.
+        """
+        if self.path.suffix != ".safetensors":
+            whole: Tensor = _pickled(self.path)[self.name]
+            return whole[start:stop]
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                rows: Tensor = file.get_slice(self.name)[start:stop]
+                return rows
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({first_line(error)})") from error
+
+
+def tensors_of_folder(folder: Path) -> dict[str, FileTensor]:
+    """Every tensor of a model by name, from its only file or from the shards that its index names.
+
+    Raises:
+        CheckpointError: no weights, a shard is missing or damaged, an index and its shards disagree, or a pickle wants
+            more than tensors.
+    """
+    for whole, index in zip(WHOLE_FILES, INDEXES, strict=True):
+        if (folder / whole).is_file():
+            return _of_file(folder / whole)
+        if (folder / index).is_file():
+            return _of_shards(folder / index)
+    raise CheckpointError(f"{folder}: holds no weights; expected one of {', '.join((*WHOLE_FILES, *INDEXES))}")
+
+
+def _of_shards(index: Path) -> dict[str, FileTensor]:
+    declared = read_json(index).get("weight_map")
+    if not isinstance(declared, Mapping) or not declared:
+        raise CheckpointError(f"{index}: holds no table 'weight_map' of tensors and their files")
+    found: dict[str, FileTensor] = {}
+    for shard in sorted({str(name) for name in declared.values()}):
+        path = index.parent / shard
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index}: names the file {shown(shard)}, expected one beside the index")
+        if not _is_file(path):
+            raise CheckpointError(f"{path}: missing; {index.name} says that {shown(_one_of(declared, shard))} is in it")
+        for name, tensor in _of_file(path).items():
+            if name in found:
+                raise CheckpointError(f"{path}: holds {shown(name)}, which {found[name].path.name} holds too")
+            found[name] = tensor
+    for name, shard in declared.items():
+        if name not in found or found[name].path.name != shard:
+            raise CheckpointError(
+                f"{index.parent / str(shard)}: holds no {shown(name)}, which {index.name} says is in it"
+            )
+    return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False  # Such as a name that is too long.
+
+
+def _one_of(declared: Mapping[str, Any], shard: str) -> str:
+    return next(name for name, file in declared.items() if str(file) == shard)
+
+
+def _of_file(path: Path) -> dict[str, FileTensor]:
+    if path.suffix != ".safetensors":
+        return {
+            name: FileTensor(path, name, tuple(tensor.shape), tensor.dtype if is_plain(tensor) else str(tensor.dtype))
+            for name, tensor in _pickled(path).items()
+        }
+    found = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # Not a mapping.
+                tensor = file.get_slice(name)
+                dtype = tensor.get_dtype()
+                found[name] = FileTensor(path, name, tuple(tensor.get_shape()), FLOATS.get(dtype, dtype))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not readable, it may be truncated ({first_line(error)})") from error
+    return found
+
+
+def _pickled(path: Path) -> Mapping[str, Tensor]:
+    data = read_plain(path, "file of tensors", SAVE_AGAIN)
+    wrong = next((name for name, tensor in data.items() if not isinstance(tensor, Tensor)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{path}: {shown(wrong)} in it is no tensor, expected a state_dict")
+    return data
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A file that holds one JSON object.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{path}: not readable JSON ({first_line(error)})") from error
+    if not isinstance(data, Mapping):
+        raise CheckpointError(f"{path}: holds {type(data).__name__}, expected an object")
+    return data

@@ -1,0 +1,131 @@
+"""What a block consists of: the norm, the rotary tables, attention and the gated MLP, and the tables of their forms.
+
+Shape legend: B batch, T tokens, D model width, H query heads, G key/value heads, E head width, F a projection of all
+heads, P positions that have rotary tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mod_models.declarations import ATTENTION_BIASES, RopeScaling
+from mod_models.spec import ModelSpec
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # rms_norm stays one node in ONNX (opset 23); a norm written out by hand is never fused again.
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def _llama3(angle_E: Tensor, scaling: RopeScaling) -> Tensor:
+    """Pairs that turn often stay, those that turn seldom are slowed down, between them a mixture of both."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns_E = scaling.original_positions * angle_E / (2 * math.pi)
+    share_E = ((turns_E - low) / (high - low)).clamp(0, 1)
+    return (1 - share_E) * angle_E / scaling.factor + share_E * angle_E
+
+
+ROPE_SCALINGS: dict[str, Callable[[Tensor, RopeScaling], Tensor]] = {
+    "linear": lambda angle_E, scaling: angle_E / scaling.factor,
+    "llama3": _llama3,
+}
+"""Kind -> (angle of each pair for one position, float64 (E / 2,); spec) -> the same, scaled."""
+
+
+def rope_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """The cosine and sine of the rotary angles (Su et al., arXiv 2104.09864), each float32 (max_positions, E / 2)."""
+    # The device is named so that a model built under `torch.device("meta")` still has real tables.
+    pair_E = torch.arange(0, spec.d_head, 2, dtype=torch.float64, device="cpu")
+    position_P = torch.arange(spec.max_positions, dtype=torch.float64, device="cpu")
+    angle_E = spec.rope_theta ** (-pair_E / spec.d_head)
+    if spec.rope_scaling is not None:
+        angle_E = ROPE_SCALINGS[spec.rope_scaling.kind](angle_E, spec.rope_scaling)
+    angle_PE = position_P[:, None] * angle_E
+    return angle_PE.cos().float(), angle_PE.sin().float()
+
+
+def rotate(x_BHTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the two halves of each head by position; cos and sin broadcast against (B, H, T, E / 2)."""
+    a, b = x_BHTE.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+QK_NORMS: dict[str, Callable[[ModelSpec], nn.Module]] = {
+    "none": lambda spec: nn.Identity(),
+    "head": lambda spec: RMSNorm(spec.d_head, spec.norm_eps),
+}
+"""Name -> spec -> what queries, or keys, (B, T, heads, E) go through before they are rotated."""
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245) among the T tokens it is given."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.d_head = spec.d_head
+        # ONNX export refuses grouped attention whose groups hold one head each.
+        self.grouped = spec.n_heads > spec.n_kv_heads
+        biased = ATTENTION_BIASES[spec.attention_bias]
+        self.q_proj = nn.Linear(spec.d_model, spec.n_heads * spec.d_head, bias="q" in biased)
+        self.k_proj = nn.Linear(spec.d_model, spec.n_kv_heads * spec.d_head, bias="k" in biased)
+        self.v_proj = nn.Linear(spec.d_model, spec.n_kv_heads * spec.d_head, bias="v" in biased)
+        self.o_proj = nn.Linear(spec.n_heads * spec.d_head, spec.d_model, bias="o" in biased)
+        self.q_norm, self.k_norm = QK_NORMS[spec.qk_norm](spec), QK_NORMS[spec.qk_norm](spec)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention adds (B, T, D), and the rotated keys and the values that it read, each (B, G, T, E)."""
+        q_BHTE, k_BGTE, v_BGTE = self.projected(x_BTD, cos, sin)
+        y_BHTE = functional.scaled_dot_product_attention(
+            q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped
+        )
+        return self.o_proj(y_BHTE.transpose(1, 2).flatten(2)), k_BGTE, v_BGTE
+
+    def projected(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, E), keys and values (B, G, T, E); queries and keys are rotated to their positions."""
+        q_BTHE = self.q_norm(self._heads(self.q_proj(x_BTD)))
+        k_BTGE = self.k_norm(self._heads(self.k_proj(x_BTD)))
+        v_BTGE = self._heads(self.v_proj(x_BTD))
+        q_BHTE, k_BGTE = (rotate(x.transpose(1, 2), cos, sin) for x in (q_BTHE, k_BTGE))
+        return q_BHTE, k_BGTE, v_BTGE.transpose(1, 2)
+
+    def _heads(self, x_BTF: Tensor) -> Tensor:
+        """Heads side by side (B, T, heads * E) as (B, T, heads, E)."""
+        B, T, _ = x_BTF.shape
+        return x_BTF.view(B, T, -1, self.d_head)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+"""Name -> what the gate of an MLP goes through; `gelu` by the error function, `gelu_tanh` by its approximation."""
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.gate_proj = nn.Linear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.d_ff, spec.d_model, bias=spec.mlp_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTD: Tensor = self.down_proj(self.activation(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return y_BTD

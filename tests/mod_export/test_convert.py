@@ -1,0 +1,121 @@
+"""Hugging Face folders on the command line: converted, and built as they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import FEW_SAMPLES, invoke, refused
+from hugging_face import change_config, saved
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel
+
+import mod_export
+from mod_export.build_folder.manifest import read_manifest
+from mod_export.errors import CheckpointError
+from mod_export.runtime.generate.generator import load_generator
+from mod_export.sources import checkpoint
+from mod_export.sources.checkpoint import convert
+from mod_models.checkpoint import load_checkpoint
+
+WRITING_TOML = f"""
+buckets = [[1, 16]]
+targets = ["ort-cpu"]
+{FEW_SAMPLES}
+[cost]
+profile_runs = 0
+[generation]
+window = 32
+prompts = [8]
+caches = [32]
+batches = [1]
+compared_texts = 1
+judged_tokens = 8
+measured_tokens = 5
+"""
+
+
+def model_folder(name: str, folder: Path) -> PreTrainedModel:
+    """With a tokenizer of 96 words, as transformers stores it."""
+    model = saved(name, folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    return model
+
+
+def test_a_folder_is_converted(tmp_path: Path) -> None:
+    saved("Qwen2", tmp_path / "plain", max_shard_size="60KB")
+    found = invoke("convert", tmp_path / "plain", tmp_path / "one")
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert found.stdout == (
+        f"{tmp_path / 'one'}  qwen2, 0.07 M parameters; copied generation_config.json; no tokenizer.json in "
+        f"{tmp_path / 'plain'}, so its ids stand for no text\n"
+    )
+    assert load_checkpoint(tmp_path / "one").spec.attention_bias == "qkv"
+    model_folder("Qwen2", tmp_path / "whole")
+    found = invoke("convert", tmp_path / "whole", tmp_path / "two", "-q")
+    said = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
+    assert found.stdout == f"{tmp_path / 'two'}  qwen2, 0.07 M parameters; {said}"
+
+
+def test_what_cannot_be_converted(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    refused(invoke("convert", source, out), "source: no such file or folder")
+    saved("Mistral", source)
+    change_config(source, sliding_window=16, note="mine")
+    said = r"config.json: sliding_window: .* --max-positions 16; note: unknown field"
+    refused(invoke("convert", source, out), said)
+    refused(invoke("build", source, "-o", out), said)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    arguments = ["convert", source, out, "--max-positions", 16, "--ignore-field", "note"]
+    found = invoke(*arguments)
+    assert found.exit_code == 0, found.output
+    assert load_checkpoint(out).spec.max_positions == 16
+    refused(invoke(*arguments), "out: exists already; name another folder, or delete it")
+
+
+def test_where_no_architecture_converts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "architectures", lambda: {"other": object()})
+    with pytest.raises(CheckpointError, match="source: no architecture that is installed here converts models of"):
+        convert(tmp_path / "source", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["Gemma", pytest.param("Phi-3", marks=pytest.mark.slow)])
+def test_a_folder_is_built_as_it_is(name: str, tmp_path: Path, fast: Path) -> None:
+    """What is served gives the logits of transformers, and the tokenizer's files are in the build folder."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    theirs = model_folder(name, source)
+    fast.write_text(fast.read_text() + "[cost]\nprofile_runs = 0\n")
+    found = invoke("build", source, "-c", fast, "-o", out)
+    assert found.exit_code == 0, found.output
+    assert {path.name for path in out.glob("*token*.json")} == {"tokenizer.json", "tokenizer_config.json"}
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= read_manifest(out)["files"].keys()
+    ids_BS = np.random.default_rng(0).integers(3, 96, (1, 16))
+    with torch.no_grad():
+        expected_BSV = theirs(torch.from_numpy(ids_BS)).logits.numpy()
+    shutil.rmtree(source)
+    with mod_export.load(out) as deployment:
+        np.testing.assert_allclose(deployment.run(ids_BS), expected_BSV, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3 with biases", "Gemma, one key", "Llama 3.1"])
+def test_a_folder_that_was_built_writes_as_transformers_does(name: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    theirs = model_folder(name, source)
+    (tmp_path / "writing.toml").write_text(WRITING_TOML)
+    found = invoke("build", source, "-c", tmp_path / "writing.toml", "-o", out)
+    assert found.exit_code == 0, found.output
+    theirs.generation_config.eos_token_id = None
+    prompt = [5, 17, 80, 4, 33, 9]
+    ids_1S = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    with load_generator(out) as generator:
+        (written,) = generator.generate([prompt], 20)
+    assert written.ids == ids_1S[0, len(prompt) :].tolist()
