@@ -1,6 +1,6 @@
 """A Mixture-of-Depths model from the weights of a dense one, which at capacity 1 computes what the dense one does.
 
-Bit for bit: a router starts so small that its gate, 1 + a * tanh(l), rounds to exactly 1, and yet no two tokens have
+Bit for bit: a router starts so small that its gate, 1 + tanh(l), rounds to exactly 1, and yet no two tokens have
 equal scores, because floating-point numbers keep their relative precision however small they are. So top-k starts from
 an arbitrary choice, not from the first k tokens, as it would with routers of zeros. docs/retrofit.md has the reasons
 for each choice, and what others do.
@@ -25,9 +25,8 @@ from mod_models.transformer import Transformer
 
 SELECTIONS = CAUSAL_SELECTIONS
 """Those of `RoutingSpec.selection` with which the result can write text."""
-GATE_SCALE = 0.2
 UNSEEN = 2.0**-26
-"""Largest |score| at the start: 1 + a * tanh(l) is 1 in float32, and in every narrower dtype, if |a * l| < 2 ** -25."""
+"""Largest |score| at the start: 1 + tanh(l) is 1 in float32, and in every narrower dtype, if |l| < 2 ** -25."""
 WILLING = 1.0
 """What every predictor says of every token at the start: at capacity 1 top-k selects them all."""
 LAYERS = (
@@ -107,7 +106,7 @@ def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, part
         router="linear_bias" if selection == "threshold" else "linear",
         router_input="normed",
         gate="tanh_affine",
-        gate_scale=GATE_SCALE,
+        gate_scale=1.0,
         gate_shift=1.0,
         # (x + A) + g * M is what the dense block computes if g is 1; x + g * (A + M) is rounded in another order.
         combine="ffn_gated" if parts == "block" else "paper",

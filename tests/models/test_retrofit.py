@@ -12,11 +12,10 @@ from training_runs import lines, rows, state
 
 from mod_models.checkpoint import ROUTES, Checkpoint, load_checkpoint, save_checkpoint
 from mod_models.generation_spec import why_not
-from mod_models.retrofit import GATE_SCALE, UNSEEN, layers_of, retrofitted, routed_spec
+from mod_models.retrofit import UNSEEN, layers_of, retrofitted, routed_spec
 from mod_models.spec import ExpertsSpec, ModelSpec, SpecError
 from mod_models.train import TrainConfig, TrainError, train
 from mod_models.train_run import spec_at
-from mod_models.transformer import Transformer
 
 DENSE = make_spec(routing=None, vocab_size=256, d_model=16, n_layers=4, max_positions=32)
 PARTS = ("block", "attention", "mlp", "separate")
@@ -222,20 +221,20 @@ def test_routers_have_a_rate_of_their_own(dense: Checkpoint, tmp_path: Path) -> 
 
 
 def test_routers_alone_learn_to_select(tmp_path: Path) -> None:
-    """With all else frozen, half of the tokens in every layer, the learnt choice is better than the arbitrary one."""
+    """With all else frozen, half of the tokens in each layer: the learnt choice is better than the arbitrary one."""
     dense_config = TrainConfig(
-        steps=150, batch=4, seq=32, warmup=5, eval_every=150, eval_batches=8, learning_rate=1e-2, log_every=150
+        steps=200, batch=4, seq=32, warmup=5, eval_every=200, eval_batches=8, learning_rate=1e-2, log_every=200
     )
     list(train(DENSE, dense_config, tmp_path / "dense"))
     trained = Checkpoint(spec=DENSE, weights=state(tmp_path / "dense")["model"])
     spec = routed_spec(DENSE, (0, 1, 2, 3), 0.5, "mlp", "predictor")
     begin = retrofitted(trained, spec, 0)
-    config = dataclasses.replace(dense_config, steps=60, eval_every=60, train="routers", log_every=60)
+    config = dataclasses.replace(dense_config, steps=80, eval_every=80, train="routers", log_every=80, anneal=0.5)
     held_out = {}
-    for rate in (1e-9, 1e-2):
+    for rate in (1e-9, 3e-2):
         list(train(spec, dataclasses.replace(config, learning_rate=rate), tmp_path / str(rate), initial=begin))
-        held_out[rate] = float(rows(tmp_path / str(rate))[-1]["next_token_loss"])
-    assert held_out[1e-2] < held_out[1e-9] - 0.01
+        held_out[rate] = float(rows(tmp_path / str(rate))[-1]["held_out_next_token_loss"])
+    assert held_out[3e-2] < held_out[1e-9] - 0.05
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -272,13 +271,6 @@ def test_options_out_of_range() -> None:
         TrainConfig(anneal=1.5)
     with pytest.raises(TrainError, match=r"^train: expected all or routed or routers, got 'some'$"):
         TrainConfig(train="some")
-
-
-def test_gates_stay_near_1() -> None:
-    """What the scale means: a token's delta is weighed by 0.8 to 1.2, so no layer is turned off by its own gate."""
-    model = Transformer(routed_spec(DENSE, (1,), 0.5, "mlp", "predictor"))
-    assert model.spec.routing.gate_scale == GATE_SCALE == 0.2
-    assert model.spec.routing.gate_shift == 1.0
 
 
 def test_from_a_folder_on_disk(dense: Checkpoint, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tiny_models import lively_checkpoint, make_spec
 from tokenizers import ByteLevelBPETokenizer
 from training_runs import SPEC, evaluations, state
 
+from mod_models import probe
 from mod_models import train as training
 from mod_models.checkpoint import load_checkpoint, save_checkpoint
 from mod_models.retrofit import routed_spec
@@ -169,6 +170,12 @@ def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_
     command = ["--data", "README.md", "--tokenizer", "build/tokenizer.json", "--spec", "build/spec.json"]
     command += ["--out", "out", "--steps", "1"]
     assert training.main([*command, *QUICK]) == 0
+
+
+def test_the_page_of_retrofits_names_options_that_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "retrofit.md").read_text(encoding="utf-8")
+    known = set(training._parser()._option_string_actions) | set(probe._parser()._option_string_actions) | {"--model"}
+    assert set(re.findall(r"--[a-z][a-z-]+", page)) <= known
 
 
 @pytest.fixture
