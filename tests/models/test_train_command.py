@@ -93,7 +93,9 @@ def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     byte_level.train_from_iterator(["def some(text): return text"] * 3, vocab_size=280, show_progress=False)
     byte_level.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text("{}")
-    command = ["--init", str(folder), "--route", "deepest:2", "--capacity", "0.25", "--parts", "mlp", "--anneal"]
+    (tmp_path / "text.jsonl").write_text('{"text": "def some(text): return text"}\n' * 100)
+    data = ["--data", str(tmp_path / "text.jsonl")]
+    command = ["--init", str(folder), "--route", "deepest:2", "--capacity", "0.25", "--parts", "mlp", "--anneal", *data]
     command += ["--distill", "--train", "routers", "--out", str(out), "--steps", "2", *QUICK]
     assert training.main(command) == 0
     assert "'perplexity': " in capsys.readouterr().out
@@ -106,7 +108,7 @@ def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "resumed at step 2\n"
     # Without --route a checkpoint is trained as it is: a dense one, or one that routes.
     for given, spec in ((folder, dense.spec), (out / "model.pt", trained.spec)):
-        command = ["--init", str(given), "--out", str(tmp_path / given.stem), "--steps", "1", *QUICK]
+        command = ["--init", str(given), "--out", str(tmp_path / given.stem), "--steps", "1", *data, *QUICK]
         assert training.main([*command, "--tokenizer", str(folder / "tokenizer.json")]) == 0
         assert load_checkpoint(tmp_path / given.stem / "model.pt").spec == spec
 

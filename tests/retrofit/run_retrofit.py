@@ -74,7 +74,7 @@ def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
     routed = way != DENSE
     return TrainConfig(
         steps=given.steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
-        learning_rate=given.learning_rate, router_learning_rate=10 * given.learning_rate, weight_decay=0.0,
+        learning_rate=given.learning_rate, router_learning_rate=20 * given.learning_rate, weight_decay=0.0,
         warmup=max(1, given.steps // 20), eval_every=max(1, given.steps // 4), eval_batches=given.eval_batches,
         log_every=max(1, given.steps // 40), recompute="layers", anneal=0.5 if routed else 0.0,
         distill=1.0 if routed else 0.0,
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     add("--batch", type=int, default=8)
     add("--micro-batch", type=int, default=1)
     add("--seq", type=int, default=512)
-    add("--learning-rate", type=float, default=1e-4, help="routers and predictors get ten times as much (%(default)s)")
+    add("--learning-rate", type=float, default=1e-4, help="routers and predictors get 20 times as much (%(default)s)")
     add("--eval-batches", type=int, default=4)
     add("--probe-rows", type=int, default=4)
     given = parser.parse_args(arguments)
