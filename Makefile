@@ -10,7 +10,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors study figures test test-slice test-all check docs clean
+.PHONY: install demo-install demo bench faults floors study retrofit figures test test-slice test-all check docs clean
 
 install: .venv/dev
 
@@ -41,6 +41,10 @@ bench: .venv/bench
 
 study: .venv/bench
 	$(BIN)/python tests/study/run_study.py
+
+# Needs a dense checkpoint, which `mod-export convert` writes, and downloads nothing. `make retrofit ARGS="--help"`.
+retrofit: .venv/bench
+	$(BIN)/python tests/retrofit/run_retrofit.py $(ARGS)
 
 # The pictures of the README, from what `make demo` has built. Run it on a quiet machine, after a demo.
 figures: install

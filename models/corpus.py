@@ -1,7 +1,11 @@
 """The text that a run learns from, as tokens: the running Python's standard library, or any folder or file of text.
 
-Nothing is downloaded. Files are assigned to the held-out split by a hash of their path, so a file is on the same side
-on every machine and for every Python version, whatever other files that version has.
+Nothing is downloaded. Documents are assigned to the held-out split by a hash of their name, the path of the file and
+its line in a file of many, so a document is on the same side on every machine, whatever other documents there are.
+
+Documents are packed: one stream of tokens with an end-of-text token between two, cut into rows anywhere. A row can hold
+the end of one document and the beginning of the next, and attention sees across, as it does in the pre-training of
+most models; what tells the model is the token between them.
 
 Tokens are bytes, which need nothing, or come from the vocabulary of a `tokenizers` file. Models with different
 vocabularies are compared in bits per byte, so every token carries how many bytes of the text it stands for. Their sum
@@ -11,8 +15,9 @@ is the length of the text, whatever the tokenizer joins, splits or drops.
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,12 +27,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mod_models.documents import documents_of
 from mod_models.train_config import TrainError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BYTES = 256
+TOKENIZER = "tokenizer.json"
+COMPANIONS = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "chat_template.jinja",
+)  # fmt: skip
+"""Files beside a tokenizer.json that say how it is used."""
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Names of the token that ends a document, of which the first that a vocabulary has separates documents."""
 PIECE = 2**20
 """Bytes given to the tokenizer at once. What it returns takes some hundred times the memory of the ids in it."""
 
@@ -73,16 +87,38 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
+def keep_tokenizer(path: Path, folder: Path) -> None:
+    """Copies a tokenizer, and the files that say how it is used, beside a model, where a build finds them."""
+    for source in (path, *(path.parent / name for name in COMPANIONS)):
+        target = folder / (TOKENIZER if source == path else source.name)
+        if source.is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(source, target)
+
+
+def end_of_text(tokenizer: Tokenizer) -> int | None:
+    """The id of the token between two documents; None for a vocabulary without any, which gets a zero byte."""
+    found = (tokenizer.token_to_id(name) for name in END_OF_TEXT)
+    return next((token for token in found if token is not None), None)
+
+
 def tokenize(documents: Sequence[bytes], tokenizer: Tokenizer) -> TokenizedText:
-    """The documents, which must be UTF-8, with a zero byte between two; no special tokens are added.
+    """The documents, which must be UTF-8, with `end_of_text` between two; no other special tokens are added.
+
+    The separator counts as one byte, whatever it is, so that models with different vocabularies have the same text.
 
     Raises:
         TrainError: the tokenizer refuses the text, as some do that have no token for the unknown.
     """
+    separator = end_of_text(tokenizer)
     ids: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
     dropped = 0
-    for text in _pieces(documents):
+    for text in _pieces(_separated(documents, zeros=separator is None)):
+        if text is None:
+            ids.append(np.array([separator], dtype=np.int32))
+            sizes.append(np.array([1 + dropped], dtype=np.int32))
+            dropped = 0
+            continue
         try:
             encoding = tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # the Rust side raises nothing narrower
@@ -108,10 +144,21 @@ def tokenize(documents: Sequence[bytes], tokenizer: Tokenizer) -> TokenizedText:
     )
 
 
-def _pieces(documents: Sequence[bytes]) -> Iterator[str]:
-    """The documents, long ones cut after the first line end past PIECE bytes."""
-    for number, document in enumerate(documents):
-        text = document if number == len(documents) - 1 else document + b"\0"
+def _separated(documents: Sequence[bytes], *, zeros: bool) -> Iterator[bytes | None]:
+    """The documents, with a zero byte or None between two."""
+    for number, document in enumerate(documents, 1):
+        last = number == len(documents)
+        yield document if last or not zeros else document + b"\0"
+        if not last and not zeros:
+            yield None
+
+
+def _pieces(documents: Iterable[bytes | None]) -> Iterator[str | None]:
+    """Each document as text, cut after the first line end past PIECE bytes; None stays None."""
+    for text in documents:
+        if text is None:
+            yield None
+            continue
         begin = 0
         while begin < len(text):
             end = text.find(b"\n", begin + PIECE) + 1 or len(text)
@@ -141,7 +188,8 @@ class Corpus:
         held_out: what only evaluations see.
         vocab_size: the smallest vocabulary of a model that reads it.
         files: how many files it was read from.
-        skipped: files that were left out because they are not UTF-8 text.
+        skipped: files that were left out, in whole or in part, because they are not UTF-8 text.
+        tokenizer: the file of the vocabulary; None for bytes.
     """
 
     name: str
@@ -150,6 +198,7 @@ class Corpus:
     vocab_size: int
     files: int
     skipped: int
+    tokenizer: Path | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -190,9 +239,9 @@ def read_corpus(data: Path | None = None, tokenizer: Path | None = None) -> Corp
     """Reads a text into memory, as tokens.
 
     Args:
-        data: a folder, of which every UTF-8 file is taken whose path has no part that begins with a dot, or one file;
-            None for the standard library. Where the hash puts every file on one side, as it does with a single one,
-            the last 5 % of the text are held out.
+        data: a folder, of which every file of UTF-8 text, JSON lines or Parquet is taken whose path has no part that
+            begins with a dot, or one such file (`documents.py`); None for the standard library. Where the hash puts
+            every document on one side, as it does with a single one, the last 5 % of the text are held out.
         tokenizer: a tokenizer.json of the package `tokenizers`; None for bytes.
 
     Raises:
@@ -203,21 +252,27 @@ def read_corpus(data: Path | None = None, tokenizer: Path | None = None) -> Corp
         splits = TokenizedText(read_split("train"), None), TokenizedText(read_split("held_out"), None)
         return Corpus(SOURCES, *splits, vocab_size=BYTES, files=len(_sources()), skipped=0)
     found = _sources() if data is None else _files(data)
-    texts = {relative: path.read_bytes() for relative, path in found.items()}
-    documents = {relative: text for relative, text in texts.items() if text and _is_text(text)}
+    documents: dict[str, bytes] = {}
+    files = skipped = 0
+    for relative, path in found.items():
+        texts = dict(documents_of(path, relative))
+        kept = {name: text for name, text in texts.items() if text and _is_text(text)}
+        skipped += any(text and name not in kept for name, text in texts.items())
+        files += bool(kept)
+        documents |= kept
     if data is not None and not documents:
         raise TrainError(f"{data}: holds no UTF-8 text ({len(found)} files looked at)")
     train = [text for relative, text in documents.items() if not _is_held_out(relative)]
     held_out = [text for relative, text in documents.items() if _is_held_out(relative)]
     if data is not None and not (train and held_out):
-        train, held_out = _cut(b"\0".join(documents.values()))
+        train, held_out = _cut(list(documents.values()))
     name = SOURCES if data is None else str(data)
-    counts = {"files": len(documents), "skipped": sum(not _is_text(text) for text in texts.values())}
     if tokenizer is None:
-        return Corpus(name, as_bytes(train), as_bytes(held_out), vocab_size=BYTES, **counts)
+        return Corpus(name, as_bytes(train), as_bytes(held_out), vocab_size=BYTES, files=files, skipped=skipped)
     vocabulary = load_tokenizer(tokenizer)
     size = vocabulary_size(vocabulary)
-    return Corpus(name, tokenize(train, vocabulary), tokenize(held_out, vocabulary), vocab_size=size, **counts)
+    splits = tokenize(train, vocabulary), tokenize(held_out, vocabulary)
+    return Corpus(name, *splits, vocab_size=size, files=files, skipped=skipped, tokenizer=tokenizer)
 
 
 def _files(data: Path) -> dict[str, Path]:
@@ -240,12 +295,20 @@ def _is_text(text: bytes) -> bool:
     return b"\0" not in text
 
 
-def _cut(text: bytes) -> tuple[list[bytes], list[bytes]]:
+def _cut(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     """The text without its last 5 %, and these; between two characters."""
-    at = len(text) - int(len(text) * HELD_OUT_SHARE)
-    while at < len(text) and text[at] & 0xC0 == 0x80:
-        at += 1
-    return [text[:at]], [text[at:]]
+    size = sum(map(len, documents)) + len(documents) - 1
+    train: list[bytes] = []
+    left = size - int(size * HELD_OUT_SHARE)
+    for number, text in enumerate(documents):
+        if len(text) > left:
+            while left < len(text) and text[left] & 0xC0 == 0x80:
+                left += 1
+            held_out = [text[left:], *documents[number + 1 :]]
+            return [*train, text[:left]] if left else train, [part for part in held_out if part]
+        train.append(text)
+        left = max(0, left - len(text) - 1)
+    return train, []
 
 
 def batch_at(text_N: Tensor, batch: int, seq: int, seed: int) -> Tensor:

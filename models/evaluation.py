@@ -16,6 +16,7 @@ from mod_models.transformer import Transformer
 
 EVAL_SEED = 10_000_000
 NATS_PER_BIT = math.log(2)
+LARGEST_EXPONENT = 700.0
 PREDICTOR_ACCURACY = "predictor_accuracy/"
 
 
@@ -44,8 +45,8 @@ def held_out(
     """What the losses of `eval_batches` batches of held-out text are on average; all processes have to call it.
 
     Returns:
-        `bits_per_byte`, the next-token loss of all tokens over the bytes that they stand for, and every metric of
-        `losses` by its name.
+        `bits_per_byte`, the next-token loss of all tokens over the bytes that they stand for; `next_token_loss`, the
+        same in nats a token; and every metric of `losses` by its name.
     """
     metrics: dict[str, float] = {}
     nats = n_bytes = 0.0
@@ -60,7 +61,9 @@ def held_out(
                 metrics[name] = metrics.get(name, 0.0) + value * share
     nats, n_bytes = workers.sums([nats, n_bytes])
     means = workers.means(list(metrics.values()))
-    return {"bits_per_byte": nats / n_bytes / NATS_PER_BIT, **dict(zip(metrics, means, strict=True))}
+    per_token = nats / (config.eval_batches * config.batch * config.seq)
+    losses = {"bits_per_byte": nats / n_bytes / NATS_PER_BIT, "next_token_loss": per_token}
+    return {**losses, **dict(zip(metrics, means, strict=True))}
 
 
 def evaluate(model: Transformer, config: TrainConfig, corpus: Corpus | None = None) -> dict[str, object]:
@@ -72,7 +75,8 @@ def evaluate(model: Transformer, config: TrainConfig, corpus: Corpus | None = No
         corpus: whose held-out text; None for the standard library's, as bytes.
 
     Returns:
-        `bits_per_byte` and `predictor_accuracy` (layer as text -> share), rounded to four decimals.
+        `bits_per_byte`, `perplexity` (of a token) and `predictor_accuracy` (layer as text -> share), rounded to four
+        decimals.
     """
     training = model.training
     model.eval()
@@ -90,4 +94,9 @@ def summary(found: dict[str, float]) -> dict[str, object]:
         for name, value in found.items()
         if name.startswith(PREDICTOR_ACCURACY)
     }
-    return {"bits_per_byte": round(found["bits_per_byte"], 4), "predictor_accuracy": accuracy}
+    perplexity = math.exp(min(found["next_token_loss"], LARGEST_EXPONENT))
+    return {
+        "bits_per_byte": round(found["bits_per_byte"], 4),
+        "perplexity": round(perplexity, 4),
+        "predictor_accuracy": accuracy,
+    }

@@ -8,15 +8,18 @@ the router and the stream and which centres the scores so that "l > 0" means "se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from mod_models.next_token import Teacher, next_token_loss
 from mod_models.routing import Decisions, Routing, Seen, SeenByExperts
-from mod_models.selection import FIRST_COME, select_topk
+from mod_models.selection import FIRST_COME, Tokens, select_topk
 from mod_models.spec import Site, is_expert
 from mod_models.train_config import TrainConfig
 from mod_models.transformer import Transformer
@@ -28,12 +31,14 @@ class Losses(NamedTuple):
     """The losses of some rows.
 
     Attributes:
-        total: float32 scalar with a gradient: `next_token` and the weighted auxiliary losses.
-        next_token: float32 scalar, mean cross entropy of the next token in nats.
+        total: float32 scalar with a gradient: `next_token` and the weighted other losses.
+        next_token: float32 scalar, mean cross entropy of the next token in nats; it has a gradient of its own unless
+            there is a teacher.
         metrics: name -> number, of what the model has and what is trained: `predictor_loss`, `router_loss` (nats) and
-            `balance_loss`, summed over layers, before their weights; `predictor_accuracy/<site>` and
-            `router_accuracy/<site>`, share of the positions where the sign of the logit says whether top-k selects
-            the token; `overflow/<site>`, share of the tokens that wanted to run and found no slot.
+            `balance_loss`, summed over layers, and `distill_loss` (nats), before their weights;
+            `predictor_accuracy/<site>` and `router_accuracy/<site>`, share of the positions where the sign of the
+            logit says whether top-k selects the token; `overflow/<site>`, share of the tokens that wanted to run and
+            found no slot.
     """
 
     total: Tensor
@@ -41,20 +46,27 @@ class Losses(NamedTuple):
     metrics: dict[str, float]
 
 
-def losses(model: Transformer, ids_BS1: Tensor, config: TrainConfig = DEFAULTS) -> Losses:
+def losses(
+    model: Transformer, ids_BS1: Tensor, config: TrainConfig = DEFAULTS, teacher: Transformer | None = None
+) -> Losses:
     """One forward pass and its losses. Every loss is a mean over rows and positions, so the mean of the losses of two
     halves of a batch is the loss of the batch.
 
     Args:
         model: float32, on the device of `ids_BS1`.
         ids_BS1: int64 (B, S + 1) token ids, none of them padding. The model reads the first S and predicts the last S.
-        config: has the weights of the auxiliary losses; 0 leaves a loss out, with no gradient at all.
+        config: has the weights of the other losses; 0 leaves a loss out, with no gradient at all.
+        teacher: the model to distil from, with the same vocabulary. Its activations are freed layer by layer.
     """
     ids_BS, target_BS = ids_BS1[:, :-1], ids_BS1[:, 1:]
     lengths_B = torch.full((len(ids_BS),), ids_BS.shape[1], device=ids_BS.device)
     decisions = Decisions()
-    logits_BSV = model.logits(model.hidden(ids_BS, lengths_B, decisions))
-    next_token = functional.cross_entropy(logits_BSV.flatten(0, 1).float(), target_BS.flatten())
+    taught = None
+    if teacher is not None:
+        with torch.no_grad():
+            taught = Teacher(teacher.hidden(ids_BS, lengths_B, Decisions()).flatten(0, 1), teacher.head_weight)
+    hidden_ND = model.hidden(ids_BS, lengths_B, decisions).flatten(0, 1)
+    head = next_token_loss(hidden_ND, model.head_weight, target_BS.flatten(), taught, config.distill)
     auxiliary: dict[str, list[Tensor]] = {"predictor": [], "router": [], "balance": []}
     metrics: dict[str, Tensor] = {}
     for site, seen in decisions.seen.items():
@@ -69,7 +81,9 @@ def losses(model: Transformer, ids_BS1: Tensor, config: TrainConfig = DEFAULTS) 
             metrics[f"router_accuracy/{site}"] = _agreement(seen.l_BT, selected_BT, seen.live_BT)
     auxiliary["balance"] = [_balance(seen) for seen in decisions.experts.values()]
     metrics |= _overflow(model, decisions.made)
-    total = next_token
+    total = head.objective
+    if teacher is not None:
+        metrics["distill_loss"] = head.divergence
     for name, by_layer in auxiliary.items():
         if by_layer:
             loss = torch.stack(by_layer).sum()
@@ -77,7 +91,7 @@ def losses(model: Transformer, ids_BS1: Tensor, config: TrainConfig = DEFAULTS) 
             # Not `0 * loss`: with a gradient of zeros the optimizer would still decay weights that nothing trains.
             weight = getattr(config, f"{name}_loss")
             total = total + weight * loss if weight > 0 else total
-    return Losses(total, next_token, _numbers(metrics))
+    return Losses(total, head.objective if teacher is None else head.cross_entropy, _numbers(metrics))
 
 
 class LossModule(nn.Module):
@@ -86,16 +100,34 @@ class LossModule(nn.Module):
     In bfloat16, matrix products and attention run in 16 bits; weights, residual stream and routers stay float32.
     """
 
-    def __init__(self, model: Transformer, config: TrainConfig = DEFAULTS) -> None:
+    def __init__(self, model: Transformer, config: TrainConfig = DEFAULTS, teacher: Transformer | None = None) -> None:
         super().__init__()
         self.model = model
+        self.teacher = teacher
         self.config = config
+        if config.recompute == "layers":
+            for layer in model.layers:
+                layer.forward = partial(_recomputed, layer.forward)
 
     def forward(self, ids_BS1: Tensor) -> Losses:
         """The losses of int64 rows (B, S + 1); see `losses`."""
         enabled = self.config.precision == "bfloat16"
         with torch.autocast(ids_BS1.device.type, dtype=torch.bfloat16, enabled=enabled):
-            return losses(self.model, ids_BS1, self.config)
+            return losses(self.model, ids_BS1, self.config, self.teacher)
+
+
+def _recomputed(forward: Callable[..., Tensor], tokens: Tokens, decisions: Decisions, *others: Any) -> Tensor:
+    """A layer of which only the input is kept for the backward pass (Chen et al., arXiv 1604.06174)."""
+    if not torch.is_grad_enabled():
+        return forward(tokens, decisions, *others)
+    first = [decisions]
+
+    def run(tokens: Tokens) -> Tensor:
+        # What is computed again is decided again, and nobody reads it then.
+        return forward(tokens, first.pop() if first else Decisions(), *others)
+
+    x_BTD: Tensor = checkpoint(run, tokens, use_reentrant=False, preserve_rng_state=False)
+    return x_BTD
 
 
 def _membership(seen: Seen) -> Tensor:

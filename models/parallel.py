@@ -90,6 +90,8 @@ class Workers:
 
 def _shard(step: LossModule, workers: Workers) -> nn.Module:
     mesh = init_device_mesh(workers.device.type, (workers.size,))
+    for block in step.teacher.layers if step.teacher is not None else ():
+        fully_shard(block, mesh=mesh)
     for block in step.model.layers:
         if isinstance(block, RoutedBlock):
             for predictor in (block.predictor, block.mlp_predictor):

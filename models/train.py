@@ -17,14 +17,16 @@ from typing import NamedTuple
 
 import torch
 
-from mod_models.checkpoint import CheckpointError
-from mod_models.corpus import Corpus, read_corpus
+from mod_models.checkpoint import ARCHITECTURE, Checkpoint, CheckpointError, ForeignArchitectureError, load_checkpoint
+from mod_models.corpus import TOKENIZER, Corpus, keep_tokenizer, read_corpus
+from mod_models.declarations import PARTS
 from mod_models.evaluation import summary
 from mod_models.parallel import PARALLEL, Workers, launched
-from mod_models.spec import ModelSpec
+from mod_models.retrofit import LAYERS, SELECTIONS, layers_of, retrofitted, routed_spec
+from mod_models.spec import ModelSpec, SpecError
 from mod_models.train_config import DEFAULT_SPEC, TrainConfig, TrainError
 from mod_models.train_log import LOGS, Event, Log, show
-from mod_models.train_run import Run, reproducible
+from mod_models.train_run import Run, fingerprint_of, reproducible
 
 
 def train(
@@ -32,6 +34,7 @@ def train(
     config: TrainConfig,
     folder: Path,
     *,
+    initial: Checkpoint | None = None,
     corpus: Corpus | None = None,
     workers: Workers | None = None,
     log: str = "csv",
@@ -42,7 +45,8 @@ def train(
     Args:
         spec: the model.
         config: the run.
-        folder: gets state.pt (to resume), model.pt (float16 weights) and log.csv.
+        folder: gets state.pt (to resume), model.pt (float16 weights), log.csv, and the tokenizer of the corpus.
+        initial: the weights to start from, of this spec; None for some that are a function of the seed.
         corpus: the text; None for the standard library's source as bytes.
         workers: the processes of the run, from `launched`; None for this one on the CPU.
         log: `csv`, or `tensorboard` for the folder `tensorboard` beside it.
@@ -55,15 +59,18 @@ def train(
         OSError: `folder` cannot be written to, or is full.
     """
     corpus, workers = corpus or read_corpus(), workers or Workers()
-    identity = {"spec": spec.to_dict(), **asdict(config), "data": corpus.fingerprint}
-    _check(spec, config, corpus, workers)
+    _check(spec, config, corpus, workers, initial)
+    identity: dict[str, object] = {"spec": spec.to_dict(), **asdict(config), "data": corpus.fingerprint}
+    identity["initial weights"] = None if initial is None else fingerprint_of(initial)
     if not workers.agree(identity):
         raise TrainError(f"{corpus.name}: the processes do not have the same text, or not the same settings")
     if corpus.skipped:
         yield Event(0, config.steps, f"{corpus.name}: {corpus.files} files, {corpus.skipped} skipped as not UTF-8 text")
     with reproducible(workers.device):
-        run = Run.start(spec, config, corpus, workers)
+        run = Run.start(spec, config, corpus, workers, initial)
         folder.mkdir(parents=True, exist_ok=True)
+        if workers.first and corpus.tokenizer is not None:
+            keep_tokenizer(corpus.tokenizer, folder)
         first = run.resume(folder, identity)
         if first:
             yield Event(first, config.steps, f"resumed at step {first}")
@@ -110,7 +117,7 @@ def _progress(step: int, config: TrainConfig, bits: float, rate: float) -> Event
     return Event(step, config.steps, f"step {step}/{config.steps}  {brief}  {left}", brief)
 
 
-def _check(spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers) -> None:
+def _check(spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers, initial: Checkpoint | None) -> None:
     if spec.vocab_size < corpus.vocab_size:
         raise TrainError(
             f"spec.vocab_size: the tokens of {corpus.name} need at least {corpus.vocab_size}, got {spec.vocab_size}"
@@ -120,6 +127,13 @@ def _check(spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Worker
             "router_loss: where tokens choose (spec.routing.selection=threshold) it is what teaches them how many may, "
             "and it is 0; give --router-loss 0.01"
         )
+    if spec.routing is None and (config.train != "all" or config.anneal > 0):
+        name = "train" if config.train != "all" else "anneal"
+        raise TrainError(f"{name}: {getattr(config, name)} is for models that route, and this one does not")
+    if config.anneal > 0 and spec.routing is not None and spec.routing.capacity_rule == "absolute":
+        raise TrainError("anneal: lowers a share of the tokens, and spec.routing.capacity_rule is absolute")
+    if config.distill > 0 and (initial is None or spec.routing is None):
+        raise TrainError("distill: the dense model to learn from is the one that --init and --route start from")
     if config.seq > spec.max_positions:
         raise TrainError(f"seq: {config.seq} is more than spec.max_positions {spec.max_positions}")
     shortest = min(len(corpus.train.id_N), len(corpus.held_out.id_N))
@@ -157,21 +171,22 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--spec",
         type=_read_spec,
-        default=DEFAULT_SPEC,
         metavar="FILE",
-        help="the model, as JSON; without it the model that ships with this package",
+        help="the model, as JSON; without it and without --init the model that ships with this package",
     )
     add(
         "--data",
         type=Path,
         metavar="PATH",
-        help="a folder of text or one file; without it the source of this Python's standard library",
+        help="a folder of text, JSON lines and Parquet, or one such file; without it the source of this Python's "
+        "standard library",
     )
     add(
         "--tokenizer",
         type=Path,
         metavar="FILE",
-        help="a tokenizer.json of the package tokenizers; without it every byte is a token",
+        help="a tokenizer.json of the package tokenizers; without it the one in the folder of --init, and without "
+        "that every byte is a token",
     )
     add(
         "--parallel",
@@ -187,8 +202,10 @@ def _parser() -> argparse.ArgumentParser:
         help="log.csv, or tensorboard for TensorBoard's files beside it (%(default)s)",
     )
     add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 leaves PyTorch's choice")
+    _add_retrofit(parser.add_argument_group("from a trained model (docs/retrofit.md)"))
     run = parser.add_argument_group("the run; a resumed one needs the same values")
     for option in fields(TrainConfig):
+        flag = {"nargs": "?", "const": option.metadata["const"]} if "const" in option.metadata else {}
         run.add_argument(
             f"--{option.name.replace('_', '-')}",
             type=type(option.default),
@@ -196,8 +213,38 @@ def _parser() -> argparse.ArgumentParser:
             choices=option.metadata.get("choices"),
             metavar=None if "choices" in option.metadata else "N",
             help=f"{option.metadata['help']} (%(default)s)",
+            **flag,
         )
     return parser
+
+
+def _add_retrofit(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--init", type=Path, metavar="PATH", help="a checkpoint to start from: a folder, or model.pt")
+    group.add_argument("--route", metavar="LAYERS", help=f"layers of a dense model that are to route: {LAYERS}")
+    group.add_argument("--capacity", type=float, metavar="C", help="share of the tokens that they run (0.5)")
+    group.add_argument("--parts", choices=PARTS, help="what of them routes (block)")
+    group.add_argument("--selection", choices=SELECTIONS, help="what selects once the model is trained (predictor)")
+
+
+def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]:
+    """What is trained, and the weights that it starts from, if there are any."""
+    given = [name for name in ("capacity", "parts", "selection") if getattr(options, name) is not None]
+    if options.route is None and given:
+        raise TrainError(f"--{given[0]}: is for layers that are to route; name them with --route")
+    if options.init is None:
+        if options.route is not None:
+            raise TrainError("--route: needs the dense model that is to route, --init PATH")
+        return options.spec or DEFAULT_SPEC, None
+    if options.spec is not None:
+        raise TrainError("--spec: the checkpoint of --init has a spec of its own; give one of the two")
+    loaded = load_checkpoint(options.init)
+    if options.route is None:
+        return loaded.spec, loaded
+    parts = options.parts or "block"
+    layers = layers_of(options.route, loaded.spec.n_layers, parts)
+    capacity = 0.5 if options.capacity is None else options.capacity
+    spec = routed_spec(loaded.spec, layers, capacity, parts, options.selection or "predictor")
+    return spec, retrofitted(loaded, spec, options.seed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -209,10 +256,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     try:
         with launched(options.parallel, options.device) as workers:
-            corpus = read_corpus(options.data, options.tokenizer)
+            spec, initial = _initial(options)
+            beside = options.init / TOKENIZER if options.init is not None else None
+            tokenizer = options.tokenizer or (beside if beside is not None and beside.is_file() else None)
+            corpus = read_corpus(options.data, tokenizer)
             events = train(
-                options.spec, TrainConfig(**config), options.out, corpus=corpus, workers=workers, log=options.log
-            )
+                spec, TrainConfig(**config), options.out, initial=initial, corpus=corpus, workers=workers,
+                log=options.log,
+            )  # fmt: skip
             if workers.first:
                 show(events)
             else:
@@ -221,8 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last evaluation", file=sys.stderr)
         return 130
-    except (TrainError, CheckpointError, OSError) as error:
+    except (TrainError, CheckpointError, SpecError, OSError) as error:
         parser.error(str(error))
+    except ForeignArchitectureError as error:
+        parser.error(f"{options.init}: holds the architecture {error}, expected {ARCHITECTURE}")
     return 0
 
 

@@ -19,6 +19,9 @@ DEFAULT_SPEC = ModelSpec(
     routing=RoutingSpec(predictor_hidden=48),
 )
 PRECISIONS = ("float32", "bfloat16")
+RECOMPUTED = ("none", "layers")
+TRAINED = ("all", "routed", "routers")
+HALF_OF_THE_RUN = 0.5
 LARGEST_OPTION = 10**9
 
 
@@ -26,11 +29,12 @@ class TrainError(ValueError):
     """A run that cannot start or cannot go on; the message says why."""
 
 
-def _option(default: float | str, allowed: float | tuple[str, ...], text: str) -> Any:
-    """`allowed` is the least number, or the names to choose from."""
-    return field(
-        default=default, metadata={"choices" if isinstance(allowed, tuple) else "least": allowed, "help": text}
-    )
+def _option(
+    default: float | str, allowed: float | tuple[str, ...], text: str, most: float = LARGEST_OPTION, **more: object
+) -> Any:
+    """`allowed` is the least number, or the names to choose from; `more` is for the parser."""
+    limits = {"choices": allowed} if isinstance(allowed, tuple) else {"least": allowed, "most": most}
+    return field(default=default, metadata={**limits, "help": text, **more})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,17 @@ class TrainConfig:
     predictor_loss: float = _option(1.0, 0, "weight of the auxiliary predictors' loss; 0 does not train them")
     router_loss: float = _option(0.0, 0, "weight of the routers' binary cross entropy against the top-k")
     balance_loss: float = _option(0.01, 0, "weight of the load balance of token-choice experts")
+    train: str = _option("all", TRAINED, "which weights: all, those of routed layers, or routers and predictors alone")
+    router_learning_rate: float = _option(0.0, 0, "peak rate of routers and predictors; 0 for --learning-rate")
+    anneal: float = _option(
+        0.0, 0, "share of the run over which capacity falls from 1 to the spec's; without a value half of the run",
+        most=1, const=HALF_OF_THE_RUN,
+    )  # fmt: skip
+    distill: float = _option(
+        0.0, 0, "weight of KL(dense || model), the dense model being the one that --route is given; without a value 1",
+        const=1.0,
+    )  # fmt: skip
+    recompute: str = _option("none", RECOMPUTED, "activation checkpointing: what is computed again instead of kept")
 
     def __post_init__(self) -> None:
         problems = []
@@ -67,7 +82,8 @@ class TrainConfig:
             if "choices" in allowed:
                 if value not in allowed["choices"]:
                     problems.append(f"{option.name}: expected {' or '.join(allowed['choices'])}, got {shown(value)}")
-            elif not allowed["least"] <= value <= LARGEST_OPTION:
-                problems.append(f"{option.name}: expected {allowed['least']} to {LARGEST_OPTION}, got {shown(value)}")
+            elif not allowed["least"] <= value <= allowed["most"]:
+                limits = f"{allowed['least']} to {allowed['most']}"
+                problems.append(f"{option.name}: expected {limits}, got {shown(value)}")
         if problems:
             raise TrainError("; ".join(problems))

@@ -79,8 +79,8 @@ class Log:
     ) -> None:
         """One row, on disk when this returns; every row has the same names.
 
-        `held_out` is an evaluation, `bits_per_byte` and the same metrics, in columns that begin with HELD_OUT and are
-        empty in other rows.
+        `held_out` is an evaluation: `bits_per_byte`, `next_token_loss` and the same metrics, in columns that begin
+        with HELD_OUT and are empty in other rows.
 
         Raises:
             OSError: the disk cannot be written to, or is full.
@@ -88,7 +88,7 @@ class Log:
         evaluated = {HELD_OUT + name: value for name, value in (held_out or {}).items()}
         numbers = {**trained, **metrics, **evaluated}
         if not self.columns:
-            later = (HELD_OUT + name for name in ("bits_per_byte", *metrics))
+            later = (HELD_OUT + name for name in ("bits_per_byte", "next_token_loss", *metrics))
             self.columns = ["step", *trained, *metrics, *later]
             with self.path.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file, lineterminator="\n").writerow(self.columns)

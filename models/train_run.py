@@ -7,8 +7,11 @@ continued by another number of processes.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mod_models.checkpoint import Checkpoint, read_plain, save_checkpoint, write_plain
+from mod_models.checkpoint import ROUTES, Checkpoint, read_plain, save_checkpoint, write_plain
 from mod_models.corpus import Corpus
 from mod_models.evaluation import NATS_PER_BIT, held_out, parts, rows_at
 from mod_models.losses import Losses, LossModule
@@ -46,8 +49,12 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run computes with; `module` gives the losses of `model`, gradients reduced over the processes."""
+    """What a run computes with; `module` gives the losses of `model`, gradients reduced over the processes.
 
+    `spec` is what the model has when the run ends; `model.spec` has the capacity of the step.
+    """
+
+    spec: ModelSpec
     config: TrainConfig
     corpus: Corpus
     workers: Workers
@@ -56,13 +63,26 @@ class Run:
     optimizer: torch.optim.Optimizer
 
     @classmethod
-    def start(cls, spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers) -> Run:
-        """The run before its first step, with weights that are a function of the seed."""
-        model = Transformer(spec)
-        # Every process draws the same weights, so nothing has to be sent around.
-        model.init_weights(torch.Generator().manual_seed(config.seed))
-        module = workers.wrap(LossModule(model, config))
-        return cls(config, corpus, workers, model, module, make_optimizer(model, config))
+    def start(
+        cls, spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers, initial: Checkpoint | None = None
+    ) -> Run:
+        """The run before its first step, with the weights of `initial`, or with some that are a function of the seed.
+
+        If `config.distill` is above 0, the teacher is the dense model in `initial`: its weights without the routing.
+        """
+        teacher = None
+        if initial is None:
+            model = Transformer(spec)
+            # Every process draws the same weights, so nothing has to be sent around.
+            model.init_weights(torch.Generator().manual_seed(config.seed))
+        else:
+            initial = Checkpoint(spec=spec, weights={name: value.float() for name, value in initial.weights.items()})
+            model = _copy_of(initial, config)
+            teacher = initial.dense().module() if config.distill > 0 else None
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_trained(name, spec, config))
+        module = workers.wrap(LossModule(model, config, teacher))
+        return cls(spec, config, corpus, workers, model, module, make_optimizer(model, config))
 
     def step(self, step: int) -> Trained:
         """One optimizer step, counted from 1. All processes have to call it.
@@ -72,7 +92,8 @@ class Run:
         """
         config = self.config
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(step - 1, config)
+            group["lr"] = learning_rate_at(step - 1, config, group["peak"])
+        self.model.spec = spec_at(step - 1, self.spec, config)
         ids_BS1, n_bytes = rows_at(self.corpus.train, config, config.seed * 1_000_003 + step - 1, self.workers)
         found: list[Losses] = []
         portions = parts(ids_BS1, config)
@@ -110,12 +131,15 @@ class Run:
         by_name = dict(zip(names, means, strict=True))
         bits_per_byte = by_name["next_token_loss"] * n_tokens / n_bytes / NATS_PER_BIT
         numbers = {
-            "learning_rate": learning_rate_at(step - 1, self.config),
+            "learning_rate": learning_rate_at(step - 1, self.config, self.config.learning_rate),
             "gradient_norm": trained.gradient_norm,
             "total_loss": by_name.pop("total_loss"),
             "next_token_loss": by_name.pop("next_token_loss"),
             "train_bits_per_byte": bits_per_byte,
         }
+        if self.config.anneal > 0 and self.model.spec.routing is not None:
+            given = self.model.spec.routing.capacity
+            numbers["capacity"] = sum(given) / len(given) if isinstance(given, tuple) else given
         return numbers, by_name
 
     def save(self, folder: Path, step: int, identity: Identity) -> None:
@@ -180,12 +204,47 @@ class Run:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over all parameters, with decay of matrices only."""
-    # Norms and biases are not decayed: they are scales and offsets, not directions.
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over what is trained, with decay of matrices only."""
+    rates = {False: config.learning_rate, True: config.router_learning_rate or config.learning_rate}
+    groups: dict[tuple[bool, float], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # Norms and biases are not decayed: they are scales and offsets, not directions.
+            kind = parameter.dim() > 1, rates[ROUTES.match(name) is not None]
+            groups.setdefault(kind, []).append(parameter)
+    options = [
+        {"params": many, "peak": peak, "weight_decay": config.weight_decay if matrices else 0.0}
+        for (matrices, peak), many in groups.items()
+    ]
+    return torch.optim.AdamW(options, lr=config.learning_rate, betas=(0.9, 0.95))
+
+
+def is_trained(name: str, spec: ModelSpec, config: TrainConfig) -> bool:
+    """Whether `config.train` means the parameter of this name."""
+    if config.train == "routers":
+        return ROUTES.match(name) is not None
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return config.train == "all" or (layer is not None and int(layer[1]) in spec.routed_layers)
+
+
+def _copy_of(initial: Checkpoint, config: TrainConfig) -> Transformer:
+    """A model that may change what is trained, and shares the other tensors with `initial`."""
+    own = {
+        name: value.clone() if is_trained(name, initial.spec, config) else value
+        for name, value in initial.weights.items()
+    }
+    model = initial.skeleton()
+    model.load_state_dict(own, assign=True)
+    return model.train()
+
+
+def fingerprint_of(initial: Checkpoint) -> str:
+    """SHA-256 of all weights, in hex: a run that is resumed must have started from them."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(initial.weights.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @torch.no_grad()
@@ -211,12 +270,24 @@ def clip_gradients(model: nn.Module, largest: float, workers: Workers) -> float:
     return norm
 
 
-def learning_rate_at(step: int, config: TrainConfig) -> float:
+def learning_rate_at(step: int, config: TrainConfig, peak: float) -> float:
     """Linear warm-up, then cosine down to a tenth of the peak. `step` counts from 0."""
     if step < config.warmup:
-        return config.learning_rate * (step + 1) / config.warmup
+        return peak * (step + 1) / config.warmup
     done = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return config.learning_rate * (LAST_SHARE + (1 - LAST_SHARE) / 2 * (1 + math.cos(math.pi * done)))
+    return peak * (LAST_SHARE + (1 - LAST_SHARE) / 2 * (1 + math.cos(math.pi * done)))
+
+
+def spec_at(step: int, spec: ModelSpec, config: TrainConfig) -> ModelSpec:
+    """With the capacity of a step, counted from 0: 1 at first, then a cosine down to the spec's own."""
+    done = step / (config.anneal * config.steps) if config.anneal > 0 else 1.0
+    if spec.routing is None or done >= 1:
+        return spec
+    still = (1 + math.cos(math.pi * done)) / 2
+    given = spec.routing.capacity
+    capacity = tuple(c + (1 - c) * still for c in (given if isinstance(given, tuple) else (given,)))
+    routing = dataclasses.replace(spec.routing, capacity=capacity if isinstance(given, tuple) else capacity[0])
+    return dataclasses.replace(spec, routing=routing)
 
 
 @contextmanager

@@ -239,9 +239,14 @@ class Transformer(nn.Module):
         x: Tensor = self.embedding(ids)
         return x if self.spec.embedding_scale == 1 else x * self.spec.embedding_scale
 
+    @property
+    def head_weight(self) -> Tensor:
+        """What makes logits of hidden states, (V, D)."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., D) after the final norm to logits (..., V)."""
-        return functional.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        return functional.linear(hidden, self.head_weight)
 
     def hidden(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> Tensor:
         """Hidden states after the final norm, (B, S, D). `decisions` gets what was decided."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import make_spec
 from training_runs import rows, state
+from two_processes import retrofit
 
 from mod_models.parallel import Workers, launched
 from mod_models.train import TrainConfig, TrainError, train
@@ -96,6 +97,21 @@ def test_two_processes_take_the_steps_of_one(one: Path, in_halves: Path, two: Pa
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_portions_on_two_processes(one: Path, two: Path, parallel: str) -> None:
     assert_same_curve(one, two / f"rows-alone-{parallel}")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_retrofit_on_two_processes(two: Path, tmp_path: Path, parallel: str) -> None:
+    begin, settings = retrofit(SPEC, CONFIG)
+    # Scores are close to each other at first, so that the last bit of a sum would decide who is selected.
+    list(train(begin.spec, dataclasses.replace(settings, micro_batch=2), tmp_path, initial=begin))
+    assert float(rows(tmp_path)[-1]["distill_loss"]) > 0
+    assert_same_curve(tmp_path, two / f"retrofit-{parallel}")
+    ours, theirs = state(tmp_path), state(two / f"retrofit-{parallel}")
+    assert theirs["optimizer"].keys() == ours["optimizer"].keys()
+    for name, tensor in ours["model"].items():
+        torch.testing.assert_close(theirs["model"][name], tensor, rtol=0, atol=1e-4)
+        if not name.startswith(("layers.1.", "layers.2.")):
+            assert torch.equal(theirs["model"][name], begin.weights[name]), name
 
 
 def test_one_process_goes_on_from_two(one: Path, two: Path) -> None:

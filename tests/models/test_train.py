@@ -60,7 +60,10 @@ def test_loss_falls(tmp_path: Path) -> None:
     assert printed[0].startswith("step 25/60  loss ")
     accuracy = {layer: round(float(last[f"held_out_predictor_accuracy/{layer}"]), 4) for layer in ("0", "2")}
     bits = round(float(last["held_out_bits_per_byte"]), 4)
-    assert printed[-1] == f"step 60/60  held out: { {'bits_per_byte': bits, 'predictor_accuracy': accuracy} }"
+    perplexity = round(math.exp(float(last["held_out_next_token_loss"])), 4)
+    assert perplexity == pytest.approx(2 ** float(last["held_out_bits_per_byte"]), abs=1e-4)  # a token is a byte here
+    found = {"bits_per_byte": bits, "perplexity": perplexity, "predictor_accuracy": accuracy}
+    assert printed[-1] == f"step 60/60  held out: {found}"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -79,12 +82,12 @@ def test_what_a_run_leaves(uninterrupted: Path) -> None:
     metrics = ["predictor_accuracy/0", "predictor_accuracy/2", "predictor_loss"]
     assert list(rows(uninterrupted)[0]) == [
         "step", "learning_rate", "gradient_norm", "total_loss", "next_token_loss", "train_bits_per_byte", *metrics,
-        "held_out_bits_per_byte", *(f"held_out_{name}" for name in metrics),
+        "held_out_bits_per_byte", "held_out_next_token_loss", *(f"held_out_{name}" for name in metrics),
     ]  # fmt: skip
     row = {name: float(value) for name, value in rows(uninterrupted)[2].items()}
     assert row["train_bits_per_byte"] == pytest.approx(row["next_token_loss"] / math.log(2))
     assert row["total_loss"] == pytest.approx(row["next_token_loss"] + row["predictor_loss"], rel=1e-6)
-    assert row["learning_rate"] == learning_rate_at(4, CONFIG)
+    assert row["learning_rate"] == learning_rate_at(4, CONFIG, CONFIG.learning_rate)
     checkpoint = load_checkpoint(uninterrupted / "model.pt")
     assert checkpoint.spec == SPEC
     for name, tensor in state(uninterrupted)["model"].items():
@@ -267,12 +270,12 @@ def test_evaluation_leaves_no_trace(mode: bool) -> None:
 
 
 def test_schedule() -> None:
-    config = TrainConfig(steps=110, warmup=10, learning_rate=1.0)
-    assert [learning_rate_at(step, config) for step in (0, 4, 9)] == [0.1, 0.5, 1.0]
-    assert learning_rate_at(10, config) == pytest.approx(1.0)
-    assert learning_rate_at(60, config) == pytest.approx(0.55)
-    assert learning_rate_at(110, config) == pytest.approx(0.1)
-    assert learning_rate_at(0, TrainConfig(steps=1, warmup=0, learning_rate=1.0)) == 1.0
+    config = TrainConfig(steps=110, warmup=10, learning_rate=9.0)
+    assert [learning_rate_at(step, config, 1.0) for step in (0, 4, 9)] == [0.1, 0.5, 1.0]
+    assert learning_rate_at(10, config, 1.0) == pytest.approx(1.0)
+    assert learning_rate_at(60, config, 1.0) == pytest.approx(0.55)
+    assert learning_rate_at(110, config, 1.0) == pytest.approx(0.1)
+    assert learning_rate_at(0, TrainConfig(steps=1, warmup=0), 0.25) == 0.25
 
 
 def test_norms_and_biases_are_not_decayed() -> None:

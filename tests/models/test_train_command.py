@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_spec
+from tiny_models import lively_checkpoint, make_spec
+from tokenizers import ByteLevelBPETokenizer
 from training_runs import SPEC, evaluations, state
 
+from mod_models import probe
 from mod_models import train as training
-from mod_models.checkpoint import load_checkpoint
+from mod_models.checkpoint import load_checkpoint, save_checkpoint
+from mod_models.retrofit import routed_spec
 from mod_models.train import DEFAULT_SPEC, TrainConfig
 
 QUICK = ["--threads", "1", "--batch", "1", "--seq", "8", "--warmup", "1", "--eval-batches", "1"]
@@ -81,6 +84,65 @@ def test_command_line_errors(
     assert "Traceback" not in error
 
 
+def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Routing is added, the tokenizer of the folder is used and travels, and the same command goes on."""
+    folder, out = tmp_path / "dense", tmp_path / "out"
+    dense = lively_checkpoint(dataclasses.replace(SPEC, vocab_size=300, routing=None))
+    save_checkpoint(folder, dense)
+    byte_level = ByteLevelBPETokenizer()
+    byte_level.train_from_iterator(["def some(text): return text"] * 3, vocab_size=280, show_progress=False)
+    byte_level.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text("{}")
+    (tmp_path / "text.jsonl").write_text('{"text": "def some(text): return text"}\n' * 100)
+    data = ["--data", str(tmp_path / "text.jsonl")]
+    command = ["--init", str(folder), "--route", "deepest:2", "--capacity", "0.25", "--parts", "mlp", "--anneal", *data]
+    command += ["--distill", "--train", "routers", "--out", str(out), "--steps", "2", *QUICK]
+    assert training.main(command) == 0
+    assert "'perplexity': " in capsys.readouterr().out
+    trained = load_checkpoint(out / "model.pt")
+    assert trained.spec == routed_spec(dense.spec, (1, 2), 0.25, "mlp", "predictor")
+    assert (state(out)["identity"]["anneal"], state(out)["identity"]["distill"]) == (0.5, 1.0)
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert (out / "generation_config.json").exists()
+    assert training.main(command) == 0
+    assert capsys.readouterr().out == "resumed at step 2\n"
+    # Without --route a checkpoint is trained as it is: a dense one, or one that routes.
+    for given, spec in ((folder, dense.spec), (out / "model.pt", trained.spec)):
+        command = ["--init", str(given), "--out", str(tmp_path / given.stem), "--steps", "1", *data, *QUICK]
+        assert training.main([*command, "--tokenizer", str(folder / "tokenizer.json")]) == 0
+        assert load_checkpoint(tmp_path / given.stem / "model.pt").spec == spec
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--capacity", "0.5"], "--capacity: is for layers that are to route; name them with --route"),
+        (["--route", "1"], "--route: needs the dense model that is to route, --init PATH"),
+        (
+            ["--init", "dense", "--spec", "spec.json"],
+            "--spec: the checkpoint of --init has a spec of its own; give one",
+        ),
+        (["--init", "dense", "--route", "9"], "--route 9: expected layers from 0 to 2"),
+        (["--init", "dense", "--route", "1", "--capacity", "2"], "spec.routing.capacity: expected a share in (0, 1]"),
+        (["--init", "nowhere"], "nowhere: no such file or folder"),
+        (["--init", "foreign.pt"], "foreign.pt: holds the architecture other, expected mod_transformer"),
+    ],
+)
+def test_errors_of_a_retrofit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    options: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(Path("dense"), lively_checkpoint(dataclasses.replace(SPEC, routing=None)))
+    Path("spec.json").write_text(json.dumps(SPEC.to_dict()))
+    torch.save({"format_version": 1, "architecture": "other", "spec": {}, "weights": {}}, "foreign.pt")
+    with pytest.raises(SystemExit) as caught:
+        training.main(["--out", "out", *QUICK, *options])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
 def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every option with its meaning and, where it has one, its default."""
     monkeypatch.setenv("COLUMNS", "100")
@@ -89,9 +151,11 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for field in dataclasses.fields(TrainConfig):
-        assert f"--{field.name.replace('_', '-')} {'{' if 'choices' in field.metadata else 'N'}" in text
+        value = "{" if "choices" in field.metadata else "[N]" if "const" in field.metadata else "N"
+        assert f"--{field.name.replace('_', '-')} {value}" in text
         assert f"{field.metadata['help']} ({field.default})" in " ".join(text.split())
-    others = "--out DIR, --spec FILE, --threads N, --data PATH, --tokenizer FILE, --parallel {ddp,fsdp}"
+    others = "--out DIR, --spec FILE, --threads N, --data PATH, --tokenizer FILE, --parallel {ddp,fsdp}, "
+    others += "--init PATH, --route LAYERS, --capacity C, --parts {block,attention,mlp,separate}"
     assert all(option in text for option in others.split(", "))
 
 
@@ -108,6 +172,12 @@ def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_
     command = ["--data", "README.md", "--tokenizer", "build/tokenizer.json", "--spec", "build/spec.json"]
     command += ["--out", "out", "--steps", "1"]
     assert training.main([*command, *QUICK]) == 0
+
+
+def test_the_page_of_retrofits_names_options_that_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "retrofit.md").read_text(encoding="utf-8")
+    known = set(training._parser()._option_string_actions) | set(probe._parser()._option_string_actions) | {"--model"}
+    assert set(re.findall(r"--[a-z][a-z-]+", page)) <= known
 
 
 @pytest.fixture

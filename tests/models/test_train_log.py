@@ -13,7 +13,7 @@ from mod_models.train_config import TrainError
 from mod_models.train_log import Event, Log, show
 
 METRICS = {"predictor_loss": 0.5}
-HELD_OUT = {"bits_per_byte": 2.5, "predictor_loss": 0.25}
+HELD_OUT = {"bits_per_byte": 2.5, "next_token_loss": 1.5, "predictor_loss": 0.25}
 
 
 def test_rows(tmp_path: Path) -> None:
@@ -22,10 +22,10 @@ def test_rows(tmp_path: Path) -> None:
     log.write(2, {"total_loss": math.nan}, METRICS, HELD_OUT)
     log.close()
     first, second = rows(tmp_path)
-    names = ["step", "total_loss", "predictor_loss", "held_out_bits_per_byte", "held_out_predictor_loss"]
-    assert list(first) == names
-    assert list(first.values()) == ["1", repr(1 / 3), "0.5", "", ""]
-    assert list(second.values()) == ["2", "nan", "0.5", "2.5", "0.25"]
+    held_out = ["held_out_bits_per_byte", "held_out_next_token_loss", "held_out_predictor_loss"]
+    assert list(first) == ["step", "total_loss", "predictor_loss", *held_out]
+    assert list(first.values()) == ["1", repr(1 / 3), "0.5", "", "", ""]
+    assert list(second.values()) == ["2", "nan", "0.5", "2.5", "1.5", "0.25"]
 
 
 def test_goes_on_after_the_step_that_was_saved(tmp_path: Path) -> None:
@@ -39,7 +39,9 @@ def test_goes_on_after_the_step_that_was_saved(tmp_path: Path) -> None:
     assert [row["total_loss"] for row in rows(tmp_path)] == ["1.0", "2.0", "3.0", "40.0"]
     # A new run forgets the rows of one that saved nothing.
     Log(tmp_path, 0).write(1, {"other_loss": 2.0}, {})
-    assert rows(tmp_path) == [{"step": "1", "other_loss": "2.0", "held_out_bits_per_byte": ""}]
+    assert rows(tmp_path) == [
+        {"step": "1", "other_loss": "2.0", "held_out_bits_per_byte": "", "held_out_next_token_loss": ""}
+    ]
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from mod_models.checkpoint import Checkpoint, random_checkpoint
 from mod_models.corpus import read_corpus
 from mod_models.parallel import Workers, launched
+from mod_models.retrofit import retrofitted, routed_spec
 from mod_models.spec import ModelSpec
 from mod_models.train import TrainConfig, TrainError, train
 from mod_models.train_run import Run
@@ -20,6 +22,14 @@ def message(spec: ModelSpec, config: TrainConfig, folder: Path, workers: Workers
     except TrainError as error:
         return str(error)
     return ""
+
+
+def retrofit(spec: ModelSpec, config: TrainConfig) -> tuple[Checkpoint, TrainConfig]:
+    """A dense model with routing, and settings that freeze, distil, anneal and compute layers again."""
+    dense = random_checkpoint(dataclasses.replace(spec, routing=None), 3)
+    routed = retrofitted(dense, routed_spec(dense.spec, (1, 2), 0.5, "mlp", "predictor"), 0)
+    settings = {"train": "routed", "distill": 0.5, "anneal": 0.5, "recompute": "layers", "router_learning_rate": 1e-3}
+    return routed, dataclasses.replace(config, **settings)
 
 
 def main(spec_file: str, config_file: str, out: str) -> None:
@@ -39,6 +49,10 @@ def main(spec_file: str, config_file: str, out: str) -> None:
         rows_alone = dataclasses.replace(config, micro_batch=1)
         for workers in (ddp, fsdp):
             list(train(spec, rows_alone, folder / f"rows-alone-{workers.parallel}", workers=workers))
+        # From a dense model, with everything that a retrofit has; the teacher is sharded too.
+        begin, settings = retrofit(spec, config)
+        for workers in (ddp, fsdp):
+            list(train(begin.spec, settings, folder / f"retrofit-{workers.parallel}", initial=begin, workers=workers))
         own = folder / f"text-{ddp.rank}.txt"
         own.write_text(f"process {ddp.rank} " * 100)
         refused = {

@@ -1,0 +1,161 @@
+"""A Mixture-of-Depths model from the weights of a dense one, which at capacity 1 computes what the dense one does.
+
+Bit for bit: a router starts so small that its gate, 1 + tanh(l), rounds to exactly 1, and yet no two tokens have
+equal scores, because floating-point numbers keep their relative precision however small they are. So top-k starts from
+an arbitrary choice, not from the first k tokens, as it would with routers of zeros. docs/retrofit.md has the reasons
+for each choice, and what others do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mod_models.checkpoint import Checkpoint
+from mod_models.declarations import CAUSAL_SELECTIONS, PARTS, EveryNth, RoutingSpec
+from mod_models.routing import MlpRouter
+from mod_models.spec import ModelSpec
+from mod_models.train_config import TrainError
+from mod_models.transformer import Transformer
+
+SELECTIONS = CAUSAL_SELECTIONS
+"""Those of `RoutingSpec.selection` with which the result can write text."""
+UNSEEN = 2.0**-26
+"""Largest |score| at the start: 1 + tanh(l) is 1 in float32, and in every narrower dtype, if |l| < 2 ** -25."""
+WILLING = 1.0
+"""What every predictor says of every token at the start: at capacity 1 top-k selects them all."""
+LAYERS = (
+    "deepest:N, every:N, numbers and ranges such as 3,5,8-11, or FILE:N for the N layers that a probe found cheapest"
+)
+
+
+def layers_of(text: str, n_layers: int, parts: str) -> tuple[int, ...]:
+    """The layers that `--route` names, ascending.
+
+    Args:
+        text: see LAYERS. FILE is what `python -m mod_models.probe --out FILE` wrote.
+        n_layers: of the dense model.
+        parts: which part is to be routed; the probe's ranking for this part is taken.
+
+    Raises:
+        TrainError: anything else, more layers than there are, or a file that is no such ranking.
+    """
+    form, _, count = text.rpartition(":")
+    if not form:
+        return _numbered(text, n_layers)
+    number = int(count) if count.isdecimal() else 0
+    if not 1 <= number <= n_layers:
+        raise TrainError(f"--route {text}: expected a number from 1 to {n_layers} after the colon, got {count!r}")
+    if form == "deepest":
+        return tuple(range(n_layers - number, n_layers))
+    if form == "every":
+        # As in the paper, the layer that is routed is the last of its group.
+        return EveryNth(every=number, offset=number - 1).of(n_layers)
+    return tuple(sorted(_ranked(Path(form), parts, n_layers)[:number]))
+
+
+def _numbered(text: str, n_layers: int) -> tuple[int, ...]:
+    found: set[int] = set()
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", item.strip())
+        if match is None:
+            raise TrainError(f"--route {text}: expected {LAYERS}")
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if not found or max(found) >= n_layers:
+        raise TrainError(f"--route {text}: expected layers from 0 to {n_layers - 1}")
+    return tuple(sorted(found))
+
+
+def _ranked(path: Path, parts: str, n_layers: int) -> list[int]:
+    """The layers in the order in which the probe ranks them, the cheapest first."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        costs = {int(row["layer"]): float(row["cost"]) for row in rows if row["part"] == parts}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise TrainError(f"--route {path}: not what python -m mod_models.probe --out writes ({error})") from error
+    if not costs and parts == "separate":
+        raise TrainError(f"--route {path}: a probe ranks one part at a time; name the layers, or give --parts")
+    if set(costs) != set(range(n_layers)):
+        raise TrainError(f"--route {path}: has no cost of --parts {parts} for each of the {n_layers} layers")
+    return sorted(costs, key=lambda layer: costs[layer])
+
+
+def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, parts: str, selection: str) -> ModelSpec:
+    """The spec of a dense model with routing of these parts of these layers.
+
+    Raises:
+        TrainError: a model that routes already or has experts, or a selection that cannot write text.
+        SpecError: a capacity that is none.
+    """
+    if dense.routing is not None or dense.experts is not None:
+        what = "routes already" if dense.routing is not None else "has experts"
+        raise TrainError(
+            f"--route: expected a dense model, and the one of --init {what}; leave --route out to train it"
+        )
+    if selection not in SELECTIONS or parts not in PARTS:
+        raise TrainError(f"--selection, --parts: expected one of {SELECTIONS} and {PARTS}, got {selection} and {parts}")
+    routing = RoutingSpec(
+        layers=layers,
+        parts=parts,
+        capacity=capacity,
+        router="linear_bias" if selection == "threshold" else "linear",
+        router_input="normed",
+        gate="tanh_affine",
+        gate_scale=1.0,
+        gate_shift=1.0,
+        # (x + A) + g * M is what the dense block computes if g is 1; x + g * (A + M) is rounded in another order.
+        combine="ffn_gated" if parts == "block" else "paper",
+        selection=selection,
+        predictor_hidden=max(1, dense.d_model // 4) if selection == "predictor" else 0,
+    )
+    return dataclasses.replace(dense, routing=routing)
+
+
+def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
+    """The weights of a dense model, which are shared, with new routers and predictors; `spec` is from `routed_spec`."""
+    with torch.device("meta"):
+        model = Transformer(dataclasses.replace(spec, max_positions=1))
+    generator = torch.Generator().manual_seed(seed)
+    weights = dict(dense.weights)
+    for layer in spec.routed_layers:
+        block = model.layers[layer]
+        for name, module in block.named_children():
+            prefix = f"layers.{layer}.{name}."
+            if name in ("router", "mlp_router"):
+                second = spec.routing is not None and spec.routing.parts == "mlp"
+                norm = "mlp_norm" if name == "mlp_router" or second else "attention_norm"
+                weights |= _router(module.state_dict(), prefix, weights[f"layers.{layer}.{norm}.weight"], generator)
+            elif isinstance(module, MlpRouter):
+                weights |= _predictor(module.state_dict(), prefix, generator)
+    return Checkpoint(spec=spec, weights=weights)
+
+
+def _router(shapes: dict[str, Tensor], prefix: str, norm_D: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """A random direction. |l| <= |w| |x|, and a normed x is no longer than sqrt(D) times the norm's largest weight."""
+    found = {}
+    for name, shape in shapes.items():
+        if name.endswith("bias"):
+            # Above every |w . x|: where a threshold decides, every token is selected at first.
+            found[prefix + name] = torch.full(shape.shape, UNSEEN / 2)
+            continue
+        w_1D = torch.randn(shape.shape, generator=generator)
+        longest = shape.shape[-1] ** 0.5 * norm_D.float().abs().max().clamp(min=1e-6)
+        found[prefix + name] = w_1D / w_1D.norm() / longest * (UNSEEN / 4)
+    return found
+
+
+def _predictor(shapes: dict[str, Tensor], prefix: str, generator: torch.Generator) -> dict[str, Tensor]:
+    found = {}
+    for name, shape in shapes.items():
+        if name == "projection.bias":
+            found[prefix + name] = torch.full(shape.shape, WILLING)
+        elif name == "hidden.weight":
+            found[prefix + name] = torch.randn(shape.shape, generator=generator) / shape.shape[-1] ** 0.5
+        else:
+            found[prefix + name] = torch.zeros(shape.shape)
+    return found

@@ -1,0 +1,95 @@
+"""The measured part of docs/retrofit.md and its figure, from the results of `run_retrofit.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+BEGIN, END = "<!-- measured by make retrofit: begin -->", "<!-- measured by make retrofit: end -->"
+FIGURE = "retrofit.svg"
+COLUMNS = (
+    "routed", "layers", "capacity", "perplexity", "against dense", "bits per byte", "predictor accuracy",
+    "predicted (FLOPs)", "measured speed-up",
+)  # fmt: skip
+
+
+def render(results: Path, docs: Path, names: Sequence[str], about: Mapping[str, Any]) -> None:
+    """Replaces what stands between the two marks of `docs`/retrofit.md; ways without a result are left out."""
+    paths = [results / name / "result.json" for name in names]
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    untouched = json.loads((results / "untouched.json").read_text(encoding="utf-8"))
+    (docs / "figures").mkdir(parents=True, exist_ok=True)
+    _draw(rows, untouched, docs / "figures" / FIGURE)
+    path = docs / "retrofit.md"
+    page = path.read_text(encoding="utf-8")
+    head, rest = page.split(BEGIN)
+    tail = rest.split(END)[1]
+    measured = "\n".join(_measured(rows, untouched, about))
+    path.write_text(f"{head}{BEGIN}\n{measured}\n{END}{tail}", encoding="utf-8")
+
+
+def _measured(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
+    tokens = about["steps"] * about["batch"] * about["seq"]
+    dense = next((row for row in rows if row["parts"] == "dense"), None)
+    return [
+        f"Model `{about['model']}`, text: {about['text']}. Every way has the same budget: {about['steps']:,} steps of "
+        f"{about['batch']} rows of {about['seq']} tokens, {tokens:,} tokens. Perplexity is of held-out text, with the "
+        "predictors deciding, as at generation. Speed is that of whole rows on one thread of ONNX Runtime.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
+        f"| dense, as given |  |  | {untouched['perplexity']:.2f} |  | {untouched['bits_per_byte']:.3f} |  | 1 | 1 |",
+        *(_row(row, dense) for row in rows),
+        "",
+        f"![Perplexity against measured speed-up](figures/{FIGURE})",
+    ]
+
+
+def _row(row: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
+    perplexity = math.exp(row["next_token_loss"])
+    against = "" if dense is None else f"{math.exp(row['next_token_loss'] - dense['next_token_loss']) - 1:+.1%}"
+    numbers = [f"{perplexity:.2f}", against, f"{row['bits_per_byte']:.3f}"]
+    if row["speed"] is None:
+        return f"| {' | '.join(['dense, trained as long', '', '', *numbers, '', '1', '1'])} |"
+    speed = row["speed"]
+    low, high = speed["ci95"]
+    failed = "" if speed["status"] == "pass" else ", a gate failed"
+    cells = [
+        row["parts"],
+        f"{len(row['layers'])} {row['route'].split(':')[0]}",
+        f"{row['capacity']:g}",
+        *numbers,
+        "" if row["predictor_accuracy"] is None else f"{row['predictor_accuracy']:.1%}",
+        f"{speed['predicted_flops']:.2f}",
+        f"{speed['measured']:.2f} [{low:.2f}, {high:.2f}]{failed}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path: Path) -> None:
+    mpl.rcParams["svg.hashsalt"] = "retrofit"
+    _, axes = plt.subplots(figsize=(7.5, 4.2))
+    axes.plot([1], [untouched["perplexity"]], "kx", label="dense, as given")
+    for number, part in enumerate(dict.fromkeys(row["parts"] for row in rows)):
+        own = [row for row in rows if row["parts"] == part]
+        x = [1.0 if row["speed"] is None else row["speed"]["measured"] for row in own]
+        y = [math.exp(row["next_token_loss"]) for row in own]
+        axes.plot(x, y, "o", color=f"C{number}", label="dense, trained as long" if part == "dense" else part)
+        for row, at_x, at_y in zip(own, x, y, strict=True):
+            if row["speed"] is not None:
+                text = f"{row['route'].split(':')[0]}, {row['capacity']:g}"
+                axes.annotate(text, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+    axes.set_xlabel("measured speed-up over the dense baseline")
+    axes.set_ylabel("held-out perplexity")
+    axes.legend(fontsize=8)
+    plt.tight_layout()
+    plt.savefig(path, metadata={"Date": None})
+    plt.close()
