@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mod_export.benchmark.cost import flops_of
-from mod_export.benchmark.speedup import NOTHING_COMPARED, speedup_rows
+from mod_export.benchmark.speedup import DENSE_ITSELF, NOTHING_COMPARED, speedup_rows
 from mod_export.benchmark.verdict import judge
 from mod_export.build_folder.manifest import TOKENIZER, Manifest
 from mod_export.environment import EXPORTERS, versions
@@ -18,6 +18,7 @@ from mod_export.results.parity import ParityRow
 from mod_export.results.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.stages.context import BuildContext, Context
+from mod_export.types import is_expert
 
 
 def compare_with_baseline(context: Context) -> None:
@@ -60,8 +61,11 @@ def verdict_of(context: Context, *, parity: bool = True, speedup: bool = True) -
 
 
 def not_compared(context: Context) -> str | None:
-    """That there is no speed-up and how to get one; None where there is a dense baseline."""
-    return None if "dense" in context.facts else NOTHING_COMPARED
+    """Why there is no speed-up and how to get one; None where there is a dense baseline."""
+    if "dense" in context.facts:
+        return None
+    skips = any(not is_expert(site) for graph in context.graphs for site in graph.k_by_layer)
+    return NOTHING_COMPARED if skips else DENSE_ITSELF
 
 
 def write_report(context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
