@@ -198,6 +198,7 @@ def _errors(row: ParityRow) -> Cell:
 PARITY: tuple[Column[ParityRow], ...] = (
     Column("model", lambda row: NAMES[row.model], number=False),
     Column("parity", lambda row: judged(row.passed), number=False),
+    Column("tokens", lambda row: Cell(f"{row.tokens:,}", f"float64 {row.rounding_tokens:,}")),
     Column("routing agreement", lambda row: agreement_text(row.routing)),
     Column("near-ties", lambda row: f"{row.routing.near_ties:,}"),
     Column("max error", _errors),

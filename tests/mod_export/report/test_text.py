@@ -253,10 +253,10 @@ def test_what_failed_or_differs_of_generation_is_said(report: BuildReport) -> No
     ("row", "causal", "expected"),
     [
         (parity_row(text=TEXT, ties_exact=True), False,
-         "ort-cpu forward b1s512 float32 MoD pass - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 7.3891 yes NO"),
+         "ort-cpu forward b1s512 float32 MoD pass 512 - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 7.3891 yes NO"),
         (parity_row(role="decode", model="dense"), True,
-         "ort-cpu decode b1s512 float32 dense pass - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 - - yes"),
-        (BAD, None, "ort-cpu forward b1s512 float32 MoD FAIL 7_of_8 1 nan - 0 100_% nan - NO -"),
+         "ort-cpu decode b1s512 float32 dense pass 512 - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 - - yes"),
+        (BAD, None, "ort-cpu forward b1s512 float32 MoD FAIL 512 7_of_8 1 nan - 0 100_% nan - NO -"),
     ],
 )  # fmt: skip
 def test_validate_has_one_line_for_each_candidate(row: ParityRow, causal: bool | None, expected: str) -> None:
