@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from mod_export.build_folder.workspace import amend
 from mod_export.config import BuildConfig
 from mod_export.plan import without_speed_gate
 from mod_export.results.base import Result
 from mod_export.results.report import Verdict
 from mod_export.stages.benchmark import benchmark, profile
 from mod_export.stages.folder import FolderContext, notes
-from mod_export.stages.report import compare_with_baseline, not_compared, verdict_of
+from mod_export.stages.report import compare_with_baseline, not_compared, refused_in, verdict_of
 
 Row = TypeVar("Row", bound=Result)
 
@@ -48,6 +49,8 @@ def validate_folder(
 
     The reference is rebuilt from the folder's own spec and weights, or from `checkpoint`. A file that is not the one
     that was built is a finding, not an error: it is looked at like any other, but for compiled code, which is not run.
+    A folder that was built without evidence counts as verified afterwards, if all of it was asked for by the gates that
+    it was built with, and what missed one of them is not served any more.
 
     Raises:
         BuildFolderError: not a whole build folder.
@@ -59,7 +62,11 @@ def validate_folder(
 
     context = FolderContext(root, config, targets, checkpoint, verify=False)
     validate(context)
-    return Rerun(rows=context.rows, verdict=verdict_of(context, speedup=False), notes=notes(context))
+    verdict = verdict_of(context, speedup=False)
+    as_built = not targets and checkpoint is None and config is None
+    if as_built and not context.manifest.verified and context.runnable("forward"):
+        amend(root, {"verified": True, "refused": refused_in(context)})
+    return Rerun(rows=context.rows, verdict=verdict, notes=notes(context))
 
 
 def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:

@@ -81,8 +81,18 @@ def write_report(context: BuildContext, stages: Sequence[Stage], command: str, c
 
     # Written every time: it tells of this run, also when every stage before it was reused.
     context.step("report", {"report": report.to_json()}, ["report.json", "report.html"], write)
-    context.workspace.close(_manifest(context, command).model_dump(mode="json", by_alias=True))
+    _close(context, command, verified=True)
     return report
+
+
+def close_unverified(context: BuildContext, command: str) -> None:
+    """Closes the build folder without a report."""
+    _close(context, command, verified=False)
+
+
+def refused_in(context: Context) -> dict[str, tuple[str, ...]]:
+    """What missed its gates, with the reasons: it is not served, `load` refuses it."""
+    return {row.artifact: row.reasons for row in context.rows(ParityRow) if row.artifact and not row.passed}
 
 
 def _report(context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None) -> BuildReport:
@@ -160,10 +170,10 @@ def _targets(context: BuildContext) -> list[Target]:
     return rows
 
 
-def _manifest(context: BuildContext, command: str) -> Manifest:
-    """What `validate`, `bench` and `load` need to know of the folder without the checkpoint."""
+def _close(context: BuildContext, command: str, *, verified: bool) -> None:
+    """With what `validate`, `bench` and `load` need to know of the folder without the checkpoint."""
     plan = context.plan
-    return Manifest(
+    manifest = Manifest(
         command=command,
         models=dict(context.facts),
         buckets=context.buckets,
@@ -171,8 +181,8 @@ def _manifest(context: BuildContext, command: str) -> Manifest:
         engines=tuple(context.engines),
         weight_digests=context.weight_digests,
         exporters=versions(*EXPORTERS),
-        # What missed its gates is not served: `load` refuses it, with these reasons.
-        refused={row.artifact: row.reasons for row in context.rows(ParityRow) if row.artifact and not row.passed},
+        verified=verified,
+        refused=refused_in(context),
         generation=context.generation,
         tokenizer=TOKENIZER if isinstance(plan.tokenizer, Path) else plan.tokenizer,
         cost=tuple(context.rows(CostRow)),
@@ -181,3 +191,4 @@ def _manifest(context: BuildContext, command: str) -> Manifest:
         versions={name: context.machine[name] for name in ("mod_export", "torch", "onnx", "onnxruntime")},
         files=context.workspace.files(),
     )
+    context.workspace.close(manifest.model_dump(mode="json", by_alias=True))
