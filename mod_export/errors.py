@@ -92,3 +92,7 @@ class LimitError(BuildError):
 
 class EngineError(BuildError):
     """A vendor's builder or runtime failed."""
+
+
+class UnverifiedWarning(UserWarning):
+    """Engines are served that were never compared with their model."""

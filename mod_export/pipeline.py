@@ -1,6 +1,8 @@
 """The order of the stages of a build, and nothing else.
 
 load > capture > onnx > passes > engines > validate > benchmark > profile > report
+
+Without evidence a build ends after the engines, with the structure of their files in place of validation.
 """
 
 from __future__ import annotations
@@ -29,20 +31,24 @@ from mod_export.stages.context import BuildContext
 from mod_export.stages.engines import build_engines
 from mod_export.stages.graphs import capture, onnx
 from mod_export.stages.passes import passes
-from mod_export.stages.report import write_report
-from mod_export.stages.validate import validate
+from mod_export.stages.report import close_unverified, write_report
+from mod_export.stages.validate import check_structure, validate
 from mod_export.types import ModelKind
 
-AFTER_LOAD: tuple[tuple[str, tuple[Callable[[BuildContext], None], ...]], ...] = (
+Works = tuple[tuple[str, tuple[Callable[[BuildContext], None], ...]], ...]
+ENGINES: Works = (
     ("capture", (capture,)),
     ("onnx", (onnx,)),
     ("passes", (passes,)),
-    ("engines", (build_engines,)),
+    ("engines", (build_engines, count_work)),
+)
+EVIDENCE: Works = (
     ("validate", (validate,)),
     ("benchmark", (benchmark,)),
-    ("profile", (count_work, profile)),
+    ("profile", (profile,)),
 )
-"""Between reading the checkpoint and writing the report."""
+STRUCTURE: Works = (("structure", (check_structure,)),)
+"""In place of EVIDENCE."""
 
 
 class Observer(Protocol):
@@ -63,7 +69,9 @@ def build(
     tokenizer: Path | None = None,
     rebuild: str | None = None,
 ) -> BuildReport:
-    """Runs every stage. A failing stage leaves what was whole before it, and the next run resumes there.
+    """Runs every stage and writes the report.
+
+    A failing stage leaves what was whole before it, and the next run resumes there.
 
     Args:
         load: gives the model, and the dense model that it is compared with if that is not the model's own.
@@ -78,6 +86,45 @@ def build(
     Raises:
         ModExportError: a stage failed; its notes name the stages that were done.
     """
+    with (
+        _stages(load, config, root, observer, tokenizer, ENGINES + EVIDENCE) as (context, stages),
+        _stage("report", stages, context.steps, observer),
+    ):
+        return write_report(context, stages, command, capacity, rebuild)
+
+
+def build_without_evidence(
+    load: Callable[[], tuple[Model, Model | None]],
+    config: BuildConfig,
+    root: Path,
+    observer: Observer,
+    command: str,
+    tokenizer: Path | None = None,
+) -> None:
+    """Builds the engines as `build` does, and looks at their files without running them. There is no report, and the
+    manifest says that nothing was verified. `build` goes on from there.
+
+    Raises:
+        GraphError: a file is not what its model says.
+        ModExportError: a stage failed; its notes name the stages that were done.
+    """
+    with (
+        _stages(load, config, root, observer, tokenizer, ENGINES + STRUCTURE) as (context, stages),
+        _stage("manifest", stages, context.steps, observer),
+    ):
+        close_unverified(context, command)
+
+
+@contextlib.contextmanager
+def _stages(
+    load: Callable[[], tuple[Model, Model | None]],
+    config: BuildConfig,
+    root: Path,
+    observer: Observer,
+    tokenizer: Path | None,
+    after_load: Works,
+) -> Iterator[tuple[BuildContext, list[Stage]]]:
+    """Reads the checkpoint and runs these stages; what they found, for the last one."""
     stages: list[Stage] = []
     with contextlib.ExitStack() as opened:
         opened.enter_context(limited(config.max_memory))
@@ -90,12 +137,11 @@ def build(
             context.step("load", {kind: context.identity(kind) for kind in context.facts}, [], lambda paths: None)
             _keep_tokenizer(context)
             _keep_programs(context)
-        for name, works in AFTER_LOAD:
+        for name, works in after_load:
             with _stage(name, stages, steps, observer):
                 for work in works:
                     work(context)
-        with _stage("report", stages, steps, observer):
-            return write_report(context, stages, command, capacity, rebuild)
+        yield context, stages
 
 
 def _keep_tokenizer(context: BuildContext) -> None:

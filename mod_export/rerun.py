@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from mod_export.build_folder.workspace import amend
 from mod_export.config import BuildConfig
 from mod_export.errors import BuildFolderError, UsageError
 from mod_export.plan import without_speed_gate
@@ -14,7 +15,7 @@ from mod_export.results.base import Result
 from mod_export.results.report import Verdict
 from mod_export.stages.benchmark import benchmark, profile
 from mod_export.stages.folder import FolderContext, notes
-from mod_export.stages.report import compare_with_baseline, not_compared, verdict_of
+from mod_export.stages.report import compare_with_baseline, not_compared, refused_in, verdict_of
 
 Row = TypeVar("Row", bound=Result)
 
@@ -49,6 +50,8 @@ def validate_folder(
 
     The reference is rebuilt from the folder's own spec and weights, or from `checkpoint`. A file that is not the one
     that was built is a finding, not an error: it is looked at like any other, but for compiled code, which is not run.
+    A folder that was built without evidence counts as verified afterwards, if all of it was asked for by the gates that
+    it was built with, and what missed one of them is not served any more.
 
     Raises:
         BuildFolderError: not a whole build folder, or nothing that a reference could be rebuilt from.
@@ -69,7 +72,11 @@ def validate_folder(
             raise
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise BuildFolderError(f"{root}: {changed}, so there is no reference ({reason}); build again") from error
-    return Rerun(rows=context.rows, verdict=verdict_of(context, speedup=False), notes=notes(context))
+    verdict = verdict_of(context, speedup=False)
+    as_built = not targets and checkpoint is None and config is None
+    if as_built and not context.manifest.verified and context.runnable("forward"):
+        amend(root, {"verified": True, "refused": refused_in(context)})
+    return Rerun(rows=context.rows, verdict=verdict, notes=notes(context))
 
 
 def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:

@@ -1,4 +1,4 @@
-"""Speed of writing text: prompts and steps of a model beside those of its dense baseline, interleaved on one machine.
+"""Speed of writing text: prompts and steps of a model, interleaved with those of its dense baseline where it has one.
 
 A prompt is timed as whole rows are. A step is timed as a server runs it: token and position in, the engine, keys and
 values written into their slots, the most probable token out. A step's time depends on what is skipped in it, and that
@@ -22,36 +22,37 @@ import numpy as np
 from mod_export.benchmark.sampling import interleaved
 from mod_export.benchmark.statistics import compare, verdict_of
 from mod_export.results.base import pair_fields
-from mod_export.results.generation import DecodeRow, FirstTokenRow, StepBytes
+from mod_export.results.generation import Compared, DecodeRow, FirstTokenRow, StepBytes, StepsCompared
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Kept, Prompts, kept_from_prefill
-from mod_export.types import Engine, ModelKind, Setting, Site, routed_output
+from mod_export.types import Engine, ModelKind, Site, routed_output
 
 VISITS = 5
 """Of each position."""
 ORDER: tuple[ModelKind, ...] = ("dense", "mod")
-"""Columns of the samples."""
+"""Of the columns of samples, as far as there are both models."""
 RESAMPLES = 2000
 
 
-def measure_prompts(found: DecodingEngines, pair: Mapping[ModelKind, Engine], ids_S: np.ndarray) -> FirstTokenRow:
-    """Times a prompt int64 (S,) that fills its bucket, `latency.samples` times.
+def measure_prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine], ids_S: np.ndarray) -> FirstTokenRow:
+    """Times a prompt int64 (S,) that fills its bucket, `latency.samples` times with the engine of each model.
 
     Raises:
         EngineError: an engine failed.
     """
-    setting, options = pair["mod"].setting, found.config.latency
-    with _prompts(found, setting) as prompts:
-        runs = [partial(_first_token, prompts[kind], ids_S.tolist()) for kind in ORDER]
+    setting, options = engines["mod"].setting, found.config.latency
+    with _prompts(found, engines) as prompts:
+        runs = [partial(_first_token, one, ids_S.tolist()) for one in prompts.values()]
         rounds = interleaved(runs, options, found.config.seed)
-    dense_RT, mod_RT = rounds.samples_ms(0), rounds.samples_ms(1)
-    compared = compare(dense_RT, mod_RT, options, looks=1, seed=found.config.seed)
+    samples_ms = {kind: rounds.samples_ms(index) for index, kind in enumerate(prompts)}
+    compared = None
+    if "dense" in samples_ms:
+        ratio = compare(samples_ms["dense"], samples_ms["mod"], options, looks=1, seed=found.config.seed)
+        compared = Compared(measured=ratio.measured, ci95=ratio.ci95, verdict=ratio.verdict)
     return FirstTokenRow(
         **pair_fields(setting),
         tokens=len(ids_S),
-        ms={"dense": float(np.median(dense_RT)), "mod": float(np.median(mod_RT))},
-        measured=compared.measured,
-        ci95=compared.ci95,
-        verdict=compared.verdict,
+        ms={kind: float(np.median(some)) for kind, some in samples_ms.items()},
+        compared=compared,
     )
 
 
@@ -60,14 +61,16 @@ def _first_token(prompts: Prompts, ids: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def _prompts(found: DecodingEngines, setting: Setting) -> Iterator[dict[ModelKind, Prompts]]:
+def _prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine]) -> Iterator[dict[ModelKind, Prompts]]:
+    """The readers of prompts of the models of `engines`, in ORDER."""
+    target, dtype = engines["mod"].target, engines["mod"].dtype
     with contextlib.ExitStack() as opened:
-        yield {kind: opened.enter_context(found.prompts(kind, setting.target, setting.dtype)) for kind in ORDER}
+        yield {kind: opened.enter_context(found.prompts(kind, target, dtype)) for kind in ORDER if kind in engines}
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of each row, and what both models remember of the whole of it.
+    """A text of each row, and what each model remembers of the whole of it.
 
     Attributes:
         ids_BS: int64.
@@ -88,11 +91,11 @@ def read_text(
     all of it, since slots are filled in order.
     """
     B, S = ids_BS.shape
-    kept: dict[ModelKind, list[Kept]] = {kind: [] for kind in ORDER}
-    ran = {kind: {site: np.zeros((B, S), dtype=bool) for site in sites[kind]} for kind in ORDER}
+    kept: dict[ModelKind, list[Kept]] = {kind: [] for kind in prompts}
+    ran = {kind: {site: np.zeros((B, S), dtype=bool) for site in sites[kind]} for kind in prompts}
     for row, ids_S in enumerate(ids_BS):
-        for kind in ORDER:
-            found = prompts[kind].found(ids_S.tolist())
+        for kind, reader in prompts.items():
+            found = reader.found(ids_S.tolist())
             kept[kind].append(kept_from_prefill(found, 0, S))
             for site, ran_BS in ran[kind].items():
                 positions_K = found[routed_output(site)][0]
@@ -102,7 +105,7 @@ def read_text(
 
 def measure_steps(
     found: DecodingEngines,
-    pair: Mapping[ModelKind, Engine],
+    engines: Mapping[ModelKind, Engine],
     ids_BS: np.ndarray,
     sites: Mapping[ModelKind, Sequence[Site]],
     least: Mapping[ModelKind, StepBytes],
@@ -112,7 +115,7 @@ def measure_steps(
 
     Args:
         found: the engines that read.
-        pair: those that write, of both models.
+        engines: those that write, of the model and of its dense baseline if it has one.
         ids_BS: the texts, int64, one for each row of the bucket.
         sites: of each model.
         least: what a step of each model has to read.
@@ -121,60 +124,67 @@ def measure_steps(
     Raises:
         EngineError: an engine failed.
     """
-    setting, config = pair["mod"].setting, found.config
+    setting, config = engines["mod"].setting, found.config
     with contextlib.ExitStack() as opened:
-        prompts = opened.enter_context(_prompts(found, setting))
-        decoders = {kind: opened.enter_context(found.decoder(pair[kind])) for kind in ORDER}
+        prompts = opened.enter_context(_prompts(found, engines))
+        decoders = {kind: opened.enter_context(found.decoder(engines[kind])) for kind in prompts}
         S = min(setting.bucket.seq, *(one.longest for one in prompts.values()))
         text = read_text(ids_BS[:, :S], prompts, sites)
         positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
         ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed)
-        kv_bytes = {kind: decoders[kind].kv_bytes for kind in ORDER}
-    ms = dict(zip(ORDER, ms_PK.mean(axis=0).tolist(), strict=True))
-    measured, ci95 = ms["dense"] / ms["mod"], _interval(ms_PK, config.seed)
+        kv_bytes = {kind: decoder.kv_bytes for kind, decoder in decoders.items()}
+    ms: dict[ModelKind, float] = dict(zip(decoders, ms_PK.mean(axis=0).tolist(), strict=True))
     names = [str(site) for site in sites["mod"]]
     executed = dict(zip(names, ran_PBN.any(axis=1).mean(axis=0).tolist(), strict=True))
-    least_bytes = {"dense": least["dense"].of({}), "mod": least["mod"].of(executed)}
-    predicted = least_bytes["dense"] / least_bytes["mod"]
-    routed = [layer for layer, size in kv_bytes["mod"].items() if size < kv_bytes["dense"][layer]]
+    least_bytes = {kind: least[kind].of(executed if kind == "mod" else {}) for kind in decoders}
+    compared = None
+    if "dense" in decoders:
+        measured, ci95 = ms["dense"] / ms["mod"], _interval(ms_PK, config.seed)
+        predicted = least_bytes["dense"] / least_bytes["mod"]
+        routed = [layer for layer, size in kv_bytes["mod"].items() if size < kv_bytes["dense"][layer]]
+        compared = StepsCompared(
+            measured=measured,
+            ci95=ci95,
+            verdict=verdict_of(ci95, config.latency.resolution),
+            predicted_bytes=predicted,
+            efficiency=measured / predicted,
+            routed_kv_bytes={kind: sum(sizes[layer] for layer in routed) for kind, sizes in kv_bytes.items()},
+        )
     return DecodeRow(
         **pair_fields(setting),
         threads=config.latency.threads,
         positions=len(positions_P),
         ms=ms,
         tokens_per_second={kind: 1e3 * setting.bucket.batch / one for kind, one in ms.items()},
-        measured=measured,
-        ci95=ci95,
-        verdict=verdict_of(ci95, config.latency.resolution),
         executed=executed,
         selected=dict(zip(names, ran_PBN.mean(axis=(0, 1)).tolist(), strict=True)),
         least_bytes=least_bytes,
-        predicted_bytes=predicted,
-        efficiency=measured / predicted,
         predicted_ms=None
         if bandwidth_gbs is None
         else {kind: size / bandwidth_gbs / 1e6 for kind, size in least_bytes.items()},
         kv_bytes={kind: sum(sizes.values()) for kind, sizes in kv_bytes.items()},
-        routed_kv_bytes={kind: sum(sizes[layer] for layer in routed) for kind, sizes in kv_bytes.items()},
+        compared=compared,
     )
 
 
 def _steps(
     decoders: Mapping[ModelKind, Decoder], text: Text, positions_P: np.ndarray, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds of each model (P, 2) in the order of ORDER, and which rows of the MoD model ran at which site, bool
-    (P, B, N).
+    """Milliseconds of each model (P, K) in the order of `decoders`, and which rows of the MoD model ran at which site,
+    bool (P, B, N).
     """
-    for kind in ORDER:
+    for kind, decoder in decoders.items():
         for row, kept in enumerate(text.kept[kind]):
-            decoders[kind].put(row, kept)
+            decoder.put(row, kept)
+    kinds = list(decoders)
     rng = np.random.default_rng(seed)
-    ms_PK = np.full((len(positions_P), len(ORDER)), np.inf)
+    ms_PK = np.full((len(positions_P), len(kinds)), np.inf)
     ran_PBN: dict[int, np.ndarray] = {}
     for visit in range(VISITS):
         for p in rng.permutation(len(positions_P)).tolist():
-            for index in (visit % 2, 1 - visit % 2):
-                ms = _step_ms(decoders[ORDER[index]], text, ORDER[index], int(positions_P[p]))
+            # Each of them is the first in its turn.
+            for kind in kinds if visit % 2 == 0 else reversed(kinds):
+                index, ms = kinds.index(kind), _step_ms(decoders[kind], text, kind, int(positions_P[p]))
                 ms_PK[p, index] = min(ms_PK[p, index], ms)
             ran_BN = decoders["mod"].ran_BN
             ran_PBN[p] = np.zeros((len(text.ids_BS), 0), dtype=bool) if ran_BN is None else ran_BN.copy()
@@ -192,7 +202,7 @@ def _step_ms(decoder: Decoder, text: Text, kind: ModelKind, position: int) -> fl
 
 
 def _interval(ms_PK: np.ndarray, seed: int) -> tuple[float, float]:
-    """95 % interval of the ratio of the means, by a bootstrap over positions."""
+    """95 % interval of the ratio of the means of both models, by a bootstrap over positions."""
     rng = np.random.default_rng(seed)
     drawn = ms_PK[rng.integers(0, len(ms_PK), (RESAMPLES, len(ms_PK)))].mean(axis=1)
     low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])

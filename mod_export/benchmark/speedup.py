@@ -27,6 +27,10 @@ GIVE_A_BASELINE = (
     "capacity, the same module with capacity=1.0)"
 )
 NOTHING_COMPARED = f"there is no dense baseline, so latency has no speed-up and no gate; {GIVE_A_BASELINE}"
+DENSE_ITSELF = (
+    "every token goes through every block of this model, so a dense baseline would be the model itself; to compare it "
+    "with another model, name that one with --baseline, in Python with baseline=other_module"
+)
 
 
 def gated_bucket(buckets: Sequence[Bucket]) -> Bucket:

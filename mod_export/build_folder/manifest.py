@@ -88,6 +88,7 @@ class Manifest(_Facts):
         buckets: of whole rows, ascending.
         weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor in the file's dtype.
         exporters: versions that an exported graph depends on.
+        verified: whether its engines were judged: not where it was built without evidence, before it is validated.
         refused: engine or graph that missed a gate -> the reasons; `load` does not serve it.
         generation: what writing text needs, or the reason why the folder cannot.
         tokenizer: `bytes`, a file of the folder, or None where ids stand for no text.
@@ -103,6 +104,7 @@ class Manifest(_Facts):
     engines: tuple[Engine, ...]
     weight_digests: dict[str, dict[str, str]]
     exporters: dict[str, str | None]
+    verified: bool
     refused: dict[str, tuple[str, ...]]
     generation: GenerationFacts | str
     tokenizer: str | None

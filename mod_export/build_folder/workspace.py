@@ -179,6 +179,22 @@ class Workspace:
         replace_file(self.root / MANIFEST, json.dumps(data, indent=1))
 
 
+def amend(root: Path, facts: Mapping[str, Any]) -> None:
+    """Replaces facts of a finished folder: what was found out about it later. Its files and steps stay as they are.
+
+    Raises:
+        BuildFolderError: it cannot be written, or a build is writing there.
+    """
+    with _explained(root):
+        lock = _locked(root)
+        try:
+            replace_file(
+                root / MANIFEST, json.dumps(with_checksum({**EMPTY, **read_manifest(root), **facts}), indent=1)
+            )
+        finally:
+            os.close(lock)
+
+
 def _locked(root: Path) -> int:
     """The lock of a build folder, as an open file; closing it gives the lock back, and so does the process's end."""
     lock = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

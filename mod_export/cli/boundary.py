@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mod_export import __version__
-from mod_export.errors import ModExportError, UsageError
+from mod_export.errors import ModExportError, UnverifiedWarning, UsageError
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
@@ -70,7 +71,10 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
 
     @wraps(function)
     def wrapped(*, quiet: bool, verbose: bool, **arguments: Any) -> None:
-        sys.exit(_exit_code(function, verbosity=-1 if quiet else int(verbose), **arguments))
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_say_warning, warnings.showwarning)
+            code = _exit_code(function, verbosity=-1 if quiet else int(verbose), **arguments)
+        sys.exit(code)
 
     with_verbose = click.option("-v", "--verbose", is_flag=True, help="Name every step; tracebacks for errors.")
     with_quiet = click.option("-q", "--quiet", is_flag=True, help="No progress; the result only.")
@@ -97,6 +101,16 @@ def _exit_code(function: Callable[..., int], *, verbosity: int, **arguments: Any
     except Exception as error:  # The one broad except: any other error is a bug of mod-export, and is reported as one.
         return _bug(error)
     return code
+
+
+def _say_warning(
+    others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
+    """Our own as the messages of a command are, because a user has no use for a line of our code."""
+    if issubclass(category, UnverifiedWarning):
+        click.echo(f"warning: {message}", err=True)
+    else:
+        others(message, category, *where, **more)
 
 
 def _missing_package(error: ImportError, name: str) -> UsageError | None:

@@ -125,11 +125,13 @@ def _summary(generator: Generator, stream: Stream) -> str:
     done = stream.completions
     tokens = sum(len(one.ids) for one in done)
     first = [one.first_token_s for one in done if one.first_token_s is not None]
-    steps = f", {stream.steps / stream.step_seconds:,.0f} steps/s" if stream.step_seconds else ""
+    rate, steps = stream.tokens_per_second, stream.steps / stream.step_seconds if stream.step_seconds else 0.0
     threads = {0: "the library's own number of threads", 1: "1 thread"}
     parts = [
-        f"{tokens} tokens in {stream.seconds:.2f} s: {tokens / stream.seconds:,.0f} tokens/s{steps}",
+        f"{tokens} tokens in {stream.seconds:.2f} s",
         f"{'first' if len(done) == 1 else 'last first'} token after {1e3 * max(first, default=0.0):.0f} ms",
+        *([] if rate is None else [f"then {rate:,.0f} tokens/s"]),
+        *([f"{steps:,.0f} steps/s"] if steps else []),
     ]
     read = sum(one.read for one in done)
     ran = [sum(one.ran.get(site, 0) for one in done) / read for site in done[0].ran] if read else []

@@ -271,10 +271,23 @@ class SiteRun:
         return value_BS.scatter(1, positions_BT, value_BT)
 
 
+class _Narrow(NamedTuple):
+    """A weight that is widened where it is used, so that memory never holds all of them in float64."""
+
+    tensor: Tensor
+
+
 class _Interpreter(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, run: SiteRun) -> None:
         super().__init__(module)
         self._run = run
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        def value_of(node: fx.Node) -> Any:
+            value = self.env[node]
+            return value.tensor.double() if isinstance(value, _Narrow) else value
+
+        return fx.map_arg(args, value_of)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._run.mark(*args) if target is MARKER else super().call_function(target, args, kwargs)
@@ -292,7 +305,7 @@ class Runnable(Protocol):
 
 
 def run_sites(
-    program: Runnable, state: Mapping[str, Tensor], inputs: Sequence[Tensor], run: SiteRun
+    program: Runnable, state: Mapping[str, Tensor], inputs: Sequence[Tensor], run: SiteRun, *, widen: bool = False
 ) -> tuple[Tensor, ...]:
     """Runs a captured program, markers and all, on the CPU.
 
@@ -301,15 +314,19 @@ def run_sites(
         state: name -> parameter or buffer: what it was captured with, or others of the same shapes and dtypes.
         inputs: of the program.
         run: observes, and replaces selections.
+        widen: whether the program computes in float64, so that floats of `state` and constants have to be widened.
 
     Returns:
         The program's own outputs.
     """
     given = iter(inputs)
+
+    def lifted_of(name: str) -> Any:
+        value = state.get(name, program.constants.get(name))
+        return _Narrow(value) if widen and isinstance(value, Tensor) and value.is_floating_point() else value
+
     lifted = [
-        next(given)
-        if spec.kind is InputKind.USER_INPUT
-        else state.get(str(spec.target), program.constants.get(str(spec.target)))
+        next(given) if spec.kind is InputKind.USER_INPUT else lifted_of(str(spec.target))
         for spec in program.graph_signature.input_specs
     ]
     with torch.no_grad():

@@ -120,7 +120,7 @@ def layers_of(model: Model, buckets: Sequence[Bucket]) -> Layers:
     return Layers(
         buckets=tuple(sorted(buckets, key=lambda bucket: (bucket.batch * bucket.seq, bucket))),
         mod=costs(model.loaded),
-        dense=costs(model.of_kind("dense")) if model.routes_depth and "dense" in model.kinds else None,
+        dense=costs(model.of_kind("dense")) if "dense" in model.kinds else None,
     )
 
 

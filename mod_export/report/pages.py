@@ -50,7 +50,9 @@ def render_html(report: BuildReport) -> str:
     """The report as one page."""
     settings, steps, prompts = (settings_of(report, role) for role in ("forward", "decode", "prefill"))
     whole, written = parity_of(report, forward=True), parity_of(report, forward=False)
-    found, generation = gains(report), report.generation
+    found, generation, alone = gains(report), report.generation, report.not_compared is not None
+    steps_timed = result_tables.STEPS_ALONE if alone else result_tables.STEPS_TIMED
+    prompts_timed = result_tables.PROMPTS_ALONE if alone else result_tables.PROMPTS_TIMED
     return render_page(
         __package__,
         "templates/report.html.j2",
@@ -72,10 +74,10 @@ def render_html(report: BuildReport) -> str:
         speedup_table=table_of((result_tables.NAMED, *result_tables.COMPARED), [one for one in settings if one.speed]),
         precision_table=table_of(result_tables.PRECISION, precisions(report)),
         slots=wording.slots_text(generation.capacity or {}) if generation else "",
-        steps_table=table_of((result_tables.NAMED, *result_tables.STEPS), steps),
-        step_charts=[(one, step_figure(one)) for one in steps if one.speed],
-        step_legend=step_legend(),
-        prompts_table=table_of((result_tables.NAMED, result_tables.OUTCOME, *result_tables.PROMPTS_TIMED), prompts),
+        steps_table=table_of((result_tables.NAMED, *result_tables.STEPS_JUDGED, *steps_timed), steps),
+        step_charts=[(one, step_figure(one)) for one in steps if one.written],
+        step_legend=step_legend(alone=alone),
+        prompts_table=table_of((result_tables.NAMED, result_tables.OUTCOME, *prompts_timed), prompts),
         generation_lines=generation_lines(generation, steps) if generation else (),
         executed=executed_figure(generation) if generation else "",
         latency=latency_figures(settings),

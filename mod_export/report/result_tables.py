@@ -19,13 +19,14 @@ from mod_export.report.wording import (
     ratio_text,
     share_text,
 )
-from mod_export.results.generation import DecodeRow
+from mod_export.results.generation import DecodeRow, StepsCompared
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import OutputParity, ParityRow
 from mod_export.types import HasSetting, ModelKind
 
 Row = TypeVar("Row")
 Judged = tuple[PrecisionRow, ParityRow | None]
+Stacks = tuple[tuple[int, ...], ...]
 VERDICTS: dict[SpeedVerdict, State] = {"faster": "pass", "not faster": "fail", "inconclusive": "warn"}
 
 
@@ -67,15 +68,23 @@ def _of_model(text: Callable[[LatencyRow], str]) -> Callable[[Found], str]:
 
 
 def _of_steps(text: Callable[[DecodeRow], Cell | str]) -> Callable[[Found], Cell | str]:
-    return lambda row: text(row.speed) if isinstance(row.speed, DecodeRow) else "-"
+    return lambda row: text(row.written) if isinstance(row.written, DecodeRow) else "-"
 
 
-def _ms(kind: ModelKind) -> Column[Found]:
-    return Column(f"{NAMES[kind]} ms", _if_known(lambda row: row.ms(kind), ms_text))
+def _of_steps_compared(text: Callable[[StepsCompared], Cell | str]) -> Callable[[Found], Cell | str]:
+    return lambda row: text(row.speed) if isinstance(row.speed, StepsCompared) else "-"
 
 
-def _rate(kind: ModelKind) -> Column[Found]:
-    return Column(f"{NAMES[kind]} tok/s", _of_steps(lambda row: f"{row.tokens_per_second[kind]:,.0f}"))
+def _ms(kind: ModelKind, name: str | None = None) -> Column[Found]:
+    return Column(name or f"{NAMES[kind]} ms", _if_known(lambda row: row.ms(kind), ms_text))
+
+
+def _rate(kind: ModelKind, name: str | None = None) -> Column[Found]:
+    def cell(row: DecodeRow) -> str:
+        found = row.tokens_per_second.get(kind)
+        return "-" if found is None else f"{found:,.0f}"
+
+    return Column(name or f"{NAMES[kind]} tok/s", _of_steps(cell))
 
 
 def _identical(row: Found) -> str:
@@ -141,23 +150,33 @@ COMPARED: tuple[Column[Found], ...] = (
     EFFICIENCY,
     Column("gate", _of_whole_texts(_gate), number=False),
 )
+SELECTED: Column[Found] = Column("selected tokens", _of_steps(lambda row: range_text(row.selected)))
 STEPS_TIMED: tuple[Column[Found], ...] = (
-    Column("selected tokens", _of_steps(lambda row: range_text(row.selected))),
+    SELECTED,
     _rate("dense"),
     _rate("mod"),
     SPEEDUP,
     VERDICT,
-    Column("predicted (bytes)", _of_steps(lambda row: ratio_text(row.predicted_bytes))),
-    Column("efficiency", _of_steps(lambda row: f"{row.efficiency:.2f}")),
+    Column("predicted (bytes)", _of_steps_compared(lambda row: ratio_text(row.predicted_bytes))),
+    Column("efficiency", _of_steps_compared(lambda row: f"{row.efficiency:.2f}")),
 )
-STEPS: tuple[Column[Found], ...] = (OUTCOME, Column("identical texts", _identical), *STEPS_TIMED)
+STEPS_ALONE: tuple[Column[Found], ...] = (SELECTED, _ms("mod", "ms a token"), _rate("mod", "tok/s"))
+"""In place of STEPS_TIMED, where there is no dense baseline."""
+STEPS_JUDGED: tuple[Column[Found], ...] = (OUTCOME, Column("identical texts", _identical))
 PROMPTS_TIMED: tuple[Column[Found], ...] = (*TIMES, SPEEDUP, VERDICT)
-PROMPTS: tuple[Column[Found], ...] = (TARGET, PROMPT, DTYPE, OUTCOME, *PROMPTS_TIMED)
-STACKS = ((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11))
-"""Which columns of WHOLE_TEXTS, and of SETTING and STEPS, stand on top of each other on a narrow terminal."""
-ALONE_STACKS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+PROMPTS_ALONE: tuple[Column[Found], ...] = (_ms("mod", "ms"),)
+"""In place of PROMPTS_TIMED, likewise."""
+PROMPTS: tuple[Column[Found], ...] = (TARGET, PROMPT, DTYPE)
+STACKS: Stacks = ((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11))
+"""Which columns of WHOLE_TEXTS, and of SETTING, STEPS_JUDGED and STEPS_TIMED, stand on top of each other on a narrow
+terminal."""
+ALONE_STACKS: Stacks = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
 """Likewise of JUDGED and ALONE."""
-PROMPTS_STACKS = ((0, 1, 2), (3,), (4, 5), (6, 7))
+STEPS_ALONE_STACKS: Stacks = ((0, 1, 2), (3, 4), (5, 6, 7))
+"""Likewise of SETTING, STEPS_JUDGED and STEPS_ALONE."""
+PROMPTS_STACKS: Stacks = ((0, 1, 2), (3,), (4, 5), (6, 7))
+"""Likewise of PROMPTS, OUTCOME and PROMPTS_TIMED."""
+PROMPTS_ALONE_STACKS: Stacks = ((0, 1, 2), (3,), (4,))
 
 
 def _quality(text: Callable[[ParityRow], Cell | str]) -> Callable[[Judged], Cell | str]:
@@ -179,6 +198,7 @@ def _errors(row: ParityRow) -> Cell:
 PARITY: tuple[Column[ParityRow], ...] = (
     Column("model", lambda row: NAMES[row.model], number=False),
     Column("parity", lambda row: judged(row.passed), number=False),
+    Column("tokens", lambda row: Cell(f"{row.tokens:,}", f"float64 {row.rounding_tokens:,}")),
     Column("routing agreement", lambda row: agreement_text(row.routing)),
     Column("near-ties", lambda row: f"{row.routing.near_ties:,}"),
     Column("max error", _errors),

@@ -202,14 +202,14 @@ def _edges(count: int) -> Iterable[tuple[int, int]]:
 
 def step_figure(steps: Found) -> Markup:
     """Milliseconds of a step of one decode bucket, beside those that memory takes for the bytes; empty if untimed."""
-    row, bucket = steps.speed, steps.setting.bucket
+    row, bucket = steps.written, steps.setting.bucket
     if not isinstance(row, DecodeRow):
         return Markup()
     bound_ms: Mapping[ModelKind, float] = row.predicted_ms or {}
     axis = axis_from_zero([*row.ms.values(), *bound_ms.values()], smallest=CLOCK_MS, unit=" ms")
     texts = f"{bucket.batch} text{'' if bucket.batch == 1 else 's'} of {bucket.seq} tokens"
     lanes = []
-    for model in MODELS:
+    for model in (one for one in MODELS if one in row.ms):
         ms, bound = ms_text(row.ms[model]), bound_ms.get(model)
         memory = "" if bound is None else f", memory takes {ms_text(bound)} ms for its bytes"
         lanes.append(
@@ -227,7 +227,8 @@ def step_figure(steps: Found) -> Markup:
     return lanes_chart(lanes, axis)
 
 
-def step_legend() -> Markup:
-    """Of all `step_figure`s together."""
-    memory = glyph(upright("bound", HALF, 0, "100%"))
-    return legend([(key("dense"), "dense"), (key("mod"), "MoD"), (memory, "predicted (bytes)")])
+def step_legend(*, alone: bool) -> Markup:
+    """Of all `step_figure`s together; `alone` without those of a dense baseline."""
+    models: list[ModelKind] = ["mod"] if alone else ["dense", "mod"]
+    memory = (glyph(upright("bound", HALF, 0, "100%")), "predicted (bytes)")
+    return legend([*((key(model), NAMES[model]) for model in models), memory])

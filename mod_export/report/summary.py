@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 from mod_export.results.base import PairRow
-from mod_export.results.generation import DecodeRow, FirstTokenRow, GenerationReport, TextsRow
+from mod_export.results.generation import Compared, DecodeRow, FirstTokenRow, GenerationReport, TextsRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
 from mod_export.results.report import Artifact, BuildReport, Target
@@ -30,9 +30,16 @@ class Found:
         return [row for row in self.rows if isinstance(row, row_type)]
 
     @property
-    def speed(self) -> SpeedupRow | DecodeRow | FirstTokenRow | None:
-        """The comparison with the dense baseline, which depends on the role."""
-        return next((row for row in self.rows if isinstance(row, SpeedupRow | DecodeRow | FirstTokenRow)), None)
+    def speed(self) -> SpeedupRow | Compared | None:
+        """The comparison with the dense baseline; None where there is none."""
+        if self.written is not None:
+            return self.written.compared
+        return next(iter(self.of(SpeedupRow)), None)
+
+    @property
+    def written(self) -> DecodeRow | FirstTokenRow | None:
+        """What was timed of an engine that writes text or reads a prompt of one."""
+        return next((row for row in self.rows if isinstance(row, DecodeRow | FirstTokenRow)), None)
 
     def latency(self, kind: ModelKind) -> LatencyRow | None:
         """Of one of the two models."""
@@ -40,8 +47,8 @@ class Found:
 
     def ms(self, kind: ModelKind) -> float | None:
         """Milliseconds of one run: the median, or the mean over steps."""
-        if isinstance(self.speed, DecodeRow | FirstTokenRow):
-            return self.speed.ms[kind]
+        if self.written is not None:
+            return self.written.ms.get(kind)
         row = self.latency(kind)
         return row.p50_ms if row else None
 

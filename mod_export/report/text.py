@@ -192,10 +192,15 @@ def _generation(report: BuildReport, clean: Cleaner, fitted: Callable[..., Parts
         Text(),
     ]
     steps, prompts = settings_of(report, "decode"), settings_of(report, "prefill")
+    alone = report.not_compared is not None
     if steps:
-        parts += fitted((*shown.SETTING, *shown.STEPS), steps, shown.STACKS)
+        times, stacks = (shown.STEPS_ALONE, shown.STEPS_ALONE_STACKS) if alone else (shown.STEPS_TIMED, shown.STACKS)
+        parts += fitted((*shown.SETTING, *shown.STEPS_JUDGED, *times), steps, stacks)
     if prompts:
-        parts += fitted(shown.PROMPTS, prompts, shown.PROMPTS_STACKS)
+        times, stacks = (
+            (shown.PROMPTS_ALONE, shown.PROMPTS_ALONE_STACKS) if alone else (shown.PROMPTS_TIMED, shown.PROMPTS_STACKS)
+        )
+        parts += fitted((*shown.PROMPTS, shown.OUTCOME, *times), prompts, stacks)
     failed = [row for row in parity_of(report, forward=False) if not row.passed]
     parts += [Text(clean(f"  - {row.setting} {row.model}: {reason}")) for row in failed for reason in row.reasons]
     parts += [Text()] if failed else []
@@ -205,24 +210,30 @@ def _generation(report: BuildReport, clean: Cleaner, fitted: Callable[..., Parts
 def generation_lines(found: GenerationReport, steps: Sequence[Found]) -> list[str]:
     """What the tables of steps and prompts hold for, and what was found about the texts."""
     lines = []
-    timed = [one.speed for one in steps if isinstance(one.speed, DecodeRow)]
+    timed = [one.written for one in steps if isinstance(one.written, DecodeRow)]
     if timed:
         positions = " or ".join(f"{count:,}" for count in sorted({row.positions for row in timed}))
         threads = " or ".join(threads_text(count) for count in sorted({row.threads for row in timed}))
         bucket = steps[-1].setting.bucket
         texts = f"{bucket.batch:,} text{'s' if bucket.batch > 1 else ''}"
+        compared = any(row.compared is not None for row in timed)
+        beside = ", interleaved with the dense baseline" if compared else ""
         lines += [
             f"{bucket.name}: {texts} at once, of up to {bucket.seq:,} tokens; tok/s: of all of them, mean over "
-            f"{positions} positions, interleaved with the dense baseline, {threads}",
-            "predicted (bytes): weights and cache that a step has to read, dense / MoD; "
-            "efficiency: speed-up / predicted",
-            *map(_memory, timed),
+            f"{positions} positions{beside}, {threads}"
         ]
+        if compared:
+            lines += [
+                "predicted (bytes): weights and cache that a step has to read, dense / MoD; "
+                "efficiency: speed-up / predicted"
+            ]
+        lines += map(_memory, timed)
     if found.first_token:
         lines.append("prompt: median time from a prompt of so many tokens to the token after it")
     if found.texts:
         each = " or ".join(f"{count:,}" for count in sorted({row.tokens // max(1, row.texts) for row in found.texts}))
-        lines.append(f"identical texts: greedy, {each} new tokens each, MoD and dense, compared with eager PyTorch")
+        both = "MoD and dense, " if len({row.model for row in found.texts}) > 1 else ""
+        lines.append(f"identical texts: greedy, {each} new tokens each, {both}compared with eager PyTorch")
     lines += [
         f"{row.setting} {row.model}: {row.texts - row.identical:,} of {row.texts:,} texts "
         f"differ from PyTorch's, the first from new token {row.first_difference} on"
@@ -233,8 +244,11 @@ def generation_lines(found: GenerationReport, steps: Sequence[Found]) -> list[st
 
 
 def _memory(row: DecodeRow) -> str:
-    kept, routed = row.kv_bytes, row.routed_kv_bytes
-    line = f"keys and values {row.target} {row.bucket}: {bytes_text(kept['mod'])}, dense {bytes_text(kept['dense'])}"
+    kept = row.kv_bytes
+    line = f"keys and values {row.target} {row.bucket}: {bytes_text(kept['mod'])}"
+    if row.compared is None:
+        return line
+    line, routed = f"{line}, dense {bytes_text(kept['dense'])}", row.compared.routed_kv_bytes
     if not routed["dense"]:
         return line
     return f"{line}; of routed layers {bytes_text(routed['mod'])}, dense {bytes_text(routed['dense'])}"
@@ -295,7 +309,10 @@ def render_bench(rows: Sequence[PairRow], verdict: Verdict, not_compared: str | 
         [one for one in settings_of(rows, role) if one.ms("mod") is not None]
         for role in ("forward", "prefill", "decode")
     )
-    times = (*shown.TIMES, *shown.COMPARED) if not_compared is None else shown.ALONE
+    if not_compared is None:
+        times, written, read = (*shown.TIMES, *shown.COMPARED), shown.STEPS_TIMED, shown.PROMPTS_TIMED
+    else:
+        times, written, read = shown.ALONE, shown.STEPS_ALONE, shown.PROMPTS_ALONE
     remarks = [
         *([] if not_compared is None else [f"{NOT_COMPARED}{not_compared}"]),
         *_reasons([row for row in rows if isinstance(row, SpeedupRow)]),
@@ -311,8 +328,8 @@ def render_bench(rows: Sequence[PairRow], verdict: Verdict, not_compared: str | 
     lines += _outcome(verdict)
     for title, table in (
         ("lower precision", table_of(shown.PRECISION[:TIMED], narrow)),
-        ("token by token", table_of((*shown.SETTING, *shown.STEPS_TIMED), steps)),
-        ("first token", table_of((*shown.PROMPTS[:3], *shown.PROMPTS_TIMED), prompts)),
+        ("token by token", table_of((*shown.SETTING, *written), steps)),
+        ("first token", table_of((*shown.PROMPTS, *read), prompts)),
     ):
         lines += ["", title, *lines_of(table)] if table.rows else []
     return _text(lines)

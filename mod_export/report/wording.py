@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import JsonValue
 
-from mod_export.results.generation import DecodeRow, FirstTokenRow, QualityRow
+from mod_export.results.generation import Compared, QualityRow
 from mod_export.results.latency import PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import InputAgreement, LayerAgreement, RoutingAgreement
 from mod_export.types import is_expert
@@ -29,7 +29,7 @@ def ratio_text(ratio: float) -> str:
     return f"{ratio:.2f}x"
 
 
-def interval_text(row: SpeedupRow | DecodeRow | FirstTokenRow | PrecisionRow) -> str:
+def interval_text(row: SpeedupRow | Compared | PrecisionRow) -> str:
     """A speed-up with its interval: 1.68x [1.66, 1.69]."""
     return f"{ratio_text(row.measured)} [{row.ci95[0]:.2f}, {row.ci95[1]:.2f}]"
 

@@ -27,8 +27,32 @@ class TextsRow(EngineRow):
     """Number of the first new token that differs in any text; null where none does."""
 
 
+class Compared(Result):
+    """The time of the dense baseline over that of MoD."""
+
+    measured: float
+    """`ms` of the dense baseline over that of MoD."""
+    ci95: tuple[float, float]
+    """95 % interval of `measured`: of steps by a bootstrap over positions, of prompts as that of a speed-up."""
+    verdict: SpeedVerdict
+    """What follows from the interval, as for a speed-up."""
+
+
+class StepsCompared(Compared):
+    """The same of steps, with what the bytes that they read predict."""
+
+    predicted_bytes: float
+    """`least_bytes` of the dense baseline over those of MoD: the speed-up of a machine that only moves bytes."""
+    efficiency: float
+    """`measured` / `predicted_bytes`."""
+    routed_kv_bytes: dict[ModelKind, int]
+    """Of `kv_bytes`, bytes in layers whose cache is shorter than that of the dense baseline."""
+
+
 class DecodeRow(PairRow):
-    """Time of a decode step at positions all over a text, both models interleaved, both with their caches in place."""
+    """Time of a decode step at positions all over a text, with caches in place: of both models interleaved, or of the
+    model alone where it has no dense baseline.
+    """
 
     role: Role = "decode"
     """`decode`."""
@@ -40,28 +64,18 @@ class DecodeRow(PairRow):
     """Mean milliseconds of a step, of each model."""
     tokens_per_second: dict[ModelKind, float]
     """Rows of the bucket over `ms`."""
-    measured: float
-    """`ms` of the dense baseline over that of MoD."""
-    ci95: tuple[float, float]
-    """95 % interval of `measured` by a bootstrap over positions."""
-    verdict: SpeedVerdict
-    """What follows from the interval, as for a speed-up."""
     executed: dict[str, float]
     """Routing site -> share of the steps in which it ran for some row."""
     selected: dict[str, float]
     """Routing site -> share of the tokens that were selected there."""
     least_bytes: dict[ModelKind, int]
     """Bytes that a step has to read: the weights that it multiplies by, and its cache."""
-    predicted_bytes: float
-    """`least_bytes` of the dense baseline over those of MoD: the speed-up of a machine that only moves bytes."""
-    efficiency: float
-    """`measured` / `predicted_bytes`."""
     predicted_ms: dict[ModelKind, float] | None
     """Milliseconds that this machine's memory takes for `least_bytes`; null where its bandwidth was not measured."""
     kv_bytes: dict[ModelKind, int]
     """Bytes of keys and values of the bucket's caches."""
-    routed_kv_bytes: dict[ModelKind, int]
-    """Of those, bytes in layers whose cache is shorter than that of the dense baseline."""
+    compared: StepsCompared | None
+    """MoD beside its dense baseline; null where there is none."""
 
 
 class FirstTokenRow(PairRow):
@@ -73,12 +87,8 @@ class FirstTokenRow(PairRow):
     """Tokens of the prompt."""
     ms: dict[ModelKind, float]
     """Median milliseconds of each model."""
-    measured: float
-    """`ms` of the dense baseline over that of MoD."""
-    ci95: tuple[float, float]
-    """95 % interval of `measured`, as that of a speed-up."""
-    verdict: SpeedVerdict
-    """As that of a speed-up."""
+    compared: Compared | None
+    """MoD beside its dense baseline; null where there is none."""
 
 
 class QualityRow(Result):

@@ -155,6 +155,11 @@ class ParityRow(EngineRow):
     """What it was compared with."""
     inputs: tuple[str, ...]
     """Kinds of input; empty where nothing could be run."""
+    tokens: int
+    """Tokens whose outputs were compared, over all inputs: fewer of a larger model. Of an output that has none for each
+    token, its rows."""
+    rounding_tokens: int
+    """Those on which the rounding error was measured."""
     routing: RoutingAgreement
     """Which tokens were selected."""
     error: ErrorNumbers

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -21,7 +22,7 @@ from mod_export.build_folder.manifest import Manifest, open_folder
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import usable_cores
-from mod_export.errors import TargetError, UsageError
+from mod_export.errors import TargetError, UnverifiedWarning, UsageError
 from mod_export.types import PRIMARY, ROUTED, Bucket, Engine, ModelKind, graph_of, primary_output
 
 NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
@@ -109,7 +110,19 @@ def load(
     folder = Path(root)
     manifest = open_folder(folder, verify=False)
     chosen = served_engines(folder, manifest, model, target, dtype)
+    warn_unverified(folder, manifest)
     return Deployment(folder, manifest, chosen, threads_to_use(threads))
+
+
+def warn_unverified(folder: Path, manifest: Manifest) -> None:
+    """Says, on behalf of the caller's caller, that a folder was built without evidence; Python shows it once."""
+    if not manifest.verified:
+        warnings.warn(
+            f"{folder}: nothing of it was verified: it was built with --no-evidence. `mod-export validate {folder}` "
+            "compares its engines with PyTorch",
+            UnverifiedWarning,
+            stacklevel=3,
+        )
 
 
 def threads_to_use(threads: int | None) -> int:

@@ -53,8 +53,8 @@ class Model:
 
     @property
     def kinds(self) -> tuple[ModelKind, ...]:
-        """`mod`, and `dense` if it has a dense baseline of its own."""
-        return KINDS if isinstance(self.loaded, DenseBaseline) else ("mod",)
+        """`mod`, and `dense` if it has a dense baseline of its own that is another model than itself."""
+        return KINDS if self.routes_depth and isinstance(self.loaded, DenseBaseline) else ("mod",)
 
     def of_kind(self, kind: ModelKind) -> ExportableModel:
         """The model itself for `mod`, its dense baseline for `dense`; one of `kinds`."""

@@ -1,4 +1,4 @@
-"""Stages benchmark and profile: time against the dense baseline for every role, or alone where there is none; of
+"""Stages benchmark and profile: time for every role, against the dense baseline or alone where there is none; of
 narrower dtypes against float32; and of each part of a model against what the cost model expects.
 """
 
@@ -20,18 +20,18 @@ from mod_export.results.cost import Work
 from mod_export.results.generation import DecodeRow, FirstTokenRow
 from mod_export.results.latency import LatencyRow, PrecisionRow
 from mod_export.stages.context import Context
-from mod_export.types import Engine, ModelKind, Role, Setting, by_setting, pairs_of
+from mod_export.types import Engine, ModelKind, Role, Setting, by_setting
 
-Pair = Mapping[ModelKind, Engine]
+Engines = Mapping[ModelKind, Engine]
+"""Of one setting: that of the model, and that of its dense baseline if it has one."""
 
 
 def benchmark(context: Context) -> None:
-    """Time of model and dense baseline, interleaved, for every setting that runs here. Engines that read whole rows and
-    have no dense baseline are timed alone.
+    """Time of model and dense baseline, interleaved, for every setting that runs here; of the model alone where there
+    is no dense baseline.
     """
     for role, measure in BENCHMARKS.items():
-        grouped = by_setting if role == "forward" else pairs_of
-        for setting, engines in grouped(context.runnable(role)).items():
+        for setting, engines in by_setting(context.runnable(role)).items():
             measure(context, setting, engines)
     for narrow, wide in precision_pairs(context.runnable("forward")):
         _precision(context, narrow, wide)
@@ -50,7 +50,7 @@ def _inputs(context: Context, engines: Sequence[Engine], **others: Any) -> dict[
     return {**context.conditions(engines), "seed": context.config.seed, **others}
 
 
-def _rows(context: Context, setting: Setting, engines: Mapping[ModelKind, Engine]) -> None:
+def _rows(context: Context, setting: Setting, engines: Engines) -> None:
     # Sampling goes on until the gate is settled: another gate may need more samples.
     options = context.config.latency
     gate = gate_of(setting.bucket, context.buckets, options.min_speedup)
@@ -63,22 +63,22 @@ def _rows(context: Context, setting: Setting, engines: Mapping[ModelKind, Engine
     )
 
 
-def _prompts(context: Context, setting: Setting, pair: Pair) -> None:
-    engines = context.decoding_engines()
+def _prompts(context: Context, setting: Setting, engines: Engines) -> None:
+    decoding = context.decoding_engines()
     context.measure(
         FirstTokenRow,
         f"first_token/{setting.target}/{setting.bucket.name}-{setting.dtype}",
-        _inputs(context, list(pair.values()), latency=context.config.latency.model_dump(exclude={"min_speedup"})),
-        lambda: [measure_prompts(engines, pair, context.texts(1, setting.bucket.seq)[0])],
+        _inputs(context, list(engines.values()), latency=context.config.latency.model_dump(exclude={"min_speedup"})),
+        lambda: [measure_prompts(decoding, engines, context.texts(1, setting.bucket.seq)[0])],
     )
 
 
-def _steps(context: Context, setting: Setting, pair: Pair) -> None:
+def _steps(context: Context, setting: Setting, engines: Engines) -> None:
     facts, config = context.generation, context.config
     assert isinstance(facts, GenerationFacts)
-    engines = context.decoding_engines()
+    decoding = context.decoding_engines()
     # They read the texts at whose positions steps are timed, and the longest of them says how long the texts are.
-    readers = [one for kind in pair for one in engines.prefills(kind, setting.target, setting.dtype)]
+    readers = [one for kind in engines for one in decoding.prefills(kind, setting.target, setting.dtype)]
     prompts = [context.hash_of(one.path) for one in readers]
 
     def make() -> list[DecodeRow]:
@@ -86,17 +86,17 @@ def _steps(context: Context, setting: Setting, pair: Pair) -> None:
         bandwidth = None if roofline is None else roofline.bandwidth_gbs
         ids_BS = context.texts(setting.bucket.batch, setting.bucket.seq)
         step_bytes = facts.step_bytes[setting.bucket.name]
-        return [measure_steps(engines, pair, ids_BS, facts.sites, step_bytes, bandwidth)]
+        return [measure_steps(decoding, engines, ids_BS, facts.sites, step_bytes, bandwidth)]
 
     context.measure(
         DecodeRow,
         f"decode/{setting.target}/{setting.bucket.name}-{setting.dtype}",
-        _inputs(context, list(pair.values()), positions=config.generation.measured_tokens, prompts=prompts),
+        _inputs(context, list(engines.values()), positions=config.generation.measured_tokens, prompts=prompts),
         make,
     )
 
 
-BENCHMARKS: dict[Role, Callable[[Context, Setting, Pair], None]] = {
+BENCHMARKS: dict[Role, Callable[[Context, Setting, Engines], None]] = {
     "forward": _rows,
     "prefill": _prompts,
     "decode": _steps,

@@ -39,7 +39,7 @@ from mod_export.types import (
     graph_of,
 )
 from mod_export.validate.inputs import prompts_of
-from mod_export.validate.reference import Reference, tensors_of
+from mod_export.validate.reference import KeptRuns, Reference, tensors_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,6 +98,7 @@ class Models:
         """The model as it reads whole rows."""
         self.generating: Callable[[ModelKind], GeneratingModel] = cache(generating)
         """The model as it decides about one token at a time."""
+        self._kept = KeptRuns()
         self._references: dict[tuple[ModelKind, Role], Reference] = {}
         self._sources: dict[tuple[ModelKind, Role, Bucket], GraphSource] = {}
 
@@ -106,10 +107,13 @@ class Models:
         if (kind, role) not in self._references:
             if role == "prefill":
                 found = self.reference(kind, "decode").returning("last")
+            elif role == "decode" and self.generating(kind).loaded.spec == self.loaded(kind).spec:
+                # Nothing is decided in another way, so what was captured and run of it holds here as well.
+                found = self.reference(kind).returning("logits")
             elif role == "decode":
-                found = Reference(self.generating(kind).loaded)
+                found = Reference(self.generating(kind).loaded, kept=self._kept)
             else:
-                found = Reference(self.loaded(kind), self._config.outputs)
+                found = Reference(self.loaded(kind), self._config.outputs, kept=self._kept)
             self._references[kind, role] = found
         return self._references[kind, role]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mod_export.benchmark.cost import flops_of
-from mod_export.benchmark.speedup import NOTHING_COMPARED, speedup_rows
+from mod_export.benchmark.speedup import DENSE_ITSELF, NOTHING_COMPARED, speedup_rows
 from mod_export.benchmark.verdict import judge
 from mod_export.build_folder.manifest import TOKENIZER, Manifest
 from mod_export.environment import EXPORTERS, versions
@@ -18,6 +18,7 @@ from mod_export.results.parity import ParityRow
 from mod_export.results.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.stages.context import BuildContext, Context
+from mod_export.types import is_expert
 
 
 def compare_with_baseline(context: Context) -> None:
@@ -60,8 +61,11 @@ def verdict_of(context: Context, *, parity: bool = True, speedup: bool = True) -
 
 
 def not_compared(context: Context) -> str | None:
-    """That there is no speed-up and how to get one; None where there is a dense baseline."""
-    return None if "dense" in context.facts else NOTHING_COMPARED
+    """Why there is no speed-up and how to get one; None where there is a dense baseline."""
+    if "dense" in context.facts:
+        return None
+    skips = any(not is_expert(site) for graph in context.graphs for site in graph.k_by_layer)
+    return NOTHING_COMPARED if skips else DENSE_ITSELF
 
 
 def write_report(
@@ -79,8 +83,18 @@ def write_report(
 
     # Written every time: it tells of this run, also when every stage before it was reused.
     context.step("report", {"report": report.to_json()}, ["report.json", "report.html"], write)
-    context.workspace.close(_manifest(context, command).model_dump(mode="json", by_alias=True))
+    _close(context, command, verified=True)
     return report
+
+
+def close_unverified(context: BuildContext, command: str) -> None:
+    """Closes the build folder without a report."""
+    _close(context, command, verified=False)
+
+
+def refused_in(context: Context) -> dict[str, tuple[str, ...]]:
+    """What missed its gates, with the reasons: it is not served, `load` refuses it."""
+    return {row.artifact: row.reasons for row in context.rows(ParityRow) if row.artifact and not row.passed}
 
 
 def _report(
@@ -163,10 +177,10 @@ def _targets(context: BuildContext) -> list[Target]:
     return rows
 
 
-def _manifest(context: BuildContext, command: str) -> Manifest:
-    """What `validate`, `bench` and `load` need to know of the folder without the checkpoint."""
+def _close(context: BuildContext, command: str, *, verified: bool) -> None:
+    """With what `validate`, `bench` and `load` need to know of the folder without the checkpoint."""
     plan = context.plan
-    return Manifest(
+    manifest = Manifest(
         command=command,
         models=dict(context.facts),
         buckets=context.buckets,
@@ -174,8 +188,8 @@ def _manifest(context: BuildContext, command: str) -> Manifest:
         engines=tuple(context.engines),
         weight_digests=context.weight_digests,
         exporters=versions(*EXPORTERS),
-        # What missed its gates is not served: `load` refuses it, with these reasons.
-        refused={row.artifact: row.reasons for row in context.rows(ParityRow) if row.artifact and not row.passed},
+        verified=verified,
+        refused=refused_in(context),
         generation=context.generation,
         tokenizer=TOKENIZER if isinstance(plan.tokenizer, Path) else plan.tokenizer,
         cost=tuple(context.rows(CostRow)),
@@ -184,3 +198,4 @@ def _manifest(context: BuildContext, command: str) -> Manifest:
         versions={name: context.machine[name] for name in ("mod_export", "torch", "onnx", "onnxruntime")},
         files=context.workspace.files(),
     )
+    context.workspace.close(manifest.model_dump(mode="json", by_alias=True))

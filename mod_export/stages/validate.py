@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.build_folder.programs import PROGRAM
-from mod_export.errors import BuildError, BuildFolderError
+from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.export.weights import WeightsFile, digests_of_tensors, source_of, state_of
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
@@ -56,6 +56,18 @@ def validate(context: Context) -> None:
     if not isinstance(context, FolderContext):
         _maps(context)  # For the report, which only a build writes.
     context.models.release_references()
+
+
+def check_structure(context: Context) -> None:
+    """All that a build without evidence looks at: files, weights and graphs, without running them.
+
+    Raises:
+        GraphError: one of them is not what it must be.
+    """
+    _structure(context)
+    reasons = [f"{row.path}: {reason}" for row in context.rows(StructureRow) for reason in row.reasons]
+    if reasons:
+        raise GraphError("; ".join(reasons))
 
 
 def _structure(context: Context) -> None:

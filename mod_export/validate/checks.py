@@ -71,6 +71,7 @@ class Comparison:
         output: its name.
         sites: of every routing site; only of the first output.
         error: candidate against reference, given the same routing, over the logits of real tokens, or all values.
+        tokens: of how many tokens, or rows of an output.
         values: how many.
         rounding: rounding error of the reference: its float32 runs against float64; None where it was not measured.
         shortfalls: float64 (N,), see `compare.next_token_shortfalls`; None of an output that is not logits.
@@ -83,6 +84,7 @@ class Comparison:
     output: str
     sites: tuple[SiteRouting, ...]
     error: ErrorNumbers
+    tokens: int
     values: int
     rounding: ErrorNumbers | None = None
     shortfalls: np.ndarray | None = field(repr=False)
@@ -263,6 +265,8 @@ def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artif
         artifact=artifact,
         reference=REFERENCE,
         inputs=tuple(sorted({one.kind for one in found})),
+        tokens=sum(one.tokens for one in found),
+        rounding_tokens=sum(one.tokens for one in found if one.rounding is not None),
         routing=_routing(found, allowed),
         error=_worst_error(found),
         rounding_error=allowed.rounding,

@@ -43,6 +43,16 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
     )
 
 
+def rounded_once(exact_NV: np.ndarray, roundoff: float) -> tuple[float, float]:
+    """Largest and root mean square error of the exact values where each is rounded once."""
+    largest, squares = 0.0, 0.0
+    for rows in _blocks(exact_NV):
+        exact = np.where(np.isneginf(exact_NV[rows]), 0.0, exact_NV[rows])
+        largest = float(np.maximum(largest, np.abs(exact).max()))
+        squares += float(np.vdot(exact, exact))
+    return roundoff * largest, roundoff * float(np.sqrt(squares / exact_NV.size))
+
+
 def farthest_from(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
     """Of several runs, element by element, the value that is farthest from the exact one; NaN where one of them is."""
     farthest = runs[0]

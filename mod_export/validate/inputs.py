@@ -202,7 +202,7 @@ def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Ba
 
     Costs one run of the reference for up to SEARCHED_TOKENS tokens, fewer of a large model.
     """
-    # These runs are not needed again: kept with the others, their logits would take all the memory for kept runs.
+    # These runs are not needed again.
     passing = reference.with_weights({})
     tokens = min(SEARCHED_TOKENS, affordable_tokens(reference.loaded))
     # In batches of the bucket's own shape, because another shape would have to be captured first.

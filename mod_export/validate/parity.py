@@ -14,6 +14,7 @@ Shape legend: B batch, S sequence, V vocabulary, D model width, N the tokens tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
@@ -33,17 +34,19 @@ from mod_export.validate.compare import (
     error_between,
     farthest_from,
     next_token_shortfalls,
+    rounded_once,
     routing_of_site,
 )
-from mod_export.validate.inputs import Batch, one_of_each_kind
+from mod_export.validate.inputs import Batch, affordable_tokens, one_of_each_kind
 from mod_export.validate.reference import Reference, Traced
 
 LOGITS = frozenset({PRIMARY["logits"], PRIMARY["last"]})
 """Names of outputs that are logits."""
 Rounding = Literal["some", "all", "shaken"]
 ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
-"""On how many inputs the rounding error of the reference is measured: on one of each kind; on all; on all, in several
-runs. Each allows at least what the one before it allows, so the next is needed only where a candidate fails.
+"""On how many inputs the rounding error of the reference is measured: on one of each kind, of a large model on some of
+these; on all; on all, in several runs. Each allows at least what the one before it allows, so the next is needed only
+where a candidate fails.
 """
 
 
@@ -105,12 +108,19 @@ def compare_runner(
     """
     # Padded rows have few logits: full ones say more about rounding.
     full = [batch for batch in batches if batch.kind != "padded"] or batches
-    measured = one_of_each_kind(full) if rounding == "some" else batches
+    measured = _affordable(one_of_each_kind(full), reference) if rounding == "some" else batches
     return [
         found
         for batch in batches
         for found in _compare(runner, reference, batch, rounding if batch in measured else None)
     ]
+
+
+def _affordable(batches: Sequence[Batch], reference: Reference) -> list[Batch]:
+    """As many of them as a large model is run on in float64, at least one."""
+    tokens = list(itertools.accumulate(batch.bucket.batch * batch.bucket.seq for batch in batches))
+    most = affordable_tokens(reference.loaded)
+    return [batch for n, batch in enumerate(batches) if n == 0 or tokens[n] <= most]
 
 
 def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Rounding | None) -> list[Comparison]:
@@ -141,6 +151,7 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Round
                 output=name,
                 sites=() if n else tuple(sites[site] for site in free.routed),
                 error=error_between(values_NV, expected_NV),
+                tokens=len(expected_NV),
                 values=expected_NV.size,
                 rounding=_rounding(exact, runs, n, tokens_BS),
                 shortfalls=next_token_shortfalls(values_NV, expected_NV) if is_logits else None,
@@ -172,8 +183,7 @@ def _rounding(
     if exact_NV.dtype.kind != "f":
         return error
     # A value that comes out exact here may be rounded once by another order of operations.
-    once = ROUNDOFF["float32"] * np.abs(np.where(np.isneginf(exact_NV), 0.0, exact_NV))
-    least = {"max_abs": float(np.max(once)), "rms": float(np.sqrt(np.mean(once**2)))}
+    least = dict(zip(("max_abs", "rms"), rounded_once(exact_NV, ROUNDOFF["float32"]), strict=True))
     return error.model_copy(update={name: float(np.maximum(getattr(error, name), one)) for name, one in least.items()})
 
 

@@ -12,6 +12,7 @@ parity with it is parity with eager PyTorch.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ from mod_export.sources.model import output_names, sample_of
 from mod_export.sources.protocol import ExportableModel, OutputHead, SampledInputs, Text
 from mod_export.types import TOKEN_INPUTS, Bucket, Outputs, Site
 from mod_export.validate.compare import EMPTY, Judged
-from mod_export.validate.inputs import Batch
+from mod_export.validate.inputs import Batch, affordable_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 Precision = Literal["float32", "float64"]
-KEPT_BYTES = 2**30
+KEPT_BYTES = 2**29
 """Outputs of runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
 FLOAT64_BYTES = 8
 SHAKEN = 2
@@ -73,11 +74,39 @@ class _Wide:
     constants: Mapping[str, torch.Tensor]
 
 
+class KeptRuns:
+    """Runs of one or more references, the last ones that find room: a run depends on batch and routing alone, and the
+    next target asks for the same.
+    """
+
+    def __init__(self, room: int = KEPT_BYTES) -> None:
+        """`room` is that of the outputs of all runs together, in bytes."""
+        self._room = room
+        self._runs: dict[str, Traced] = {}
+
+    def get(self, key: str) -> Traced | None:
+        """The run, if it is still here."""
+        return self._runs.get(key)
+
+    def keep(self, key: str, run: Traced) -> None:
+        """Keeps it in place of the oldest ones, if there is room for it at all."""
+        if run.nbytes > self._room:
+            return
+        self._runs[key] = run
+        used = sum(one.nbytes for one in self._runs.values())
+        while used > self._room:
+            used -= self._runs.pop(next(iter(self._runs))).nbytes
+
+
 class Programs:
     """A model's captured programs, each made when a shape is first run, and the module that they must equal."""
 
+    _numbers = itertools.count()
+
     def __init__(self, loaded: ExportableModel) -> None:
         self._loaded = loaded
+        self.number = next(self._numbers)
+        """Tells its runs from those of other models."""
         self._programs: dict[tuple[Bucket, Precision], Runnable] = {}
 
     @cached_property
@@ -87,8 +116,8 @@ class Programs:
 
     @cached_property
     def has_room(self) -> bool:
-        """Whether this machine's memory holds the weights in float64 as well."""
-        needed = FLOAT64_BYTES * sum(tensor.numel() for tensor in self._loaded.weights.values())
+        """Whether this machine's memory holds the largest weight in float64 as well: they are widened one by one."""
+        needed = FLOAT64_BYTES * max((tensor.numel() for tensor in self._loaded.weights.values()), default=0)
         return needed < free_bytes() // 2
 
     def program(self, bucket: Bucket, precision: Precision = "float32") -> Runnable:
@@ -109,6 +138,8 @@ class Programs:
         if not isinstance(self._loaded, SampledInputs):
             lengths_B = np.random.default_rng(0).integers(1, bucket.seq + 1, bucket.batch)
             samples[1] = {**samples[1], TOKEN_INPUTS[1]: lengths_B}
+        if bucket.batch * bucket.seq > affordable_tokens(self._loaded):
+            samples = samples[1:]  # Each of them is run twice.
         program = exported(self.module, tensors_of(samples[0]), f"the reference at {bucket.name}")
         check_program(program, self.module, bucket, samples)
         return program
@@ -121,8 +152,7 @@ def _widened(program: Runnable) -> _Wide:
     from mod_export.export.program_nodes import with_arguments
 
     module = with_arguments(program.graph_module, {torch.float32: torch.float64})
-    constants = {name: _double(tensor) for name, tensor in program.constants.items()}
-    return _Wide(module, program.graph_signature, constants)
+    return _Wide(module, program.graph_signature, program.constants)
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,7 +197,7 @@ def check_program(
 
 
 class Reference:
-    """Runs a model's captured programs. A run depends on batch and routing alone, so it is kept for the next target."""
+    """Runs a model's captured programs."""
 
     name = "eager float32"
 
@@ -177,8 +207,10 @@ class Reference:
         outputs: Outputs = "logits",
         programs: Programs | None = None,
         replaced: Mapping[str, np.ndarray] | None = None,
+        kept: KeptRuns | None = None,
     ) -> None:
-        """`outputs` is what the candidates return, `replaced` other values of some weights, by name.
+        """`outputs` is what the candidates return, `replaced` other values of some weights, by name, and `kept` where
+        its runs are kept, which references can share.
 
         Raises:
             ConfigError: candidates return hidden states, and the model cannot make logits of them.
@@ -191,9 +223,8 @@ class Reference:
         self.outputs: Outputs = outputs
         self._programs = Programs(loaded) if programs is None else programs
         self._replaced = dict(replaced or {})
-        self._states: dict[Precision, dict[str, torch.Tensor]] = {}
         self._moved: list[dict[str, torch.Tensor]] | None = None
-        self._kept: dict[str, Traced] = {}
+        self._kept = KeptRuns() if kept is None else kept
         self._remembered: dict[str, object] = {}
 
     @property
@@ -202,12 +233,12 @@ class Reference:
         return self._programs.module
 
     def with_weights(self, replaced: Mapping[str, np.ndarray]) -> Reference:
-        """The same model with other values of some weights, by name; nothing that is found with it is kept here."""
-        return Reference(self.loaded, self.outputs, self._programs, {**self._replaced, **replaced})
+        """The same model with other values of some weights, by name; nothing that is found with it is kept."""
+        return Reference(self.loaded, self.outputs, self._programs, {**self._replaced, **replaced}, KeptRuns(0))
 
     def returning(self, outputs: Outputs) -> Reference:
         """The same model for candidates that return something else."""
-        return Reference(self.loaded, outputs, self._programs, self._replaced)
+        return Reference(self.loaded, outputs, self._programs, self._replaced, self._kept)
 
     @property
     def output_head(self) -> OutputHead:
@@ -241,7 +272,7 @@ class Reference:
         return self._run(batch, routing, "float32")
 
     def exact(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Traced | None:
-        """The same in float64; None where this machine's memory does not hold the model in float64 as well."""
+        """The same in float64; None where this machine's memory has no room for that."""
         return self._run(batch, routing, "float64") if self._programs.has_room else None
 
     def shaken(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> list[Traced]:
@@ -258,7 +289,7 @@ class Reference:
     def _move(self) -> list[dict[str, torch.Tensor]]:
         import torch
 
-        state = self._state("float32")
+        state = self._state
         weights = {name: state[name] for name, _ in self.module.named_parameters()}
         if SHAKEN * sum(tensor.nbytes for tensor in weights.values()) > free_bytes() // 2:
             return []
@@ -272,28 +303,22 @@ class Reference:
             states.append({**state, **moved})
         return states
 
-    def _state(self, precision: Precision) -> dict[str, torch.Tensor]:
+    @cached_property
+    def _state(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, replaced ones among them."""
         import torch
 
         from mod_export.export.weights import state_of
 
-        if precision not in self._states:
-            state = state_of(self.module)
-            if precision == "float64":
-                state = {name: _double(tensor) for name, tensor in state.items()}
-            given = {name: torch.from_numpy(array).to(state[name].dtype) for name, array in self._replaced.items()}
-            self._states[precision] = {**state, **given}
-        return self._states[precision]
+        state = state_of(self.module)
+        return {**state, **{name: torch.from_numpy(array) for name, array in self._replaced.items()}}
 
     def _run(self, batch: Batch, routing: Mapping[Site, np.ndarray], precision: Precision) -> Traced:
-        key = _digest(batch, routing, precision)
-        if key in self._kept:
-            return self._kept[key]
-        traced = self._trace(self._state(precision), batch, routing, precision)
-        kept = sum(known.nbytes for known in self._kept.values())
-        if kept + traced.nbytes <= KEPT_BYTES:
-            self._kept[key] = traced
+        key = f"{self._programs.number} {_digest(batch, routing, precision)}"
+        traced = self._kept.get(key)
+        if traced is None:
+            traced = self._trace(self._state, batch, routing, precision)
+            self._kept.keep(key, traced)
         return traced
 
     def _trace(
@@ -315,7 +340,7 @@ class Reference:
         try:
             # Of what an operation makes without naming a dtype, such as zeros to scatter into, or a mask of numbers.
             torch.set_default_dtype(torch.float64 if precision == "float64" else torch.float32)
-            outputs = run_sites(program, state, inputs, run)
+            outputs = run_sites(program, state, inputs, run, widen=precision == "float64")
         finally:
             torch.set_default_dtype(default)
         found = run.selections.items()

@@ -77,18 +77,25 @@ def decoding_parts(
 ) -> list[tuple[Runner, list[Batch]]]:
     """What a decode engine is judged in.
 
-    Texts of every kind from their first token on, as long as the configuration says; and for every prefill bucket a
-    prompt that fills it and some tokens on the cache that it leaves, after the longest one up to the last slot.
+    Texts of every kind in every row, from their first token on, as long as the configuration says; and for every
+    prefill bucket a prompt that fills it and some tokens on the cache that it leaves, after the longest one up to the
+    last slot. Of a large model the former are shorter, and the latter stand in the last row alone.
     """
     in_turns = config.generation.slots == "fair"
-    affordable = max(LEAST_TOKENS, affordable_tokens(reference.loaded) // (KINDS_OF_INPUT * decoder.batch))
-    first = min(decoder.length, config.generation.judged_tokens, affordable)
+    most = affordable_tokens(reference.loaded)
+    affordable = max(LEAST_TOKENS, most // (KINDS_OF_INPUT * decoder.batch))
+    first = min(decoder.length, config.generation.judged_tokens)
+    if affordable < first:
+        # The shape of prompts, if it is not much shorter: it is captured already.
+        first = max(
+            (n for n in prefills if decoder.batch == 1 and affordable <= 2 * n <= 2 * affordable), default=affordable
+        )
     tail = min(TAIL, decoder.length - 1)
     starts = sorted({max(1, min(length, decoder.length - tail)) for length in prefills} - {1})
     parts: list[tuple[Runner, list[Batch]]] = []
     ends = [*(start + tail for start in starts[:-1]), decoder.length][-len(starts) :] if starts else []
     for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
-        bucket = Bucket(decoder.batch, length)
+        bucket = Bucket(decoder.batch if prompt == 1 or decoder.batch * length <= most else 1, length)
         capacity = reference.k_by_layer(bucket)
         batches = one_of_each_kind(parity_batches(reference.loaded, bucket, capacity.values(), config.seed, 1))
         if prompt > 1:
@@ -138,7 +145,7 @@ class TokenByToken(_Borrowed):
         *,
         in_turns: bool = False,
     ) -> None:
-        """The texts are as long as `capacity` is counted for.
+        """The texts are as long as `capacity` is counted for, and stand in the last of the decoder's rows.
 
         Args:
             prompts: read prompts.
@@ -156,12 +163,12 @@ class TokenByToken(_Borrowed):
         ids_BS, lengths_B = feeds["input_ids"], feeds["lengths"]
         decoder, prompt_B = self._decoder, np.minimum(self._prompt, lengths_B)
         B, S = ids_BS.shape
-        rows_B = np.arange(B)
+        rows_B, idle = np.arange(B), decoder.batch - B
         ran_NBS = np.zeros((len(self._capacity), B, S), dtype=bool)
         logits_BSV: np.ndarray | None = None
         for row, (ids_S, n) in enumerate(zip(ids_BS, prompt_B.tolist(), strict=True)):
             found = self._prompts.found(ids_S[:n].tolist())
-            decoder.put(row, kept_from_prefill(found, 0, n))
+            decoder.put(idle + row, kept_from_prefill(found, 0, n))
             (logits_V,) = found[PRIMARY["last"]]
             logits_BSV = np.zeros((B, S, len(logits_V)), np.float32) if logits_BSV is None else logits_BSV
             logits_BSV[row, n - 1] = logits_V
@@ -174,10 +181,11 @@ class TokenByToken(_Borrowed):
             position_B = np.where(going_B, prompt_B + step, EMPTY)
             ids_B = np.where(going_B, ids_BS[rows_B, position_B], 0)
             before_BN = None if decoder.ran_BN is None else decoder.cache["counts"].copy()
-            logits_BV = decoder.step(ids_B, position_B)
+            all_ids, all_positions = np.pad(ids_B, (idle, 0)), np.pad(position_B, (idle, 0), constant_values=EMPTY)
+            logits_BV = decoder.step(all_ids, all_positions)[idle:]
             logits_BSV[going_B, position_B[going_B]] = logits_BV[going_B]
             if before_BN is not None:
-                ran_BN = _checked_ran(decoder, before_BN)
+                ran_BN = _checked_ran(decoder, before_BN)[idle:]
                 ran_NBS[:, going_B, position_B[going_B]] = ran_BN[going_B].T
         given = {PRIMARY["logits"]: logits_BSV} | {
             routed_output(site): _positions(ran_BS, k)

@@ -12,12 +12,12 @@ from typing import Any
 
 from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig, toml_from_config
-from mod_export.pipeline import AFTER_LOAD
+from mod_export.pipeline import ENGINES, EVIDENCE
 from mod_export.rerun import Rerun
 from mod_export.results.report import Stage
 from mod_export.results.structure import StructureRow
 
-STAGES = ("load", *(name for name, _ in AFTER_LOAD), "report")
+STAGES = ("load", *(name for name, _ in (*ENGINES, *EVIDENCE)), "report")
 ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"
 WEIGHTS = "graphs/weights-float32.data"
 DOWN = "layers.2.mlp.down_proj.weight"

@@ -12,7 +12,15 @@ from sample_rows import causality_row, changed, cost_row, latency_row, parity_ro
 
 from mod_export.report.charts import MODELS
 from mod_export.results.cost import CostRow, PartRow, Roofline
-from mod_export.results.generation import DecodeRow, FirstTokenRow, GenerationReport, QualityRow, TextsRow
+from mod_export.results.generation import (
+    Compared,
+    DecodeRow,
+    FirstTokenRow,
+    GenerationReport,
+    QualityRow,
+    StepsCompared,
+    TextsRow,
+)
 from mod_export.results.latency import Control, LatencyRow
 from mod_export.results.parity import (
     ErrorNumbers,
@@ -181,9 +189,20 @@ def alone_report(report: BuildReport) -> BuildReport:
     tables = ("artifacts", "parity", "causality", "latency", "cost", "parts")
     own = {name: tuple(row for row in getattr(report, name) if row.model != "dense") for name in tables}
     structure = tuple(row for row in report.structure if "dense" not in row.path)
-    own["parity"] = tuple(row for row in own["parity"] if row.role == "forward")
-    generation = GenerationReport(reason="there is no dense baseline")
+    generation = report.generation
+    assert generation is not None
+    generation = changed(
+        generation,
+        texts=tuple(row for row in generation.texts if row.model == "mod"),
+        decode=tuple(_without_dense(row) for row in generation.decode),
+        first_token=tuple(_without_dense(row) for row in generation.first_token),
+    )
     return changed(report, **own, structure=structure, speedup=(), generation=generation, not_compared=NO_BASELINE)
+
+
+def _without_dense(row: Any) -> Any:
+    own = {name: {"mod": value["mod"]} for name, value in row if isinstance(value, dict) and "dense" in value}
+    return changed(row, **own, compared=None)
 
 
 def _faulty(row: ParityRow, reason: str) -> ParityRow:
@@ -347,19 +366,21 @@ def _decode(texts: int, mod_ms: float, dense_ms: float, ci95: tuple[float, float
     selected = {"1": 0.1042, "3": 0.0833}
     return DecodeRow(
         target="ort-cpu", bucket=f"b{texts}s512", dtype="float32", threads=1, positions=48, ms=ms,
-        tokens_per_second={kind: 1e3 * texts / one for kind, one in ms.items()}, measured=dense_ms / mod_ms, ci95=ci95,
-        verdict="faster" if ci95[0] > 1 else "inconclusive", executed=selected, selected=selected,
-        least_bytes={"mod": 8_398_768, "dense": 14_889_728}, predicted_bytes=1.7728,
-        efficiency=dense_ms / mod_ms / 1.7728, predicted_ms={"mod": 0.583, "dense": 1.034},
+        tokens_per_second={kind: 1e3 * texts / one for kind, one in ms.items()}, executed=selected, selected=selected,
+        least_bytes={"mod": 8_398_768, "dense": 14_889_728}, predicted_ms={"mod": 0.583, "dense": 1.034},
         kv_bytes={"mod": 1_179_648 * texts, "dense": 2_097_152 * texts},
-        routed_kv_bytes={"mod": 131_072 * texts, "dense": 1_048_576 * texts},
+        compared=StepsCompared(
+            measured=dense_ms / mod_ms, ci95=ci95, verdict="faster" if ci95[0] > 1 else "inconclusive",
+            predicted_bytes=1.7728, efficiency=dense_ms / mod_ms / 1.7728,
+            routed_kv_bytes={"mod": 131_072 * texts, "dense": 1_048_576 * texts},
+        ),
     )  # fmt: skip
 
 
 def _first_token(tokens: int, mod_ms: float, dense_ms: float, ci95: tuple[float, float]) -> FirstTokenRow:
     return FirstTokenRow(
         target="ort-cpu", bucket=f"b1s{tokens}", tokens=tokens, dtype="float32", ms={"mod": mod_ms, "dense": dense_ms},
-        measured=dense_ms / mod_ms, ci95=ci95, verdict="faster" if ci95[0] > 1 else "inconclusive",
+        compared=Compared(measured=dense_ms / mod_ms, ci95=ci95, verdict="faster" if ci95[0] > 1 else "inconclusive"),
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def changed(row: Row, **fields: Any) -> Row:
 def parity_row(**fields: Any) -> ParityRow:
     made: dict[str, Any] = {
         **ENGINE, "artifact": "engines/x.onnx", "reference": "torch eager float32", "inputs": ("random",),
+        "tokens": 512, "rounding_tokens": 128,
         "routing": RoutingAgreement(layers=(), routed=0, agreed=0, near_ties=0, min_margin=None, by_input=()),
         "error": ErrorNumbers(max_abs=1e-6, mean_abs=1e-7, max_rel=1e-6, rms=1e-7), "rounding_error": 1e-6,
         "allowed_max_abs": 1e-5, "next_token_agreement": 1.0, "kl": 1e-12, "text": None, "ties_exact": None,

@@ -96,19 +96,17 @@ def test_why_nothing_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_
         assert plan.generation.startswith(reason)
 
 
-def test_without_a_baseline_nothing_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
+def test_without_a_baseline_it_writes_alone(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(replace(tiny_spec, routing=WRITES), 0)
     alone: Any = WithoutBaseline(checkpoint)
     model = replace(model_with(checkpoint), loaded=alone)
     plan = make_plan(model, None, config, tmp_path)
     assert (list(plan.loaded), {graph.model for graph in plan.graphs}) == (["mod"], {"mod"})
-    reason = "there is no dense baseline beside which to time it; give a dense model with --baseline dense.pt"
-    assert isinstance(plan.generation, str)
-    assert plan.generation.startswith(reason)
-    with pytest.raises(ConfigError, match=f"generation.build: always, but this model .*: {reason}"):
-        make_plan(model, None, generating(config, build="always"), tmp_path)
-    baseline = model_of(checkpoint.spec.dense(), "base")
-    assert isinstance(make_plan(model, baseline, config, tmp_path).generation, GenerationPlan)
+    assert isinstance(plan.generation, GenerationPlan)
+    assert list(plan.generation.models) == ["mod"]
+    beside = make_plan(model, model_of(checkpoint.spec.dense(), "base"), config, tmp_path).generation
+    assert isinstance(beside, GenerationPlan)
+    assert list(beside.models) == ["mod", "dense"]
 
 
 @pytest.mark.skipif(not ENGINES["tensorrt-rtx"].availability().builds, reason="needs TensorRT-RTX")
@@ -175,14 +173,20 @@ def test_no_targets_named_takes_all_that_build_here(model: Model, config: BuildC
     assert list(plan.targets) == [name for name, found in plan.availability.items() if found.builds]
 
 
-def test_a_model_without_depth_routing_has_no_gain_to_reach(
+def test_a_model_without_depth_routing_is_built_once_and_has_no_gain_to_reach(
     config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path
 ) -> None:
-    """It is its own dense baseline. Beside another model that it is given as the baseline, it has."""
-    config = updated(config, latency={"min_speedup": 1.1})
-    dense = model_of(tiny_spec.dense())
-    for baseline, gate in ((None, 0.0), (dense, 1.1)):
-        assert make_plan(dense, baseline, config, tmp_path).config.latency.min_speedup == gate
+    """A dense baseline would be itself. Beside another model that is given as the baseline it has a gain to reach."""
+    dense, demanding = model_of(tiny_spec.dense()), updated(config, latency={"min_speedup": 1.1})
+    alone = make_plan(dense, None, config, tmp_path)
+    assert (list(alone.loaded), {graph.model for graph in alone.graphs}) == (["mod"], {"mod"})
+    assert alone.config.latency.min_speedup == 0
+    beside = make_plan(dense, dense, demanding, tmp_path)
+    assert (list(beside.loaded), beside.config.latency.min_speedup) == (["mod", "dense"], 1.1)
+    with pytest.raises(
+        ConfigError, match=r"latency\.min_speedup: a speed-up of 1\.1 is demanded, and there is no dense"
+    ):
+        make_plan(dense, None, demanding, tmp_path)
 
 
 NOTHING = {name: Availability(builds=False, runs=False, reason=f"no {name} here") for name in ENGINES}

@@ -29,7 +29,7 @@ STAGE_OF = {
     "load": "load", "capture": "capture", "weights": "onnx", "graph": "onnx", "formulation": "passes",
     "rewrite": "passes", "engine": "engines",
     "structure": "validate", "parity": "validate", "causality": "validate", "map": "validate", "latency": "benchmark",
-    "work": "profile", "profile": "profile",
+    "work": "engines", "profile": "profile",
 }  # fmt: skip
 
 

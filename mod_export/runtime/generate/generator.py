@@ -23,7 +23,7 @@ from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import free_bytes
 from mod_export.errors import EngineError, UsageError
-from mod_export.runtime.deployment import served_engines, threads_to_use
+from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts
 from mod_export.runtime.generate.logits import Sampling, rng_of
 from mod_export.runtime.generate.stream import Completion, Prefix, Stream, Text
@@ -58,6 +58,7 @@ def load_generator(
             "them: mod-export generate --selection topk-prefill"
         )
     chosen = served_engines(folder, manifest, model, target, dtype, texts=True)
+    warn_unverified(folder, manifest)
     verify_files(folder, manifest.entries(sorted({path for engine in chosen for path in engine.files})))
     return Generator(folder, manifest, chosen, threads_to_use(threads))
 

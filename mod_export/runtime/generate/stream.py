@@ -139,7 +139,9 @@ class Stream(Iterator[Piece]):
         self.bucket = bucket
         self.steps = 0
         self.step_seconds = 0.0
+        self.prompt_seconds = 0.0
         self.seconds = 0.0
+        self._from_prompts = 0
         self._texts, self._prompts, self._exclusive, self._sites = texts, prompts, exclusive, sites
         self._rolling = rolling
         self._begun = 0.0
@@ -148,6 +150,15 @@ class Stream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         return next(self._pieces)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens of all texts a second, the first ones and the time in which prompts alone were read left out; None
+        before the end, and where no text has a second token.
+        """
+        tokens = sum(len(one.ids) for one in self.completions) - self._from_prompts
+        seconds = self.seconds - self.prompt_seconds
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
 
     def __enter__(self) -> Self:
         return self
@@ -205,13 +216,17 @@ class Stream(Iterator[Piece]):
             position_B[text.b] = text.position
         begin = time.perf_counter()
         logits_BV = self._decoder.step(ids_B, position_B)
-        self.step_seconds += time.perf_counter() - begin
+        took = time.perf_counter() - begin
+        self.step_seconds += took
         self.steps += 1
+        if all(text.pending for text in busy):
+            self.prompt_seconds += took
         for text in busy:
             text.position += 1
             text.completion.read += 1
             if text.pending:
                 text.pending.popleft()
+                self._from_prompts += not text.pending
             if not text.pending:
                 yield from self._accept(text, logits_BV[text.b])
 
@@ -222,7 +237,10 @@ class Stream(Iterator[Piece]):
 
     def _read(self, text: Text, ids: Sequence[int]) -> Iterator[Piece]:
         longest = self._prompts.longest
-        return self._resume(text, self._prompts.read(ids[:longest]), ids[longest:])
+        begin = time.perf_counter()
+        kept = self._prompts.read(ids[:longest])
+        self.prompt_seconds += time.perf_counter() - begin
+        return self._resume(text, kept, ids[longest:])
 
     def _resume(self, text: Text, kept: Kept, rest: Sequence[int]) -> Iterator[Piece]:
         """Continues after tokens that were read; the rest of the prompt is left to steps."""
@@ -231,6 +249,7 @@ class Stream(Iterator[Piece]):
         text.completion.read += kept.length
         text.pending.extend(rest)
         if not text.pending:
+            self._from_prompts += 1
             yield from self._accept(text, kept.logits_V)
 
     def _roll(self, text: Text) -> Iterator[Piece]:

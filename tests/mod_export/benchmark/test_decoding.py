@@ -94,24 +94,46 @@ def test_steps_are_those_of_the_text(
     assert min(row.selected.values()) < 1
     assert all(0 < ms < 1000 for ms in row.ms.values())
     assert row.tokens_per_second == pytest.approx({kind: 1e3 * rows / ms for kind, ms in row.ms.items()})
-    assert row.measured == pytest.approx(row.ms["dense"] / row.ms["mod"])
-    assert row.ci95[0] <= row.measured <= row.ci95[1]
-    assert row.predicted_bytes == row.least_bytes["dense"] / row.least_bytes["mod"] > 1
-    assert row.efficiency == pytest.approx(row.measured / row.predicted_bytes)
+    found = row.compared
+    assert found is not None
+    assert found.measured == pytest.approx(row.ms["dense"] / row.ms["mod"])
+    assert found.ci95[0] <= found.measured <= found.ci95[1]
+    assert found.predicted_bytes == row.least_bytes["dense"] / row.least_bytes["mod"] > 1
+    assert found.efficiency == pytest.approx(found.measured / found.predicted_bytes)
     # Without a roofline there is no bound in time.
     bound = bandwidth_gbs and {kind: size / bandwidth_gbs / 1e6 for kind, size in row.least_bytes.items()}
     assert row.predicted_ms == bound
     # A routed layer has a cache of its capacity.
     slot = 2 * 2 * 8 * 4
     assert row.kv_bytes == {"mod": rows * (18 + WINDOW + 18) * slot, "dense": rows * 3 * WINDOW * slot}
-    assert row.routed_kv_bytes == {"mod": rows * 36 * slot, "dense": rows * 2 * WINDOW * slot}
+    assert found.routed_kv_bytes == {"mod": rows * 36 * slot, "dense": rows * 2 * WINDOW * slot}
+
+
+def test_steps_and_prompts_of_a_model_alone(context: FolderContext, models: dict[ModelKind, GeneratingModel]) -> None:
+    """The same rows without a dense baseline, and nothing that would need one."""
+    bucket, engines = Bucket(3, WINDOW), context.decoding_engines()
+    alone: dict[ModelKind, Engine] = {"mod": pair_of(context, "decode", bucket)["mod"]}
+    sites, least = models["mod"].sites, step_bytes(models["mod"], bucket)
+    row = measure_steps(engines, alone, texts(3), {"mod": sites}, {"mod": least}, 10.0)
+    assert row.compared is None
+    assert 0 < row.ms["mod"] < 1000
+    for site, ran_BS in decided(models["mod"], texts(3)).items():
+        assert row.executed[str(site)] == pytest.approx(ran_BS[:, 1:].any(0).mean())
+    assert row.least_bytes == {"mod": least.of(row.executed)}
+    for of_models in (row.ms, row.tokens_per_second, row.predicted_ms, row.kv_bytes):
+        assert of_models is not None
+        assert list(of_models) == ["mod"]
+    prompt = measure_prompts(engines, {"mod": pair_of(context, "prefill", Bucket(1, SEQ))["mod"]}, texts(1)[0])
+    assert (list(prompt.ms), prompt.compared) == (["mod"], None)
+    assert 0 < prompt.ms["mod"] < 1000
 
 
 def test_a_prompt_is_timed_as_whole_rows_are(context: FolderContext) -> None:
     row = measure_prompts(context.decoding_engines(), pair_of(context, "prefill", Bucket(1, SEQ)), texts(1)[0])
     assert (row.setting.role, row.setting.bucket, row.tokens) == ("prefill", Bucket(1, SEQ), SEQ)
-    assert row.measured == pytest.approx(row.ms["dense"] / row.ms["mod"])
-    assert 0 < row.ci95[0] <= row.measured <= row.ci95[1]
+    assert row.compared is not None
+    assert row.compared.measured == pytest.approx(row.ms["dense"] / row.ms["mod"])
+    assert 0 < row.compared.ci95[0] <= row.compared.measured <= row.compared.ci95[1]
 
 
 def test_bytes_of_a_step_by_what_was_executed(models: dict[ModelKind, GeneratingModel]) -> None:

@@ -134,7 +134,7 @@ def test_the_dense_model_comes_first_and_unsampled_settings_are_left_out(report:
 
 def test_steps_stand_beside_what_memory_takes(report: BuildReport) -> None:
     for steps in settings_of(report, "decode"):
-        row = steps.speed
+        row = steps.written
         assert isinstance(row, DecodeRow)
         assert row.predicted_ms is not None
         chart = step_figure(steps)
@@ -146,6 +146,10 @@ def test_steps_stand_beside_what_memory_takes(report: BuildReport) -> None:
         nothing = step_figure(Found(setting=steps.setting, rows=(unknown,)))
         assert drawn(nothing, "bound") == drawn(nothing, "bar mod") == []
         assert step_figure(Found(setting=steps.setting, rows=())) == ""
+        alone = step_figure(
+            Found(setting=steps.setting, rows=(changed(row, ms={"mod": row.ms["mod"]}, compared=None),))
+        )
+        assert (len(drawn(alone, "bar mod")), drawn(alone, "bar dense")) == (1, [])
 
 
 # Parity and routing

@@ -347,11 +347,14 @@ def test_what_of_generation_was_not_timed_or_not_judged_has_dashes(report: Build
 def test_numbers_of_steps_that_are_not_finite_are_not_drawn(report: BuildReport) -> None:
     assert report.generation is not None
     both = {"mod": math.nan, "dense": math.inf}
-    row = changed(
-        report.generation.decode[0], ms=both, tokens_per_second=both, measured=math.nan, ci95=(math.nan, math.nan),
-        verdict="inconclusive", efficiency=math.nan, predicted_bytes=math.nan, predicted_ms=None,
-        selected={"1": math.nan},
+    first = report.generation.decode[0]
+    compared = changed(
+        first.compared, measured=math.nan, ci95=(math.nan, math.nan), verdict="inconclusive", efficiency=math.nan,
+        predicted_bytes=math.nan,
     )  # fmt: skip
+    row = changed(
+        first, ms=both, tokens_per_second=both, predicted_ms=None, selected={"1": math.nan}, compared=compared
+    )
     page = Page(section(report, decode=(row,), texts=()))
     assert "inconclusive" in page.text
     assert_inside(page)

@@ -95,8 +95,15 @@ def test_without_a_baseline_latency_stands_alone(alone_report: BuildReport) -> N
     assert cells(line(text, "ort-cpu   b1s512"))[6:] == [interval, f"{row.p90_ms:.0f}", f"{row.p99_ms:.0f}"]
     assert "latency: ort-cpu on CPUExecutionProvider, 1 thread, 30 samples\n" in text
     assert f"\n\nnot compared: {NO_BASELINE}\n\n" in text
-    assert text.count("dense") == 3  # In that line twice, and in why it writes no text.
+    assert text.count("dense") == 2  # In that line.
     assert "speed-up" not in text
+    steps = line(text, "ort-cpu  b8s512")
+    assert cells(steps)[3:] == ["pass", "all 4", "8.3 to 10.4 %", "3.48", "2,301"]
+    heads = [cells(one) for one in text.splitlines() if "identical texts  " in one or one.startswith("target   prompt")]
+    assert [head[-3:] for head in heads] == [["selected tokens", "ms a token", "tok/s"], ["dtype", "parity", "ms"]]
+    assert cells(line(text, "ort-cpu  128 tokens"))[3:] == ["pass", "8.22"]
+    assert "tok/s: of all of them, mean over 48 positions, 1 thread\n" in text
+    assert "keys and values ort-cpu b1s512: 1.1 MiB\n" in text
     narrow = render_text(alone_report, "b", width=60)
     assert max(map(len, narrow.splitlines())) <= 60
 
@@ -210,10 +217,12 @@ def test_a_name_cannot_steer_the_terminal_and_can_be_written_to_any(report: Buil
 def test_numbers_that_are_not_finite_are_no_speed(report: BuildReport, number: float) -> None:
     assert report.generation is not None
     both = {"mod": number, "dense": number}
-    row = changed(
-        report.generation.decode[0], verdict="inconclusive", measured=number, ci95=(number, math.nan),
-        efficiency=number, ms=both, predicted_bytes=number, tokens_per_second=both, selected={"1": number},
+    first = report.generation.decode[0]
+    compared = changed(
+        first.compared, verdict="inconclusive", measured=number, ci95=(number, math.nan), efficiency=number,
+        predicted_bytes=number,
     )  # fmt: skip
+    row = changed(first, ms=both, tokens_per_second=both, selected={"1": number}, compared=compared)
     assert "inconclusive" in line(section(report, decode=(row,)), "ort-cpu  b1s512")
 
 
@@ -255,10 +264,10 @@ def test_what_failed_or_differs_of_generation_is_said(report: BuildReport) -> No
     ("row", "causal", "expected"),
     [
         (parity_row(text=TEXT, ties_exact=True), False,
-         "ort-cpu forward b1s512 float32 MoD pass - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 7.3891 yes NO"),
+         "ort-cpu forward b1s512 float32 MoD pass 512 - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 7.3891 yes NO"),
         (parity_row(role="decode", model="dense"), True,
-         "ort-cpu decode b1s512 float32 dense pass - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 - - yes"),
-        (BAD, None, "ort-cpu forward b1s512 float32 MoD FAIL 7_of_8 1 nan - 0 100_% nan - NO -"),
+         "ort-cpu decode b1s512 float32 dense pass 512 - 0 1.0e-06 1.0e-06 1.0e-07 100_% 1.0e-12 - - yes"),
+        (BAD, None, "ort-cpu forward b1s512 float32 MoD FAIL 512 7_of_8 1 nan - 0 100_% nan - NO -"),
     ],
 )  # fmt: skip
 def test_validate_has_one_line_for_each_candidate(row: ParityRow, causal: bool | None, expected: str) -> None:
@@ -324,13 +333,16 @@ def test_bench_tells_of_steps_prompts_and_narrower_dtypes(report: BuildReport) -
 
 
 def test_bench_without_a_baseline_has_one_line_for_each_engine(alone_report: BuildReport) -> None:
-    rows = [*alone_report.latency, *alone_report.parts]
-    table, remarks, verdict = render_bench(rows, PASSED, NO_BASELINE).split("\n\n")
+    table, remarks, verdict, steps, prompts = render_bench(bench_rows(alone_report), PASSED, NO_BASELINE).split("\n\n")
     head, _, *lines = map(cells, table.splitlines())
     assert head == ["target", "bucket", "dtype", "ms [95 %]", "p90 ms", "p99 ms"]
     assert [found[:2] for found in lines] == [[row.target, row.bucket] for row in alone_report.latency]
-    assert remarks == f"not compared: {NO_BASELINE}"
-    assert verdict == "PASS\n"
+    assert (remarks, verdict) == (f"not compared: {NO_BASELINE}", "PASS")
+    assert [cells(one) for one in steps.splitlines()[3:]] == [
+        ["ort-cpu", "b1s512", "float32", "8.3 to 10.4 %", "0.513", "1,950"],
+        ["ort-cpu", "b8s512", "float32", "8.3 to 10.4 %", "3.48", "2,301"],
+    ]
+    assert cells(prompts.splitlines()[3]) == ["ort-cpu", "128 tokens", "float32", "8.22"]
 
 
 def test_bench_says_what_failed_and_why(failed_report: BuildReport) -> None:

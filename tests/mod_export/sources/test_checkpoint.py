@@ -91,6 +91,13 @@ def test_a_file_and_a_folder_give_the_same_model(model: Model, folder_checkpoint
     assert model.code_sha256 == source_digest("mod_models")
 
 
+def test_a_model_that_routes_no_depth_has_no_dense_baseline_but_itself(
+    model: Model, tiny_spec: ModelSpec, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "dense.pt", random_checkpoint(tiny_spec.dense(), 0))
+    assert (model.kinds, model_from_checkpoint(tmp_path / "dense.pt").kinds) == (("mod", "dense"), ("mod",))
+
+
 def test_kinds(model: Model) -> None:
     assert model.of_kind("mod") is model.loaded
     dense = model.of_kind("dense")

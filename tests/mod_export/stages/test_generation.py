@@ -18,13 +18,16 @@ from command_line import FEW_SAMPLES
 from generating import GENERATING, WINDOW
 from observing import observed
 from tiny_models import lively_checkpoint
+from writing import SPEC
 from writing import WINDOW as WRITING_WINDOW
 
+from mod_export.benchmark.speedup import DENSE_ITSELF
 from mod_export.build_folder.manifest import open_folder, read_manifest
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import ENGINES
 from mod_export.pipeline import build
-from mod_export.rerun import validate_folder
+from mod_export.rerun import bench_folder, validate_folder
+from mod_export.results.generation import DecodeRow
 from mod_export.results.report import BuildReport
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.sources.checkpoint import model_from_checkpoint
@@ -121,6 +124,29 @@ def test_never_takes_everything_away(written_copy: Path, writing_folder: Path, w
     assert report.generation.reason == "it was built with generation.build = never; build it again with auto"
     assert not [path for path in written_copy.rglob("*") if "prefill" in path.name or "decode" in path.name]
     check_files(written_copy)
+
+
+def test_a_dense_checkpoint_is_built_once_and_writes(writing_config: BuildConfig, tmp_path: Path) -> None:
+    """Its dense baseline would be itself, so nothing of one is built, judged or timed."""
+    save_checkpoint(tmp_path / "dense.pt", lively_checkpoint(SPEC.dense(), 6))
+    model = model_from_checkpoint(tmp_path / "dense.pt")
+    config = with_options(changed(writing_config, {"latency/min_speedup": 1.0}), batches=(2,), prompts=(8,))
+    report = build(lambda: (model, None), config, tmp_path / "out", Silent(), "mod-export build")
+    assert report.verdict.status == "pass", report.verdict.reasons
+    manifest = open_folder(tmp_path / "out")
+    assert list(manifest.models) == ["mod"]
+    assert not [path for path in manifest.files if "dense" in path]
+    assert {row.model for row in (*report.parity, *report.latency, *report.cost, *report.generation.texts)} == {"mod"}
+    assert {row.role for row in report.parity} == {"forward", "prefill", "decode"}
+    assert report.not_compared == DENSE_ITSELF
+    (decode,), (prompt,) = report.generation.decode, report.generation.first_token
+    assert (list(decode.ms), decode.compared, list(prompt.ms), prompt.compared) == (["mod"], None, ["mod"], None)
+    again = bench_folder(tmp_path / "out", None, ())
+    assert (again.not_compared, again.verdict.status) == (DENSE_ITSELF, "pass")
+    assert [list(row.ms) for row in again.rows(DecodeRow)] == [["mod"]]
+    ids = prompts_of(model.loaded, 256, 1, 9, 0).tolist()[0]
+    with load_generator(tmp_path / "out") as generator:
+        assert generator.generate([ids], 20)[0].ids == model.loaded.generating(WRITING_WINDOW).write(ids, 20)
 
 
 KINDS_THAT_DIFFER = [
@@ -220,7 +246,8 @@ def check_what_is_skipped(report: BuildReport) -> None:
     assert single.executed == single.selected
     capacity = report.generation.capacity
     assert capacity is not None
-    routed = single.routed_kv_bytes
+    assert single.compared is not None
+    routed = single.compared.routed_kv_bytes
     assert routed["mod"] <= (max(capacity.values()) / 512 + 0.02) * routed["dense"]
     assert single.least_bytes["mod"] < single.least_bytes["dense"]
     assert report.generation.quality is not None

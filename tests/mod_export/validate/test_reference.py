@@ -15,7 +15,7 @@ from mod_export.sources.module import model_from_module
 from mod_export.types import Bucket
 from mod_export.validate import reference as reference_module
 from mod_export.validate.inputs import Batch
-from mod_export.validate.reference import Reference, check_program, routing_map
+from mod_export.validate.reference import KeptRuns, Reference, check_program, routing_map
 from mod_models.architecture import LoadedTransformer
 
 
@@ -42,14 +42,29 @@ def test_runs_are_kept_by_content(loaded: LoadedTransformer, batches: list[Batch
     assert kept.exact(one, routing) is not kept.forced(one, routing)
 
 
-def test_no_more_runs_are_kept_than_there_is_room_for(
-    loaded: LoadedTransformer, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference_module, "KEPT_BYTES", 0)
-    bounded = Reference(loaded)
-    first, second = bounded.free(batches[0]), bounded.free(batches[0])
+def test_no_more_runs_are_kept_than_there_is_room_for(loaded: LoadedTransformer, batches: list[Batch]) -> None:
+    nothing = Reference(loaded, kept=KeptRuns(0))
+    first, second = nothing.free(batches[0]), nothing.free(batches[0])
     assert first is not second
     np.testing.assert_array_equal(first.logits_BSV, second.logits_BSV)
+    one = Reference(loaded, kept=KeptRuns(first.nbytes + first.nbytes // 2))
+    kept = one.free(batches[0])
+    assert one.free(batches[0]) is kept
+    other = one.free(batches[1])
+    # The oldest one has made room, also for another reference that keeps its runs there.
+    assert one.free(batches[1]) is other
+    assert one.free(batches[0]) is not kept
+    assert one.returning("last").free(batches[0]) is one.free(batches[0])
+
+
+def test_references_that_share_room_do_not_take_each_others_runs(
+    loaded: LoadedTransformer, batches: list[Batch]
+) -> None:
+    shared = KeptRuns()
+    routed, dense = Reference(loaded, kept=shared), Reference(loaded.dense(), kept=shared)
+    assert routed.free(batches[0]).routed != {}
+    assert dense.free(batches[0]).routed == {}
+    assert routed.with_weights({}).free(batches[0]) is not routed.free(batches[0])
 
 
 def test_a_forced_reference_routes_what_it_is_told(reference: Reference, batches: list[Batch]) -> None:

@@ -23,12 +23,15 @@ from mod_export.runtime.generate.decoder import Decoder, Prompts
 from mod_export.sources.model import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import Bucket, Engine, Setting
+from mod_export.validate import inputs
 from mod_export.validate.checks import failed_row
 from mod_export.validate.inputs import one_of_each_kind, parity_batches, prompts_of
 from mod_export.validate.parity import judge_runner, judge_runners
 from mod_export.validate.reference import Reference
 from mod_export.validate.texts import PromptRunner, decoding_parts, quality_of, texts_of
 
+AFFORDABLE = 40
+"""Tokens of one kind of input that a large eager model is run on: fewer than three rows of a prompt and its tail."""
 NAME = "mod-decode-b3s48-float32"
 BUCKET = Bucket(3, WINDOW)
 Judge = Callable[..., ParityRow]
@@ -65,8 +68,19 @@ def opened(
         yield prompts, kind(load(engine_of("decode", bucket)), bucket.seq, "decoder")
 
 
-@pytest.fixture
-def judged(writing_config: BuildConfig, reference: Reference, writer: GeneratingModel) -> Judge:
+@pytest.fixture(params=["small", "large"])
+def judged(
+    request: pytest.FixtureRequest,
+    writing_config: BuildConfig,
+    reference: Reference,
+    writer: GeneratingModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Judge:
+    """As a model of its size is judged, and as a large one is: on fewer tokens."""
+    if request.param == "large":
+        weights = sum(tensor.numel() for tensor in writer.loaded.weights.values())
+        monkeypatch.setattr(inputs, "MOST_FLOPS", AFFORDABLE * 2 * weights)
+
     def judge(folder: Path, kind: type[Decoder] = Decoder, bucket: Bucket = BUCKET) -> ParityRow:
         setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=bucket)
         gate = writing_config.parity.float32
@@ -97,8 +111,15 @@ def finds(judged: Judge, written_copy: Path) -> Callable[[str, Callable[[onnx.Gr
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_sound_engines_pass(judged: Judge, written: Path, rows: int) -> None:
+def test_sound_engines_pass(judged: Judge, written: Path, rows: int, request: pytest.FixtureRequest) -> None:
     row = judged(written, bucket=Bucket(rows, WINDOW))
+    assert row.rounding_tokens <= row.tokens
+    if "large" in request.node.name:
+        # Texts of 16 tokens in each row, and behind prompts of 8 and 16 tokens two in the last row alone.
+        assert row.tokens <= rows * 4 * 16 + 2 * (17 + 33)
+        assert row.rounding_tokens < row.tokens
+    else:
+        assert row.tokens > rows * (2 * WINDOW + 2 * (17 + 33))
     assert row.passed, row.reasons
     assert row.routing.routed == row.routing.agreed > 0
     assert set(row.inputs) >= {"random", "padded"}

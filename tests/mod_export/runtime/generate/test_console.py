@@ -43,7 +43,7 @@ def test_text_goes_to_stdout_and_a_line_about_it_to_stderr(written: Path, genera
     (expected,) = generator.generate(PROMPT, 20)
     assert said.stdout == expected.text + "\n"
     assert re.fullmatch(
-        r"20 tokens in [\d.]+ s: [\d,]+ tokens/s, [\d,]+ steps/s, first token after \d+ ms, "
+        r"20 tokens in [\d.]+ s, first token after \d+ ms, then [\d,]+ tokens/s, [\d,]+ steps/s, "
         r"routed layers ran [\d.]+ to [\d.]+ % of the tokens, (\d+ tokens found no slot, )?cache 0\.0 MiB, "
         rf"ort-cpu float32, {usable_cores()} threads?\n",
         said.stderr,

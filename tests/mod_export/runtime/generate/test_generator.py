@@ -132,6 +132,20 @@ def test_one_token(generator: Generator, writer: GeneratingModel) -> None:
     with generator.stream(prompts, 1) as stream:
         assert [piece.row for piece in stream if piece.token is not None] == [0, 1, 2]
     assert [one.ids for one in stream.completions] == [writer.write(prompt, 1) for prompt in prompts]
+    assert stream.tokens_per_second is None
+
+
+@pytest.mark.parametrize("length", [5, 20])
+def test_the_rate_is_that_of_tokens_after_the_first(generator: Generator, length: int) -> None:
+    """Prompts of up to 16 tokens are read at once, longer ones step by step; neither counts."""
+    with generator.stream(prompts_of_lengths([length]), 25) as stream:
+        tokens = sum(piece.token is not None for piece in stream)
+    (done,) = stream.completions
+    assert done.first_token_s is not None
+    assert 0 < stream.prompt_seconds <= done.first_token_s
+    assert tokens == 25
+    assert stream.tokens_per_second == pytest.approx(24 / (stream.seconds - stream.prompt_seconds))
+    assert stream.steps == 24 + max(0, length - 16)
 
 
 def test_text_is_its_bytes_and_ids_are_of_any_whole_type(generator: Generator) -> None:

@@ -1,0 +1,124 @@
+"""`mod-export build --no-evidence`: engines that can be used at once, and what says that nobody has judged them."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from build_folders import check_files, flip, once, steps_of
+from command_line import FEW_SAMPLES, invoke, refused, toml_file
+
+from mod_export import load
+from mod_export.build_folder.manifest import open_folder
+from mod_export.errors import GraphError, TargetError, UnverifiedWarning
+from mod_export.rerun import bench_folder
+from mod_export.results.latency import SpeedupRow
+from mod_export.stages.folder import FolderContext
+from mod_export.stages.validate import check_structure
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
+
+TOML = f"""
+buckets = [[2, 16]]
+targets = ["ort-cpu"]
+{FEW_SAMPLES}[cost]
+profile_runs = 0
+[parity]
+text_batches = 1
+"""
+IMPOSSIBLE = "[parity.float32]\nrounding_error = 1e-9\n"
+"""A gate that no engine passes."""
+
+
+@pytest.fixture(scope="module")
+def made(shared_folder: Path, tiny_spec: ModelSpec) -> Path:
+    """Holds `model.pt`, `c.toml`, and the build without evidence, to be read only."""
+    folder = shared_folder / "no_evidence"
+
+    def make() -> None:
+        save_checkpoint(folder / "model.pt", random_checkpoint(replace(tiny_spec, n_layers=2), 0))
+        toml_file(folder, TOML)
+        found = invoke(
+            "build", folder / "model.pt", "-c", folder / "c.toml", "-o", folder / "build", "--no-evidence", "-q"
+        )
+        assert (found.exit_code, found.stdout) == (0, f"built, and nothing verified: {folder / 'build'}\n"), (
+            found.output
+        )
+
+    return once(folder, make)
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "build", tmp_path / "build"))
+
+
+def test_its_engines_are_served_with_a_warning(root: Path) -> None:
+    check_files(root)
+    assert not open_folder(root).verified
+    assert {name.partition("/")[0] for name in steps_of(root)}.isdisjoint({"parity", "causality", "latency", "report"})
+    with pytest.warns(
+        UnverifiedWarning, match=r"build: nothing of it was verified: .*`mod-export validate /.*/build` "
+    ):
+        deployment = load(root)
+    with deployment:
+        assert np.isfinite(deployment.run(np.zeros((2, 16), np.int64))).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UnverifiedWarning)  # As a user has it; here every warning is an error.
+        said = invoke("generate", root, "--prompt", "ab", "--selection", "topk-prefill")
+    assert said.exit_code == 0
+    assert said.stderr.startswith(f"warning: {root}: nothing of it was verified: it was built with --no-evidence. ")
+    assert said.stderr.count("warning") == 1
+
+
+def test_it_has_no_report(made: Path, root: Path) -> None:
+    refused(invoke("report", root), r"has no report: it was built with --no-evidence; run the same build without it")
+    asked = invoke("build", made / "model.pt", "-o", root, "--no-evidence", "--report", "r.json")
+    refused(asked, r"--no-evidence writes no report: leave out --report, or build with the evidence")
+
+
+def test_validate_verifies_it(root: Path) -> None:
+    found = invoke("validate", root)
+    assert found.exit_code == 0, found.output
+    assert open_folder(root).verified
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(root)
+    assert bench_folder(root, None, ()).rows(SpeedupRow)
+
+
+def test_validate_with_other_gates_or_a_part_verifies_nothing(root: Path, tmp_path: Path) -> None:
+    other = toml_file(tmp_path, TOML)
+    for arguments in (("-c", other), ("--target", "ort-cpu")):
+        assert invoke("validate", root, *arguments).exit_code == 0
+        assert not open_folder(root).verified
+
+
+def test_what_then_misses_its_gate_is_not_served(made: Path, tmp_path: Path) -> None:
+    strict = toml_file(tmp_path, TOML + IMPOSSIBLE)
+    root = tmp_path / "strict"
+    assert invoke("build", made / "model.pt", "-c", strict, "-o", root, "--no-evidence", "-q").exit_code == 0
+    assert invoke("validate", root).exit_code == 4
+    assert open_folder(root).verified
+    with pytest.raises(TargetError, match="the float32 engines for ort-cpu missed their gates and are not served"):
+        load(root)
+
+
+def test_the_same_build_goes_on(made: Path, root: Path) -> None:
+    before = steps_of(root)
+    found = invoke("build", made / "model.pt", "-c", made / "c.toml", "-o", root, "-q")
+    assert found.exit_code in (0, 4), found.output
+    after = steps_of(root)
+    assert all(after[name] == step for name, step in before.items())
+    assert open_folder(root).verified
+    assert invoke("report", root).exit_code == 0
+
+
+def test_files_that_are_not_what_they_must_be_end_it(root: Path) -> None:
+    flip(root / "graphs" / "weights-float32.data")
+    with pytest.raises(GraphError, match=r"graphs/weights-float32\.data: .*"):
+        check_structure(FolderContext(root, None, (), verify=False))
