@@ -27,8 +27,8 @@ from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_check
 MAIN = [sys.executable, "-c", "from mod_export.cli import main; main()"]
 COMMON = ["--help", "--quiet", "--verbose", "-h", "-q", "-v"]
 OPTIONS = {
-    "build": ["--baseline", "--buckets", "--capacity", "--config", "--max-memory", "--out", "--report", "--samples",
-              "--target", "--tokenizer", "-c", "-o", "models"],
+    "build": ["--baseline", "--buckets", "--capacity", "--config", "--max-memory", "--no-evidence", "--out", "--report",
+              "--samples", "--target", "--tokenizer", "-c", "-o", "models"],
     "convert": ["--ignore-field", "--max-positions", "out", "source"],
     "generate": ["--dtype", "--ids", "--json", "--max-new-tokens", "--model", "--prompt", "--prompt-file", "--roll",
                  "--seed", "--selection", "--stop", "--target", "--temperature", "--threads", "--top-k", "--top-p",
