@@ -130,7 +130,8 @@ def test_alone_sampling_ends_when_the_median_is_known(
 ) -> None:
     (row,) = rows_of({"mod": alone}, **fields)
     assert len(row.samples_ms) in samples
-    assert (row.model, row.p50_ms) == ("mod", np.median(row.samples_ms))
+    # Two middle samples are averaged there and interpolated here, which may round apart.
+    assert (row.model, row.p50_ms) == ("mod", pytest.approx(np.median(row.samples_ms)))
     assert row.p50_ci95 == quantile_interval(np.array(row.samples_ms), 0.5)
 
 
