@@ -137,7 +137,7 @@ def test_alone_sampling_ends_when_the_median_is_known(
 
 def test_a_warm_up_that_does_not_settle_drift_and_outliers_are_said() -> None:
     def late(number: int) -> None:
-        time.sleep(0.0005 if number < 30 else 0.002)
+        time.sleep(0.0005 if number < 30 else 0.02)
 
     def sometimes(number: int) -> None:
         time.sleep(0.02 if number % 8 == 7 else 0.001)
