@@ -98,7 +98,7 @@ def _exit_code(function: Callable[..., int], *, verbosity: int, **arguments: Any
     except ImportError as error:
         missing = _missing_package(error, function.__name__)
         return _bug(error) if missing is None else _refused(missing, verbosity)
-    except Exception as error:  # The one broad except: any other error is a bug of mod-export, and is reported as one.
+    except Exception as error:  # Any other error is a bug of mod-export, and is reported as one.
         return _bug(error)
     return code
 

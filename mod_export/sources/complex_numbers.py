@@ -168,6 +168,7 @@ class _Pairs:
         return self._add(node.target, *node.args, **node.kwargs)
 
     def _sized(self, node: fx.Node) -> fx.Node:
+        # To mypy, an argument or a target of a node may be almost anything; the table says what these are.
         return self._add(node.target, node.args[0], [*node.args[1], SIZES[node.target]])  # type: ignore[misc,index]
 
     def _on_dims(self, node: fx.Node) -> fx.Node:
@@ -205,6 +206,7 @@ class _Pairs:
         source, dim, index = node.args[:3]
         wide = self._add(ATEN.unsqueeze.default, index, -1)
         wide = self._add(ATEN.expand.default, wide, [*node.meta["val"].shape, 2])
+        # To mypy, an argument may be almost anything: these are a number and a node.
         return self._add(ATEN.gather.default, source, dim % self.ranks[source], wide)  # type: ignore[operator,index]
 
     def _cast(self, node: fx.Node) -> fx.Node | None:

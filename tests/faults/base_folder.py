@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import onnx_ir as ir
 import torch
@@ -137,29 +137,18 @@ def _padded(batch: int, seq: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _two_outputs(folder: Path) -> BuildReport:
-    return build_module(
-        randomized(made(Masked), 1, FOREIGN_STD),
-        _padded,
-        FOREIGN_SHAPES[:1],
-        None,
-        folder / "build",
-        ["ort-cpu"],
-        config=folder / "c.toml",
-        verbosity=-1,
-    )
+    return _alone(randomized(made(Masked), 1, FOREIGN_STD), _padded, folder, "ort-cpu")
 
 
 def compiled_foreign(folder: Path, module: nn.Module | None = None) -> BuildReport:
     """An AOTInductor package of the module of users, or of this one."""
+    return _alone(module or foreign_module(), token_ids, folder, "inductor")
+
+
+def _alone(module: nn.Module, inputs: Any, folder: Path, target: str) -> BuildReport:
+    """One bucket for one target, without a baseline."""
     return build_module(
-        module or foreign_module(),
-        token_ids,
-        FOREIGN_SHAPES[:1],
-        None,
-        folder / "build",
-        ["inductor"],
-        config=folder / "c.toml",
-        verbosity=-1,
+        module, inputs, FOREIGN_SHAPES[:1], None, folder / "build", [target], config=folder / "c.toml", verbosity=-1
     )
 
 

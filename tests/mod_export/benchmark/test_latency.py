@@ -80,7 +80,8 @@ def test_rows_hold_every_sample_and_what_follows_from_them() -> None:
         assert (row.providers, row.threads) == (("CPUExecutionProvider",), 1)
         assert len(row.samples_ms) == 8
         assert min(row.samples_ms) > 0
-        assert row.p50_ms == np.median(row.samples_ms)
+        # Two middle samples are averaged there and interpolated here, which may round apart.
+        assert row.p50_ms == pytest.approx(np.median(row.samples_ms))
         assert (row.p90_ms, row.p99_ms) == tuple(np.percentile(row.samples_ms, (90, 99)))
         assert row.mean_ms == np.mean(row.samples_ms)
         assert row.stdev_ms == np.std(row.samples_ms, ddof=1)
@@ -130,13 +131,13 @@ def test_alone_sampling_ends_when_the_median_is_known(
 ) -> None:
     (row,) = rows_of({"mod": alone}, **fields)
     assert len(row.samples_ms) in samples
-    assert (row.model, row.p50_ms) == ("mod", np.median(row.samples_ms))
+    assert (row.model, row.p50_ms) == ("mod", pytest.approx(np.median(row.samples_ms)))
     assert row.p50_ci95 == quantile_interval(np.array(row.samples_ms), 0.5)
 
 
 def test_a_warm_up_that_does_not_settle_drift_and_outliers_are_said() -> None:
     def late(number: int) -> None:
-        time.sleep(0.0005 if number < 30 else 0.002)
+        time.sleep(0.0005 if number < 30 else 0.02)
 
     def sometimes(number: int) -> None:
         time.sleep(0.02 if number % 8 == 7 else 0.001)
