@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -247,6 +248,19 @@ def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]
     return spec, retrofitted(loaded, spec, options.seed)
 
 
+def _run(options: argparse.Namespace, config: TrainConfig, workers: Workers) -> None:
+    spec, initial = _initial(options)
+    beside = options.init / TOKENIZER if options.init is not None else None
+    tokenizer = options.tokenizer or (beside if beside is not None and beside.is_file() else None)
+    corpus = read_corpus(options.data, tokenizer)
+    events = train(spec, config, options.out, initial=initial, corpus=corpus, workers=workers, log=options.log)
+    if workers.first:
+        show(events)
+    else:
+        for _ in events:
+            pass
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: every field of TrainConfig is an option. Returns the exit code; 2 for what cannot be run."""
     parser = _parser()
@@ -256,19 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     try:
         with launched(options.parallel, options.device) as workers:
-            spec, initial = _initial(options)
-            beside = options.init / TOKENIZER if options.init is not None else None
-            tokenizer = options.tokenizer or (beside if beside is not None and beside.is_file() else None)
-            corpus = read_corpus(options.data, tokenizer)
-            events = train(
-                spec, TrainConfig(**config), options.out, initial=initial, corpus=corpus, workers=workers,
-                log=options.log,
-            )  # fmt: skip
-            if workers.first:
-                show(events)
-            else:
-                for _ in events:
-                    pass
+            _run(options, TrainConfig(**config), workers)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last evaluation", file=sys.stderr)
         return 130
@@ -280,4 +282,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Threads of gloo outlive destroy_process_group; one that frees a tensor while Python ends aborts the process
+        # (pytorch/pytorch#179291), and torchrun takes a finished run for a failed one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

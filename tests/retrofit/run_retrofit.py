@@ -26,7 +26,7 @@ from mod_models.corpus import TOKENIZER, Corpus, read_corpus
 from mod_models.evaluation import evaluate
 from mod_models.retrofit import layers_of, retrofitted, routed_spec
 from mod_models.train import train
-from mod_models.train_config import TrainConfig
+from mod_models.train_config import PRECISIONS, RECOMPUTED, TrainConfig
 
 SPEED = """\
 # One engine, one thread, whole rows: what the table's speed-up is measured with.
@@ -64,6 +64,7 @@ GRID = (
     Way("mlp", "cheapest:{half}", 0.5),
     Way("attention", "cheapest:{half}", 0.5),
     Way("block", "cheapest:{half}", 0.5),
+    Way("block", "cheapest:{half}", 0.75),
     Way("block", "cheapest:{half}", 0.25),
 )
 """In the order in which they are trained, so that a study that is stopped has the simplest first."""
@@ -76,8 +77,8 @@ def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
         steps=given.steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
         learning_rate=given.learning_rate, router_learning_rate=20 * given.learning_rate, weight_decay=0.0,
         warmup=max(1, given.steps // 20), eval_every=max(1, given.steps // 4), eval_batches=given.eval_batches,
-        log_every=max(1, given.steps // 40), recompute="layers", anneal=0.5 if routed else 0.0,
-        distill=1.0 if routed else 0.0,
+        log_every=max(1, given.steps // 40), recompute=given.recompute, precision=given.precision,
+        anneal=0.5 if routed else 0.0, distill=1.0 if routed else 0.0,
     )  # fmt: skip
 
 
@@ -147,13 +148,15 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     add("--data", type=Path, help="text to train on; without it this Python's sources")
     add("--results", type=Path, default=Path("build/retrofit"))
     add("--docs", type=Path, default=Path("docs"))
-    # By their FLOPs, a quarter of an hour for each way of 135 M parameters on two cores.
-    add("--steps", type=int, default=60)
+    # A quarter of an hour for each way of 135 M parameters on two cores, and 5 GB.
+    add("--steps", type=int, default=100)
     add("--batch", type=int, default=4)
-    add("--micro-batch", type=int, default=1)
+    add("--micro-batch", type=int, default=0, help="rows at a time, for less memory (default: all of them)")
     add("--seq", type=int, default=256)
+    add("--recompute", choices=RECOMPUTED, default="none", help="less memory, more time (%(default)s)")
+    add("--precision", choices=PRECISIONS, default="float32", help="of products (%(default)s)")
     add("--learning-rate", type=float, default=1e-4, help="routers and predictors get 20 times as much (%(default)s)")
-    add("--eval-batches", type=int, default=4)
+    add("--eval-batches", type=int, default=16)
     add("--probe-rows", type=int, default=4)
     given = parser.parse_args(arguments)
     if not given.model.exists():
