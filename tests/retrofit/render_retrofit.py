@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 BEGIN, END = "<!-- measured by make retrofit: begin -->", "<!-- measured by make retrofit: end -->"
 FIGURE = "retrofit.svg"
 COLUMNS = (
-    "routed", "layers", "capacity", "perplexity", "against dense", "bits per byte", "predictor accuracy",
+    "routed", "layers", "capacity", "tokens run", "perplexity", "against dense", "bits per byte", "predictor accuracy",
     "predicted (FLOPs)", "measured speed-up",
 )  # fmt: skip
 
@@ -39,14 +39,16 @@ def render(results: Path, docs: Path, names: Sequence[str], about: Mapping[str, 
 def _measured(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
     tokens = about["steps"] * about["batch"] * about["seq"]
     dense = next((row for row in rows if row["parts"] == "dense"), None)
+    given = ["dense, as given", "", "", "100%", f"{untouched['perplexity']:.2f}", ""]
     return [
         f"Model `{about['model']}`, text: {about['text']}. Every way has the same budget: {about['steps']:,} steps of "
         f"{about['batch']} rows of {about['seq']} tokens, {tokens:,} tokens. Perplexity is of held-out text, with the "
-        "predictors deciding, as at generation. Speed is that of whole rows on one thread of ONNX Runtime.",
+        "predictors deciding, as at generation. Tokens run: the share that an attention or an MLP runs, the mean over "
+        "those of all layers. Speed is that of whole rows on one thread of ONNX Runtime.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
-        f"| dense, as given |  |  | {untouched['perplexity']:.2f} |  | {untouched['bits_per_byte']:.3f} |  | 1 | 1 |",
+        f"| {' | '.join([*given, f'{untouched["bits_per_byte"]:.3f}', '', '1', '1'])} |",
         *(_row(row, dense) for row in rows),
         "",
         f"![Perplexity against measured speed-up](figures/{FIGURE})",
@@ -58,7 +60,7 @@ def _row(row: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
     against = "" if dense is None else f"{math.exp(row['next_token_loss'] - dense['next_token_loss']) - 1:+.1%}"
     numbers = [f"{perplexity:.2f}", against, f"{row['bits_per_byte']:.3f}"]
     if row["speed"] is None:
-        return f"| {' | '.join(['dense, trained as long', '', '', *numbers, '', '1', '1'])} |"
+        return f"| {' | '.join(['dense, trained as long', '', '', '100%', *numbers, '', '1', '1'])} |"
     speed = row["speed"]
     low, high = speed["ci95"]
     failed = "" if speed["status"] == "pass" else ", a gate failed"
@@ -66,6 +68,7 @@ def _row(row: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
         row["parts"],
         f"{len(row['layers'])} {row['route'].split(':')[0]}",
         f"{row['capacity']:g}",
+        f"{row['tokens_run']:.0%}",
         *numbers,
         "" if row["predictor_accuracy"] is None else f"{row['predictor_accuracy']:.1%}",
         f"{speed['predicted_flops']:.2f}",
@@ -76,20 +79,26 @@ def _row(row: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
 
 def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "retrofit"
-    _, axes = plt.subplots(figsize=(7.5, 4.2))
-    axes.plot([1], [untouched["perplexity"]], "kx", label="dense, as given")
-    for number, part in enumerate(dict.fromkeys(row["parts"] for row in rows)):
-        own = [row for row in rows if row["parts"] == part]
-        x = [1.0 if row["speed"] is None else row["speed"]["measured"] for row in own]
-        y = [math.exp(row["next_token_loss"]) for row in own]
-        axes.plot(x, y, "o", color=f"C{number}", label="dense, trained as long" if part == "dense" else part)
-        for row, at_x, at_y in zip(own, x, y, strict=True):
-            if row["speed"] is not None:
-                text = f"{row['route'].split(':')[0]}, {row['capacity']:g}"
-                axes.annotate(text, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
-    axes.set_xlabel("measured speed-up over the dense baseline")
-    axes.set_ylabel("held-out perplexity")
-    axes.legend(fontsize=8)
+    _, both = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    about = ("share of attention and MLP run", "measured speed-up over the dense baseline")
+    for axes, label, of in zip(both, about, (lambda row: row["tokens_run"], _speed), strict=True):
+        axes.plot([1], [untouched["perplexity"]], "kx", label="dense, as given")
+        for number, part in enumerate(dict.fromkeys(row["parts"] for row in rows)):
+            own = [row for row in rows if row["parts"] == part]
+            x, y = [of(row) for row in own], [math.exp(row["next_token_loss"]) for row in own]
+            axes.plot(x, y, "o", color=f"C{number}", label="dense, trained as long" if part == "dense" else part)
+            for row, at_x, at_y in zip(own, x, y, strict=True):
+                if row["speed"] is not None:
+                    text = f"{row['route'].split(':')[0]}, {row['capacity']:g}"
+                    axes.annotate(text, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        axes.set_xlabel(label)
+    both[0].set_ylabel("held-out perplexity")
+    both[0].invert_xaxis()
+    both[1].legend(fontsize=8)
     plt.tight_layout()
     plt.savefig(path, metadata={"Date": None})
     plt.close()
+
+
+def _speed(row: Mapping[str, Any]) -> float:
+    return 1.0 if row["speed"] is None else row["speed"]["measured"]

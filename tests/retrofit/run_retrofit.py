@@ -54,6 +54,11 @@ class Way:
     def name(self) -> str:
         return f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
 
+    def share_of(self, routed: int, layers: int) -> float:
+        """Of the tokens, how many an attention or an MLP runs, the mean over those of all layers."""
+        parts = 1 if self.parts == "block" else 0.5
+        return 1 - parts * (1 - self.capacity) * routed / layers
+
 
 DENSE = Way("dense", "none", 1.0)
 GRID = (
@@ -105,6 +110,7 @@ def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
     result = {
         **asdict(way),
         "layers": initial.spec.routed_layers,
+        "tokens_run": way.share_of(len(initial.spec.routed_layers), initial.spec.n_layers),
         "bits_per_byte": float(last["held_out_bits_per_byte"]),
         "next_token_loss": float(last["held_out_next_token_loss"]),
         "predictor_accuracy": sum(accuracies) / len(accuracies) if accuracies else None,

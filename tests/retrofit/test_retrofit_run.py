@@ -24,7 +24,8 @@ PAGE = f"# Before\n\n{BEGIN}\nnot run yet\n{END}\n\nafter\n"
 def row(parts: str, loss: float, speed: float | None = None, status: str = "pass") -> dict[str, object]:
     fast = {"measured": speed, "ci95": [1.1, 1.3], "predicted_flops": 1.5, "status": status}
     return {
-        "parts": parts, "route": "deepest:{half}", "capacity": 0.5, "layers": [2, 3], "bits_per_byte": 2.0,
+        "parts": parts, "route": "deepest:{half}", "capacity": 0.5, "layers": [2, 3], "tokens_run": 0.75,
+        "bits_per_byte": 2.0,
         "next_token_loss": loss, "predictor_accuracy": 0.9, "speed": None if speed is None else fast,
     }  # fmt: skip
 
@@ -47,10 +48,10 @@ def test_the_page(tmp_path: Path) -> None:
     lines = [line for line in page.splitlines() if line.startswith("|")]
     assert lines[0].count("|") == len(COLUMNS) + 1
     assert lines[2:] == [
-        "| dense, as given |  |  | 12.50 |  | 1.500 |  | 1 | 1 |",
-        "| dense, trained as long |  |  | 7.39 | +0.0% | 2.000 |  | 1 | 1 |",
-        "| mlp | 2 deepest | 0.5 | 8.17 | +10.5% | 2.000 | 90.0% | 1.50 | 1.20 [1.10, 1.30] |",
-        "| block | 2 deepest | 0.5 | 9.97 | +35.0% | 2.000 | 90.0% | 1.50 | 1.40 [1.10, 1.30], a gate failed |",
+        "| dense, as given |  |  | 100% | 12.50 |  | 1.500 |  | 1 | 1 |",
+        "| dense, trained as long |  |  | 100% | 7.39 | +0.0% | 2.000 |  | 1 | 1 |",
+        "| mlp | 2 deepest | 0.5 | 75% | 8.17 | +10.5% | 2.000 | 90.0% | 1.50 | 1.20 [1.10, 1.30] |",
+        "| block | 2 deepest | 0.5 | 75% | 9.97 | +35.0% | 2.000 | 90.0% | 1.50 | 1.40 [1.10, 1.30], a gate failed |",
     ]
     assert (tmp_path / "figures" / "retrofit.svg").stat().st_size > 1000
 
@@ -59,6 +60,12 @@ def test_ways_have_folders_of_their_own() -> None:
     assert len({way.name for way in GRID}) == len(GRID)
     assert GRID[0] == DENSE
     assert GRID[1].name == "mlp-deepest-0.5"
+
+
+def test_the_share_of_tokens_that_run() -> None:
+    assert DENSE.share_of(0, 4) == 1
+    assert Way("block", "", 0.5).share_of(2, 4) == 0.75
+    assert Way("mlp", "", 0.5).share_of(2, 4) == 0.875
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
