@@ -39,7 +39,7 @@ def render(results: Path, docs: Path, names: Sequence[str], about: Mapping[str, 
 def _measured(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
     tokens = about["steps"] * about["batch"] * about["seq"]
     dense = next((row for row in rows if row["parts"] == "dense"), None)
-    given = ["dense, as given", "", "", "100%", f"{untouched['perplexity']:.2f}", ""]
+    perplexity, bits = f"{untouched['perplexity']:.2f}", f"{untouched['bits_per_byte']:.3f}"
     return [
         f"Model `{about['model']}`, text: {about['text']}. Every way has the same budget: {about['steps']:,} steps of "
         f"{about['batch']} rows of {about['seq']} tokens, {tokens:,} tokens. Perplexity is of held-out text, with the "
@@ -48,7 +48,7 @@ def _measured(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], a
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
-        f"| {' | '.join([*given, f'{untouched["bits_per_byte"]:.3f}', '', '1', '1'])} |",
+        f"| {' | '.join(['dense, as given', '', '', '100%', perplexity, '', bits, '', '1', '1'])} |",
         *(_row(row, dense) for row in rows),
         "",
         f"![Perplexity against measured speed-up](figures/{FIGURE})",
