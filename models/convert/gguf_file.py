@@ -35,7 +35,7 @@ FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloa
 """Number of a tensor type -> the dtype that its bytes are."""
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 """Tensor types of integers and scales that become float32."""
-KNOWN = f"expected F32, F16, BF16, F64, {', '.join(BLOCKS)}"
+KNOWN = f"F32, F16, BF16, F64, {', '.join(BLOCKS)}"
 Metadata = Mapping[str, Any]
 
 

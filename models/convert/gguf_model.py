@@ -274,8 +274,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         value = value.tolist()
         return value[0] if value and value == [value[0]] * len(value) else value
+    if not isinstance(value, float) or not math.isfinite(value) or abs(value) > np.finfo(np.float32).max:
+        return value
     # The shortest decimal that is the same in float32: 1e-05 and not 9.999999747378752e-06.
-    return float(str(np.float32(value))) if isinstance(value, float) and float(np.float32(value)) == value else value
+    return float(str(np.float32(value))) if float(np.float32(value)) == value else value
 
 
 def _parts(

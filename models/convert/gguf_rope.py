@@ -56,6 +56,11 @@ def _candidates(factor_E: Tensor, angle_E: Tensor, largest: float) -> list[tuple
     between = (factor_E > 1 + TOLERANCE) & (factor_E < largest * (1 - TOLERANCE))
     angles = angle_E[between]
     share = (1 / factor_E[between] - 1 / largest) / (1 - 1 / largest)
+    if not len(share):
+        # Any two wavelengths that part the angles as they are.
+        slowed, kept = float(angle_E[factor_E > 1 + TOLERANCE].max()), float(angle_E[factor_E <= 1 + TOLERANCE].min())
+        positions = math.floor(2 * math.pi / slowed)
+        found.append((min(LLAMA_3[0], positions * kept / (2 * math.pi)), positions))
     if len(share) == 1:
         found.append((LLAMA_3[0], float((1 + share[0] * (LLAMA_3[0] - 1)) * 2 * math.pi / angles[0])))
     if len(share) > 1:

@@ -230,6 +230,7 @@ class _Vocabulary:
                for token, kind in zip(self.tokens, self.kinds, strict=True)):  # fmt: skip
             raise _CannotSayError(f"{PREFIX}token_type: a token that is matched in texts as it is holds a space")
         prefix = self._flag("add_space_prefix", True)
+        first: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         decoders = [
             {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
