@@ -55,6 +55,11 @@ def _fetched(repo: str, file: str | None, revision: str | None) -> str:
         folder = snapshot_download(repo, revision=revision, allow_patterns=[*ABOUT, *weights])
         if any((Path(folder) / name).is_file() for name in (weights[0], weights[-1])):
             break
+    if not (Path(folder) / ABOUT[0]).is_file():
+        raise CheckpointError(
+            f"{PREFIX}{repo}: the repository holds no {ABOUT[0]}, so no model of transformers; of a repository of GGUF "
+            f"files name one, {PREFIX}{repo}/FILE.gguf"
+        )
     return folder
 
 

@@ -59,8 +59,8 @@ def _candidates(factor_E: Tensor, angle_E: Tensor, largest: float) -> list[tuple
     if not len(share):
         # Any two wavelengths that part the angles as they are.
         slowed, kept = float(angle_E[factor_E > 1 + TOLERANCE].max()), float(angle_E[factor_E <= 1 + TOLERANCE].min())
-        positions = math.floor(2 * math.pi / slowed)
-        found.append((min(LLAMA_3[0], positions * kept / (2 * math.pi)), positions))
+        whole = math.floor(2 * math.pi / slowed)
+        found.append((min(LLAMA_3[0], whole * kept / (2 * math.pi)), whole))
     if len(share) == 1:
         found.append((LLAMA_3[0], float((1 + share[0] * (LLAMA_3[0] - 1)) * 2 * math.pi / angles[0])))
     if len(share) > 1:

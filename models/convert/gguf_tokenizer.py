@@ -240,9 +240,7 @@ class _Vocabulary:
         ]
         unknown = self.ids["unk"]
         return self._whole(
-            normalizer=_sequence(
-                "normalizers", [*([{"type": "Prepend", "prepend": SPACE}] if prefix else []), replace]
-            ),
+            normalizer=_sequence("normalizers", [*first, replace]),
             pre_tokenizer=None,
             post_processor=_sequence("processors", self._template(bos=True)),
             decoder=_sequence("decoders", decoders),

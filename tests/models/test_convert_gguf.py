@@ -156,9 +156,8 @@ def test_the_scaling_of_llama_3_is_found_again(
 
 def test_factors_of_one_and_of_one_number(tmp_path: Path) -> None:
     for number, expected in ((1.0, None), (4.0, RopeScaling(kind="linear", factor=4.0))):
-        factors = np.full(6, number, np.float32)
-        as_gguf("Llama", tmp_path / "model.gguf", change=lambda metadata, tensors: tensors.update(  # noqa: B023
-            {"rope_freqs.weight": factors}))  # noqa: B023  # fmt: skip
+        added = {"rope_freqs.weight": np.full(6, number, np.float32)}
+        as_gguf("Llama", tmp_path / "model.gguf", change=lambda metadata, tensors, added=added: tensors.update(added))
         assert read_foreign(tmp_path / "model.gguf").spec.rope_scaling == expected
 
 

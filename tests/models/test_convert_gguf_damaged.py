@@ -95,7 +95,7 @@ ALIGN = "general.alignment"
         (raw(tensors=(tensor(offset=2**63),)), rf"tensor 'a' is said to be in bytes \d+ to \d+ of 128{END}"),
         (raw(tensors=(tensor(shape=(2**32, 2**32, 2**32)),)), rf"tensor 'a' is said to be in bytes .* of 160{END}"),
         (raw(tensors=(tensor(offset=8),)), f"tensor 'a' is said to be in bytes 72 to 88 of 128{END}"),
-        (raw(), "general.architecture: None is no family that can be converted; known: llama, qwen2, qwen3, phi3, gemma"),
+        (raw(), "general.architecture: None is no family that can be converted; known: llama, qwen2, .*, gemma"),
         (raw(key("general.architecture", 8, text(b"\xff\xfe"))), "general.architecture: .* is no family .*"),
         (raw(key("general.architecture", 8, text("deepseek2"))), "general.architecture: 'deepseek2' is no family .*"),
     ],
@@ -184,7 +184,8 @@ NO_SIZE = "expected a whole number above 0, got"
          "tokenizer.ggml.token_type: expected 96 numbers, one for each token"),
         (says(**{**VOCABULARY, "tokenizer.ggml.eos_token_id": 96}),
          "tokenizer.ggml.eos_token_id: expected one of the 96 tokens, got 96"),
-        (says(**{**VOCABULARY, "tokenizer.ggml.merges": 7}), "tokenizer.ggml.merges: expected a list of strings, got 7"),
+        (says(**{**VOCABULARY, "tokenizer.ggml.merges": 7}),
+         "tokenizer.ggml.merges: expected a list of strings, got 7"),
         (says(**{**VOCABULARY, "tokenizer.ggml.add_bos_token": 7}),
          "tokenizer.ggml.add_bos_token: expected true or false, got 7"),
         (says(**{**VOCABULARY, "tokenizer.ggml.model": "llama"}),
@@ -276,7 +277,7 @@ def test_any_damage_is_refused_or_read(seed: int, tmp_path: Path) -> None:
     read_foreign(path)
     header = whole.index(text("output_norm.weight")) + 60
     random = np.random.default_rng(seed)
-    refusals = 0
+    refusals: list[str] = []
     for _ in range(50):
         data = bytearray(whole)
         at = int(random.integers(4, header))
@@ -294,16 +295,17 @@ def test_any_damage_is_refused_or_read(seed: int, tmp_path: Path) -> None:
         try:
             write_folder(read_foreign(path), out)
             load_checkpoint(out)
+            refusals.append("")
         except CheckpointError as error:
-            refusals += 1
-            assert "\n" not in str(error)
-            assert not out.exists()
+            refusals.append(str(error))
+        assert "\n" not in refusals[-1]
+        assert out.exists() == (not refusals[-1])
         for file in out.glob("*"):
             file.unlink()
         if out.exists():
             out.rmdir()
         assert [one.name for one in tmp_path.iterdir()] == ["model.gguf"]
-    assert refusals > 25
+    assert len(list(filter(None, refusals))) > 25
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "head_dim", "hidden_size"])
