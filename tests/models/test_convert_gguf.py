@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +196,38 @@ def test_a_scale_that_is_not_finite(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layers.1.mlp.down_proj.weight holds values that are NaN or infinite"):
         write_folder(read_foreign(tmp_path / "model.gguf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+CONVERT = """
+import resource, sys
+from pathlib import Path
+from mod_models.convert import read_foreign
+model = read_foreign(Path(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(model.parameters)
+model.check_finite()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts KiB")
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q6_K])
+def test_memory_does_not_grow_with_the_model(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and an embedding of 1 GB in float32 each, of which the file holds a fifth, are dequantized in pieces."""
+    wide = of(LlamaConfig, hidden_size=256, intermediate_size=256, num_attention_heads=2, num_hidden_layers=1)
+    monkeypatch.setitem(CONFIGS, "wide", wide)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+
+    def change(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        rows = 2**20
+        metadata["llama.vocab_size"] = rows
+        for name in ("token_embd.weight", "output.weight"):
+            tensors[name] = np.zeros((rows, 256 // block * size), np.uint8)
+
+    as_gguf("wide", tmp_path / "model.gguf", kinds=lambda name: kind if name.startswith(("token", "out")) else Kind.F32,
+            change=change)  # fmt: skip
+    command = [sys.executable, "-c", CONVERT, str(tmp_path / "model.gguf")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert int(found[0]) * 4 > 2**31
+    assert int(found[1]) < 400 * 1024
