@@ -231,8 +231,8 @@ class _Vocabulary:
             raise _CannotSayError(f"{PREFIX}token_type: a token that is matched in texts as it is holds a space")
         prefix = self._flag("add_space_prefix", True)
         first: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
-        replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-        decoders = [
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        decoders: list[dict[str, Any]] = [
             {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
             {"type": "ByteFallback"},
             {"type": "Fuse"},
@@ -240,7 +240,7 @@ class _Vocabulary:
         ]
         unknown = self.ids["unk"]
         return self._whole(
-            normalizer=_sequence("normalizers", [*first, replace]),
+            normalizer=_sequence("normalizers", [*first, spaces]),
             pre_tokenizer=None,
             post_processor=_sequence("processors", self._template(bos=True)),
             decoder=_sequence("decoders", decoders),

@@ -190,6 +190,7 @@ NO_SIZE = "expected a whole number above 0, got"
          "tokenizer.ggml.add_bos_token: expected true or false, got 7"),
         (says(**{**VOCABULARY, "tokenizer.ggml.model": "llama"}),
          "tokenizer.ggml.scores: expected 96 numbers, one for each token"),
+        (says(**{"tokenizer.ggml.tokens": 7}), "tokenizer.ggml.tokens: expected a list of strings, got 7"),
         (says(split__count=3), "split.count: one of 3 files; join them with `llama-gguf-split --merge`"),
         (has(output_norm__weight=None), r"output_norm.weight is missing, expected \[48\]"),
         (has(output_norm__weight=ones(47)), r"output_norm.weight has shape \[47\], its metadata says \[48\]"),
