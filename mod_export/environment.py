@@ -46,6 +46,7 @@ EXTRAS = {
     "ort": ("onnxruntime",),
     "tensorrt": ("tensorrt",),
     "tensorrt-rtx": ("tensorrt_rtx", "polygraphy"),
+    "convert": ("gguf", "huggingface_hub"),
     "generate": ("tokenizers",),
     "figures": ("matplotlib",),
     "ray": ("ray",),

@@ -149,6 +149,10 @@ class ModTransformer:
         foreign.check_finite()
         return LoadedTransformer(foreign.checkpoint())
 
+    def look(self, source: Path) -> ForeignModel:
+        """See `convert.read_foreign`."""
+        return read_foreign(source)
+
     def convert(
         self,
         source: Path,

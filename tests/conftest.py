@@ -1,5 +1,6 @@
 """Every test runs on one thread and starts from the same seed, so that a failure can be seen again. One marker, `slow`
-(pyproject.toml), says which tests `make test` leaves out; `--slice COMMIT` keeps a part of what was collected.
+(pyproject.toml), says which tests `make test` leaves out; `--slice COMMIT` keeps a part of what was collected. Tests
+marked `real` need a model that is no part of the project, and are only there with `--real-model FILE`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,24 @@ def _torch_seed() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     explained = f"run only one of {SLICES} equal parts of the tests: the one that this hash draws"
     parser.addoption("--slice", metavar="COMMIT", type=lambda text: int(text, 16), help=explained)
+    parser.addoption("--real-model", metavar="FILE.gguf", help="run the tests that need this model, and no others")
+    parser.addoption("--real-text", metavar="FILE", help="English text for them; default: the project's own pages")
 
 
 # Last, after the tests that a marker or a name leaves out have gone.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    real = config.getoption("--real-model") is not None
+    _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker("real") is not None) == real})
     commit: int | None = config.getoption("--slice")
     if commit is None:
         return
     # Dealt like cards in the order of their names: neighbours take about as long as each other.
     drawn = set(sorted(item.nodeid for item in items)[commit % SLICES :: SLICES])
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in drawn])
-    items[:] = [item for item in items if item.nodeid in drawn]
+    _keep(config, items, drawn)
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[str]) -> None:
+    if dropped := [item for item in items if item.nodeid not in kept]:
+        config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item.nodeid in kept]

@@ -15,6 +15,7 @@ import click
 
 from mod_export import __version__
 from mod_export.errors import ModExportError, UnverifiedWarning, UsageError
+from mod_export.sources.hub import PREFIX
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
@@ -39,9 +40,11 @@ class _Path(click.Path):
 
 
 class _Source(_Path):
-    """What `mod-export build` takes: a path, or FILE.py:FUNCTION."""
+    """What `mod-export build` takes: a path, FILE.py:FUNCTION, or a name on the Hugging Face hub."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value).startswith(PREFIX):
+            return str(value)  # As a path it would lose a slash.
         return str(super().convert(value, param, ctx))
 
 

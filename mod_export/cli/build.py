@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,15 +86,22 @@ def build(
 ) -> int:
     """Build MODEL for every target.
 
-    MODEL is a checkpoint (model.pt, or a folder of config.json and model.safetensors); a folder of Hugging Face that
-    `convert` takes; programs of torch.export.save, a .pt2 for each shape; or my_model.py:make_model, a function that
-    returns a module and its inputs.
+    MODEL is a checkpoint (model.pt, or a folder of config.json and model.safetensors); what `convert` takes, such as a
+    folder of Hugging Face, hf://ORG/NAME[@REVISION] or a GGUF file; programs of torch.export.save, a .pt2 for each
+    shape; or my_model.py:make_model, a function that returns a module and its inputs.
     """
+    from mod_export.sources.hub import fetched
     from mod_export.sources.request import Request
 
     overrides = {"max_memory": max_memory, "buckets": buckets}
     config = config_of(config_file, targets, **{name: value for name, value in overrides.items() if value is not None})
-    request = Request(sources=models, baseline=baseline, samples=samples, capacity=capacity)
+    here = {source: fetched(source) for source in (*models, *baseline)}
+    request = Request(
+        sources=tuple(here[one] for one in models),
+        baseline=tuple(here[one] for one in baseline),
+        samples=samples,
+        capacity=capacity,
+    )
     if unverified and report is not None:
         raise UsageError("--no-evidence writes no report: leave out --report, or build with the evidence")
     folder = out or _default_folder(models[0])
@@ -105,7 +114,7 @@ def _default_folder(model: str | Path, suffix: str = "") -> Path:
     if not Path(text).exists():
         text = text.rpartition(":")[0] or text
     name = Path(text).resolve().name
-    stem = next((name.removesuffix(end) for end in (".pt2", ".pt", ".py") if name.endswith(end)), name)
+    stem = next((name.removesuffix(end) for end in (".pt2", ".pt", ".py", ".gguf") if name.endswith(end)), name)
     return Path("build") / ((stem or "model") + suffix)
 
 
@@ -126,7 +135,6 @@ def build_and_show(
     from rich.console import Console
 
     from mod_export.build_folder.files import check_place, write_whole
-    from mod_export.build_folder.manifest import TOKENIZER
     from mod_export.build_folder.workspace import check_root
     from mod_export.plan import check_names
 
@@ -136,24 +144,22 @@ def build_and_show(
     check_root(folder)
     if report_file is not None:
         check_place(report_file)
-    beside = Path(request.sources[0]) / TOKENIZER
-    if tokenizer is None and beside.is_file():
-        tokenizer = beside  # Beside the weights, as Hugging Face's folders have it.
 
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
     from mod_export.pipeline import build_without_evidence
     from mod_export.report import print_report
+    from mod_export.sources.checkpoint import is_gguf
     from mod_export.types import Bucket
 
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
-    with Progress(Console(stderr=True), verbosity) as progress:
+    with _tokenizer_of(request.sources[0], tokenizer) as found, Progress(Console(stderr=True), verbosity) as progress:
         models = partial(request.models, buckets)
         if unverified:
-            build_without_evidence(models, config, folder, progress, _as_typed(), tokenizer)
+            build_without_evidence(models, config, folder, progress, _as_typed(), found)
         else:
-            again = _again(request, tokenizer)
-            report = run(models, config, folder, progress, _as_typed(), request.capacity, tokenizer, again)
+            again = _again(request, tokenizer or (None if is_gguf(Path(request.sources[0])) else found))
+            report = run(models, config, folder, progress, _as_typed(), request.capacity, found, again)
     if unverified:
         click.echo(f"built, and nothing verified: {folder}")
         return 0
@@ -161,6 +167,24 @@ def build_and_show(
         write_whole(report_file, report.to_json())
     print_report(report, str(folder))
     return 0 if report.verdict.status == "pass" else GATE_FAILED
+
+
+@contextlib.contextmanager
+def _tokenizer_of(source: str, named: Path | None) -> Iterator[Path | None]:
+    """The tokenizer.json that was named, or the one beside the weights, or that of a GGUF file."""
+    from mod_export.build_folder.manifest import TOKENIZER
+    from mod_export.sources.checkpoint import is_gguf, write_companions
+
+    beside = Path(source) / TOKENIZER
+    if named is not None or not is_gguf(Path(source)):
+        yield named or (beside if beside.is_file() else None)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_companions(Path(source), Path(folder))
+        for note in () if model is None else model.notes:
+            click.echo(f"note: {note}", err=True)
+        made = Path(folder) / TOKENIZER
+        yield made if made.is_file() else None
 
 
 def _as_typed() -> str:

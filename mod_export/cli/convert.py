@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from mod_export.cli.boundary import PATH, command
+from mod_export.cli.boundary import PATH, SOURCE, command
 
 
 @click.command()
-@click.argument("source", metavar="SOURCE", type=PATH)
+@click.argument("source", metavar="SOURCE", type=SOURCE)
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option(
     "--max-positions",
@@ -24,20 +24,24 @@ from mod_export.cli.boundary import PATH, command
     "ignored",
     metavar="NAME",
     multiple=True,
-    help="A field of SOURCE's config.json that is not known here and changes nothing; may be given several times.",
+    help="A field of SOURCE's config.json, or a metadata key of a GGUF file, that is not known here and changes "
+    "nothing; may be given several times.",
 )
 @command
-def convert(source: Path, out: Path, max_positions: int | None, ignored: Sequence[str], verbosity: int) -> int:
-    """Write SOURCE, a language model in a Hugging Face folder, as the checkpoint OUT.
+def convert(source: str, out: Path, max_positions: int | None, ignored: Sequence[str], verbosity: int) -> int:
+    """Write SOURCE, a language model of another format, as the checkpoint OUT.
 
-    OUT is a new folder that `build` and others take. Families: Llama, Mistral, Qwen2, Qwen3, SmolLM, Phi-3, Gemma.
+    SOURCE is a Hugging Face folder, a GGUF file, or hf://ORG/NAME[@REVISION] on the Hugging Face hub. OUT is a new
+    folder that `build` and others take. Families: Llama, Mistral, Qwen2, Qwen3, SmolLM, Phi-3, Gemma.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from mod_export.build_folder.manifest import TOKENIZER
     from mod_export.sources.checkpoint import convert as run
+    from mod_export.sources.hub import fetched
 
+    path = Path(fetched(source))
     columns = (TextColumn("weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(
@@ -45,11 +49,13 @@ def convert(source: Path, out: Path, max_positions: int | None, ignored: Sequenc
     ) as progress:
         task = progress.add_task("weights", total=None)
         found = run(
-            source, out, max_positions, ignored, lambda done, all_: progress.update(task, completed=done, total=all_)
+            path, out, max_positions, ignored, lambda done, all_: progress.update(task, completed=done, total=all_)
         )
     names = [path.name for path in found.companions]
     said = [f"{out}  {found.family}, {found.parameters / 1e6:,.2f} M parameters"]
     said += [f"copied {', '.join(names)}"] if names else []
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
     said += [] if TOKENIZER in names else [f"no {TOKENIZER} in {source}, so its ids stand for no text"]
     click.echo("; ".join(said))
     return 0

@@ -17,11 +17,14 @@ from mod_export.build_folder.files import sha256_of_file
 from mod_export.build_folder.manifest import MANIFEST, read_manifest
 from mod_export.environment import extra_of_import
 from mod_export.errors import BuildFolderError, CheckpointError
+from mod_export.sources.hub import name_of
 from mod_export.sources.model import GROUP, Model
 from mod_export.sources.protocol import Architecture, Converted, Converter
 
 if TYPE_CHECKING:
     import torch
+
+GGUF = ".gguf"
 
 
 def architectures() -> dict[str, Architecture]:
@@ -71,7 +74,7 @@ def _problem(path: Path) -> str:
         return "" if found else f"no config.json in this folder; {expected}"
     if path.suffix == ".safetensors":
         return "weights without a spec; give the folder that holds it beside its config.json"
-    if path.is_file():
+    if path.is_file() and not is_gguf(path):
         with path.open("rb") as file:
             if not zipfile.is_zipfile(file):
                 return (
@@ -79,6 +82,11 @@ def _problem(path: Path) -> str:
                     "could run code and is not read"
                 )
     return ""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is named as a file of llama.cpp, which holds a whole model with its tokenizer."""
+    return path.suffix == GGUF and path.is_file()
 
 
 def model_from_checkpoint(path: Path) -> Model:
@@ -97,7 +105,7 @@ def model_from_checkpoint(path: Path) -> Model:
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         else:
-            model_name = path.resolve().name.removesuffix(".pt")
+            model_name = name_of(path).removesuffix(".pt").removesuffix(GGUF)
             return Model(name=model_name, architecture=name, loaded=loaded, checkpoint_sha256=sha256_of(path))
     known = ", ".join(architectures())
     raise CheckpointError(
@@ -125,6 +133,27 @@ def convert(
         return converters[0].convert(source, out, max_positions, ignored, written)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+
+
+def write_companions(source: Path, folder: Path) -> Converted | None:
+    """Writes the tokenizer and other files of a model in another format into a folder.
+
+    Returns:
+        The model; None where no architecture that is installed here converts.
+
+    Raises:
+        CheckpointError: the model cannot be converted.
+    """
+    for one in architectures().values():
+        if isinstance(one, Converter):
+            try:
+                found = one.look(source)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+            for companion in found.companions:
+                (folder / companion.name).write_bytes(companion.read_bytes())
+            return found
+    return None
 
 
 def model_from_weights(

@@ -309,8 +309,17 @@ class Architecture(Protocol):
         """Writes a checkpoint with initial weights, to measure a size before it is trained."""
 
 
+class Companion(Protocol):
+    """A file that belongs to a model in another format; a `Path` is one, and it may be made for the purpose."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read_bytes(self) -> bytes: ...
+
+
 class Converted(Protocol):
-    """What a conversion has written."""
+    """A model in another format."""
 
     @property
     def family(self) -> str:
@@ -321,13 +330,24 @@ class Converted(Protocol):
         """Number of weights."""
 
     @property
-    def companions(self) -> Sequence[Path]:
-        """Files that were copied beside the weights, such as a tokenizer."""
+    def companions(self) -> Sequence[Companion]:
+        """Files beside the weights, such as a tokenizer."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person should know of it, a sentence each."""
 
 
 @runtime_checkable
 class Converter(Protocol):
     """An architecture that knows models in other formats as its own. Its `read` reads them too."""
+
+    def look(self, source: Path) -> Converted:
+        """A model in another format, of which no weights are read.
+
+        Raises:
+            ValueError: the model cannot be converted, with a message for the user.
+        """
 
     def convert(
         self,

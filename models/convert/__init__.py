@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert.foreign import ForeignModel
+from mod_models.convert.gguf_file import starts_as_gguf
+from mod_models.convert.gguf_model import read_gguf
 from mod_models.convert.hugging_face import is_hugging_face, read_hugging_face
 
 
@@ -27,6 +29,7 @@ class Reader(NamedTuple):
 
 READERS: tuple[Reader, ...] = (
     Reader("a Hugging Face folder (a readable config.json with a model_type)", is_hugging_face, read_hugging_face),
+    Reader("a GGUF file", starts_as_gguf, read_gguf),
 )
 
 

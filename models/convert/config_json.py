@@ -54,7 +54,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 class Config:
-    """The fields of a config.json, each read by a method that notes what is wrong with it.
+    """The fields of a config.json, or of another such table, each read by a method that notes what is wrong with it.
 
     Attributes:
         problems: what is wrong, a line for each field.
@@ -116,14 +116,19 @@ class Config:
         if value is not None and value not in values:
             self.problem(name, f"a spec cannot say {shown(value)}; expected {' or '.join(map(_as_json, values))}")
 
-    def check_others(self, ignored: Collection[str]) -> None:
+    def check_others(
+        self,
+        ignored: Collection[str],
+        harmless: Collection[str] = HARMLESS,
+        only: Mapping[str, tuple[Any, ...]] = ONLY,
+    ) -> None:
         """Notes every field that nobody has read and that is not known to be harmless, unless it is `ignored`."""
-        for name, values in ONLY.items():
+        for name, values in only.items():
             if name in self.fields and name not in self._read:
                 self.only(name, values)
-        known = sorted(self._read | HARMLESS)
+        known = sorted({*self._read, *harmless})
         for name, value in self.fields.items():
-            if name in self._read or name in HARMLESS or name in ignored or value is None:
+            if name in self._read or name in harmless or name in ignored or value is None:
                 continue
             if name == "quantization_config" and isinstance(value, Mapping) and value.get("quant_method") == "gguf":
                 continue  # What transformers reads from a GGUF and saves are the floats that its blocks stand for.

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mod_models.checkpoint import CheckpointError, config_text, first_line
-from mod_models.convert.foreign import ForeignModel, Part
+from mod_models.convert.foreign import Companion, ForeignModel, Part
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ALIGNMENT = 8
@@ -61,11 +61,11 @@ def _new_folder(out: Path) -> Iterator[Path]:
         raise CheckpointError(f"{out}: could not be written ({error.strerror or first_line(error)})") from error
 
 
-def _content(path: Path) -> bytes:
+def _content(companion: Companion) -> bytes:
     try:
-        return path.read_bytes()
+        return companion.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        raise CheckpointError(f"{companion}: cannot be read ({error.strerror})") from error
 
 
 def _bytes(part: Part) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,14 @@ class TensorRows(Protocol):
 
     def rows(self, start: int, stop: int) -> Tensor:
         """[start, stop) of the first dimension. Pages of the file stay in memory as long as the result."""
+
+
+class StoredTensor(TensorRows, Protocol):
+    """The same, of any dtype."""
+
+    @property
+    def stored(self) -> torch.dtype | str:
+        """The dtype; its name where it is none that a checkpoint can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,64 @@ class Part:
             yield self.rows(start, min(self.length, start + step))
 
 
+class Place(NamedTuple):
+    """Where one of our tensors is in a format: the name and shape of theirs, and the first row of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int = 0
+
+
+def part_at(
+    place: Place, tensors: Mapping[str, StoredTensor], length: int, added: float, declared_by: str, known: str
+) -> Part | str:
+    """What a tensor of ours is made from, or what is wrong with that.
+
+    Args:
+        place: where it is.
+        tensors: theirs by name.
+        length: rows of ours.
+        added: see `Part`.
+        declared_by: what says which shape is expected, for messages.
+        known: the dtypes that can be read, for messages.
+    """
+    found = tensors.get(place.name)
+    if found is None:
+        return f"{place.name} is missing, expected {list(place.shape)}"
+    if found.shape != place.shape:
+        return f"{place.name} has shape {list(found.shape)}, {declared_by} says {list(place.shape)}"
+    if not isinstance(found.stored, torch.dtype):
+        return f"{place.name} holds {found.stored}, expected {known}"
+    return Part(found, place.start, length, added)
+
+
+def projection_rows(spec: ModelSpec, part: str) -> int:
+    """Of a projection by its name, such as `q_proj`."""
+    if part == "q_proj":
+        return spec.n_heads * spec.d_head
+    return spec.n_kv_heads * spec.d_head if part in ("k_proj", "v_proj") else spec.d_ff
+
+
+class Companion(Protocol):
+    """A file that belongs to a model, such as its tokenizer; a `Path` is one."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read_bytes(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MadeFile:
+    """One that is no file in the other format."""
+
+    name: str
+    content: bytes
+
+    def read_bytes(self) -> bytes:
+        return self.content
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignModel:
     """A model in another format, as a checkpoint of this package.
@@ -78,14 +144,16 @@ class ForeignModel:
         family: what that format calls its architecture.
         spec: what it computes.
         parts: state_dict name -> what the tensor is made from.
-        companions: files that belong to the model and are copied as they are, such as its tokenizer.
+        companions: files that belong to the model and are written beside it, such as its tokenizer.
+        notes: what a person should know of the conversion, a sentence each.
     """
 
     path: Path
     family: str
     spec: ModelSpec
     parts: Mapping[str, Part]
-    companions: tuple[Path, ...] = ()
+    companions: tuple[Companion, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:

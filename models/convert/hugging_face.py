@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert.config_json import Config
 from mod_models.convert.families import DERIVED, FAMILIES, Family, foreign_name, spec_of
-from mod_models.convert.foreign import ForeignModel, Part, refuse, shapes_of
+from mod_models.convert.foreign import ForeignModel, Part, Place, part_at, projection_rows, refuse, shapes_of
 from mod_models.convert.tensor_files import FileTensor, read_json, tensors_of_folder
 from mod_models.spec import ModelSpec, SpecError, shown
 
@@ -62,7 +61,8 @@ def read_hugging_face(path: Path, max_positions: int | None, ignored: Collection
     for name, shape in shapes_of(spec).items():
         place = _place(family, spec, name, shape)
         asked.add(place.name)
-        found = _part(place, tensors, shape[0], family.norm_offset if name.endswith("norm.weight") else 0.0)
+        added = family.norm_offset if name.endswith("norm.weight") else 0.0
+        found = part_at(place, tensors, shape[0], added, CONFIG, "floating-point numbers of 16, 32 or 64 bits")
         if isinstance(found, Part):
             parts[name] = found
         else:
@@ -91,40 +91,13 @@ def _spec(
     return spec
 
 
-class _Place(NamedTuple):
-    """Where one of our tensors is: the name and shape of theirs, and the first row of it."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-
-
-def _place(family: Family, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> _Place:
+def _place(family: Family, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Place:
     fused = family.fused_with(name)
     if fused is None:
-        return _Place(foreign_name(name), shape, 0)
+        return Place(foreign_name(name), shape)
     theirs, one, part = fused
-    rows = [_rows(spec, each) for each in one.parts]
-    return _Place(theirs, (sum(rows), *shape[1:]), sum(rows[: one.parts.index(part)]))
-
-
-def _part(place: _Place, tensors: Mapping[str, FileTensor], length: int, added: float) -> Part | str:
-    """What a tensor of ours is made from, or what is wrong with that."""
-    found = tensors.get(place.name)
-    if found is None:
-        return f"{place.name} is missing, expected {list(place.shape)}"
-    if found.shape != place.shape:
-        return f"{place.name} has shape {list(found.shape)}, {CONFIG} says {list(place.shape)}"
-    if not isinstance(found.stored, torch.dtype):
-        return f"{place.name} holds {found.stored}, expected floating-point numbers of 16, 32 or 64 bits"
-    return Part(found, place.start, length, added)
-
-
-def _rows(spec: ModelSpec, part: str) -> int:
-    """Of a projection by its name."""
-    if part == "q_proj":
-        return spec.n_heads * spec.d_head
-    return spec.n_kv_heads * spec.d_head if part in ("k_proj", "v_proj") else spec.d_ff
+    rows = [projection_rows(spec, each) for each in one.parts]
+    return Place(theirs, (sum(rows), *shape[1:]), sum(rows[: one.parts.index(part)]))
 
 
 def _left_over(tensors: Mapping[str, FileTensor], tied: Part | None) -> list[str]:

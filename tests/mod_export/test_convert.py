@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import FEW_SAMPLES, invoke, refused
+from gguf_files import as_gguf
 from hugging_face import change_config, saved
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from mod_export.build_folder.manifest import read_manifest
 from mod_export.errors import CheckpointError
 from mod_export.runtime.generate.generator import load_generator
 from mod_export.sources import checkpoint
-from mod_export.sources.checkpoint import convert
+from mod_export.sources.checkpoint import convert, write_companions
 from mod_models.checkpoint import load_checkpoint
 
 WRITING_TOML = f"""
@@ -80,10 +81,68 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     refused(invoke(*arguments), "out: exists already; name another folder, or delete it")
 
 
+WORDS = {
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["a b", "ab c"],
+    "tokenizer.ggml.tokens": ["a", "b", "c", "ab", "abc", *(f"[PAD{number}]" for number in range(91))],
+    "tokenizer.ggml.token_type": [1] * 96, "tokenizer.ggml.eos_token_id": 4, "tokenizer.chat_template": "x",
+}  # fmt: skip
+
+
+def test_a_gguf_file_is_converted(tmp_path: Path) -> None:
+    """With its tokenizer, or with a word about why there is none."""
+    source = tmp_path / "small.gguf"
+    as_gguf("Llama", source, change=lambda metadata, tensors: metadata.update(WORDS))
+    found = invoke("convert", source, tmp_path / "one")
+    assert (found.exit_code, found.stderr) == (0, "")
+    said = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
+    assert found.stdout == f"{tmp_path / 'one'}  llama, 0.06 M parameters; {said}"
+    assert Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")).encode("abcab").ids == [4, 3]
+    as_gguf("Llama", source, change=lambda metadata, tensors: metadata.update({**WORDS, "tokenizer.ggml.pre": "mine"}))
+    found = invoke("convert", source, tmp_path / "two")
+    assert found.exit_code == 0
+    assert found.stderr.startswith(
+        "note: its tokenizer cannot be written as tokenizer.json (tokenizer.ggml.pre: 'mine'"
+    )
+    assert "copied tokenizer_config.json, generation_config.json; no tokenizer.json in" in found.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pre", ["gpt-2", "mine"])
+def test_a_gguf_file_is_built_as_it_is(pre: str, tmp_path: Path, fast: Path) -> None:
+    """What is served gives the logits of transformers, and the tokenizer is in the build folder."""
+    source, out = tmp_path / "small.gguf", tmp_path / "out"
+    words = {**WORDS, "tokenizer.ggml.pre": pre}
+    theirs = as_gguf("Llama 3.1", source, change=lambda metadata, tensors: metadata.update(words))
+    found = invoke("build", source, "-c", fast, "-o", out)
+    assert found.exit_code == 0, found.output
+    assert '"small"' in (out / "report.json").read_text()
+    assert (out / "tokenizer.json").is_file() == (pre == "gpt-2")
+    assert ("note: its tokenizer cannot be written" in found.stderr) == (pre == "mine")
+    if pre == "gpt-2":
+        assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 4}
+    ids_BS = np.random.default_rng(0).integers(3, 96, (1, 16))
+    with torch.no_grad():
+        expected_BSV = theirs(torch.from_numpy(ids_BS)).logits.numpy()
+    source.unlink()
+    with mod_export.load(out) as deployment:
+        np.testing.assert_allclose(deployment.run(ids_BS), expected_BSV, rtol=0, atol=1e-5)
+
+
+def test_a_gguf_file_that_is_none(tmp_path: Path) -> None:
+    source, out = tmp_path / "small.gguf", tmp_path / "out"
+    source.write_bytes(b"GGUF\3\0\0\0")
+    for words in (["convert", source, out], ["build", source, "-o", out]):
+        refused(
+            invoke(*words), r"small.gguf: speaks of 2 numbers, and 0 bytes are left; it may be truncated or damaged"
+        )
+    assert not out.exists()
+
+
 def test_where_no_architecture_converts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "architectures", lambda: {"other": object()})
     with pytest.raises(CheckpointError, match="source: no architecture that is installed here converts models of"):
         convert(tmp_path / "source", tmp_path / "out")
+    assert write_companions(tmp_path / "source", tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["Gemma", pytest.param("Phi-3", marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,7 @@ NEEDS: dict[tuple[str, ...], tuple[str, list[str]]] = {
     ("torch",): ("build", ["build MODEL -o OUT", "sweep MODEL -o OUT", "demo -o OUT", "inspect MODEL", "validate DIR"]),
     ("onnx", "onnx_ir"): ("build", ["inspect GRAPH", "validate DIR"]),
     ("onnxruntime",): ("ort", ["bench DIR"]),
+    ("gguf",): ("convert", ["convert FILE OUT", "build FILE -o OUT"]),
 }
 """Modules that are not installed -> the extra that brings them, and commands that need one of them."""
 
@@ -30,7 +32,10 @@ def without(modules: Iterable[str]) -> str:
 def test_a_missing_extra_is_named(absent: tuple[str, ...], small_folder: Path, tmp_path: Path) -> None:
     extra, lines = NEEDS[absent]
     folder = small_folder / "build"
-    names = {"MODEL": small_folder / "small.pt", "DIR": folder, "OUT": tmp_path / "out", "GRAPH": folder / GRAPH}
+    names = {"MODEL": small_folder / "small.pt", "DIR": folder, "OUT": tmp_path / "out", "GRAPH": folder / GRAPH,
+             "FILE": tmp_path / "one.gguf"}  # fmt: skip
+    # The package says how large the blocks of a tensor are.
+    (tmp_path / "one.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(8))
     requests = [[names.get(word, word) for word in line.split()] for line in lines]
     for line, (code, stdout, stderr) in zip(lines, commands(requests, without(absent)), strict=True):
         assert (code, stdout) == (2, ""), (line, stderr)

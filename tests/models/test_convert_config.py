@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mod_models.checkpoint import CheckpointError
-from mod_models.convert import read_foreign
+from mod_models.convert import gguf_model, read_foreign
 from mod_models.convert.families import FAMILIES
+from mod_models.convert.gguf_file import BLOCKS
+from mod_models.convert.gguf_tokenizer import BYTE_LEVEL
 
 WINDOW = (
     "sliding_window: a token sees 8 tokens of up to 128, and a spec has no window; for rows of up to 8 tokens, where "
@@ -186,7 +188,11 @@ def test_families_of_the_help() -> None:
 def test_families_of_the_page() -> None:
     """docs/converting.md has a row for each."""
     page = (Path(__file__).parents[2] / "docs" / "converting.md").read_text(encoding="utf-8")
-    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == ("model_type", *FAMILIES)
+    folders, files = page.split("\n## GGUF files\n")
+    assert tuple(re.findall(r"^\| `(\w+)` \|", folders, re.MULTILINE)) == ("model_type", *FAMILIES)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", files, re.MULTILINE)
+    assert re.findall(r"\w+", " ".join(rows)) == [*gguf_model.FAMILIES]
+    assert all(re.search(rf"\b{one}\b", files) for one in (*BLOCKS, *BYTE_LEVEL) if one not in ("llama3", "llama-v3"))
 
 
 def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:

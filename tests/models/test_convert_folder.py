@@ -134,6 +134,20 @@ def test_pickles_of_anything_else(content: Any, message: str, copy: Callable[[st
     assert refused(source, tmp_path / "out") == message
 
 
+def test_a_shard_that_runs_code(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    """Any of them, whatever the index says is in it."""
+    source = copy("whole")
+    pickled(source, 3)
+    shard = source / "pytorch_model-00002-of-00003.bin"
+    torch.save({"model.norm.weight": Runs()}, shard)
+    said = refused(source, tmp_path / "out")
+    assert said.startswith(
+        "SOURCE/pytorch_model-00002-of-00003.bin: refused, its pickle asks for posix.system, which is "
+    )
+    shard.unlink()
+    assert refused(source, tmp_path / "out").startswith("SOURCE/pytorch_model-00002-of-00003.bin: missing; ")
+
+
 LAYER = "model__layers__1__"
 
 

@@ -1,0 +1,321 @@
+"""A GGUF file as llama.cpp's converter writes it: what its metadata declare, and what its tensors are called.
+
+Facts from llama.cpp's `convert_hf_to_gguf.py` (what it writes and in which order of rows) and `src/llama-model.cpp`
+(what a key means that is left out).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mod_models.checkpoint import CheckpointError
+from mod_models.convert.config_json import Config
+from mod_models.convert.families import Fused
+from mod_models.convert.foreign import ForeignModel, Part, Place, part_at, projection_rows, refuse, shapes_of
+from mod_models.convert.gguf_file import KNOWN, GgufTensor, Metadata, read_gguf_file
+from mod_models.convert.gguf_rope import FACTORS, scaling_of
+from mod_models.convert.gguf_tokenizer import tokenizer_of
+from mod_models.spec import ModelSpec, RopeScaling, SpecError, shown
+
+ARCHITECTURE = "general.architecture"
+TOKENS = "tokenizer.ggml.tokens"
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+NAMES = (
+    (r"embedding\.weight", EMBEDDING),
+    (r"norm\.weight", "output_norm.weight"),
+    (r"head\.weight", HEAD),
+    (r"layers\.(\d+)\.attention_norm\.(.*)", r"blk.\1.attn_norm.\2"),
+    (r"layers\.(\d+)\.mlp_norm\.(.*)", r"blk.\1.ffn_norm.\2"),
+    (r"layers\.(\d+)\.attention\.o_proj\.(.*)", r"blk.\1.attn_output.\2"),
+    (r"layers\.(\d+)\.attention\.([qkv])_proj\.(.*)", r"blk.\1.attn_\2.\3"),
+    (r"layers\.(\d+)\.attention\.([qk])_norm\.(.*)", r"blk.\1.attn_\2_norm.\3"),
+    (r"layers\.(\d+)\.attention\.(qkv_proj)\.(.*)", r"blk.\1.attn_qkv.\3"),
+    (r"layers\.(\d+)\.mlp\.(gate|up|down)_proj\.(.*)", r"blk.\1.ffn_\2.\3"),
+    (r"layers\.(\d+)\.mlp\.(gate_up_proj)\.(.*)", r"blk.\1.ffn_up.\3"),
+)
+"""Our name, as a pattern -> that of llama.cpp."""
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "pooling_type": (0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "use_parallel_residual": (False,),
+}
+"""Key of an architecture -> what it says where it changes nothing."""
+HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout")
+"""Keys of an architecture that change nothing with the angles that a spec knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufFamily:
+    """What is particular about one `general.architecture`.
+
+    Attributes:
+        says: what the spec says beside the sizes and what tensors tell.
+        scale: whether embeddings are multiplied by the square root of the width.
+        paired: whether the rows of queries and keys are stored as pairs of neighbours.
+        tied: whether the head is always the embedding.
+        fused: projections that are stored together.
+    """
+
+    says: Mapping[str, Any] = field(default_factory=dict)
+    scale: bool = False
+    paired: bool = False
+    tied: bool = False
+    fused: tuple[Fused, ...] = ()
+
+
+FAMILIES: dict[str, GgufFamily] = {
+    "llama": GgufFamily(paired=True),
+    "qwen2": GgufFamily(),
+    "qwen3": GgufFamily(says={"qk_norm": "head"}),
+    "phi3": GgufFamily(
+        fused=(
+            Fused(name="qkv_proj", parts=("q_proj", "k_proj", "v_proj")),
+            Fused(name="gate_up_proj", parts=("gate_proj", "up_proj")),
+        )
+    ),
+    # Its norms are stored as what they multiply by, 1 + w.
+    "gemma": GgufFamily(says={"activation": "gelu_tanh"}, scale=True, tied=True),
+}
+"""`general.architecture` -> what is particular about it. Mistral and SmolLM are `llama`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HalvesOfHeads:
+    """Queries or keys, see `foreign.StoredTensor`: the two halves of a head one after the other, as everywhere here.
+
+    llama.cpp rotates neighbouring rows of Llama, so its converter stores row i of the first half beside row i of the
+    second.
+    """
+
+    source: GgufTensor
+    d_head: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    @property
+    def stored(self) -> torch.dtype | str:
+        return self.source.stored
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """See `foreign.TensorRows.rows`; whole heads are read."""
+        first, last = start // self.d_head * self.d_head, -(-stop // self.d_head) * self.d_head
+        rows = self.source.rows(first, last)
+        pairs = rows.reshape(-1, self.d_head // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)[start - first : stop - first]
+
+
+def read_gguf(path: Path, max_positions: int | None, ignored: Collection[str]) -> ForeignModel:
+    """The model of a GGUF file; of its tensors only the table is read, and the factors of rotary angles.
+
+    Args:
+        path: of the file.
+        max_positions: the longest row, where it shall be shorter than the model allows.
+        ignored: metadata keys that the caller knows to change nothing.
+
+    Raises:
+        CheckpointError: not such a file or a damaged one, an unknown architecture, metadata that a spec cannot say or
+            that do not fit the tensors, or tensors that are missing, left over, or of a type that is not read.
+        ImportError: the package `gguf` is missing, which comes with the extra `convert`.
+    """
+    metadata, tensors = read_gguf_file(path)
+    kind = metadata.get(ARCHITECTURE)
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None or not isinstance(kind, str):
+        raise CheckpointError(
+            f"{path}: {ARCHITECTURE}: {shown(kind)} is no family that can be converted; known: {', '.join(FAMILIES)}"
+        )
+    parts_of_all = metadata.get("split.count", 1)
+    if parts_of_all not in (0, 1):
+        raise CheckpointError(
+            f"{path}: split.count: one of {shown(parts_of_all)} files; join them with `llama-gguf-split --merge`"
+        )
+    spec = _Declared(path, kind, family, metadata, tensors).spec(max_positions, ignored)
+    parts = _parts(path, kind, family, spec, tensors)
+    tokenizer, notes = tokenizer_of(path, metadata)
+    return ForeignModel(path=path, family=kind, spec=spec, parts=parts, companions=tokenizer, notes=notes)
+
+
+class _Declared:
+    """What the metadata of a file say, with the keys of its architecture."""
+
+    def __init__(
+        self, path: Path, kind: str, family: GgufFamily, metadata: Metadata, tensors: Mapping[str, GgufTensor]
+    ) -> None:
+        self.path, self.kind, self.family, self.metadata, self.tensors = path, kind, family, metadata, tensors
+        fields = {key: _plain(value) for key, value in metadata.items() if key.startswith(f"{kind}.")}
+        self.config = Config(fields, {self.key("rope.freq_base"): 10_000.0})
+
+    def key(self, name: str) -> str:
+        return f"{self.kind}.{name}"
+
+    def spec(self, max_positions: int | None, ignored: Collection[str]) -> ModelSpec:
+        config = self.config
+        heads, width = config.whole(self.key("attention.head_count")), config.whole(self.key("embedding_length"))
+        kv_key = self.key("attention.head_count_kv")
+        d_head = self._head_width(width, heads)
+        theta = config.number(self.key("rope.freq_base"))
+        declared: dict[str, Any] = {
+            "vocab_size": self._vocabulary(),
+            "d_model": width,
+            "n_layers": config.whole(self.key("block_count")),
+            "n_heads": heads,
+            "n_kv_heads": heads if config.get(kv_key) is None else config.whole(kv_key),
+            "d_head": d_head,
+            "d_ff": config.whole(self.key("feed_forward_length")),
+            "max_positions": self._positions(max_positions),
+            "rope_theta": theta,
+            "rope_scaling": self._scaling(theta, d_head),
+            "norm_eps": config.number(self.key("attention.layer_norm_rms_epsilon")),
+            "attention_bias": self._attention_bias(),
+            "mlp_bias": "blk.0.ffn_down.bias" in self.tensors,
+            "embedding_scale": math.sqrt(width) if self.family.scale else 1.0,
+            "tie_embeddings": self.family.tied or HEAD not in self.tensors,
+            **self.family.says,
+        }
+        only = {self.key(name): values for name, values in ONLY.items()}
+        config.check_others(ignored, tuple(map(self.key, HARMLESS)), only)
+        refuse(self.path, config.problems)
+        try:
+            return ModelSpec(**declared)
+        except SpecError as error:
+            raise CheckpointError(f"{self.path}: " + "; ".join(error.problems)) from error
+
+    def _head_width(self, width: int, heads: int) -> int:
+        key, config = self.key("attention.key_length"), self.config
+        if config.get(key) is None and width % heads:
+            config.problem(key, f"missing, and {heads} heads do not divide the width {width}")
+        d_head = max(1, width // heads) if config.get(key) is None else config.whole(key)
+        # llama.cpp has a width of values, and angles of a part of a head.
+        config.only(self.key("attention.value_length"), (d_head,))
+        config.only(self.key("rope.dimension_count"), (d_head,))
+        return d_head
+
+    def _vocabulary(self) -> int:
+        """From the tokens or the key; the embedding, which is compared with the spec later, where there is neither."""
+        key, tokens = self.key("vocab_size"), self.metadata.get(TOKENS)
+        size = None if self.config.get(key) is None else self.config.whole(key)
+        if isinstance(tokens, list) and size is not None and size != len(tokens):
+            self.config.problem(key, f"{size}, and {TOKENS} has {len(tokens)}")
+        if size is None and isinstance(tokens, list):
+            size = len(tokens)
+        if size is None and EMBEDDING in self.tensors:
+            size = self.tensors[EMBEDDING].shape[0]
+        if not size:
+            self.config.problem(key, "missing, and the file has no tokens and no embedding")
+        return size or 1
+
+    def _positions(self, asked: int | None) -> int:
+        config, key, window_key = self.config, self.key("context_length"), self.key("attention.sliding_window")
+        most = config.whole(key)
+        if asked is not None and asked > most:
+            config.problem(key, f"{most}, and --max-positions asks for {asked}")
+        positions = most if asked is None else asked
+        if config.get(window_key) in (None, 0):
+            return positions
+        window = config.whole(window_key)
+        if window < positions:
+            config.problem(
+                window_key,
+                f"a token sees {window} tokens of up to {positions}, and a spec has no window; for rows of up to "
+                f"{window} tokens, where it hides nothing, give --max-positions {window}",
+            )
+        return positions
+
+    def _scaling(self, theta: float, d_head: int) -> RopeScaling | None:
+        config, kind_key, factor_key = self.config, self.key("rope.scaling.type"), self.key("rope.scaling.factor")
+        kind, old = config.get(kind_key), self.key("rope.scale_linear")
+        if config.get(factor_key) is None and config.get(old) is not None:
+            factor_key = old
+        factor = config.get(factor_key)
+        if kind not in (None, "none", "linear"):
+            config.problem(kind_key, f"a spec cannot say {shown(kind)}; known: none, linear")
+            return None
+        # Without a type llama.cpp takes it as linear, and without a factor, or with 0, as 1.
+        linear = factor not in (None, 0, 1) and kind != "none"
+        stretch = config.positive(factor_key, factor) if linear else 1.0
+        factors = self.tensors.get(FACTORS) if self.kind == "llama" else None
+        if factors is None:
+            return RopeScaling(kind="linear", factor=stretch) if linear else None
+        if linear:
+            config.problem(factor_key, f"{shown(factor)} beside {FACTORS}, and a spec has one of them")
+        found = scaling_of(factors, theta, d_head)
+        if isinstance(found, str):
+            config.problem(FACTORS, found)
+            return None
+        return found
+
+    def _attention_bias(self) -> str:
+        """No key says which projections have one."""
+        inputs = {"blk.0.attn_q.bias", "blk.0.attn_k.bias", "blk.0.attn_v.bias", "blk.0.attn_qkv.bias"}
+        outputs = "blk.0.attn_output.bias" in self.tensors
+        return "all" if outputs else "qkv" if inputs & self.tensors.keys() else "none"
+
+
+def _plain(value: Any) -> Any:
+    """A number for each layer that is the same in all of them is one number; floats as they were before float32."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+        return value[0] if value and value == [value[0]] * len(value) else value
+    if not isinstance(value, float) or not math.isfinite(value) or abs(value) > np.finfo(np.float32).max:
+        return value
+    # The shortest decimal that is the same in float32: 1e-05 and not 9.999999747378752e-06.
+    return float(str(np.float32(value))) if float(np.float32(value)) == value else value
+
+
+def _parts(
+    path: Path, kind: str, family: GgufFamily, spec: ModelSpec, tensors: Mapping[str, GgufTensor]
+) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
+    problems: list[str] = []
+    asked = {FACTORS} if kind == "llama" else set()
+    for name, shape in shapes_of(spec).items():
+        place = _place(family, spec, name, shape)
+        asked.add(place.name)
+        found = part_at(place, tensors, shape[0], 0.0, "its metadata", KNOWN)
+        if isinstance(found, str):
+            problems.append(found)
+        elif family.paired and re.search(r"\.[qk]_proj\.", name):
+            parts[name] = Part(HalvesOfHeads(tensors[place.name], spec.d_head), place.start, shape[0])
+        else:
+            parts[name] = found
+    problems += [
+        f"{shown(name)} belongs to nothing that its metadata describe" for name in tensors if name not in asked
+    ]
+    refuse(path, problems)
+    return parts
+
+
+def _place(family: GgufFamily, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Place:
+    for one in family.fused:
+        for part in one.parts:
+            if f".{part}." in name:
+                rows = [projection_rows(spec, each) for each in one.parts]
+                theirs = gguf_name(name.replace(f".{part}.", f".{one.name}."))
+                return Place(theirs, (sum(rows), *shape[1:]), sum(rows[: one.parts.index(part)]))
+    return Place(gguf_name(name), shape)
+
+
+def gguf_name(name: str) -> str:
+    """What llama.cpp calls one of our tensors."""
+    for pattern, template in NAMES:
+        if match := re.fullmatch(pattern, name):
+            return match.expand(template)
+    raise AssertionError(name)

@@ -1,0 +1,317 @@
+"""The tokenizer of a GGUF file, as the files that a Hugging Face folder has.
+
+A GGUF file names how text is cut up before the merges (`tokenizer.ggml.pre`), and llama.cpp has the expression in its
+code. Here a name has an entry if its expression, and everything else of the original tokenizer.json, is known; with any
+other the model is converted without tokenizer.json, and a note says so. The vocabulary, ids of special tokens and chat
+template are in the file itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mod_models.checkpoint import CheckpointError
+from mod_models.convert.foreign import MadeFile
+from mod_models.convert.gguf_file import Metadata
+from mod_models.spec import shown
+
+PREFIX = "tokenizer.ggml."
+IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
+"""What transformers calls a special token -> the last part of its key."""
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Tokens that end a text, or a turn of a chat."""
+READ = {
+    "model", "pre", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix",
+    *IDS.values(), *ENDS,
+}  # fmt: skip
+HARMLESS = {
+    "token_type_count", "seperator_token_id", "mask_token_id", "cls_token_id", "fim_pre_token_id", "fim_suf_token_id",
+    "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id", "prefix_token_id",
+    "suffix_token_id", "middle_token_id",
+}  # fmt: skip
+"""Keys that change no ids of a text."""
+NEUTRAL = ("add_sep_token", "remove_extra_whitespaces")
+"""Keys that change nothing where they are false."""
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteLevel:
+    """How a text is cut up before byte-level merges.
+
+    Attributes:
+        split: the expression of its pieces; None for GPT-2's.
+        digits: whether every digit is a piece first.
+        nfc: whether the text is normalized first.
+        whole_words: whether a piece that is a token is taken without looking at the merges.
+        bos: whether texts begin with the token for it, where the file does not say.
+    """
+
+    split: str | None = None
+    digits: bool = False
+    nfc: bool = False
+    whole_words: bool = False
+    bos: bool = False
+
+
+LLAMA_3 = ByteLevel(split=_WORDS + r"\p{N}{1,3}" + _REST, whole_words=True, bos=True)
+BYTE_LEVEL: dict[str, ByteLevel] = {
+    "gpt-2": ByteLevel(),
+    "smollm": ByteLevel(digits=True),
+    "starcoder": ByteLevel(digits=True),
+    "llama-bpe": LLAMA_3,
+    "llama3": LLAMA_3,
+    "llama-v3": LLAMA_3,
+    "dbrx": ByteLevel(split=LLAMA_3.split),
+    "qwen2": ByteLevel(split=_WORDS + r"\p{N}" + _REST, nfc=True),
+    "deepseek-r1-qwen": ByteLevel(split=_WORDS + r"\p{N}" + _REST),
+    "tekken": ByteLevel(split=_TEKKEN, whole_words=True, bos=True),
+}
+"""`tokenizer.ggml.pre` -> what it means."""
+SENTENCEPIECE = ("llama", "phi3")
+"""Architectures whose SentencePiece vocabulary is merged by its scores; Gemma's is merged in another order."""
+
+
+class _CannotSayError(Exception):
+    """The reason why there is no tokenizer.json for this file."""
+
+
+def tokenizer_of(path: Path, metadata: Metadata) -> tuple[tuple[MadeFile, ...], tuple[str, ...]]:
+    """(tokenizer.json where it can be said exactly, tokenizer_config.json and generation_config.json; notes).
+
+    Raises:
+        CheckpointError: the lists of a vocabulary do not fit each other, or the id of a special token is none of it.
+    """
+    if f"{PREFIX}tokens" not in metadata:
+        return (), ()
+    vocabulary = _Vocabulary(path, metadata)
+    files = {
+        "tokenizer_config.json": vocabulary.tokenizer_config(),
+        "generation_config.json": vocabulary.generation_config(),
+    }
+    notes = []
+    try:
+        files = {"tokenizer.json": vocabulary.tokenizer(), **files}
+    except _CannotSayError as reason:
+        notes.append(
+            f"its tokenizer cannot be written as tokenizer.json ({reason}); give the original one with --tokenizer"
+        )
+    made = [MadeFile(name, (json.dumps(data, indent=1) + "\n").encode()) for name, data in files.items()]
+    return tuple(made), tuple(notes)
+
+
+class _Vocabulary:
+    """What the keys `tokenizer.*` say."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        self.path, self.metadata = path, metadata
+        self.tokens: list[str] = self._strings("tokens")
+        self.ids = {one: self._id(key) for one, key in IDS.items()}
+        kinds = metadata.get(f"{PREFIX}token_type")
+        if kinds is None:
+            kinds = np.ones(len(self.tokens), np.int32)
+        if not isinstance(kinds, np.ndarray) or len(kinds) != len(self.tokens):
+            raise self._wrong("token_type", f"expected {len(self.tokens)} numbers, one for each token")
+        self.kinds = kinds.tolist()
+
+    def _wrong(self, key: str, said: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {PREFIX}{key}: {said}")
+
+    def _get(self, key: str) -> Any:
+        return self.metadata.get(PREFIX + key)
+
+    def _strings(self, key: str) -> list[str]:
+        found = self._get(key)
+        if not isinstance(found, list) or not found:
+            raise self._wrong(key, f"expected a list of strings, got {shown(found)}")
+        return found
+
+    def _id(self, key: str) -> int | None:
+        found = self._get(key)
+        if found is None or (type(found) is int and 0 <= found < len(self.tokens)):
+            return found
+        raise self._wrong(key, f"expected one of the {len(self.tokens)} tokens, got {shown(found)}")
+
+    def _flag(self, key: str, default: bool) -> bool:
+        found = self._get(key)
+        if found is not None and type(found) is not bool:
+            raise self._wrong(key, f"expected true or false, got {shown(found)}")
+        return default if found is None else found
+
+    def generation_config(self) -> dict[str, Any]:
+        ends = list(dict.fromkeys(one for one in map(self._id, ENDS) if one is not None))
+        found = {"bos_token_id": self.ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+                 "pad_token_id": self.ids["pad"]}  # fmt: skip
+        return {key: value for key, value in found.items() if value is not None}
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        names = {f"{name}_token": self.tokens[one] for name, one in self.ids.items() if one is not None}
+        template = self.metadata.get("tokenizer.chat_template")
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **names,
+            **({"chat_template": template} if isinstance(template, str) else {}),
+        }
+
+    def tokenizer(self) -> dict[str, Any]:
+        """The content of tokenizer.json."""
+        whole = self.metadata.get("tokenizer.huggingface.json")
+        if isinstance(whole, str):
+            return self._as_stored(whole)
+        for key, value in self.metadata.items():
+            name = key.removeprefix(PREFIX)
+            harmless = name in READ | HARMLESS or (name in NEUTRAL and value is False)
+            if key.startswith(PREFIX) and not harmless:
+                raise _CannotSayError(f"{key}: unknown key with the value {shown(value)}")
+        if len(set(self.tokens)) < len(self.tokens):
+            raise _CannotSayError(f"{PREFIX}tokens: a token stands there twice")
+        if any("\udc80" <= character <= "\udcff" for token in self.tokens for character in token):
+            raise _CannotSayError(f"{PREFIX}tokens: holds a token that is no UTF-8")
+        model, pre = self._get("model"), self._get("pre")
+        if model == "gpt2" and isinstance(pre, str) and pre in BYTE_LEVEL:
+            return self._byte_level(BYTE_LEVEL[pre])
+        if model == "gpt2":
+            raise _CannotSayError(f"{PREFIX}pre: {shown(pre)} is not known here; known: {', '.join(BYTE_LEVEL)}")
+        architecture = self.metadata.get("general.architecture")
+        if model == "llama" and architecture in SENTENCEPIECE:
+            return self._sentencepiece(rstrip=architecture == "phi3")
+        raise _CannotSayError(f"{PREFIX}model: {shown(model)} of {shown(architecture)} is not known here")
+
+    def _as_stored(self, whole: str) -> dict[str, Any]:
+        try:
+            found = json.loads(whole)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise _CannotSayError("tokenizer.huggingface.json: not a JSON object")
+        return found
+
+    def _byte_level(self, how: ByteLevel) -> dict[str, Any]:
+        if self._flag("add_space_prefix", False):
+            raise _CannotSayError(f"{PREFIX}add_space_prefix: true has no agreed meaning for byte-level merges")
+        # In the alphabet of bytes no token holds a space, which is its own letter there.
+        merges = [merge.split(" ") for merge in self._strings("merges")]
+        known = set(self.tokens)
+        if any(len(pair) != 2 or not {*pair, "".join(pair)} <= known for pair in merges):
+            raise _CannotSayError(f"{PREFIX}merges: names what is no token")
+        last = _bytes(use_regex=how.split is None)
+        before: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if how.digits else []
+        if how.split is not None:
+            before.append({"type": "Split", "pattern": {"Regex": how.split}, "behavior": "Isolated", "invert": False})
+        return self._whole(
+            normalizer={"type": "NFC"} if how.nfc else None,
+            pre_tokenizer=_sequence("pretokenizers", [*before, last]),
+            post_processor=_sequence("processors", [_bytes(), *self._template(how.bos)]),
+            decoder=_bytes(),
+            model={"merges": merges, "ignore_merges": how.whole_words},
+        )
+
+    def _sentencepiece(self, rstrip: bool) -> dict[str, Any]:
+        scores = self._get("scores")
+        if not isinstance(scores, np.ndarray) or len(scores) != len(self.tokens):
+            raise self._wrong("scores", f"expected {len(self.tokens)} numbers, one for each token")
+        if any(kind == USER_DEFINED and (SPACE in token or " " in token)
+               for token, kind in zip(self.tokens, self.kinds, strict=True)):  # fmt: skip
+            raise _CannotSayError(f"{PREFIX}token_type: a token that is matched in texts as it is holds a space")
+        prefix = self._flag("add_space_prefix", True)
+        first: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        decoders: list[dict[str, Any]] = [
+            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+        ]
+        unknown = self.ids["unk"]
+        return self._whole(
+            normalizer=_sequence("normalizers", [*first, spaces]),
+            pre_tokenizer=None,
+            post_processor=_sequence("processors", self._template(bos=True)),
+            decoder=_sequence("decoders", decoders),
+            model={
+                "merges": _merges(self.tokens, scores.tolist()),
+                "ignore_merges": False,
+                "byte_fallback": True,
+                "fuse_unk": True,
+                "unk_token": None if unknown is None else self.tokens[unknown],
+            },
+            rstrip=rstrip,
+        )
+
+    def _whole(self, *, model: dict[str, Any], rstrip: bool = False, **parts: Any) -> dict[str, Any]:
+        vocab = {token: number for number, token in enumerate(self.tokens)}
+        bpe = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+               "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocab}  # fmt: skip
+        added = list(self._added(rstrip))
+        return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts,
+                "model": {**bpe, **model}}  # fmt: skip
+
+    def _added(self, rstrip: bool) -> Iterator[dict[str, Any]]:
+        """Tokens that are matched in a text as they are."""
+        special = {one for one in (*self.ids.values(), *map(self._id, ENDS)) if one is not None}
+        plain = {self.ids["bos"], self.ids["unk"]}
+        for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
+            is_special = kind in (UNKNOWN, CONTROL) or number in special
+            if token and (is_special or kind == USER_DEFINED):
+                # Phi-3's own tokenizer takes the space after one away, which no key says; llama.cpp does so by name.
+                strips = rstrip and is_special and number not in plain
+                yield {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": strips,
+                       "normalized": False, "special": is_special}  # fmt: skip
+
+    def _template(self, bos: bool) -> list[dict[str, Any]]:
+        """What is put around a text, if anything."""
+        ends = (("bos", self._flag("add_bos_token", bos)), ("eos", self._flag("add_eos_token", False)))
+        first, last = (self.ids[name] if wanted else None for name, wanted in ends)
+        used = [self.tokens[one] for one in (first, last) if one is not None]
+        if not used:
+            return []
+
+        def around(letter: str, number: int) -> list[dict[str, Any]]:
+            text = {"Sequence": {"id": letter, "type_id": number}}
+            before, after = ([] if one is None else [{"SpecialToken": {"id": self.tokens[one], "type_id": number}}]
+                             for one in (first, last))  # fmt: skip
+            return [*before, text, *after]
+
+        known = {self.tokens[one]: {"id": self.tokens[one], "ids": [one], "tokens": [self.tokens[one]]}
+                 for one in (first, last) if one is not None}  # fmt: skip
+        return [{"type": "TemplateProcessing", "single": around("A", 0), "pair": [*around("A", 0), *around("B", 1)],
+                 "special_tokens": known}]  # fmt: skip
+
+
+def _bytes(use_regex: bool = True) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _sequence(name: str, parts: list[dict[str, Any]]) -> Mapping[str, Any] | None:
+    return parts[0] if len(parts) == 1 else {"type": "Sequence", name: parts} if parts else None
+
+
+def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
+    """The merges of a SentencePiece vocabulary: every way to put a token together, the best scores first.
+
+    As `generate_merges` of transformers, which made the tokenizer.json of such models.
+    """
+    number_of = {token: number for number, token in enumerate(tokens)}
+    found = []
+    for token, score in zip(tokens, scores, strict=True):
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in number_of and pair[1] in number_of]
+        found += [(*pair, score) for pair in sorted(known, key=lambda pair: (number_of[pair[0]], number_of[pair[1]]))]
+    found.sort(key=lambda one: (one[2], len(one[0]), len(one[1])), reverse=True)
+    return [[left, right] for left, right, _ in found]
