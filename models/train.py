@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from mod_models.calibration import LEAST_HIDDEN
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, CheckpointError, ForeignArchitectureError, load_checkpoint
 from mod_models.corpus import TOKENIZER, Corpus, keep_tokenizer, read_corpus
 from mod_models.declarations import PARTS
@@ -99,7 +100,10 @@ def _steps(run: Run, first: int, last: int, log_writer: Log | None) -> Iterator[
     begin = time.perf_counter()
     for step in range(first + 1, last + 1):
         trained = run.step(step)
-        evaluated = run.evaluate() if step % config.eval_every == 0 or step == config.steps else None
+        evaluated = None
+        if step % config.eval_every == 0 or step == config.steps:
+            run.calibrate()
+            evaluated = run.evaluate()
         events = []
         if step % config.log_every == 0 or evaluated is not None:
             numbers, metrics = run.numbers(step, trained)
@@ -118,11 +122,7 @@ def _progress(step: int, config: TrainConfig, bits: float, rate: float) -> Event
     return Event(step, config.steps, f"step {step}/{config.steps}  {brief}  {left}", brief)
 
 
-def _check(spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers, initial: Checkpoint | None) -> None:
-    if spec.vocab_size < corpus.vocab_size:
-        raise TrainError(
-            f"spec.vocab_size: the tokens of {corpus.name} need at least {corpus.vocab_size}, got {spec.vocab_size}"
-        )
+def _check_routing(spec: ModelSpec, config: TrainConfig, given: bool) -> None:
     if spec.routing is not None and spec.routing.selection == "threshold" and config.router_loss == 0:
         raise TrainError(
             "router_loss: where tokens choose (spec.routing.selection=threshold) it is what teaches them how many may, "
@@ -133,8 +133,29 @@ def _check(spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Worker
         raise TrainError(f"{name}: {getattr(config, name)} is for models that route, and this one does not")
     if config.anneal > 0 and spec.routing is not None and spec.routing.capacity_rule == "absolute":
         raise TrainError("anneal: lowers a share of the tokens, and spec.routing.capacity_rule is absolute")
-    if config.distill > 0 and (initial is None or spec.routing is None):
+    if config.distill > 0 and not (given and spec.routing is not None):
         raise TrainError("distill: the dense model to learn from is the one that --init and --route start from")
+
+
+def _check_calibration(spec: ModelSpec, workers: Workers) -> None:
+    routing = spec.routing
+    if routing is None or routing.predictor_hidden < LEAST_HIDDEN or not routing.router.startswith("linear"):
+        raise TrainError(
+            "calibrate: sets predictors of at least two hidden units to what linear routers say (spec.routing: "
+            "predictor_hidden, router=linear), and this model has none"
+        )
+    if workers.parallel == "fsdp":
+        raise TrainError("calibrate: needs whole routers and predictors, and --parallel fsdp cuts them")
+
+
+def _check(spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers, initial: Checkpoint | None) -> None:
+    if spec.vocab_size < corpus.vocab_size:
+        raise TrainError(
+            f"spec.vocab_size: the tokens of {corpus.name} need at least {corpus.vocab_size}, got {spec.vocab_size}"
+        )
+    _check_routing(spec, config, initial is not None)
+    if config.calibrate > 0:
+        _check_calibration(spec, workers)
     if config.seq > spec.max_positions:
         raise TrainError(f"seq: {config.seq} is more than spec.max_positions {spec.max_positions}")
     shortest = min(len(corpus.train.id_N), len(corpus.held_out.id_N))

@@ -61,6 +61,10 @@ class TrainConfig:
     log_every: int = _option(25, 1, "steps between rows of the log")
     precision: str = _option("float32", PRECISIONS, "of matrix products and attention; weights stay float32")
     predictor_loss: float = _option(1.0, 0, "weight of the auxiliary predictors' loss; 0 does not train them")
+    calibrate: int = _option(
+        0, 0, "batches of text on which, before each evaluation, predictors are set to what their routers say; without "
+        "a value 8", const=8,
+    )  # fmt: skip
     router_loss: float = _option(0.0, 0, "weight of the routers' binary cross entropy against the top-k")
     balance_loss: float = _option(0.01, 0, "weight of the load balance of token-choice experts")
     train: str = _option("all", TRAINED, "which weights: all, those of routed layers, or routers and predictors alone")

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mod_models.calibration import calibrate
 from mod_models.checkpoint import ROUTES, Checkpoint, read_plain, save_checkpoint, write_plain
-from mod_models.corpus import Corpus
+from mod_models.corpus import Corpus, batch_at
 from mod_models.evaluation import NATS_PER_BIT, held_out, parts, rows_at
 from mod_models.losses import Losses, LossModule
 from mod_models.parallel import Workers, accumulate, fill, whole
@@ -30,6 +31,8 @@ from mod_models.spec import ModelSpec
 from mod_models.train_config import TrainConfig, TrainError
 from mod_models.transformer import Transformer
 
+CALIBRATION_SEED = 12_000_000
+"""Of the windows of training text on which predictors are calibrated."""
 LAST_SHARE = 0.1
 """Of the peak learning rate, at the end."""
 Identity = Mapping[str, object]
@@ -112,6 +115,13 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return Trained(found, n_bytes, gradient_norm)
+
+    def calibrate(self) -> None:
+        """See `calibration.calibrate`. Every process computes the same, from the same rows."""
+        drawn = (CALIBRATION_SEED + number for number in range(self.config.calibrate))
+        rows = (batch_at(self.corpus.train.id_N, self.config.batch, self.config.seq, seed) for seed in drawn)
+        portions = (part_BS.to(self.workers.device) for ids_BS in rows for part_BS in parts(ids_BS, self.config))
+        calibrate(self.model, portions)
 
     def evaluate(self) -> dict[str, float]:
         """See `held_out`."""

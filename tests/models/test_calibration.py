@@ -1,0 +1,122 @@
+"""Predictors that are set from their routers: they say what top-k takes, and change nothing else."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import distinct_ids, lively_checkpoint, make_spec
+from training_runs import CONFIG, SPEC, evaluations, state
+
+from mod_models.calibration import calibrate
+from mod_models.parallel import Workers
+from mod_models.routing import Decisions
+from mod_models.train import TrainConfig, TrainError, train
+from mod_models.transformer import Transformer
+
+
+def lively(parts: str = "block", router: str = "linear_bias", capacity: float = 0.25) -> Transformer:
+    spec = make_spec(
+        vocab_size=256,
+        max_positions=64,
+        parts=parts,
+        router=router,
+        capacity=capacity,
+        predictor_hidden=4,
+        selection="predictor",
+        gate="sigmoid",
+    )
+    return lively_checkpoint(spec).module()
+
+
+def seen_by(model: Transformer, ids_BS: torch.Tensor) -> Decisions:
+    decisions = Decisions()
+    model.hidden(ids_BS, torch.full((len(ids_BS),), ids_BS.shape[1]), decisions)
+    return decisions
+
+
+@pytest.mark.parametrize("router", ["linear", "linear_bias"])
+@pytest.mark.parametrize("parts", ["block", "attention", "mlp", "separate"])
+def test_a_predictor_says_what_its_router_says(parts: str, router: str) -> None:
+    model = lively(parts, router).train()
+    ids_BS = distinct_ids(model.spec, 4, 32)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if "predictor" not in name}
+    calibrate(model, [ids_BS[:2], ids_BS[2:]])
+    assert model.training
+    for name, tensor in weights.items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    seen = seen_by(model, ids_BS).seen
+    assert len(seen) == len(model.spec.routed_layers) * (2 if parts == "separate" else 1)
+    for one in seen.values():
+        assert one.predictor is not None
+        logit_BT = one.predictor(one.x_BTD)
+        # A line through all scores, rising; so the order is that of the router.
+        score_N, logit_N = one.l_BT.flatten(), logit_BT.flatten()
+        slope, offset = (logit_N.max() - logit_N.min()) / (score_N.max() - score_N.min()), 0.0
+        offset = (logit_N - slope * score_N).mean()
+        torch.testing.assert_close(logit_N, slope * score_N + offset, rtol=1e-4, atol=1e-4)
+        assert slope > 0
+        # Over these rows, as many tokens pass as top-k takes of them.
+        assert abs(int((logit_BT > 0).sum()) - one.k * len(ids_BS)) <= 1
+
+
+def test_what_is_called_in_evaluation_stays_there_and_is_decided_by_top_k() -> None:
+    """The streams must be those of training, else the second routed layer would be measured behind other choices."""
+    first, second = lively().train(), lively().eval()
+    ids_BS = distinct_ids(first.spec, 4, 32)
+    for model in (first, second):
+        calibrate(model, [ids_BS])
+    assert not second.training
+    for (name, one), other in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_where_every_token_runs_predictors_say_yes() -> None:
+    model = lively(capacity=1.0)
+    ids_BS = distinct_ids(model.spec, 2, 32)
+    calibrate(model, [ids_BS])
+    for one in seen_by(model, distinct_ids(model.spec, 3, 16)).seen.values():
+        assert one.predictor is not None
+        assert bool((one.predictor(one.x_BTD) > 0).all())
+
+
+def test_a_run_calibrates_before_it_evaluates_and_resumes_to_the_same(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, calibrate=2)
+    whole, parts, plain = tmp_path / "whole", tmp_path / "parts", tmp_path / "plain"
+    list(train(SPEC, config, whole))
+    list(train(SPEC, config, parts, stop_after=5))
+    list(train(SPEC, config, parts))
+    list(train(SPEC, CONFIG, plain))
+    assert evaluations(whole) == evaluations(parts)
+    for name, tensor in state(whole)["model"].items():
+        assert torch.equal(state(parts)["model"][name], tensor), name
+    name = "held_out_predictor_accuracy/2"
+    accuracy = [float(evaluations(folder)[-1][name]) for folder in (whole, plain)]
+    assert accuracy[0] > accuracy[1] + 0.05, accuracy
+
+
+SAID = (
+    "calibrate: sets predictors of at least two hidden units to what linear routers say (spec.routing: "
+    "predictor_hidden, router=linear), and this model has none"
+)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"selection": "threshold", "predictor_hidden": 0}, {"router": "mlp", "router_hidden": 4}, {"predictor_hidden": 1}],
+)
+def test_a_model_that_cannot_be_calibrated(tmp_path: Path, changed: dict[str, object]) -> None:
+    assert SPEC.routing is not None
+    spec = dataclasses.replace(SPEC, routing=dataclasses.replace(SPEC.routing, **changed))
+    config = dataclasses.replace(CONFIG, calibrate=1, router_loss=0.01)
+    with pytest.raises(TrainError) as caught:
+        next(train(spec, config, tmp_path))
+    assert str(caught.value) == SAID
+
+
+def test_shards_cannot_be_calibrated(tmp_path: Path) -> None:
+    config = TrainConfig(seq=16, calibrate=1)
+    with pytest.raises(
+        TrainError, match="calibrate: needs whole routers and predictors, and --parallel fsdp cuts them"
+    ):
+        next(train(SPEC, config, tmp_path, workers=Workers(parallel="fsdp")))
