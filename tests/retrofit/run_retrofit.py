@@ -80,7 +80,7 @@ def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
     routed = way != DENSE
     return TrainConfig(
         steps=given.steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
-        learning_rate=given.learning_rate, router_learning_rate=20 * given.learning_rate, weight_decay=0.0,
+        learning_rate=given.learning_rate, router_learning_rate=10 * given.learning_rate, weight_decay=0.0,
         warmup=max(1, given.steps // 20), eval_every=max(1, given.steps // 4), eval_batches=given.eval_batches,
         log_every=max(1, given.steps // 40), recompute=given.recompute, precision=given.precision,
         anneal=0.5 if routed else 0.0, distill=1.0 if routed else 0.0,
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     add("--seq", type=int, default=256)
     add("--recompute", choices=RECOMPUTED, default="none", help="less memory, more time (%(default)s)")
     add("--precision", choices=PRECISIONS, default="float32", help="of products (%(default)s)")
-    add("--learning-rate", type=float, default=3e-4, help="routers and predictors get 20 times as much (%(default)s)")
+    add("--learning-rate", type=float, default=3e-4, help="routers and predictors get 10 times as much (%(default)s)")
     add("--eval-batches", type=int, default=16)
     add("--probe-rows", type=int, default=4)
     given = parser.parse_args(arguments)
