@@ -236,7 +236,7 @@ class GenerationOptions(_Section):
     """Tokens of the texts on which decode engines are compared with the eager model; at most the length of the
     cache."""
     compared_texts: Annotated[int, Field(ge=0, le=1000)] = 4
-    """Texts that the engines and the eager model both continue, to be compared; 0: none."""
+    """Texts that the engines and the eager model both continue, to be compared, fewer of a large model; 0: none."""
     compared_tokens: Count = 48
     """New tokens in each of these texts."""
     measured_tokens: Annotated[int, Field(ge=5, le=100_000)] = 48

@@ -29,8 +29,8 @@ MOST_LENGTHS = 16
 MOST_RANDOM_BATCHES = 8
 MOST_RANDOM_TOKENS = 2**13
 MOST_SAMPLES = 4
-MOST_FLOPS = 200 * 10**9
-"""Of the inputs of one kind: about two seconds of one core. It limits models of more than 6 M parameters."""
+MOST_FLOPS = 100 * 10**9
+"""Of the inputs of one kind: one to three seconds of one core. It limits models of more than 3 M parameters."""
 LEAST_LENGTHS = 4
 """Lengths of padded rows that are tried however large the model is."""
 SEARCHED_TOKENS = 2**14
