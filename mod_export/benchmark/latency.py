@@ -55,8 +55,9 @@ def latency_rows(
     """Samples the models on the same feeds, in this process, and sums up each.
 
     After `options.samples` samples, or as many as there is time for, the comparison of dense and MoD is looked at, and
-    samples are doubled until it is settled, and so is the `gate` that this setting must reach, or `options.max_samples` or `options.max_seconds` is
-    spent (`statistics.compare` says why that is allowed). Of a model alone, its median is looked at.
+    samples are doubled until it is settled, and so is the `gate` that this setting must reach, or `options.max_samples`
+    or `options.max_seconds` is spent (`statistics.compare` says why that is allowed). Of a model alone, its median is
+    looked at.
 
     Returns:
         One row for each of `runners` (model -> loaded engine), in their order.
