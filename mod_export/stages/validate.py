@@ -53,8 +53,8 @@ def validate(context: Context) -> None:
     # A finished folder of which only some targets were asked for is asked for nothing else.
     if not isinstance(context.generation, str) and not context.targets:
         _quality(context)
-    if not isinstance(context, FolderContext):
-        _maps(context)  # For the report, which only a build writes.
+    if not isinstance(context, FolderContext) or not context.manifest.verified:
+        _maps(context)  # For the report, which is not written again.
     context.models.release_references()
 
 
