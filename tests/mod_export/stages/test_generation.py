@@ -126,6 +126,7 @@ def test_never_takes_everything_away(written_copy: Path, writing_folder: Path, w
     check_files(written_copy)
 
 
+@pytest.mark.slow
 def test_a_dense_checkpoint_is_built_once_and_writes(writing_config: BuildConfig, tmp_path: Path) -> None:
     """Its dense baseline would be itself, so nothing of one is built, judged or timed."""
     save_checkpoint(tmp_path / "dense.pt", lively_checkpoint(SPEC.dense(), 6))
