@@ -41,7 +41,7 @@ def validate(context: Context) -> None:
     _structure(context)
     changed = {row.path for row in context.rows(StructureRow) if not row.passed}
     candidates = _candidates(context)
-    for candidate in sorted(candidates, key=_turn):
+    for candidate in candidates:
         _parity(context, candidate, candidates, is_changed=candidate.path in changed)
     ran = {row.artifact: row for row in context.rows(ParityRow) if row.inputs}
     engines = [one for one in candidates if one.engine is not None and one.path in ran]
@@ -56,14 +56,6 @@ def validate(context: Context) -> None:
     if not isinstance(context, FolderContext) or not context.manifest.verified:
         _maps(context)  # For the report, which is not written again.
     context.models.release_references()
-
-
-def _turn(candidate: Candidate) -> tuple[bool, int]:
-    """Whole rows first, those of one model after each other: they need the same runs of the reference, and of a large
-    model these are not kept for long.
-    """
-    whole = candidate.setting.role == "forward"
-    return not whole, KINDS.index(candidate.setting.model) if whole else 0
 
 
 def check_structure(context: Context) -> None:
