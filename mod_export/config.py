@@ -175,13 +175,14 @@ class LatencyOptions(_Section):
     """How latency is sampled, and which speed-up the build must reach."""
 
     samples: Samples = 40
-    """Least number of interleaved samples of each of the two models, rounded up to whole blocks of rounds."""
+    """Interleaved samples of each of the two models before the first look, rounded up to whole blocks of rounds; fewer,
+    16 at least, of engines that are too slow for `max_seconds`."""
     max_samples: Samples = 640
     """Most samples of each model: their number is doubled until the comparison is settled. If it is less than
     `samples`, then `samples`."""
     max_seconds: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 15.0
-    """Seconds for warming up and sampling one comparison. After that, only what `warmup` and `samples` require is
-    run."""
+    """Seconds for warming up and sampling one comparison, a third of them for warming up. After that, only the least
+    that says anything is run: 4 rounds of warm-up, 16 samples of each model, and 2 visits of each timed step."""
     warmup: Count = 5
     """Rounds of one window of the warm-up. The warm-up ends when two consecutive windows have the same median."""
     max_warmup: Count = 50
@@ -236,7 +237,7 @@ class GenerationOptions(_Section):
     """Tokens of the texts on which decode engines are compared with the eager model; at most the length of the
     cache."""
     compared_texts: Annotated[int, Field(ge=0, le=1000)] = 4
-    """Texts that the engines and the eager model both continue, to be compared; 0: none."""
+    """Texts that the engines and the eager model both continue, to be compared, fewer of a large model; 0: none."""
     compared_tokens: Count = 48
     """New tokens in each of these texts."""
     measured_tokens: Annotated[int, Field(ge=5, le=100_000)] = 48

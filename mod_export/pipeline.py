@@ -31,7 +31,7 @@ from mod_export.stages.context import BuildContext
 from mod_export.stages.engines import build_engines
 from mod_export.stages.graphs import capture, onnx
 from mod_export.stages.passes import passes
-from mod_export.stages.report import close_unverified, write_report
+from mod_export.stages.report import write_report
 from mod_export.stages.validate import check_structure, validate
 from mod_export.types import ModelKind
 
@@ -68,6 +68,8 @@ def build(
     capacity: float | None = None,
     tokenizer: Path | None = None,
     rebuild: str | None = None,
+    *,
+    evidence: bool = True,
 ) -> BuildReport:
     """Runs every stage and writes the report.
 
@@ -82,37 +84,21 @@ def build(
         capacity: that the model was given in place of its own, for the report.
         tokenizer: a file of the package `tokenizers`, for models whose ids are not bytes.
         rebuild: what builds the same with the resolved configuration, for the report.
+        evidence: False stops when the engines are built and the structure of their files was checked: the manifest says
+            that nothing was verified, and the report what is missing. `validate_folder` and `bench_folder` complete
+            both, and the same build with evidence goes on from there.
 
     Raises:
         ModExportError: a stage failed; its notes name the stages that were done.
     """
     with (
-        _stages(load, config, root, observer, tokenizer, ENGINES + EVIDENCE) as (context, stages),
+        _stages(load, config, root, observer, tokenizer, ENGINES + (EVIDENCE if evidence else STRUCTURE)) as (
+            context,
+            stages,
+        ),
         _stage("report", stages, context.steps, observer),
     ):
-        return write_report(context, stages, command, capacity, rebuild)
-
-
-def build_without_evidence(
-    load: Callable[[], tuple[Model, Model | None]],
-    config: BuildConfig,
-    root: Path,
-    observer: Observer,
-    command: str,
-    tokenizer: Path | None = None,
-) -> None:
-    """Builds the engines as `build` does, and looks at their files without running them. There is no report, and the
-    manifest says that nothing was verified. `build` goes on from there.
-
-    Raises:
-        GraphError: a file is not what its model says.
-        ModExportError: a stage failed; its notes name the stages that were done.
-    """
-    with (
-        _stages(load, config, root, observer, tokenizer, ENGINES + STRUCTURE) as (context, stages),
-        _stage("manifest", stages, context.steps, observer),
-    ):
-        close_unverified(context, command)
+        return write_report(context, stages, command, capacity, rebuild, verified=evidence)
 
 
 @contextlib.contextmanager

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from mod_export.build_folder.files import changed_file
 from mod_export.build_folder.workspace import amend
 from mod_export.config import BuildConfig
+from mod_export.environment import peak_rss_bytes
 from mod_export.errors import BuildFolderError, UsageError
 from mod_export.plan import without_speed_gate
 from mod_export.results.base import Result
-from mod_export.results.report import Verdict
+from mod_export.results.report import Stage, Verdict, report_from_json
 from mod_export.stages.benchmark import benchmark, profile
 from mod_export.stages.folder import FolderContext, notes
-from mod_export.stages.report import compare_with_baseline, not_compared, refused_in, verdict_of
+from mod_export.stages.report import compare_with_baseline, completed, not_compared, refused_in, texts_of, verdict_of
 
+REPORT = ("report.json", "report.html")
 Row = TypeVar("Row", bound=Result)
 
 
@@ -51,13 +55,14 @@ def validate_folder(
     The reference is rebuilt from the folder's own spec and weights, or from `checkpoint`. A file that is not the one
     that was built is a finding, not an error: it is looked at like any other, but for compiled code, which is not run.
     A folder that was built without evidence counts as verified afterwards, if all of it was asked for by the gates that
-    it was built with, and what missed one of them is not served any more.
+    it was built with; its report says what was found, and what missed a gate is not served any more.
 
     Raises:
         BuildFolderError: not a whole build folder, or nothing that a reference could be rebuilt from.
         CheckpointError: `checkpoint` cannot be read, or is not the one that the folder was built from.
         TargetError: nothing to run.
     """
+    begin = time.perf_counter()
     # The only stage that needs PyTorch and ONNX.
     from mod_export.stages.validate import changed_program, validate
 
@@ -73,16 +78,16 @@ def validate_folder(
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise BuildFolderError(f"{root}: {changed}, so there is no reference ({reason}); build again") from error
     verdict = verdict_of(context, speedup=False)
-    as_built = not targets and checkpoint is None and config is None
-    if as_built and not context.manifest.verified and context.runnable("forward"):
-        amend(root, {"verified": True, "refused": refused_in(context)})
+    if checkpoint is None and config is None and not targets and context.runnable("forward"):
+        _complete(context, "validate", begin, {"verified": True, "refused": refused_in(context)})
     return Rerun(rows=context.rows, verdict=verdict, notes=notes(context))
 
 
 def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:
     """Time of every role, of model and dense baseline interleaved, or of the model alone where there is none.
 
-    Needs no PyTorch unless an `inductor` engine is run.
+    Needs no PyTorch unless an `inductor` engine is run. A folder that was built without evidence has the times in its
+    report afterwards, if all of it was asked for as it was built.
 
     Raises:
         BuildFolderError: not a whole build folder, or damaged.
@@ -90,6 +95,7 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
         TargetError: nothing to run.
         EngineError: an engine failed.
     """
+    begin = time.perf_counter()
     context = FolderContext(root, config, targets, verify=True)
     if "dense" not in context.facts:
         context.config = without_speed_gate(context.config)
@@ -97,4 +103,24 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
     profile(context)
     compare_with_baseline(context)
     verdict = verdict_of(context, parity=False)
+    if config is None and not targets:
+        _complete(context, "benchmark", begin, {})
     return Rerun(rows=context.rows, verdict=verdict, not_compared=not_compared(context))
+
+
+def _complete(context: FolderContext, stage: str, begin: float, facts: Mapping[str, Any]) -> None:
+    """Amends a folder that was built without evidence, once for each stage; one that was built whole stays as it is.
+
+    Raises:
+        BuildFolderError: it cannot be written, or a build is writing there.
+    """
+    root, files = context.root, context.manifest.files
+    if any(changed_file(root, name, files[name]) for name in REPORT):
+        return  # A finding of `validate`; `report` says it as well.
+    where = root / REPORT[0]
+    report = report_from_json(where.read_text(encoding="utf-8"), str(where))
+    if stage in (one.name for one in report.stages):
+        return
+    seconds, peak = round(time.perf_counter() - begin, 3), peak_rss_bytes() or None
+    done = Stage(name=stage, status="built", seconds=seconds, peak_rss_bytes=peak)
+    amend(root, facts, texts_of(completed(context, report, done)))

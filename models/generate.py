@@ -39,8 +39,9 @@ class Session:
     def __init__(self, model: Transformer, max_len: int, rows: int = 1) -> None:
         """A model with the spec of `for_generation`."""
         self.spec = model.spec
-        self.prefill = Prefill(model.spec, max_len).sharing(model)
-        self.step = Step(model.spec, rows, max_len).sharing(model)
+        with torch.device("meta"):  # Their weights are the model's: none have to be drawn at random first.
+            prefill, step = Prefill(model.spec, max_len), Step(model.spec, rows, max_len)
+        self.prefill, self.step = prefill.sharing(model), step.sharing(model)
         self.cache_names = [one.name for one in cache_layout(model.spec, rows, max_len)]
         self.prefill_names, self.step_names = prefill_outputs(model.spec, max_len), step_outputs(model.spec)
         self.cache: dict[str, Tensor] = {}

@@ -4,7 +4,7 @@ A prompt is timed as whole rows are. A step is timed as a server runs it: token 
 values written into their slots, the most probable token out. A step's time depends on what is skipped in it, and that
 on the text, so steps are timed at positions all over a text, on the cache that the text left there, and their sums are
 compared: tokens a second are one over the mean, and a median would leave out whichever kind of step is rarer. Every
-position is visited several times, each time with all others in between, so that the weights of a part that is run
+position is visited a few times, each time with all others in between, so that the weights of a part that is run
 seldom are as far away as they are when text is written. Of the visits the fastest counts, since a neighbour on the
 machine can only add to it.
 """
@@ -26,8 +26,8 @@ from mod_export.results.generation import Compared, DecodeRow, FirstTokenRow, St
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Kept, Prompts, kept_from_prefill
 from mod_export.types import Engine, ModelKind, Site, routed_output
 
-VISITS = 5
-"""Of each position."""
+VISITS, LEAST_VISITS = 5, 2
+"""Of each position, where there is time for that; and of the slowest engines."""
 ORDER: tuple[ModelKind, ...] = ("dense", "mod")
 """Of the columns of samples, as far as there are both models."""
 RESAMPLES = 2000
@@ -131,7 +131,7 @@ def measure_steps(
         S = min(setting.bucket.seq, *(one.longest for one in prompts.values()))
         text = read_text(ids_BS[:, :S], prompts, sites)
         positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
-        ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed)
+        ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed, config.latency.max_seconds)
         kv_bytes = {kind: decoder.kv_bytes for kind, decoder in decoders.items()}
     ms: dict[ModelKind, float] = dict(zip(decoders, ms_PK.mean(axis=0).tolist(), strict=True))
     names = [str(site) for site in sites["mod"]]
@@ -168,10 +168,10 @@ def measure_steps(
 
 
 def _steps(
-    decoders: Mapping[ModelKind, Decoder], text: Text, positions_P: np.ndarray, seed: int
+    decoders: Mapping[ModelKind, Decoder], text: Text, positions_P: np.ndarray, seed: int, max_seconds: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Milliseconds of each model (P, K) in the order of `decoders`, and which rows of the MoD model ran at which site,
-    bool (P, B, N).
+    bool (P, B, N). After LEAST_VISITS, no visit begins when `max_seconds` are over.
     """
     for kind, decoder in decoders.items():
         for row, kept in enumerate(text.kept[kind]):
@@ -180,7 +180,10 @@ def _steps(
     rng = np.random.default_rng(seed)
     ms_PK = np.full((len(positions_P), len(kinds)), np.inf)
     ran_PBN: dict[int, np.ndarray] = {}
+    deadline = time.perf_counter() + max_seconds
     for visit in range(VISITS):
+        if visit >= LEAST_VISITS and time.perf_counter() >= deadline:
+            break
         for p in rng.permutation(len(positions_P)).tolist():
             # Each of them is the first in its turn.
             for kind in kinds if visit % 2 == 0 else reversed(kinds):

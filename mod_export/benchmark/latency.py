@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mod_export.benchmark.sampling import Rounds, garbage_collector_off, interleaved, planned_looks
+from mod_export.benchmark.sampling import WARMUP_SHARE, Rounds, garbage_collector_off, interleaved, planned_looks
 from mod_export.benchmark.statistics import compare, drift_of, outliers_of, quantile_interval, settled
 from mod_export.benchmark.system_load import Watch, condition_flags
 from mod_export.config import BuildConfig, LatencyOptions
@@ -54,9 +54,10 @@ def latency_rows(
 ) -> tuple[LatencyRow, ...]:
     """Samples the models on the same feeds, in this process, and sums up each.
 
-    After `options.samples` samples the comparison of dense and MoD is looked at, and samples are doubled until it is
-    settled, and so is the `gate` that this setting must reach, or `options.max_samples` or `options.max_seconds` is
-    spent (`statistics.compare` says why that is allowed). Of a model alone, its median is looked at.
+    After `options.samples` samples, or as many as there is time for, the comparison of dense and MoD is looked at, and
+    samples are doubled until it is settled, and so is the `gate` that this setting must reach, or `options.max_samples`
+    or `options.max_seconds` is spent (`statistics.compare` says why that is allowed). Of a model alone, its median is
+    looked at.
 
     Returns:
         One row for each of `runners` (model -> loaded engine), in their order.
@@ -65,13 +66,13 @@ def latency_rows(
         EngineError: the runners do not run under the same conditions, so that a ratio would mean nothing.
     """
     _same_conditions(runners, setting)
-    deadline = time.perf_counter() + options.max_seconds
+    begin = time.perf_counter()
     rounds = Rounds(_runs(runners.values(), feeds), seed)
     kinds = list(runners)
     with garbage_collector_off():
-        stable = rounds.warm_up(options, deadline)
+        stable = rounds.warm_up(options, begin + WARMUP_SHARE * options.max_seconds)
         watch = Watch()
-        _sample(rounds, kinds, options, deadline, gate=gate, seed=seed)
+        _sample(rounds, kinds, options, begin + options.max_seconds, gate=gate, seed=seed)
         conditions = watch.conditions()
     rows = []
     for index, (model, runner) in enumerate(runners.items()):
@@ -128,7 +129,7 @@ def _sample(
             wanted = min(wanted, affordable // rounds.block * rounds.block)
         if wanted <= 0:
             return
-        rounds.sample(wanted)
+        rounds.sample(wanted, deadline)
         if rounds.done < look or _settled(rounds, kinds, options, len(planned), gate=gate, seed=seed):
             return
 

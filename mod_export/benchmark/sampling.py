@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 NS_PER_MS = 1e6
 RUNS_PER_ROUND = 2
 """Runs of each engine in a round. Its first runs against its second runs are the control."""
+LEAST_BLOCKS = 2
+"""Blocks of rounds that are sampled of the slowest engines, whatever the deadline: one alone has no spread."""
+LEAST_WINDOW = 2
+"""Rounds of a window of their warm-up."""
+WARMUP_SHARE = 1 / 3
+"""Of the time for warming up and sampling: what a warm-up may take."""
 
 
 class Rounds:
@@ -53,28 +60,35 @@ class Rounds:
     def warm_up(self, options: LatencyOptions, deadline: float) -> tuple[bool, ...]:
         """Runs every engine once a round until each is stable: until the medians of the last two windows of
         `options.warmup` rounds agree. Gives up after `options.max_warmup` rounds or at the deadline
-        (of `time.perf_counter`), but never before the first two windows.
+        (of `time.perf_counter`); two windows of LEAST_WINDOW rounds are run in any case.
 
         Returns:
             For each engine, whether it became stable.
         """
-        window = options.warmup
+        window, least = options.warmup, min(options.warmup, LEAST_WINDOW)
         found: list[list[float]] = []
         stable = (False,) * len(self._runs)
         orders = run_orders(len(self._runs), self._seed)
-        while len(found) < 2 * window or (
-            not all(stable) and len(found) < options.max_warmup and time.perf_counter() < deadline
+        while len(found) < 2 * least or (
+            time.perf_counter() < deadline
+            and (len(found) < 2 * window or (not all(stable) and len(found) < options.max_warmup))
         ):
             found.append(self._round(next(orders)))
-            if len(found) >= 2 * window:
-                earlier, later = np.median(found[-2 * window : -window], axis=0), np.median(found[-window:], axis=0)
+            if len(found) >= 2 * least:
+                size = min(window, len(found) // 2)
+                earlier, later = np.median(found[-2 * size : -size], axis=0), np.median(found[-size:], axis=0)
                 stable = tuple(bool(off) for off in np.abs(later - earlier) <= options.warmup_tolerance * earlier)
         self.warmup += len(found)
         return stable
 
-    def sample(self, rounds: int) -> None:
-        """Samples more rounds, in which every engine runs RUNS_PER_ROUND times."""
+    def sample(self, rounds: int, deadline: float = math.inf) -> None:
+        """Samples more rounds, in which every engine runs RUNS_PER_ROUND times; from LEAST_BLOCKS on, none of a block
+        that begins after the deadline (of `time.perf_counter`).
+        """
         for _ in range(rounds):
+            begins = self.done % self.block == 0
+            if begins and self.done >= LEAST_BLOCKS * self.block and time.perf_counter() >= deadline:
+                return
             self._samples_ms.append(self._round(next(self._orders)))
 
     def _round(self, order: Sequence[int]) -> list[float]:
@@ -88,11 +102,12 @@ class Rounds:
 
 
 def interleaved(runs: Sequence[Callable[[], object]], options: LatencyOptions, seed: int) -> Rounds:
-    """Warms up, and takes `options.samples` samples of each."""
+    """Warms up, and takes `options.samples` samples of each, fewer where that takes longer than `max_seconds`."""
     rounds = Rounds(runs, seed)
+    begin = time.perf_counter()
     with garbage_collector_off():
-        rounds.warm_up(options, time.perf_counter() + options.max_seconds)
-        rounds.sample(planned_looks(options, rounds.block)[0])
+        rounds.warm_up(options, begin + WARMUP_SHARE * options.max_seconds)
+        rounds.sample(planned_looks(options, rounds.block)[0], begin + options.max_seconds)
     return rounds
 
 

@@ -179,8 +179,8 @@ class Workspace:
         replace_file(self.root / MANIFEST, json.dumps(data, indent=1))
 
 
-def amend(root: Path, facts: Mapping[str, Any]) -> None:
-    """Replaces facts of a finished folder: what was found out about it later. Its files and steps stay as they are.
+def amend(root: Path, facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Replaces facts and text files of a finished folder, by name: what was found out about it later.
 
     Raises:
         BuildFolderError: it cannot be written, or a build is writing there.
@@ -188,9 +188,14 @@ def amend(root: Path, facts: Mapping[str, Any]) -> None:
     with _explained(root):
         lock = _locked(root)
         try:
-            replace_file(
-                root / MANIFEST, json.dumps(with_checksum({**EMPTY, **read_manifest(root), **facts}), indent=1)
-            )
+            data = {**EMPTY, **read_manifest(root), **facts}
+            for name, text in texts.items():
+                replace_file(root / name, text)
+                entry = entry_of(root / name).model_dump()
+                for outputs in (data["files"], *(step["outputs"] for step in data["steps"].values())):
+                    if name in outputs:
+                        outputs[name] = entry
+            replace_file(root / MANIFEST, json.dumps(with_checksum(data), indent=1))
         finally:
             os.close(lock)
 

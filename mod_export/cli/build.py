@@ -147,7 +147,6 @@ def build_and_show(
 
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
-    from mod_export.pipeline import build_without_evidence
     from mod_export.report import print_report
     from mod_export.sources.checkpoint import is_gguf
     from mod_export.types import Bucket
@@ -155,11 +154,10 @@ def build_and_show(
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
     with _tokenizer_of(request.sources[0], tokenizer) as found, Progress(Console(stderr=True), verbosity) as progress:
         models = partial(request.models, buckets)
-        if unverified:
-            build_without_evidence(models, config, folder, progress, _as_typed(), found)
-        else:
-            again = _again(request, tokenizer or (None if is_gguf(Path(request.sources[0])) else found))
-            report = run(models, config, folder, progress, _as_typed(), request.capacity, found, again)
+        again = _again(request, tokenizer or (None if is_gguf(Path(request.sources[0])) else found))
+        report = run(
+            models, config, folder, progress, _as_typed(), request.capacity, found, again, evidence=not unverified
+        )
     if unverified:
         click.echo(f"built, and nothing verified: {folder}")
         return 0

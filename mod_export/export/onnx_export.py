@@ -15,6 +15,8 @@ import torch
 from onnx_ir.passes import common
 from onnxscript import opset23 as op
 from onnxscript import optimizer
+from onnxscript.rewriter.pattern import RewriteRuleSet
+from onnxscript.rewriter.rules import common as rules
 
 from mod_export.errors import GraphError
 from mod_export.export.capture import Captured
@@ -45,6 +47,49 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.sort.stable: _stable_sort,
 }
 
+REWRITES = RewriteRuleSet(
+    [
+        *RewriteRuleSet([rules.mul_by_1_rule, rules.add_0_rule], commute=True).rules,
+        rules.sub_0_rule,
+        rules.div_by_1_rule,
+        rules.dropout_zero_rule,
+        rules.dropout_inference_rule,
+        rules.two_reshapes_matmul_reshape_rule,
+        rules.one_reshape_matmul_reshape_rule,
+        rules.cast_constant_of_shape_rule,
+        rules.cast_constant_of_shape_without_value_rule,
+        rules.collapse_slice_rule,
+        rules.collapse_slice2_rule,
+        rules.materialize_reshape_shape_rule,
+        rules.cast_cast_rule,
+        rules.no_op_cast_rule,
+        rules.no_op_expand_rule,
+        rules.flatten_to_reshape_rule,
+        rules.reshape_reshape_rule,
+        rules.no_op_transpose_rule,
+        rules.transpose_transpose_rule,
+        rules.unsqueeze_unsqueeze_rule,
+        rules.squeeze_reshape_1d_rule,
+        rules.no_op_dynamic_scatter_nd_rule,
+        rules.no_op_static_scatter_nd_rule,
+        rules.remove_optional_bias_from_gemm_rule,
+    ]
+)
+"""Those of onnxscript's optimizer that a graph of a language model has a use for, in its order. Its `slice_split_rule`
+looks through the whole graph at every node, which took three quarters of the time of optimizing; those about
+convolutions, clipping and batch norms are left to the engines, which have them all.
+"""
+OPTIMIZE = (
+    common.RemoveUnusedNodesPass(),
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+    common.LiftSubgraphInitializersToMainGraphPass(),
+    common.DeduplicateInitializersPass(),
+    common.CommonSubexpressionEliminationPass(),
+    common.OutputFixPass(),
+    common.NameFixPass(),
+)
+ROUNDS = 2
+"""Of folding constants and rewriting: what one leaves the next may fold."""
 CLEAN_UP = (
     common.CommonSubexpressionEliminationPass(),
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
@@ -97,14 +142,26 @@ def onnx_from_captured(
         if name in weights:
             value.const_value = None
     with _quiet():
-        model = optimizer.optimize(model)
-        for clean_up in CLEAN_UP:
+        _optimize(model)
+        for clean_up in (*OPTIMIZE, *CLEAN_UP):
             clean_up(model)
     _strip_metadata(model)
     foreign = sorted({node.domain for node in model.graph.all_nodes() if node.domain not in ("", "ai.onnx")})
     if foreign:
         raise GraphError(f"the portable graph holds operators of {', '.join(foreign)}; only standard ONNX is allowed")
     return model
+
+
+def _optimize(model: ir.Model) -> None:
+    """As `onnxscript.optimizer.optimize` begins, with REWRITES."""
+    common.InlinePass()(model)
+    for _ in range(ROUNDS):
+        folded = optimizer.fold_constants(model, onnx_shape_inference=True).modified
+        rewritten = REWRITES.apply_to_model(model)
+        for remove in (common.RemoveUnusedNodesPass, common.RemoveUnusedFunctionsPass, common.RemoveUnusedOpsetsPass):
+            remove()(model)
+        if not (folded or rewritten):
+            break
 
 
 def _root_cause(error: BaseException) -> str:

@@ -7,8 +7,10 @@ knows a light and a dark scheme. Every chart says in words what it shows, for re
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from mod_export.types import ModelKind
 
 MODELS: tuple[ModelKind, ...] = ("dense", "mod")
 """In the order of every chart."""
-NAMES: Mapping[ModelKind, str] = {"dense": "dense", "mod": "MoD"}
+_ROUTES: ContextVar[bool] = ContextVar("_ROUTES", default=True)
 CURSOR = Markup('<line class="cursor" x1="0" x2="0" y1="0" y2="100%" visibility="hidden"/>')
 """Where the reader points; the script of the page moves it."""
 CLOCK_MS = 1e-6
@@ -36,6 +38,23 @@ CHARACTER = 2.8
 """Percent of a plot's width that a character of a label takes on a phone."""
 LISTED_MARGIN = 6.0
 """Percent of an axis of listed values that is left free at either end."""
+
+
+def name_of(kind: ModelKind) -> str:
+    """What a page calls a model: MoD is only one that skips something."""
+    if kind == "dense":
+        return "dense"
+    return "MoD" if _ROUTES.get() else "model"
+
+
+@contextlib.contextmanager
+def page_about(*, routes: bool) -> Iterator[None]:
+    """While a page is made: whether its model skips anything, so that every figure calls it by the right name."""
+    token = _ROUTES.set(routes)
+    try:
+        yield
+    finally:
+        _ROUTES.reset(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

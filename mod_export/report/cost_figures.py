@@ -13,7 +13,6 @@ from mod_export.benchmark.profile import Gap, by_engine, gap_of
 from mod_export.report.charts import (
     CLOCK_MS,
     MODELS,
-    NAMES,
     Axis,
     Lane,
     axis_from_zero,
@@ -22,6 +21,7 @@ from mod_export.report.charts import (
     html,
     lanes_chart,
     line,
+    name_of,
     part_class,
     part_text,
     plot,
@@ -45,8 +45,8 @@ def _flops_figure(rows: Iterable[CostRow]) -> Markup:
     return lanes_chart(
         (
             Lane(
-                name=html("{} <b>{}</b>", NAMES[row.model], flops_text(row.flops)),
-                told=f"{NAMES[row.model]}: {flops_text(row.flops)}; "
+                name=html("{} <b>{}</b>", name_of(row.model), flops_text(row.flops)),
+                told=f"{name_of(row.model)}: {flops_text(row.flops)}; "
                 + ", ".join(f"{part_text(part)} {flops_text(n)}" for part, n in row.flops_by_part.items() if n),
                 height=30,
                 marks=[stack(row.flops_by_part.items(), axis, 4, 22)],
@@ -92,8 +92,8 @@ def _time_figure(setting: Setting, engines: Mapping[ModelKind, Mapping[str, Part
     axis = axis_from_zero((sum(parts.values()) for _, _, parts in times), smallest=CLOCK_MS, unit=" ms")
     lanes = (
         Lane(
-            name=html("{}, {} <b>{} ms</b>", NAMES[model], how, ms_text(sum(parts.values()))),
-            told=f"{NAMES[model]} {how}: {ms_text(sum(parts.values()))} ms; "
+            name=html("{}, {} <b>{} ms</b>", name_of(model), how, ms_text(sum(parts.values()))),
+            told=f"{name_of(model)} {how}: {ms_text(sum(parts.values()))} ms; "
             + ", ".join(f"{part_text(part)} {ms_text(ms)} ms" for part, ms in parts.items()),
             height=26,
             marks=[stack(parts.items(), axis, 3, 20, faint=how == "predicted")],
@@ -104,7 +104,7 @@ def _time_figure(setting: Setting, engines: Mapping[ModelKind, Mapping[str, Part
     return TimeFigure(
         setting=setting,
         chart=lanes_chart(lanes, axis),
-        measured_ms={NAMES[model]: sum(parts.values()) for model, how, parts in times if how == "measured"},
+        measured_ms={name_of(model): sum(parts.values()) for model, how, parts in times if how == "measured"},
         rows={row.part: {model: own[row.part] for model, own in engines.items() if row.part in own} for row in rows},
         profilers=tuple(dict.fromkeys(row.profiler for row in rows if row.profiler)),
         gap=gap_of(engines["dense"], engines["mod"]),
@@ -138,15 +138,17 @@ def _roofline_figure(roof: Roofline, parts: Sequence[PartRow]) -> Markup:
             x.place(intensity),
             f"{100 - y.clamped(gflops):.2f}%",
             5,
-            f"{part.setting} {NAMES[part.model]} {part_text(part.part)}: {gflops:.1f} GFLOP/s at "
+            f"{part.setting} {name_of(part.model)} {part_text(part.part)}: {gflops:.1f} GFLOP/s at "
             f"{intensity:.1f} FLOP/byte",
         )
         for part, intensity, gflops in reached
     )
     limits = f"{roof.gemm_gflops:.1f} GFLOP/s, {roof.bandwidth_gbs:.1f} GB/s"
     about = (roof.dtype, threads_text(roof.threads), limits, roof.method, roof.measured_at)
+    hollow = any(part.model == "dense" for part, _, _ in reached)
+    both = f" Filled: {name_of('mod')}; hollow: dense." if hollow else ""
     return plot(
-        caption=html("{}, {}: {}; {}, {}. Filled: MoD; hollow: dense.", *about),
+        caption=html("{}, {}: {}; {}, {}.{}", *about, both),
         told=f"Roofline of {roof.dtype}: {limits}, with {len(reached)} parts of engines",
         x=x,
         y=y,

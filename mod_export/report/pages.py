@@ -23,7 +23,7 @@ from pydantic import JsonValue
 
 from mod_export.benchmark.model_parts import PARTS
 from mod_export.report import result_tables, wording
-from mod_export.report.charts import NAMES, part_class, part_text
+from mod_export.report.charts import name_of, page_about, part_class, part_text
 from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
 from mod_export.report.parity_figures import error_figure, executed_figure, layers_figure, layers_legend, token_maps
 from mod_export.report.speed_figures import latency_figures, speedup_figure, step_figure, step_legend
@@ -48,6 +48,12 @@ DARK = "@media screen and (prefers-color-scheme: dark)"
 
 def render_html(report: BuildReport) -> str:
     """The report as one page."""
+    compared = any(artifact.model == "dense" for artifact in report.artifacts)
+    with page_about(routes=compared or any(row.routing.layers for row in report.parity)):
+        return _rendered(report)
+
+
+def _rendered(report: BuildReport) -> str:
     settings, steps, prompts = (settings_of(report, role) for role in ("forward", "decode", "prefill"))
     whole, written = parity_of(report, forward=True), parity_of(report, forward=False)
     found, generation, alone = gains(report), report.generation, report.not_compared is not None
@@ -138,7 +144,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_cleaned,
     )
-    environment.globals |= {"models": NAMES, "parts": list(PARTS)}
+    environment.globals |= {"name_of": name_of, "parts": list(PARTS)}
     environment.filters |= {
         name.removesuffix("_text"): function for name, function in vars(wording).items() if name.endswith("_text")
     }

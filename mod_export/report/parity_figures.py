@@ -11,7 +11,6 @@ from markupsafe import Markup
 from mod_export.report.charts import (
     CURSOR,
     HALF,
-    NAMES,
     Lane,
     axis_from_zero,
     axis_of_logarithm,
@@ -22,6 +21,7 @@ from mod_export.report.charts import (
     key,
     lanes_chart,
     legend,
+    name_of,
     stretched,
     upright,
 )
@@ -46,7 +46,7 @@ def error_figure(rows: Sequence[ParityRow]) -> Markup:
     lanes = []
     for row in rows:
         rounding = "" if row.rounding_error is None else f"rounding error {error_text(row.rounding_error)}, "
-        setting = f"{row.setting} {NAMES[row.model]}"
+        setting = f"{row.setting} {name_of(row.model)}"
         lanes.append(
             Lane(
                 name=html("{}", setting),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from mod_export.report.charts import NAMES
+from mod_export.report.charts import name_of
 from mod_export.report.summary import Found
 from mod_export.report.tables import Cell, Column, State, judged
 from mod_export.report.wording import (
@@ -76,7 +76,7 @@ def _of_steps_compared(text: Callable[[StepsCompared], Cell | str]) -> Callable[
 
 
 def _ms(kind: ModelKind, name: str | None = None) -> Column[Found]:
-    return Column(name or f"{NAMES[kind]} ms", _if_known(lambda row: row.ms(kind), ms_text))
+    return Column(name or f"{name_of(kind)} ms", _if_known(lambda row: row.ms(kind), ms_text))
 
 
 def _rate(kind: ModelKind, name: str | None = None) -> Column[Found]:
@@ -84,7 +84,7 @@ def _rate(kind: ModelKind, name: str | None = None) -> Column[Found]:
         found = row.tokens_per_second.get(kind)
         return "-" if found is None else f"{found:,.0f}"
 
-    return Column(name or f"{NAMES[kind]} tok/s", _of_steps(cell))
+    return Column(name or f"{name_of(kind)} tok/s", _of_steps(cell))
 
 
 def _identical(row: Found) -> str:
@@ -196,7 +196,7 @@ def _errors(row: ParityRow) -> Cell:
 
 
 PARITY: tuple[Column[ParityRow], ...] = (
-    Column("model", lambda row: NAMES[row.model], number=False),
+    Column("model", lambda row: name_of(row.model), number=False),
     Column("parity", lambda row: judged(row.passed), number=False),
     Column("tokens", lambda row: Cell(f"{row.tokens:,}", f"float64 {row.rounding_tokens:,}")),
     Column("routing agreement", lambda row: agreement_text(row.routing)),
@@ -220,7 +220,7 @@ PRECISION: tuple[Column[Judged], ...] = (
     Column("target", lambda row: row[0].target, number=False),
     Column("bucket", lambda row: row[0].bucket, number=False),
     Column("dtype", lambda row: row[0].dtype, number=False),
-    Column("model", lambda row: NAMES[row[0].model], number=False),
+    Column("model", lambda row: name_of(row[0].model), number=False),
     Column("size", lambda row: bytes_text(row[0].bytes)),
     Column("float32 size", lambda row: bytes_text(row[0].float32_bytes)),
     Column("speed against float32 [95 %]", lambda row: interval_text(row[0])),

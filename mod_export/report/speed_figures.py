@@ -14,7 +14,6 @@ from mod_export.report.charts import (
     CURSOR,
     HALF,
     MODELS,
-    NAMES,
     Axis,
     Lane,
     axis_around,
@@ -27,6 +26,7 @@ from mod_export.report.charts import (
     key,
     lanes_chart,
     legend,
+    name_of,
     stretched,
     upright,
 )
@@ -139,8 +139,8 @@ def _distribution_lane(row: LatencyRow, axis: Axis) -> Lane:
     places = {round(place * STRIP_PLACES / 100) for place in map(axis.place, row.samples_ms) if place is not None}
     strip = "".join(f"M{100 * place / STRIP_PLACES:g} 0v1" for place in sorted(places))
     return Lane(
-        name=html("{}{} <b>{} ms</b>", key(row.model), NAMES[row.model], ms_text(row.p50_ms)),
-        told=f"{NAMES[row.model]}: median {ms_text(row.p50_ms)} ms, 90th percentile {ms_text(row.p90_ms)} ms, 99th "
+        name=html("{}{} <b>{} ms</b>", key(row.model), name_of(row.model), ms_text(row.p50_ms)),
+        told=f"{name_of(row.model)}: median {ms_text(row.p50_ms)} ms, 90th percentile {ms_text(row.p90_ms)} ms, 99th "
         f"{ms_text(row.p99_ms)} ms, {len(row.samples_ms):,} samples",
         height=40,
         marks=[
@@ -169,14 +169,14 @@ def _lane_in_order(row: LatencyRow, low: float, high: float) -> Lane:
     outside = html("<br><small>{} outside, drawn at the edge</small>", beyond) if beyond else ""
     path = "M" + "L".join(f"{x:.4g} {y:.4g}" for x, y in points) if points else ""
     return Lane(
-        name=html("{}{} in order{}", key(row.model), NAMES[row.model], outside),
-        told=f"{NAMES[row.model]}: {count:,} samples in order, drift {100 * row.drift:+.1f} %",
+        name=html("{}{} in order{}", key(row.model), name_of(row.model), outside),
+        told=f"{name_of(row.model)}: {count:,} samples in order, drift {100 * row.drift:+.1f} %",
         height=56,
         marks=[
             stretched([("grid", f"M0 {height(row.p50_ms):.4g}H100"), (f"series {row.model}", path)], (100, 100), 0, 56),
             CURSOR,
         ],
-        data=NAMES[row.model],
+        data=name_of(row.model),
     )
 
 
@@ -214,8 +214,8 @@ def step_figure(steps: Found) -> Markup:
         memory = "" if bound is None else f", memory takes {ms_text(bound)} ms for its bytes"
         lanes.append(
             Lane(
-                name=html("{} <b>{} ms</b>, {:,.0f} tokens/s", NAMES[model], ms, row.tokens_per_second[model]),
-                told=f"{NAMES[model]}, {texts}: {ms} ms a step{memory}",
+                name=html("{} <b>{} ms</b>, {:,.0f} tokens/s", name_of(model), ms, row.tokens_per_second[model]),
+                told=f"{name_of(model)}, {texts}: {ms} ms a step{memory}",
                 height=32,
                 marks=[
                     bar(f"bar {model}", 0, axis.place(row.ms[model]), 6, 20),
@@ -231,4 +231,4 @@ def step_legend(*, alone: bool) -> Markup:
     """Of all `step_figure`s together; `alone` without those of a dense baseline."""
     models: list[ModelKind] = ["mod"] if alone else ["dense", "mod"]
     memory = (glyph(upright("bound", HALF, 0, "100%")), "predicted (bytes)")
-    return legend([*((key(model), NAMES[model]) for model in models), memory])
+    return legend([*((key(model), name_of(model)) for model in models), memory])

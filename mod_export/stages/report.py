@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mod_export.benchmark.cost import flops_of
 from mod_export.benchmark.speedup import DENSE_ITSELF, NOTHING_COMPARED, speedup_rows
@@ -11,6 +12,7 @@ from mod_export.benchmark.verdict import judge
 from mod_export.build_folder.manifest import TOKENIZER, Manifest
 from mod_export.environment import EXPORTERS, versions
 from mod_export.report import render_html
+from mod_export.results.base import Result
 from mod_export.results.cost import CostRow, PartRow, Roofline
 from mod_export.results.generation import DecodeRow, FirstTokenRow, GenerationReport, QualityRow, TextsRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
@@ -19,6 +21,21 @@ from mod_export.results.report import Artifact, BuildReport, ReportedModel, Stag
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.stages.context import BuildContext, Context
 from mod_export.types import is_expert
+
+ROWS: Mapping[str, type[Result]] = {
+    "structure": StructureRow,
+    "parity": ParityRow,
+    "causality": CausalityRow,
+    "routing_maps": RoutingMap,
+    "latency": LatencyRow,
+    "speedup": SpeedupRow,
+    "precision": PrecisionRow,
+    "roofline": Roofline,
+    "parts": PartRow,
+}
+"""Field of a report -> its rows, of those that stages of evidence find."""
+WRITTEN_ROWS: Mapping[str, type[Result]] = {"texts": TextsRow, "decode": DecodeRow, "first_token": FirstTokenRow}
+"""The same of its part about writing text."""
 
 
 def compare_with_baseline(context: Context) -> None:
@@ -69,27 +86,70 @@ def not_compared(context: Context) -> str | None:
 
 
 def write_report(
-    context: BuildContext, stages: Sequence[Stage], command: str, capacity: float | None, rebuild: str | None
+    context: BuildContext,
+    stages: Sequence[Stage],
+    command: str,
+    capacity: float | None,
+    rebuild: str | None,
+    *,
+    verified: bool,
 ) -> BuildReport:
-    """Judges, writes report.json and report.html, and closes the build folder."""
+    """Judges, writes report.json and report.html, and closes the build folder. What was not judged or timed misses its
+    gates: not `verified`, the folder is one whose report `completed` goes on with.
+    """
     compare_with_baseline(context)
     reused = all(stage.status == "reused" for stage in stages)
     own = Stage(name="report", status="reused" if reused else "built", seconds=0.0, peak_rss_bytes=None)
     report = _report(context, [*stages, own], command, capacity, rebuild)
 
     def write(paths: Sequence[Path]) -> None:
-        paths[0].write_text(report.to_json(), encoding="utf-8")
-        paths[1].write_text(render_html(report), encoding="utf-8")
+        for path, text in zip(paths, texts_of(report).values(), strict=True):
+            path.write_text(text, encoding="utf-8")
 
     # Written every time: it tells of this run, also when every stage before it was reused.
-    context.step("report", {"report": report.to_json()}, ["report.json", "report.html"], write)
-    _close(context, command, verified=True)
+    context.step("report", {"report": report.to_json()}, list(texts_of(report)), write)
+    _close(context, command, verified=verified)
     return report
 
 
-def close_unverified(context: BuildContext, command: str) -> None:
-    """Closes the build folder without a report."""
-    _close(context, command, verified=False)
+def texts_of(report: BuildReport) -> dict[str, str]:
+    """The files that a report is written to."""
+    return {"report.json": report.to_json(), "report.html": render_html(report)}
+
+
+def completed(context: Context, report: BuildReport, stage: Stage) -> BuildReport:
+    """The report of a folder that was built without evidence, with what this later run found, and a verdict over all
+    that is known by now. `stage` is that of the run.
+    """
+    new = {name: tuple(context.rows(kind)) for name, kind in ROWS.items()}
+    known: dict[str, Any] = {name: rows or getattr(report, name) for name, rows in new.items()}
+    ran = {row.target for row in known["parity"]}
+    written = report.generation
+    if written is not None:
+        # What a run did not ask for it found nothing of.
+        found = {name: tuple(context.rows(kind)) or getattr(written, name) for name, kind in WRITTEN_ROWS.items()}
+        quality = next(iter(context.rows(QualityRow)), written.quality)
+        written = written.model_copy(update={**found, "quality": quality})
+    verdict = judge(
+        [engine.setting for engine in context.runnable("forward") if engine.model == "mod"],
+        context.buckets,
+        parity=known["parity"],
+        speedup=known["speedup"],
+        min_speedup=context.config.latency.min_speedup,
+        kinds=list(context.facts),
+        structure=known["structure"],
+        causality=known["causality"],
+    )
+    return report.model_copy(
+        update={
+            **known,
+            "verdict": verdict,
+            "generation": written,
+            "environment": context.machine,
+            "stages": (*report.stages[:-1], stage, report.stages[-1]),
+            "targets": tuple(one.model_copy(update={"ran": one.target in ran}) for one in report.targets),
+        }
+    )
 
 
 def refused_in(context: Context) -> dict[str, tuple[str, ...]]:
@@ -121,16 +181,8 @@ def _report(
         stages=tuple(stages),
         artifacts=tuple(_artifacts(context)),
         targets=tuple(_targets(context)),
-        structure=tuple(context.rows(StructureRow)),
-        parity=tuple(context.rows(ParityRow)),
-        causality=tuple(context.rows(CausalityRow)),
-        routing_maps=tuple(context.rows(RoutingMap)),
-        latency=tuple(context.rows(LatencyRow)),
-        speedup=tuple(context.rows(SpeedupRow)),
-        precision=tuple(context.rows(PrecisionRow)),
         cost=tuple(context.rows(CostRow)),
-        roofline=tuple(context.rows(Roofline)),
-        parts=tuple(context.rows(PartRow)),
+        **{name: tuple(context.rows(kind)) for name, kind in ROWS.items()},
         generation=_generation(context) if reads_tokens else None,
     )
 
@@ -143,9 +195,7 @@ def _generation(context: BuildContext) -> GenerationReport:
         window=facts.window,
         slots=context.config.generation.slots,
         capacity={str(site): k for site, k in facts.capacity.items()},
-        texts=tuple(context.rows(TextsRow)),
-        decode=tuple(context.rows(DecodeRow)),
-        first_token=tuple(context.rows(FirstTokenRow)),
+        **{name: tuple(context.rows(kind)) for name, kind in WRITTEN_ROWS.items()},
         quality=next(iter(context.rows(QualityRow)), None),
     )
 

@@ -53,8 +53,8 @@ def validate(context: Context) -> None:
     # A finished folder of which only some targets were asked for is asked for nothing else.
     if not isinstance(context.generation, str) and not context.targets:
         _quality(context)
-    if not isinstance(context, FolderContext):
-        _maps(context)  # For the report, which only a build writes.
+    if not isinstance(context, FolderContext) or not context.manifest.verified:
+        _maps(context)  # For the report, which is not written again.
     context.models.release_references()
 
 
@@ -227,11 +227,16 @@ def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidat
     options, setting = context.config.generation, candidate.setting
     wanted = {"texts": options.compared_texts, "tokens": options.compared_tokens}
     model = context.models.generating(setting.model)
+
+    def make() -> list[TextsRow]:
+        reference = context.models.reference(setting.model, "decode")
+        return [texts_of_decoding(_decoding(context, candidates), candidate.as_engine, model, reference)]
+
     context.measure(
         TextsRow,
         f"texts/{setting.target}/{setting.name}",
         _inputs(context, candidate, **wanted, **_beside(context, candidate, candidates)),
-        lambda: [texts_of_decoding(_decoding(context, candidates), candidate.as_engine, model)],
+        make,
     )
 
 

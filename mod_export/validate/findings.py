@@ -22,8 +22,9 @@ from mod_export.types import Graph, Site, is_expert, routed_output
 from mod_export.validate.candidates import Candidate
 from mod_export.validate.checks import failed_row
 from mod_export.validate.compare import Judged, wrong_slots
-from mod_export.validate.inputs import Batch, batches_of, one_of_each_kind
+from mod_export.validate.inputs import Batch, one_of_each_kind
 from mod_export.validate.locate import locate_by_depth, locate_in_graph
+from mod_export.validate.near_ties import batches_of
 from mod_export.validate.parity import judge_runner, undefined_in
 from mod_export.validate.reference import Reference
 

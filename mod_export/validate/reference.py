@@ -40,6 +40,8 @@ KEPT_BYTES = 2**29
 """Outputs of runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
 FLOAT64_BYTES = 8
 SHAKEN = 2
+RUNS_OF_CHECK = 4
+"""Of a captured program and of its module, on two samples each. Of a large model only the padded sample is run."""
 MOST_MAPPED_TOKENS = 1024
 """Of one routing map: more than a person reads."""
 
@@ -138,8 +140,8 @@ class Programs:
         if not isinstance(self._loaded, SampledInputs):
             lengths_B = np.random.default_rng(0).integers(1, bucket.seq + 1, bucket.batch)
             samples[1] = {**samples[1], TOKEN_INPUTS[1]: lengths_B}
-        if bucket.batch * bucket.seq > affordable_tokens(self._loaded):
-            samples = samples[1:]  # Each of them is run twice.
+        if RUNS_OF_CHECK * bucket.batch * bucket.seq > affordable_tokens(self._loaded):
+            samples = samples[1:]
         program = exported(self.module, tensors_of(samples[0]), f"the reference at {bucket.name}")
         check_program(program, self.module, bucket, samples)
         return program

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -46,6 +46,8 @@ TAIL = 16
 FULL_ROWS = ("text", "random")
 PROMPT_TOKENS = 32
 """Of the texts that engines and eager model both continue."""
+SINGLE = 2
+"""What a token costs the eager model that is read alone, in tokens of a row: at least, since it moves every weight."""
 
 
 def parity_of_decoding(found: DecodingEngines, engine: Engine, reference: Reference) -> ParityRow:
@@ -61,7 +63,7 @@ def parity_of_decoding(found: DecodingEngines, engine: Engine, reference: Refere
     try:
         if engine.role == "prefill":
             ks = reference.k_by_layer(engine.bucket).values()
-            batches = one_of_each_kind(parity_batches(reference.loaded, engine.bucket, ks, found.config.seed, 1))
+            batches = _given_texts(reference, engine.bucket, ks, found.config.seed)
             with found.load(engine) as runner:
                 return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
         with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
@@ -86,9 +88,9 @@ def decoding_parts(
     affordable = max(LEAST_TOKENS, most // (KINDS_OF_INPUT * decoder.batch))
     first = min(decoder.length, config.generation.judged_tokens)
     if affordable < first:
-        # The shape of prompts, if it is not much shorter: it is captured already.
+        # The shape of prompts, if it is not much shorter or longer: it is captured already.
         first = max(
-            (n for n in prefills if decoder.batch == 1 and affordable <= 2 * n <= 2 * affordable), default=affordable
+            (n for n in prefills if decoder.batch == 1 and affordable <= 2 * n <= 4 * affordable), default=affordable
         )
     tail = min(TAIL, decoder.length - 1)
     starts = sorted({max(1, min(length, decoder.length - tail)) for length in prefills} - {1})
@@ -97,11 +99,19 @@ def decoding_parts(
     for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
         bucket = Bucket(decoder.batch if prompt == 1 or decoder.batch * length <= most else 1, length)
         capacity = reference.k_by_layer(bucket)
-        batches = one_of_each_kind(parity_batches(reference.loaded, bucket, capacity.values(), config.seed, 1))
+        batches = _given_texts(reference, bucket, capacity.values(), config.seed)
         if prompt > 1:
             batches = [replace(batch, judged_from=prompt - 1) for batch in batches if batch.kind in FULL_ROWS]
         parts.append((TokenByToken(prompts, decoder, capacity, prompt, in_turns=in_turns), batches))
     return parts
+
+
+def _given_texts(reference: Reference, bucket: Bucket, ks: Iterable[int], seed: int) -> list[Batch]:
+    """A batch of every kind; of a large model without the rows of one token, on which its whole rows are judged."""
+    batches = one_of_each_kind(parity_batches(reference.loaded, bucket, ks, seed, 1))
+    if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.loaded):
+        return batches
+    return [batch for batch in batches if batch.kind in (*FULL_ROWS, "padded")]
 
 
 class _Borrowed:
@@ -237,8 +247,14 @@ def _positions(ran_BS: np.ndarray, k: int) -> np.ndarray:
     return index_BK
 
 
-def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingModel) -> TextsRow:
-    """Has the engine and the eager model continue the same prompts.
+def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingModel, reference: Reference) -> TextsRow:
+    """Has the engine and the eager model continue the same prompts, a large model fewer of them.
+
+    Args:
+        found: all engines of the folder.
+        engine: one of them.
+        model: the eager one.
+        reference: of `model.loaded`; it remembers what the eager model wrote.
 
     Raises:
         EngineError: the engine failed.
@@ -247,31 +263,36 @@ def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingM
     longest = max(one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype))
     start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2), longest)
     tokens = min(options.compared_tokens, engine.bucket.seq - start + 1)
-    prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, options.compared_texts, start, found.config.seed)
+    affordable = max(1, affordable_tokens(loaded) // (SINGLE * (start + tokens)))
+    texts, seed = min(options.compared_texts, affordable), found.config.seed
+    prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed)
+    expected = reference.remembered(
+        f"{texts} texts of {start} and {tokens} tokens, seed {seed}",
+        lambda: [model.write(ids_S.tolist(), tokens) for ids_S in prompt_NS],
+    )
     with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
         # Texts that share slots are not those that each of them would be alone.
         rows = 1 if options.slots == "fair" else decoder.batch
-        return texts_of(model, prompts, decoder, prompt_NS, tokens, rows, engine.setting)
+        return texts_of(expected, prompts, decoder, prompt_NS, rows, engine.setting)
 
 
 def texts_of(
-    model: GeneratingModel,
+    expected: Sequence[Sequence[int]],
     prompts: Prompts,
     decoder: Decoder,
     prompt_NS: np.ndarray,
-    max_new_tokens: int,
     rows: int,
     setting: Setting,
 ) -> TextsRow:
-    """Has both continue the prompts, the engine `rows` of them at once.
+    """Has the engine continue the prompts, `rows` of them at once. `expected` is how the eager model continued each,
+    all by as many tokens.
 
     Raises:
         EngineError: the engine failed.
     """
-    expected = [model.write(ids_S.tolist(), max_new_tokens) for ids_S in prompt_NS]
     found: list[list[int]] = []
     for start in range(0, len(prompt_NS), rows):
-        found += _greedy(prompts, decoder, prompt_NS[start : start + rows], max_new_tokens)
+        found += _greedy(prompts, decoder, prompt_NS[start : start + rows], len(expected[0]))
     firsts = [
         next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=True), 1) if one != other), None)
         for ours, theirs in zip(found, expected, strict=True)

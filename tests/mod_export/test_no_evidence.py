@@ -17,6 +17,7 @@ from mod_export.build_folder.manifest import open_folder
 from mod_export.errors import GraphError, TargetError, UnverifiedWarning
 from mod_export.rerun import bench_folder
 from mod_export.results.latency import SpeedupRow
+from mod_export.results.report import BuildReport, report_from_json
 from mod_export.stages.folder import FolderContext
 from mod_export.stages.validate import check_structure
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
@@ -60,7 +61,7 @@ def root(made: Path, tmp_path: Path) -> Path:
 def test_its_engines_are_served_with_a_warning(root: Path) -> None:
     check_files(root)
     assert not open_folder(root).verified
-    assert {name.partition("/")[0] for name in steps_of(root)}.isdisjoint({"parity", "causality", "latency", "report"})
+    assert {name.partition("/")[0] for name in steps_of(root)}.isdisjoint({"parity", "causality", "latency"})
     with pytest.warns(
         UnverifiedWarning, match=r"build: nothing of it was verified: .*`mod-export validate /.*/build` "
     ):
@@ -75,8 +76,48 @@ def test_its_engines_are_served_with_a_warning(root: Path) -> None:
     assert said.stderr.count("warning") == 1
 
 
-def test_it_has_no_report(made: Path, root: Path) -> None:
-    refused(invoke("report", root), r"has no report: it was built with --no-evidence; run the same build without it")
+def report_of(root: Path) -> BuildReport:
+    found = invoke("report", root, "--format", "json")
+    assert found.exit_code == 0, found.output
+    return report_from_json(found.stdout)
+
+
+@pytest.mark.parametrize("order", [("validate", "bench"), ("bench", "validate")])
+def test_its_report_says_what_is_missing_and_is_completed(root: Path, order: tuple[str, str]) -> None:
+    def missing() -> set[str]:
+        found = report_of(root)
+        unjudged = any("parity of the mod engine was not checked" in reason for reason in found.verdict.reasons)
+        assert unjudged is (not found.parity)
+        return {name for name, rows in (("validate", found.parity), ("bench", found.latency)) if not rows}
+
+    left = set(order)
+    assert missing() == left
+    for name in order:
+        assert invoke(name, root).exit_code in (0, 4)
+        left.remove(name)
+        assert missing() == left
+        check_files(root)
+    found = report_of(root)
+    assert found.speedup
+    assert found.routing_maps
+    assert {stage.name for stage in found.stages} >= {"structure", "validate", "benchmark", "report"}
+    assert any(target.ran for target in found.targets)
+    text = (root / "report.html").read_text(encoding="utf-8")
+    for name in order:
+        assert invoke(name, root).exit_code in (0, 4)
+    assert (root / "report.html").read_text(encoding="utf-8") == text
+
+
+def test_a_report_that_was_changed_is_not_completed(root: Path) -> None:
+    path = root / "report.json"
+    path.write_text(path.read_text(encoding="utf-8").replace("structure", "Structure"), encoding="utf-8")
+    changed = path.read_bytes()
+    assert invoke("validate", root).exit_code == 4
+    assert path.read_bytes() == changed
+    assert not open_folder(root, verify=False).verified
+
+
+def test_it_is_asked_for_no_report_of_its_own(made: Path, root: Path) -> None:
     asked = invoke("build", made / "model.pt", "-o", root, "--no-evidence", "--report", "r.json")
     refused(asked, r"--no-evidence writes no report: leave out --report, or build with the evidence")
 
@@ -113,7 +154,7 @@ def test_the_same_build_goes_on(made: Path, root: Path) -> None:
     found = invoke("build", made / "model.pt", "-c", made / "c.toml", "-o", root, "-q")
     assert found.exit_code in (0, 4), found.output
     after = steps_of(root)
-    assert all(after[name] == step for name, step in before.items())
+    assert all(after[name] == step for name, step in before.items() if name != "report")
     assert open_folder(root).verified
     assert invoke("report", root).exit_code == 0
 

@@ -87,9 +87,10 @@ def test_a_sample_is_of_the_engine_and_run_that_it_is_filed_under() -> None:
         # Later windows of what takes no time are never a thousand times as slow for a hundred rounds.
         (3, 1000.0, 100, NEVER, range(6, 100)),
         (1, -1.0, 5, NEVER, range(5, 6)),
-        (4, -1.0, 50, AT_ONCE, range(8, 9)),
+        (4, -1.0, 50, AT_ONCE, range(4, 5)),
+        (1, -1.0, 50, AT_ONCE, range(2, 3)),
     ],
-    ids=["two windows agree", "never settles", "obeys the deadline but has two windows"],
+    ids=["two windows agree", "never settles", "obeys the deadline but has two short windows", "shorter ones if asked"],
 )
 def test_warm_up(window: int, tolerance: float, most: int, deadline: float, warmup: range) -> None:
     log, runs = logging("a", "b")
@@ -105,6 +106,19 @@ def test_interleaved_runs_have_as_many_samples_as_asked() -> None:
     log, runs = logging("a", "b")
     rounds = interleaved(runs, OPTIONS.model_copy(update={"samples": 9, "warmup": 1, "max_warmup": 2}), 0)
     assert (rounds.warmup, rounds.done, len(log)) == (2, 8, 2 * 2 + 4 * 8)
+
+
+def test_of_slow_engines_two_blocks_are_sampled_and_no_more_after_the_deadline() -> None:
+    _, runs = logging("a", "b")
+    rounds = Rounds(runs, 0)
+    rounds.sample(20, AT_ONCE)
+    assert rounds.done == 2 * rounds.block == 8
+    rounds.sample(4, AT_ONCE)
+    assert rounds.done == 8
+    rounds.sample(4, NEVER)
+    assert rounds.done == 12
+    slow = interleaved(runs, OPTIONS.model_copy(update={"max_seconds": 0.0}), 0)
+    assert (slow.warmup, slow.done) == (4, 8)
 
 
 @pytest.mark.parametrize(

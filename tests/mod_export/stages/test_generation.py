@@ -126,6 +126,7 @@ def test_never_takes_everything_away(written_copy: Path, writing_folder: Path, w
     check_files(written_copy)
 
 
+@pytest.mark.slow
 def test_a_dense_checkpoint_is_built_once_and_writes(writing_config: BuildConfig, tmp_path: Path) -> None:
     """Its dense baseline would be itself, so nothing of one is built, judged or timed."""
     save_checkpoint(tmp_path / "dense.pt", lively_checkpoint(SPEC.dense(), 6))
@@ -139,6 +140,9 @@ def test_a_dense_checkpoint_is_built_once_and_writes(writing_config: BuildConfig
     assert {row.model for row in (*report.parity, *report.latency, *report.cost, *report.generation.texts)} == {"mod"}
     assert {row.role for row in report.parity} == {"forward", "prefill", "decode"}
     assert report.not_compared == DENSE_ITSELF
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "MoD" not in page
+    assert "Files of the model." in page
     (decode,), (prompt,) = report.generation.decode, report.generation.first_token
     assert (list(decode.ms), decode.compared, list(prompt.ms), prompt.compared) == (["mod"], None, ["mod"], None)
     again = bench_folder(tmp_path / "out", None, ())

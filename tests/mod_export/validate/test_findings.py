@@ -26,7 +26,8 @@ from mod_export.validate.candidates import Candidate
 from mod_export.validate.causality import causality_of
 from mod_export.validate.compare import Judged
 from mod_export.validate.findings import parity_of, ties_of_runs, zeroed_routers
-from mod_export.validate.inputs import Batch, batches_of
+from mod_export.validate.inputs import Batch
+from mod_export.validate.near_ties import batches_of
 from mod_export.validate.reference import Reference, routing_map
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint

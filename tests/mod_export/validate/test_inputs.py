@@ -18,7 +18,8 @@ from mod_export.sources.module import model_from_module
 from mod_export.types import Bucket
 from mod_export.validate import inputs
 from mod_export.validate import reference as reference_module
-from mod_export.validate.inputs import KINDS, NEAR_TIE_BATCHES, Batch, near_tie_batches, parity_batches, prompts_of
+from mod_export.validate.inputs import KINDS, Batch, parity_batches, prompts_of
+from mod_export.validate.near_ties import NEAR_TIE_BATCHES, near_tie_batches
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint

@@ -333,9 +333,12 @@ def test_texts_and_where_they_differ(
     assert prompt_NS.shape == (4, 8)
     setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=Bucket(3, 48))
     with opened(written, writing_config) as (prompts, decoder):
-        same = texts_of(writer, prompts, decoder, prompt_NS, 10, 3, setting)
-        twin = writing_model.of_kind("dense").generating(WINDOW)
-        other = texts_of(twin, prompts, decoder, prompt_NS, 10, 3, setting)
+        own, twin = (
+            [one.write(ids_S.tolist(), 10) for ids_S in prompt_NS]
+            for one in (writer, writing_model.of_kind("dense").generating(WINDOW))
+        )
+        same = texts_of(own, prompts, decoder, prompt_NS, 3, setting)
+        other = texts_of(twin, prompts, decoder, prompt_NS, 3, setting)
     assert (same.texts, same.tokens, same.identical, same.first_difference) == (4, 40, 4, None)
     assert other.identical < 4
     assert 1 <= other.first_difference <= 10
