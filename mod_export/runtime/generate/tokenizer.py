@@ -172,9 +172,13 @@ class FileReader:
         if self._file.is_byte(token):
             return ""
         text = self._file.decode(self._ids)
-        if text.endswith(UNREADABLE) or len(text) <= self._shown:
+        certain = text.rstrip(UNREADABLE)
+        if len(certain) <= self._shown:
             return ""
-        new = text[self._shown :]
+        new = certain[self._shown :]
+        if certain != text:
+            self._shown = len(certain)
+            return new
         self._ids = self._ids[self._before :]
         self._before = len(self._ids)
         self._shown = len(self._file.decode(self._ids))
