@@ -17,6 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from mod_export.errors import UsageError
 
@@ -118,13 +119,33 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Namespace(Namespace):
+    """Without names that begin with an underscore, which the sandbox does not look at in here."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # `self` is a name that a template may set.
+        self, *given = args
+        values = dict(*given, **values)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace holds no names that begin with an underscore, got {name!r}")
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     # jinja2's own would escape characters of HTML.
     environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now, "namespace": _Namespace}
     return environment
 
 
