@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,15 @@ say = partial(click.echo, nl=False)
 
 @click.command()
 @folder_argument
-@click.option("--prompt", "texts", metavar="TEXT", multiple=True, help="Text to continue; may be given several times.")
+@click.argument("given", metavar="[TEXT]...", nargs=-1)
+@click.option("--prompt", "texts", metavar="TEXT", multiple=True, help="As TEXT; may be given several times.")
 @click.option("--prompt-file", "files", metavar="FILE", type=PATH, multiple=True, help="A file that is a prompt.")
 @click.option("--ids", metavar="N,...", multiple=True, help="A prompt as token ids.")
 @click.option(
     "--chat",
     is_flag=True,
-    help="Prompts are messages of a user, in the model's chat template; without any, each line of stdin is one.",
+    help="Prompts are messages of a user, told in the model's chat template; without any, each line of stdin is one, "
+    "and continues the conversation.",
 )
 @click.option("--system", metavar="TEXT", help="The system message of --chat.")
 @click.option("--no-special-tokens", is_flag=True, help="Leave out what the tokenizer adds to a prompt, such as <s>.")
@@ -67,6 +70,7 @@ say = partial(click.echo, nl=False)
 @command
 def generate(
     folder: Path,
+    given: Sequence[str],
     texts: Sequence[str],
     files: Sequence[Path],
     ids: Sequence[str],
@@ -86,8 +90,11 @@ def generate(
     verbosity: int,
     **sampling: Any,
 ) -> int:
-    """Write text with a build folder, token by token, without PyTorch."""
-    prompts = _prompts_from(texts, files, ids)
+    """Write text with a build folder, token by token, without PyTorch.
+
+    Each TEXT is a prompt to continue or, with --chat, a message to answer.
+    """
+    prompts = _prompts_from([*given, *texts], files, ids)
     _check(prompts, chat=chat, ids=bool(ids), system=system)
     if selection == "topk-prefill":
         if stop or roll or chat or kind == "dense":
@@ -101,12 +108,12 @@ def generate(
     from mod_export.runtime.generate.generator import load_generator
 
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
-    given: Iterable[Sequence[Prompt]] = [prompts]
+    requests: Iterable[Sequence[Prompt]] = [prompts]
     if chat:
-        given = [[[*messages, _message(str(one))] for one in prompts]] if prompts else _turns(messages)
+        requests = [[[*messages, _message(str(one))] for one in prompts]] if prompts else _turns(messages)
     sampling |= {"ignore_eos": ignore_eos, "add_special_tokens": not no_special_tokens}
     with load_generator(folder, target, dtype, kind, threads) as generator:
-        for several in given:
+        for several in requests:
             with generator.stream(several, max_new_tokens, stop=stop, rolling=roll, **sampling) as stream:
                 _show(stream, text=generator.vocabulary is not None, as_json=as_json)
             messages.append({"role": "assistant", "content": stream.completions[0].text})
@@ -121,7 +128,7 @@ def _check(prompts: Sequence[Prompt], *, chat: bool, ids: bool, system: str | No
     if chat and ids:
         raise UsageError("--ids: a message of --chat is text; give it with --prompt, or leave out --chat")
     if not prompts and not chat:
-        raise UsageError("expected a prompt; give one with --prompt, --prompt-file or --ids")
+        raise UsageError("expected a prompt; give it as TEXT, or with --prompt, --prompt-file or --ids")
 
 
 def _message(text: str) -> dict[str, str]:
@@ -130,11 +137,10 @@ def _message(text: str) -> dict[str, str]:
 
 def _turns(messages: list[dict[str, str]]) -> Iterator[list[Sequence[dict[str, str]]]]:
     """The conversation with each further line of stdin; whoever answers adds the answer to `messages`."""
-    lines = click.get_text_stream("stdin")
     while True:
-        if lines.isatty():
+        if sys.stdin.isatty():
             click.echo("> ", nl=False, err=True)
-        line = lines.readline()
+        line = sys.stdin.readline()
         if not line:
             return
         if line.strip():
