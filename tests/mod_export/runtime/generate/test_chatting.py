@@ -225,7 +225,8 @@ def test_a_tokenizer_travels_from_conversion_through_training(source: Path, tmp_
     texts.mkdir()
     (texts / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
     options = ["--init", tmp_path / "dense", "--route", "1", "--capacity", 0.5, "--data", texts, "--steps", 2,
-               "--batch", 2, "--seq", 32, "--warmup", 1, "--eval-batches", 1, "--threads", 1, "--out", tmp_path / "trained"]  # fmt: skip
+               "--batch", 2, "--seq", 32, "--warmup", 1, "--eval-batches", 1, "--threads", 1,
+               "--out", tmp_path / "trained"]  # fmt: skip
     assert training.main([str(one) for one in options]) == 0
     (tmp_path / "c.toml").write_text(BUILD_TOML)
     said = invoke("build", tmp_path / "trained" / "model.pt", "--no-evidence", "-c", tmp_path / "c.toml", "-q",
@@ -236,7 +237,7 @@ def test_a_tokenizer_travels_from_conversion_through_training(source: Path, tmp_
         assert (moved / name).is_file() == (source / name).is_file()
         if (source / name).is_file():
             assert (moved / name).read_bytes() == (source / name).read_bytes()
-            assert name in read_manifest(moved).files
+            assert name in read_manifest(moved)["files"]
     with load_generator(moved) as trained:
         (answer,) = trained.generate([SYSTEM, USER], 8)
         assert answer.ran.keys() == {1}
