@@ -66,7 +66,7 @@ def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "--tokenizer",
     metavar="FILE",
     type=PATH,
-    help="The model's tokenizer.json, kept in the build folder; default: the one in the MODEL folder or beside model.pt.",
+    help="The model's tokenizer.json, kept in the build folder; default: that in the MODEL folder or beside model.pt.",
 )
 @command
 def build(
