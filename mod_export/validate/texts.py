@@ -378,4 +378,5 @@ def _documentation_ids(
     if len(ids_N) <= length or ids_N.max() >= vocab_size:
         return None
     start_N = np.random.default_rng(seed).integers(0, len(ids_N) - length, rows)
-    return ids_N[start_N[:, None] + np.arange(length)]
+    ids_NS: np.ndarray = ids_N[start_N[:, None] + np.arange(length)]
+    return ids_NS
