@@ -15,7 +15,8 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
-from mod_export.runtime.generate.texts import TokenizersFile
+from mod_export.runtime.generate.defaults import defaults_of
+from mod_export.runtime.generate.tokenizer import TokenizersFile
 from mod_export.sources.model import Model, token_ids
 from mod_export.sources.protocol import (
     DeclaredRouting,
@@ -193,7 +194,9 @@ def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
 def _problems_of_tokenizer(tokenizer: Path, model: Model) -> list[str]:
     if not isinstance(model.loaded, TokenIds):
         return [f"{tokenizer}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"]
-    size, vocab_size = TokenizersFile(tokenizer).size, model.loaded.vocab_size
+    file, vocab_size = TokenizersFile(tokenizer), model.loaded.vocab_size
+    size = file.size
+    defaults_of(tokenizer.parent, file.end)  # Refuses a file that would be refused by whoever serves the folder.
     if size <= vocab_size:
         return []
     return [f"{tokenizer}: has ids up to {size - 1}, and the model {vocab_size} ids; name its own"]

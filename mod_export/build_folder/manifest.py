@@ -24,11 +24,11 @@ from mod_export.types import Bucket, Engine, Graph, ModelKind, SiteKey, graph_of
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+"""Of a model whose ids are not bytes: beside its weights, as in Hugging Face folders, and in its build folder."""
 BESIDE_TOKENIZER = (
     "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
 """What says how the tokenizer of a Hugging Face folder is used; kept with it where it is there."""
-"""Of a model whose ids are not bytes: beside its weights, as in Hugging Face folders, and in its build folder."""
 FORMAT = "mod-export build folder"
 FORMAT_VERSION = 2
 CHECKSUM = "checksum"

@@ -66,7 +66,7 @@ def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "--tokenizer",
     metavar="FILE",
     type=PATH,
-    help="The model's tokenizer.json, kept in the build folder; default: the one in the MODEL folder, if any.",
+    help="The model's tokenizer.json, kept in the build folder; default: that in the MODEL folder or beside model.pt.",
 )
 @command
 def build(
@@ -169,11 +169,14 @@ def build_and_show(
 
 @contextlib.contextmanager
 def _tokenizer_of(source: str, named: Path | None) -> Iterator[Path | None]:
-    """The tokenizer.json that was named, or the one beside the weights, or that of a GGUF file."""
+    """The tokenizer.json that was named, or the one in the folder of the model or of a model.pt, as training leaves it,
+    or that of a GGUF file.
+    """
     from mod_export.build_folder.manifest import TOKENIZER
     from mod_export.sources.checkpoint import is_gguf, write_companions
 
-    beside = Path(source) / TOKENIZER
+    path = Path(source)
+    beside = (path.parent if path.name == "model.pt" and path.is_file() else path) / TOKENIZER
     if named is not None or not is_gguf(Path(source)):
         yield named or (beside if beside.is_file() else None)
         return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,15 +28,32 @@ say = partial(click.echo, nl=False)
 
 @click.command()
 @folder_argument
-@click.option("--prompt", "texts", metavar="TEXT", multiple=True, help="Text to continue; may be given several times.")
+@click.argument("given", metavar="[TEXT]...", nargs=-1)
+@click.option("--prompt", "texts", metavar="TEXT", multiple=True, help="As TEXT; may be given several times.")
 @click.option("--prompt-file", "files", metavar="FILE", type=PATH, multiple=True, help="A file that is a prompt.")
 @click.option("--ids", metavar="N,...", multiple=True, help="A prompt as token ids.")
+@click.option(
+    "--chat",
+    is_flag=True,
+    help="Prompts are messages of a user, told in the model's chat template; without any, each line of stdin is one, "
+    "and continues the conversation.",
+)
+@click.option("--system", metavar="TEXT", help="The system message of --chat.")
+@click.option("--no-special-tokens", is_flag=True, help="Leave out what the tokenizer adds to a prompt, such as <s>.")
 @click.option("--max-new-tokens", metavar="N", type=int, default=128, show_default=True, help="Of each text.")
-@click.option("--temperature", metavar="T", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", metavar="K", type=int, default=0, show_default=True, help="Sample among K tokens; 0: all.")
-@click.option("--top-p", metavar="P", type=float, default=1.0, show_default=True, help="Nucleus sampling.")
+@click.option(
+    "--temperature",
+    metavar="T",
+    type=float,
+    help="0 is greedy, the default unless the model's generation_config.json says do_sample: then as it says.",
+)
+@click.option(
+    "--top-k", metavar="K", type=int, help="Sample among K tokens; 0: all. Default: generation_config's or 0."
+)
+@click.option("--top-p", metavar="P", type=float, help="Nucleus sampling. Default: as there, else 1.")
 @click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Of sampling.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="Ends a text; is not part of it.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the tokens at which the model ends its texts.")
 @click.option("--roll", is_flag=True, help="At the end of the window, continue from the second half of the text.")
 @click.option("--target", metavar="T", help="Target whose engines run; default: the first that generates here.")
 @click.option("--dtype", metavar="D", help="Of the engines; default: the first built.")
@@ -52,11 +70,16 @@ say = partial(click.echo, nl=False)
 @command
 def generate(
     folder: Path,
+    given: Sequence[str],
     texts: Sequence[str],
     files: Sequence[Path],
     ids: Sequence[str],
+    chat: bool,
+    system: str | None,
+    no_special_tokens: bool,
     max_new_tokens: int,
     stop: Sequence[str],
+    ignore_eos: bool,
     roll: bool,
     target: str | None,
     dtype: str | None,
@@ -67,28 +90,66 @@ def generate(
     verbosity: int,
     **sampling: Any,
 ) -> int:
-    """Write text with a build folder, token by token, without PyTorch."""
-    prompts = _prompts_from(texts, files, ids)
+    """Write text with a build folder, token by token, without PyTorch.
+
+    Each TEXT is a prompt to continue or, with --chat, a message to answer.
+    """
+    prompts = _prompts_from([*given, *texts], files, ids)
+    _check(prompts, chat=chat, ids=bool(ids), system=system)
     if selection == "topk-prefill":
-        if stop or roll or kind == "dense":
+        if stop or roll or chat or kind == "dense":
             raise UsageError(
-                "--selection topk-prefill scores prompts and writes nothing: leave out --stop, --roll and --model"
+                "--selection topk-prefill scores prompts and writes nothing: leave out --stop, --roll, --chat and "
+                "--model"
             )
         _score(folder, prompts, target, dtype, threads, as_json)
         return 0
 
     from mod_export.runtime.generate.generator import load_generator
 
+    messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+    requests: Iterable[Sequence[Prompt]] = [prompts]
+    if chat:
+        requests = [[[*messages, _message(str(one))] for one in prompts]] if prompts else _turns(messages)
+    sampling |= {"ignore_eos": ignore_eos, "add_special_tokens": not no_special_tokens}
     with load_generator(folder, target, dtype, kind, threads) as generator:
-        with generator.stream(prompts, max_new_tokens, stop=stop, rolling=roll, **sampling) as stream:
-            _show(stream, text=generator.vocabulary is not None, as_json=as_json)
-        if verbosity >= 0:
-            click.echo(_summary(generator, stream), err=True)
+        for several in requests:
+            with generator.stream(several, max_new_tokens, stop=stop, rolling=roll, **sampling) as stream:
+                _show(stream, text=generator.vocabulary is not None, as_json=as_json)
+            messages.append({"role": "assistant", "content": stream.completions[0].text})
+            if verbosity >= 0:
+                click.echo(_summary(generator, stream), err=True)
     return 0
 
 
-def _prompts_from(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str]) -> list[Prompt]:
-    found: list[Prompt] = list(texts)
+def _check(prompts: Sequence[Prompt], *, chat: bool, ids: bool, system: str | None) -> None:
+    if system is not None and not chat:
+        raise UsageError("--system: is a message of a conversation; give --chat with it")
+    if chat and ids:
+        raise UsageError("--ids: a message of --chat is text; give it with --prompt, or leave out --chat")
+    if not prompts and not chat:
+        raise UsageError("expected a prompt; give it as TEXT, or with --prompt, --prompt-file or --ids")
+
+
+def _message(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _turns(messages: list[dict[str, str]]) -> Iterator[list[Sequence[dict[str, str]]]]:
+    """The conversation with each further line of stdin; whoever answers adds the answer to `messages`."""
+    while True:
+        if sys.stdin.isatty():
+            click.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            messages.append(_message(line.rstrip("\n")))
+            yield [messages]
+
+
+def _prompts_from(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str]) -> list[str | list[int]]:
+    found: list[str | list[int]] = list(texts)
     for path in files:
         try:
             found.append(path.read_text(encoding="utf-8"))
@@ -99,8 +160,6 @@ def _prompts_from(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str
             found.append([int(one) for one in listed.replace(",", " ").split()])
         except ValueError:
             raise UsageError(f"--ids: expected whole numbers, got {listed!r}") from None
-    if not found:
-        raise UsageError("expected a prompt; give one with --prompt, --prompt-file or --ids")
     return found
 
 
@@ -148,7 +207,12 @@ def _summary(generator: Generator, stream: Stream) -> str:
 
 
 def _score(
-    folder: Path, prompts: Sequence[Prompt], target: str | None, dtype: str | None, threads: int | None, as_json: bool
+    folder: Path,
+    prompts: Sequence[str | Sequence[int]],
+    target: str | None,
+    dtype: str | None,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     """Scores prompts with the ordinary buckets of a folder, whatever its model's selection."""
     from mod_export.build_folder.manifest import open_folder

@@ -139,11 +139,13 @@ def quality_text(quality: QualityRow | None) -> str:
     """What selecting one token at a time costs in perplexity, and how often a layer had no free slot left."""
     if quality is None:
         return "quality: not measured, there is no text here for this model's vocabulary"
+    of_documentation = "tokens of Python's documentation, which it may have been trained on"
+    read = "held-out tokens" if quality.text == "held_out" else of_documentation
     overflow = {site: count for site, count in quality.overflow.items() if count}
     layers = ", ".join(f"{count:,} in {'' if is_expert(site) else 'layer '}{site}" for site, count in overflow.items())
     return (
         f"quality: perplexity {quality.perplexity:.4f} selecting one token at a time, {quality.own_perplexity:.4f} by "
-        f"the checkpoint's own selection, on {quality.tokens:,} held-out tokens; "
+        f"the checkpoint's own selection, on {quality.tokens:,} {read}; "
         + (f"tokens that found no free slot: {layers}" if layers else "every token that wanted a slot found one")
     )
 

@@ -6,6 +6,7 @@ Parity of prefill and decode engines is told by rows of `parity` with that role.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from mod_export.results.base import EngineRow, PairRow, Result
 from mod_export.results.latency import SpeedVerdict
@@ -92,7 +93,7 @@ class FirstTokenRow(PairRow):
 
 
 class QualityRow(Result):
-    """Perplexity on held-out text when tokens are selected one at a time, and as the checkpoint was trained."""
+    """Perplexity on text when tokens are selected one at a time, and as the checkpoint was trained."""
 
     tokens: int
     """Predicted tokens."""
@@ -108,6 +109,9 @@ class QualityRow(Result):
     """Routing site -> share of the tokens that were selected."""
     overflow: dict[str, int]
     """Routing site -> tokens that wanted a slot and found none."""
+    text: Literal["held_out", "documentation"] = "held_out"
+    """Held-out text that comes with the model; or, read with its tokenizer, the English documentation of the running
+    Python, which it may have been trained on."""
 
 
 class GenerationReport(Result):
@@ -128,7 +132,7 @@ class GenerationReport(Result):
     first_token: tuple[FirstTokenRow, ...] = ()
     """One for each prefill bucket that ran here."""
     quality: QualityRow | None = None
-    """Null without held-out text for the model's vocabulary."""
+    """Null without text for the model's vocabulary."""
 
 
 class StepBytes(Result):

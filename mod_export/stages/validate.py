@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mod_export.build_folder.manifest import TOKENIZER
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.export.weights import WeightsFile, digests_of_tensors, source_of, state_of
@@ -14,6 +15,7 @@ from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.runtime.generate.decoder import DecodingEngines
+from mod_export.runtime.generate.tokenizer import TokenizersFile
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
 from mod_export.stages.graphs import fresh_graph
@@ -242,15 +244,20 @@ def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidat
 
 def _quality(context: Context) -> None:
     """What deciding about one token at a time costs in perplexity."""
+    tokenizer = context.root / TOKENIZER
 
     def make() -> list[QualityRow]:
         models = context.models
         own, causal = models.reference("mod").returning("logits"), models.reference("mod", "decode")
-        found = quality_of(models.generating("mod"), causal, own, QUALITY_TEXTS, context.config.seed)
+        generating, seed = models.generating("mod"), context.config.seed
+        tokens_of = partial(TokenizersFile(tokenizer).ids, special=False) if tokenizer.is_file() else None
+        found = quality_of(generating, causal, own, QUALITY_TEXTS, seed, tokens_of)
         return [] if found is None else [found]
 
     generation = context.config.generation.model_dump(include={"window", "slack"})
     inputs = {**context.identity("mod"), "generation": generation, "seed": context.config.seed}
+    if tokenizer.is_file():
+        inputs["tokenizer"] = context.hash_of(TOKENIZER)
     context.measure(QualityRow, "quality", {**inputs, **context.versions("torch")}, make)
 
 

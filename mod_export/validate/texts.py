@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -18,7 +18,7 @@ import numpy as np
 
 from mod_export.config import BuildConfig
 from mod_export.engines.protocol import Runner
-from mod_export.errors import BuildError, EngineError, TargetError
+from mod_export.errors import BuildError, EngineError, TargetError, UsageError
 from mod_export.results.base import setting_fields
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
@@ -326,8 +326,24 @@ def _greedy(prompts: Prompts, decoder: Decoder, prompt_NS: np.ndarray, max_new_t
     return found
 
 
-def quality_of(model: GeneratingModel, causal: Reference, own: Reference, texts: int, seed: int) -> QualityRow | None:
-    """What it costs in quality to decide a token at a time: held-out text, read both ways.
+def documentation() -> str:
+    """English text that every Python brings along: what `help()` says of the language; empty where it was left out."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return ""
+    return "\n".join(topics.values())
+
+
+def quality_of(
+    model: GeneratingModel,
+    causal: Reference,
+    own: Reference,
+    texts: int,
+    seed: int,
+    tokens_of: Callable[[str], Sequence[int]] | None = None,
+) -> QualityRow | None:
+    """What it costs in quality to decide a token at a time: text, read both ways.
 
     Args:
         model: as it decides one token at a time.
@@ -335,12 +351,16 @@ def quality_of(model: GeneratingModel, causal: Reference, own: Reference, texts:
         own: that of the checkpoint as it was trained.
         texts: how many texts of a window each, or fewer of a large model.
         seed: of their choice.
+        tokens_of: the model's tokenizer, for a model that has no text of its own.
 
     Returns:
-        None where the model has no text here.
+        None where there is no text for the model.
     """
     affordable = max(1, min(texts, affordable_tokens(own.loaded) // model.window))
     ids_NS = text_ids(own.loaded, affordable, model.window, seed)
+    held_out = ids_NS is not None
+    if ids_NS is None and tokens_of is not None:
+        ids_NS = _documentation_ids(tokens_of, token_ids(own.loaded).vocab_size, affordable, model.window, seed)
     if ids_NS is None or model.window < 2:
         return None
     nll = own_nll = 0.0
@@ -364,4 +384,20 @@ def quality_of(model: GeneratingModel, causal: Reference, own: Reference, texts:
         wanted={str(site): count / read for site, count in wanted.items()},
         selected={str(site): count / read for site, count in ran.items()},
         overflow={str(site): max(0, wanted[site] - ran[site]) for site in wanted},
+        text="held_out" if held_out else "documentation",
     )
+
+
+def _documentation_ids(
+    tokens_of: Callable[[str], Sequence[int]], vocab_size: int, rows: int, length: int, seed: int
+) -> np.ndarray | None:
+    """Int64 (rows, length) from anywhere in it; None where it is too short, or no text for this tokenizer."""
+    try:
+        ids_N = np.array(tokens_of(documentation()), dtype=np.int64)
+    except UsageError:
+        return None
+    if len(ids_N) <= length or ids_N.max() >= vocab_size:
+        return None
+    start_N = np.random.default_rng(seed).integers(0, len(ids_N) - length, rows)
+    ids_NS: np.ndarray = ids_N[start_N[:, None] + np.arange(length)]
+    return ids_NS

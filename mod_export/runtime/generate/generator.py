@@ -5,13 +5,20 @@ library (`pip install "mod-export[ort]"`), neither PyTorch nor the checkpoint.
     with mod_export.load_generator("build/demo") as generator:
         for piece in generator.stream(["def main("], max_new_tokens=64):
             print(piece.text, end="", flush=True)
+
+A conversation is a list of messages, which the model's own chat template turns into a prompt:
+
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    (answer,) = generator.generate(messages)
+    messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And of Spain?"}]
+    (answer,) = generator.generate(messages)
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -25,13 +32,16 @@ from mod_export.environment import free_bytes
 from mod_export.errors import EngineError, UsageError
 from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts
-from mod_export.runtime.generate.logits import Sampling, rng_of
+from mod_export.runtime.generate.defaults import GENERATION_CONFIG, defaults_of
+from mod_export.runtime.generate.logits import rng_of
 from mod_export.runtime.generate.stream import Completion, Prefix, Stream, Text
 from mod_export.runtime.generate.texts import StopText, vocabulary_of
 from mod_export.types import Bucket, Engine, ModelKind
 
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
+Message = Mapping[str, Any]
+"""`role` and `content` of one turn of a conversation."""
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or the messages of a conversation that the model answers."""
 
 
 def load_generator(
@@ -67,6 +77,11 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def _is_conversation(value: object) -> bool:
+    """Whether these are the messages of one."""
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(one, Mapping) for one in value)
+
+
 class Generator:
     """The prefill and decode buckets of one model, target and dtype.
 
@@ -75,6 +90,7 @@ class Generator:
 
     Attributes:
         vocabulary: converts between text and ids; None if ids do not represent text.
+        defaults: what the model's generation_config.json says: stop tokens and sampling.
         target: of the engines.
         dtype: likewise.
         threads: of a CPU engine inside one operator; 0 is the library's own choice.
@@ -85,12 +101,15 @@ class Generator:
         """`engines` are of prefill and decode buckets. They are opened when they are first needed.
 
         Raises:
-            BuildFolderError: the tokenizer's file has changed since the build.
+            BuildFolderError: a file of the tokenizer has changed since the build.
             UsageError: it needs a package that is not installed.
         """
         assert isinstance(manifest.generation, GenerationFacts)
         first = engines[0]
         self.vocabulary = vocabulary_of(root, manifest)
+        if GENERATION_CONFIG in manifest.files:
+            verify_files(root, manifest.entries([GENERATION_CONFIG]))
+        self.defaults = defaults_of(root, self.vocabulary.end if self.vocabulary else None)
         self.target, self.dtype, self.threads = first.target, first.dtype, threads
         self._root, self._config, self._model = root, manifest.config, first.model
         vocab_size = manifest.models[first.model].vocab_size
@@ -149,24 +168,31 @@ class Generator:
         prompts: Prompt | Sequence[Prompt],
         max_new_tokens: int = 128,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         seed: int = 0,
         stop: Sequence[str | int] = (),
+        ignore_eos: bool = False,
+        add_special_tokens: bool = True,
         prefix: Prefix | None = None,
         rolling: bool = False,
     ) -> Stream:
         """Writes texts piece by piece.
 
         Args:
-            prompts: one prompt, or several of any lengths; each text, or token ids.
+            prompts: one prompt, or several of any lengths; each text, token ids, or a list of messages.
             max_new_tokens: of each text.
-            temperature: 0 always chooses the most probable token; see `Sampling`.
-            top_k: sample among this many most probable tokens; 0 is all.
-            top_p: sample among the most probable tokens that have this probability together.
+            temperature: 0 always chooses the most probable token; see `Sampling`. None: that of `defaults`, which is 0
+                unless the model's generation_config.json says `do_sample`.
+            top_k: sample among this many most probable tokens; 0 is all. None: that of `defaults`, which is that of
+                generation_config.json, else all.
+            top_p: sample among the most probable tokens that have this probability together. None: likewise.
             seed: text i of a request has its own random numbers, from (seed, i).
             stop: strings that end a text, and are not part of it; or token ids.
+            ignore_eos: whether a text goes on after the tokens at which the model ends its texts (`defaults.stop_ids`).
+            add_special_tokens: whether a text begins and ends as the tokenizer says, such as with `<s>`; not one that
+                continues a prefix. The template of a conversation says so itself.
             prefix: a result of `prefix`, which every prompt continues.
             rolling: a text that fills the window continues as if its second half were the whole text, instead of
                 being refused.
@@ -174,12 +200,12 @@ class Generator:
         Raises:
             UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
         """
-        found = self._prompt_list(prompts)
+        found = self._prompt_list(prompts, special=add_special_tokens, continued=prefix is not None)
         if not _is_whole(max_new_tokens) or max_new_tokens < 1:
             raise UsageError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
         bucket = self._bucket(found, prefix, max_new_tokens, rolling)
-        sampling = Sampling(temperature, top_k, top_p)
-        self._check_stops(stop)
+        sampling = self.defaults.sampling_of(temperature, top_k, top_p)
+        stop_ids = self._stop_ids(stop) | (frozenset() if ignore_eos else self.defaults.stop_ids)
         texts = [
             Text(
                 row=row,
@@ -188,7 +214,7 @@ class Generator:
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 rng=rng_of(seed, row),
-                stop_ids=frozenset(one for one in stop if not isinstance(one, str)),
+                stop_ids=stop_ids,
                 reader=self.vocabulary.reader() if self.vocabulary else None,
                 stops=StopText([one for one in stop if isinstance(one, str)]),
             )
@@ -196,14 +222,14 @@ class Generator:
         ]
         return Stream(texts, self._reads(), lambda: self._exclusive(bucket), self._sites, bucket, rolling=rolling)
 
-    def prefix(self, prompt: Prompt) -> Prefix:
+    def prefix(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prefix:
         """Reads the common beginning of several texts once. The prompts after it are read token by token, so this
         saves time if the beginning is long and what follows is short.
 
         Raises:
             UsageError: the prompt is empty, or fills the window.
         """
-        (ids,) = self._prompt_list([prompt])
+        (ids,) = self._prompt_list([prompt], special=add_special_tokens)
         if not ids or len(ids) >= self.window:
             raise UsageError(f"a prefix has 1 to {self.window - 1} tokens, got {len(ids)}")
         prompts = self._reads()
@@ -213,21 +239,28 @@ class Generator:
                 kept = decoder.read_on(kept, ids[prompts.longest :])
         return Prefix(tuple(ids), kept, self._identity)
 
-    def _prompt_list(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    def _prompt_list(
+        self, prompts: Prompt | Sequence[Prompt], *, special: bool = True, continued: bool = False
+    ) -> list[list[int]]:
         if not isinstance(prompts, str | Sequence | np.ndarray):
             raise UsageError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
         if not isinstance(prompts, str) and len(prompts) == 0:
             raise UsageError("expected at least one prompt")
-        # A single prompt, text or ids, need not be in a list.
-        one = isinstance(prompts, str) or all(map(_is_whole, prompts))
+        # A single prompt, text, ids or messages, need not be in a list.
+        one = isinstance(prompts, str) or all(map(_is_whole, prompts)) or _is_conversation(prompts)
         several = cast("Sequence[Prompt]", [prompts] if one else prompts)
-        return [self._ids(row, prompt) for row, prompt in enumerate(several)]
+        if continued and any(map(_is_conversation, several)):
+            raise UsageError("a conversation is a whole text, which cannot continue a prefix; leave the prefix out")
+        return [self._ids(row, prompt, special=special and not continued) for row, prompt in enumerate(several)]
 
-    def _ids(self, row: int, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
+    def _ids(self, row: int, prompt: Prompt, *, special: bool) -> list[int]:
+        if isinstance(prompt, str) or _is_conversation(prompt):
             if self.vocabulary is None:
                 raise UsageError("this model's ids stand for no text; give prompts as ids, or build with a tokenizer")
-            ids = self.vocabulary.ids(prompt)
+            if isinstance(prompt, str):
+                ids = self.vocabulary.ids(prompt, special)
+            else:
+                ids = self.vocabulary.chat_ids(cast("Sequence[Message]", prompt))
         else:
             given: Any = prompt
             ids = list(given) if isinstance(given, Sequence | np.ndarray) else [given]
@@ -261,7 +294,8 @@ class Generator:
         needed = longest + max_new_tokens - 1  # The last token that is written is never read.
         return self.bucket_for(len(prompts), min(needed, self.window) if rolling else needed)
 
-    def _check_stops(self, stop: Sequence[str | int]) -> None:
+    def _stop_ids(self, stop: Sequence[str | int]) -> frozenset[int]:
+        """The ids among the stops, and those of special tokens, which no text shows."""
         if isinstance(stop, str):
             raise UsageError(f"stop: got the string {stop!r}, expected a list of strings and ids; write [{stop!r}]")
         odd = [one for one in stop if not isinstance(one, str) and not self._is_id(one)]
@@ -269,6 +303,8 @@ class Generator:
             raise UsageError(f"stop: expected strings and ids from 0 to {self._vocab_size - 1}, got {odd[0]!r}")
         if self.vocabulary is None and any(isinstance(one, str) for one in stop):
             raise UsageError("stop: this model's ids stand for no text; give ids to stop at")
+        ids = [self.vocabulary.special_id(one) if isinstance(one, str) and self.vocabulary else one for one in stop]
+        return frozenset(one for one in ids if one is not None and not isinstance(one, str))
 
     def _reads(self) -> Prompts:
         if self._prompts is None:

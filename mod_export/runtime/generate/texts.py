@@ -1,47 +1,46 @@
-"""Between text and token ids: bytes, which need nothing, or the vocabulary of a `tokenizers` file; and stop strings.
+"""Between text and token ids: bytes, which need nothing, or the model's own tokenizer; and stop strings.
 
-A vocabulary gives the ids of a text, without special tokens, and a reader for each text that is written. A character
-may take several tokens, so the text that can be shown after a token may be empty, or longer than the token itself.
-Readers and `StopText` take a text piece by piece (`feed`) and return the characters that are certain so far; what is
-left when the text ends, an incomplete character as U+FFFD, comes with `close`. Joined together the pieces do not depend
-on where the text was cut.
+A vocabulary gives the ids of a text or of a conversation, and a reader for each text that is written. A character may
+take several tokens, so the text that can be shown after a token may be empty, or longer than the token itself. Readers
+and `StopText` take a text piece by piece (`feed`) and return the characters that are certain so far; what is left when
+the text ends, an incomplete character as U+FFFD, comes with `close`. Joined together the pieces do not depend on where
+the text was cut.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mod_export.build_folder.files import verify_files
-from mod_export.build_folder.manifest import Manifest
+from mod_export.build_folder.manifest import BESIDE_TOKENIZER, Manifest
 from mod_export.errors import UsageError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+from mod_export.runtime.generate.tokenizer import FileReader, TokenizersFile
 
 
 def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:
     """The vocabulary of a build folder's model; None if its ids do not represent text.
 
     Raises:
-        BuildFolderError: the tokenizer's file has changed since the build.
+        BuildFolderError: a file of the tokenizer has changed since the build.
         UsageError: the package `tokenizers` is needed and not installed.
     """
     if manifest.tokenizer is None or manifest.tokenizer == "bytes":
         return None if manifest.tokenizer is None else Bytes()
-    verify_files(folder, manifest.entries([manifest.tokenizer]))
+    kept = [manifest.tokenizer, *(name for name in BESIDE_TOKENIZER if name in manifest.files)]
+    verify_files(folder, manifest.entries(kept))
     return TokenizersFile(folder / manifest.tokenizer)
 
 
 class Bytes:
-    """The bytes of UTF-8 are the ids 0 to 255."""
+    """The bytes of UTF-8 are the ids 0 to 255. There are no special tokens and no template for conversations."""
 
-    def ids(self, text: str) -> list[int]:
-        """The bytes of a text.
+    end: int | None = None
+
+    def ids(self, text: str, special: bool = True) -> list[int]:
+        """The bytes of a text, with nothing to add to them.
 
         Raises:
             UsageError: no bytes stand for it.
@@ -54,6 +53,17 @@ class Bytes:
             raise UsageError(
                 f"text: {where} is half of a surrogate pair, which no bytes stand for; leave it out"
             ) from error
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Refused.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("this model's tokens are bytes, for which there is no chat template; give plain prompts")
+
+    def special_id(self, text: str) -> int | None:
+        return None
 
     def reader(self) -> Reader:
         return _ByteReader()
@@ -79,90 +89,7 @@ class _ByteReader:
         return self._decoder.decode(b"", final=True)
 
 
-class TokenizersFile:
-    """A tokenizer.json of the package `tokenizers`.
-
-    Special tokens are read if they occur in a text, and never added. Ids that are not in the file represent no text:
-    many models have a few more ids than their tokenizer.
-
-    Raises:
-        UsageError: the package is missing, or this is not such a file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise UsageError(f"{path}: needs the package tokenizers; pip install 'mod-export[generate]'") from error
-        if not path.is_file():
-            raise UsageError(f"{path}: no such file, expected a tokenizer.json of the package tokenizers")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust side raises nothing narrower
-            raise UsageError(f"{path}: not a tokenizer.json of the package tokenizers ({error})") from error
-        # Truncation and padding that were set for training would silently change a prompt.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-
-    @property
-    def size(self) -> int:
-        """The smallest vocabulary of a model that can read every id. Ids may have gaps, so this is not a count."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    def ids(self, text: str) -> list[int]:
-        """The tokens of a text.
-
-        Raises:
-            UsageError: the vocabulary has none for it.
-        """
-        try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        except Exception as error:  # the Rust side raises nothing narrower
-            raise UsageError(
-                f"the tokenizer cannot read this text ({error}); leave out what it has no token for"
-            ) from error
-
-    def reader(self) -> Reader:
-        return _FileReader(self._tokenizer)
-
-
-class _FileReader:
-    """Decodes the last tokens again with each new one, special tokens included, as `tokenizers.decoders.DecodeStream`.
-
-    That class does not return what it still holds when a text ends. And it fails permanently if a decoder falls back to
-    bytes and a byte makes earlier ones unreadable that were already shown, which happens with sampled tokens. Here the
-    text continues after what was shown.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        # The tokens of the piece that was shown last, and all tokens since. New tokens are never decoded alone, because
-        # a decoder drops the space before the first word.
-        self._ids: list[int] = []
-        self._before = 0
-        self._shown = 0
-
-    def feed(self, token: int) -> str:
-        self._ids.append(token)
-        text = self._decode(self._ids)
-        if text.endswith(UNREADABLE) or len(text) <= self._shown:
-            return ""
-        new = text[self._shown :]
-        self._ids = self._ids[self._before :]
-        self._before = len(self._ids)
-        self._shown = len(self._decode(self._ids))
-        return new
-
-    def close(self) -> str:
-        rest = self._decode(self._ids)[self._shown :]
-        self._ids, self._before, self._shown = [], 0, 0
-        return rest
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
-
-Reader = _ByteReader | _FileReader
+Reader = _ByteReader | FileReader
 Vocabulary = Bytes | TokenizersFile
 
 

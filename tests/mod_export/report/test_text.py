@@ -234,6 +234,11 @@ def test_what_is_not_known_of_generation_is_said(report: BuildReport) -> None:
     text = section(report, quality=None, capacity={"2.expert0": 80})
     assert "quality: not measured, there is no text here for this model's vocabulary\n" in text
     assert "prompt and answer; no routed layers\n" in text
+    assert report.generation is not None
+    assert report.generation.quality is not None
+    text = section(report, quality=changed(report.generation.quality, text="documentation"))
+    assert "tokens of Python's documentation, which it may have been trained on; " in text
+    assert "held-out" not in text
 
 
 def test_what_failed_or_differs_of_generation_is_said(report: BuildReport) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -17,9 +17,10 @@ from writing import WINDOW, engine_path
 
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
-from mod_export.errors import EngineError
+from mod_export.errors import EngineError, UsageError
 from mod_export.results.parity import ParityRow
 from mod_export.runtime.generate.decoder import Decoder, Prompts
+from mod_export.runtime.generate.texts import Bytes
 from mod_export.sources.model import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import Bucket, Engine, Setting
@@ -28,7 +29,7 @@ from mod_export.validate.checks import failed_row
 from mod_export.validate.inputs import one_of_each_kind, parity_batches, prompts_of
 from mod_export.validate.parity import judge_runner, judge_runners
 from mod_export.validate.reference import Reference
-from mod_export.validate.texts import PromptRunner, decoding_parts, quality_of, texts_of
+from mod_export.validate.texts import PromptRunner, decoding_parts, documentation, quality_of, texts_of
 
 AFFORDABLE = 40
 """Tokens of one kind of input that a large eager model is run on: fewer than three rows of a prompt and its tail."""
@@ -354,3 +355,35 @@ def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, wri
         assert row.overflow[site] == round((row.wanted[site] - row.selected[site]) * 2 * WINDOW)
     same = quality_of(writer, causal, causal, 2, 0)
     assert same.perplexity == same.own_perplexity == row.perplexity
+
+
+class _WithoutText:
+    """The same model, whose ids stand for no text as far as it knows."""
+
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("sample_ids", "token_texts", "ids_of_text"):
+            raise AttributeError(name)
+        return getattr(self._loaded, name)
+
+
+def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingModel, writing_model: Model) -> None:
+    """With its tokenizer; a tokenizer that has no tokens for it, or too large ones, leaves quality out."""
+    causal, own = Reference(writer.loaded), Reference(cast("Any", _WithoutText(writing_model.loaded)))
+    assert len(documentation()) > 100_000
+    assert quality_of(writer, causal, own, 2, 0) is None
+    row = quality_of(writer, causal, own, 2, 0, Bytes().ids)
+    assert row is not None
+    assert (row.text, row.tokens) == ("documentation", 2 * (WINDOW - 1))
+    assert quality_of(writer, causal, own, 2, 0, Bytes().ids) == row
+    held_out = quality_of(writer, causal, Reference(writing_model.loaded), 2, 0, Bytes().ids)
+    assert held_out is not None
+    assert held_out.text == "held_out"
+
+    def refuses(text: str) -> list[int]:
+        raise UsageError("no token")
+
+    others: list[Callable[[str], Sequence[int]]] = [refuses, lambda text: [1] * WINDOW, lambda text: [256] * 999]
+    assert [quality_of(writer, causal, own, 2, 0, one) for one in others] == [None] * 3

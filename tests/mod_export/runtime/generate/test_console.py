@@ -124,7 +124,8 @@ SCORED = ["--selection", "topk-prefill"]
             for option in (["--roll"], ["--stop", "x"], ["--model", "dense"])
         ),
         (["--prompt-file", sys.executable], "cannot be read as a prompt ('utf-8' codec"),
-        ([], "expected a prompt; give one with --prompt, --prompt-file or --ids"),
+        ([], "expected a prompt; give it as TEXT, or with --prompt, --prompt-file or --ids"),
+        (["--chat", "x"], "this model's tokens are bytes, for which there is no chat template; give plain prompts"),
         (["--ids", "1,x"], "--ids: expected whole numbers, got '1,x'"),
         (["--prompt-file", "absent.txt"], "absent.txt: cannot be read as a prompt ("),
         (["--prompt", "x", "--target", "tensorrt"], "holds no engine that writes text for tensorrt;"),
