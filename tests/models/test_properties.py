@@ -54,7 +54,7 @@ def routings(draw: st.DrawFn, selections: tuple[str, ...] = SELECTIONS, parts: t
         capacity_rule=draw(st.sampled_from(["ceil", "floor_min1"] if exits else ["ceil", "floor", "floor_min1"])),
         positions="original" if exits else draw(st.sampled_from(POSITIONS)), gate=draw(st.sampled_from(gates)),
         combine=draw(st.sampled_from(combines)), router=draw(st.sampled_from(LEARNED_ROUTERS)), router_hidden=3,
-        router_input=draw(st.sampled_from(["raw", "normed"])),
+        router_input=draw(st.sampled_from(["raw", "normed"])), always_first=draw(st.sampled_from([0, 0, 2])),
     )  # fmt: skip
 
 

@@ -34,10 +34,11 @@ CHOICES: dict[str, Any] = {
     "selection": SELECTIONS,
     "parts": PARTS,
     "capacity": (
-        ("floor", 0.375), ("floor", (0.5, 0.25)), ("floor_min1", 0.01), ("ceil", (0.99, 0.3)), ("absolute", 3),
+        ("floor", 0.375), ("floor", (0.5, 0.25)), ("floor_min1", 0.01), ("strict_floor", 0.5), ("ceil", (0.99, 0.3)), ("absolute", 3),
         ("absolute", (99, 1)),
     ),
     "layers": ((0, 2), EveryNth(every=1, offset=0, skip_first=1, skip_last=1), EveryNth(every=2, offset=0)),
+    "always_first": (0, 2, 5),
     "experts": (
         None, experts(layers=EVERY), experts(top_k=2, noop_experts=2), experts(choice="expert"),
         experts(choice="expert", noop_experts=1, n_experts=3, layers=EVERY),
@@ -146,7 +147,7 @@ def test_declarations_differ() -> None:
         model = lively_checkpoint(make_spec(gate=gate, combine=combine, positions=positions)).module().double()
         found = model(ids_BS, lengths_B)[0].detach()
         torch.testing.assert_close(found, logits.setdefault(meaning, found), rtol=0, atol=TOLERANCE)
-    assert len(logits) == 2 * (5 * 4 + 1 + 1)
+    assert len(logits) == 2 * (6 * 4 + 1 + 1)
     for router, router_input in itertools.product(LEARNED_ROUTERS, ROUTER_INPUTS):
         model = lively_checkpoint(make_spec(router=router, router_input=router_input)).module().double()
         logits[router, router_input] = model(ids_BS, lengths_B)[0].detach()

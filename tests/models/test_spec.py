@@ -41,7 +41,7 @@ def test_defaults_are_the_papers() -> None:
     assert dataclasses.asdict(RoutingSpec()) == {
         "layers": {"every": 2, "offset": 1, "skip_first": 0, "skip_last": 0}, "parts": "block",
         "router": "linear", "router_input": "raw", "router_hidden": 0, "gate": "identity", "gate_scale": 1.0,
-        "gate_shift": 0.0, "combine": "paper", "selection": "topk", "noise_seed": 0, "capacity_rule": "floor_min1",
+        "gate_shift": 0.0, "combine": "paper", "selection": "topk", "always_first": 0, "noise_seed": 0, "capacity_rule": "floor_min1",
         "capacity": 0.125, "positions": "original", "predictor_hidden": 0,
     }  # fmt: skip
     assert dataclasses.asdict(ExpertsSpec()) == {

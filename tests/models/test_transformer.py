@@ -35,6 +35,9 @@ ONE_OF_EACH = {  # every name of every table at least once
     "exits, experts choose": make_spec(
         selection="exit", capacity_rule="ceil", capacity=(0.75, 0.5), experts=experts(choice="expert", n_experts=2)
     ),
+    "normed router, first tokens always": make_spec(
+        router="norm_mlp", gate="sigmoid_affine", capacity_rule="strict_floor", capacity=0.5, always_first=1
+    ),
     "no slot, two experts of a token or none": make_spec(capacity=1e-9, experts=experts(noop_experts=2, top_k=2)),
     "dense": make_spec(routing=None),
 }  # fmt: skip
