@@ -15,7 +15,9 @@ MLP_ROUTERS = ("mlp", "norm_mlp")
 ROUTERS = (*LEARNED_ROUTERS, "noise")
 ROUTER_INPUTS = ("raw", "normed")
 GATES = ("identity", "sigmoid", "scaled_sigmoid", "sigmoid_affine", "tanh_affine", "softmax_selected", "ones")
-COMBINES = ("paper", "replace", "double_residual", "replace_ungated", "ffn_gated")
+COMBINES = ("paper", "replace", "double_residual", "replace_ungated", "ffn_gated", "double_residual_ffn_gated")
+FFN_GATED = ("ffn_gated", "double_residual_ffn_gated")
+"""Combine rules whose weight is for the MLP alone."""
 SELECTIONS = ("topk", "threshold", "predictor", "random", "exit")
 CAUSAL_SELECTIONS = ("threshold", "predictor")
 """Selections in which whether a token is selected depends on nothing after it."""
@@ -93,8 +95,8 @@ class RoutingSpec:
         layers: which blocks route, a pattern or an explicit ascending list.
         parts: what of a block is routed: the whole `block`; its `attention` or its `mlp` alone, the other one running
             on every token; or both with a router each, `separate`.
-        router: `linear` (D -> 1), `linear_bias`, `mlp` (D -> router_hidden -> 1 with SiLU), `norm_mlp` (the same with an
-            RMSNorm before the SiLU), or `noise`, Gaussian noise instead of a score, which selects and weighs: the
+        router: `linear` (D -> 1), `linear_bias`, `mlp` (D -> router_hidden -> 1 with SiLU), `norm_mlp` (the same with
+            an RMSNorm before the SiLU), or `noise`, Gaussian noise instead of a score, which selects and weighs: the
             paper's control, stochastic routing.
         router_input: `raw` residual stream, or `normed` by the norm of the routed part.
         router_hidden: width of the hidden layer of the `mlp` and `norm_mlp` routers.
@@ -105,8 +107,8 @@ class RoutingSpec:
         gate_shift: b, for the two gates that have one.
         combine: with x a selected token, A its attention delta, M its MLP delta (on x + A), Block = x + A + M:
             `paper` x + g (A + M); `replace` g * Block; `double_residual` x + g * Block; `replace_ungated` Block;
-            `ffn_gated` x + A + g M. Where a part alone is routed, the delta of the other one is left out. A token that
-            is not selected stays x.
+            `ffn_gated` x + A + g M; `double_residual_ffn_gated` x + (x + A + g M). Where a part alone is routed, the
+            delta of the other one is left out. A token that is not selected stays x.
         selection: `topk`, the k largest scores of the row's real tokens, ties to the earlier token (expert choice);
             `threshold`, a token whose score is above 0, the first k of a row (token choice: later ones overflow);
             `predictor`, the same of the auxiliary predictor's output, and top-k while it is trained; `random`, the k

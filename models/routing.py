@@ -180,6 +180,7 @@ COMBINES: dict[str, Callable[[Tensor, Tensor | None, Tensor | None, Tensor], Ten
     "double_residual": lambda x, attention, mlp, g: x + g * _sum(x, attention, mlp),
     "replace_ungated": lambda x, attention, mlp, g: _sum(x, attention, mlp),
     "ffn_gated": _ffn_gated,
+    "double_residual_ffn_gated": lambda x, attention, mlp, g: x + _ffn_gated(x, attention, mlp, g),
 }
 """Combine name -> (x_BKD, attention delta_BKD, MLP delta_BKD, g_BK1) -> what replaces x at the selected positions. A
 delta that is not routed here is None."""

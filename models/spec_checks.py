@@ -12,6 +12,7 @@ from mod_models.declarations import (
     CAPACITY_RULES,
     CHOICES,
     COMBINES,
+    FFN_GATED,
     GATES,
     MLP_ROUTERS,
     PARTS,
@@ -138,10 +139,10 @@ def _combination_problems(routing: RoutingSpec) -> list[str]:
             f"spec.routing.predictor_hidden: no predictor can learn what noise chooses; expected 0 with "
             f"selection=random, got {routing.predictor_hidden}"
         )
-    if routing.parts in ("attention", "separate") and routing.combine == "ffn_gated":
+    if routing.parts in ("attention", "separate") and routing.combine in FFN_GATED:
         problems.append(
-            f"spec.routing.combine: ffn_gated weighs the MLP, and with parts={routing.parts} attention is routed by "
-            "itself, without a weight; declare paper"
+            f"spec.routing.combine: {routing.combine} weighs the MLP, and with parts={routing.parts} attention is routed "
+            "by itself, without a weight; declare paper"
         )
     if routing.selection == "exit":
         problems += _exit_problems(routing)

@@ -237,6 +237,7 @@ def _combine(name: str, x: np.ndarray, a: np.ndarray, m: np.ndarray, g: float) -
         "double_residual": x + g * block,
         "replace_ungated": block,
         "ffn_gated": x + a + g * m,
+        "double_residual_ffn_gated": x + x + a + g * m,
     }[name]
 
 

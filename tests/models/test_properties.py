@@ -16,7 +16,7 @@ from variants import EVERY, VARIANTS, experts
 
 from mod_export.export.routing_sites import Selection, SiteRun
 from mod_models.checkpoint import Checkpoint
-from mod_models.declarations import CHOICES, COMBINES, GATES, LEARNED_ROUTERS, PARTS, POSITIONS, SELECTIONS
+from mod_models.declarations import CHOICES, COMBINES, FFN_GATED, GATES, LEARNED_ROUTERS, PARTS, POSITIONS, SELECTIONS
 from mod_models.routing import Decisions
 from mod_models.selection import FIRST_COME, RANK, Tokens
 from mod_models.spec import ExpertsSpec, ModelSpec, RoutingSpec, Site, is_expert
@@ -46,7 +46,7 @@ def routings(draw: st.DrawFn, selections: tuple[str, ...] = SELECTIONS, parts: t
     layers = draw(st.sets(st.integers(0, 2), min_size=1).map(lambda chosen: tuple(sorted(chosen))))
     capacity = draw(st.lists(st.floats(0.05, 1), min_size=len(layers), max_size=len(layers)))
     gates = [gate for gate in GATES if gate != "softmax_selected" or selection not in CAUSAL]
-    combines = [name for name in COMBINES if name != "ffn_gated" or part in ("block", "mlp")]
+    combines = [name for name in COMBINES if name not in FFN_GATED or part in ("block", "mlp")]
     return RoutingSpec(
         layers=layers, selection=selection, parts=part, noise_seed=draw(st.integers(0, 2)),
         predictor_hidden=0 if selection == "random" else 2,

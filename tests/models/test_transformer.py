@@ -31,6 +31,7 @@ ONE_OF_EACH = {  # every name of every table at least once
         gate="tanh_affine", combine="ffn_gated", capacity_rule="floor_min1", tie_embeddings=False, parts="mlp",
         selection="random",
     ),
+    "MLP gated, added": make_spec(combine="double_residual_ffn_gated", gate="sigmoid"),
     "absolute, none of some": make_spec(gate="ones", capacity_rule="absolute", capacity=(2, 5), router="noise"),
     "exits, experts choose": make_spec(
         selection="exit", capacity_rule="ceil", capacity=(0.75, 0.5), experts=experts(choice="expert", n_experts=2)

@@ -26,7 +26,11 @@ SPECS = {
     "bias, normed, tanh": {"router": "linear_bias", "router_input": "normed", "gate": "tanh_affine", "gate_scale": 0.7},
     "mlp, softmax": {"router": "mlp", "router_hidden": 8, "gate": "softmax_selected"},
     "normed mlp, affine": {
-        "router": "norm_mlp", "router_hidden": 8, "gate": "sigmoid_affine", "gate_shift": 0.3, "always_first": 2,
+        "router": "norm_mlp",
+        "router_hidden": 8,
+        "gate": "sigmoid_affine",
+        "gate_shift": 0.3,
+        "always_first": 2,
     },
     "sigmoid, replace": {"gate": "scaled_sigmoid", "gate_scale": 1.3, "combine": "replace"},
     "ones, compact": {"gate": "ones", "positions": "compact"},
