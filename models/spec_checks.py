@@ -141,8 +141,8 @@ def _combination_problems(routing: RoutingSpec) -> list[str]:
         )
     if routing.parts in ("attention", "separate") and routing.combine in FFN_GATED:
         problems.append(
-            f"spec.routing.combine: {routing.combine} weighs the MLP, and with parts={routing.parts} attention is routed "
-            "by itself, without a weight; declare paper"
+            f"spec.routing.combine: {routing.combine} weighs the MLP, and with parts={routing.parts} attention is "
+            "routed by itself, without a weight; declare paper"
         )
     if routing.selection == "exit":
         problems += _exit_problems(routing)
