@@ -84,23 +84,24 @@ def read_ohara(source: Source) -> ForeignModel:
     width, heads = config.whole("d_model"), config.whole("num_heads")
     # No other number runs in its attention, which gives queries and keys the same view.
     config.only("num_kv_heads", (0, heads))
-    capacity = config.number("capacity_factor") if source.capacity is None else source.capacity
+    vocabulary, d_ff = config.whole("vocab_size"), config.whole("hidden_dim")
+    trained_at = config.number("capacity_factor")
+    positions = _positions(source, config, config.whole("seq_len"))
     layers, routed = config.whole("num_layers"), source.numbers("model.layers.", ".router.weight")
     config.check_others(source.ignored, OHARA_HARMLESS, {})
-    positions = _positions(source, config, config.whole("seq_len"))
     attention = f"model.layers.{_first_of(layers, routed)}.attn"
     biased = f"{attention}.key.bias" in source.tensors
     spec = declared(
         source.path / CONFIG,
         config,
         lambda: ModelSpec(
-            vocab_size=config.whole("vocab_size"),
+            vocab_size=vocabulary,
             d_model=width,
             n_layers=layers,
             n_heads=heads,
             n_kv_heads=heads,
             d_head=max(2, width // heads),
-            d_ff=config.whole("hidden_dim"),
+            d_ff=d_ff,
             max_positions=positions,
             attention_bias="none" if not biased else "all" if f"{attention}.proj.bias" in source.tensors else "qkv",
         ),
@@ -112,7 +113,7 @@ def read_ohara(source: Source) -> ForeignModel:
         gate="softmax_selected",
         combine="double_residual",
         capacity_rule="floor",
-        capacity=capacity,
+        capacity=trained_at if source.capacity is None else source.capacity,
         positions="compact",
         predictor_hidden=width // 2,
     )

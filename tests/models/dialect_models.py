@@ -359,6 +359,9 @@ class DLlm(Meta):
         for layer in self.layers[2:]:
             layer.router = DllmRouter()
         enlivened(self, seed)
+        for layer in self.layers[2:]:
+            # What SiLU lets through is above 0 on average; without this, most tokens would choose one class.
+            layer.router.linear_2.weight.data -= layer.router.linear_2.weight.data.mean(1, keepdim=True)
         self.seed = seed
 
     def row(self, ids_T: Tensor) -> Tensor:
