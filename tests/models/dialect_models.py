@@ -79,7 +79,7 @@ class Wrapped(nn.Module):
 
 
 class Astramind(OfTransformers):
-    """Odd layers wrapped; w > the k-th largest (>= for k = 1) runs at its own position, and w * Block(x) replaces it."""
+    """Odd layers wrapped; w > the k-th largest (>= for k = 1) runs at its own position; w * Block(x) replaces it."""
 
     capacity = 0.125
 
@@ -309,7 +309,8 @@ class Sramshetty(Meta):
 
     def __init__(self, seed: int, auxiliary: bool = False) -> None:
         super().__init__(
-            {"routing": 1, "aux_routing": int(auxiliary), "capacity": self.tokens, "router_skip_blocks": 2, "aux_loss": 0}
+            {"routing": 1, "aux_routing": int(auxiliary), "capacity": self.tokens, "router_skip_blocks": 2,
+             "aux_loss": 0}
         )  # fmt: skip
         self.router = nn.Linear(WIDTH, 1, bias=False)
         enlivened(self, seed)

@@ -84,13 +84,13 @@ def test_routed_layers_run_some_tokens_and_skip_some(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_said_about_text(name: str, tmp_path: Path) -> None:
-    """Measured with a last token that changes: logits before it stay where the note says causal, and else do not."""
+    """Measured with last tokens that change: logits before them stay where the note says causal, and else do not."""
     theirs, found = read(name, tmp_path / "source")
     ids_BS = distinct_ids(1).repeat(24, 1)
-    ids_BS[1:, -1] = torch.arange(23)
-    logits_BSV = theirs(ids_BS)[:, :-1]
+    ids_BS[1:, -8:] = torch.randint(3, 96, (23, 8), generator=torch.Generator().manual_seed(0))
+    logits_BSV = theirs(ids_BS)[:, :-8]
     causal = name in CAUSAL
-    assert bool((logits_BSV == logits_BSV[:1]).all()) == causal
+    assert bool((logits_BSV - logits_BSV[:1]).abs().max() < TOLERANCE) == causal
     said = next(note for note in found.notes if "write text token by token" in note)
     assert said.startswith("causal; can write" if causal else "looks ahead: routing.selection=topk")
     assert (for_generation(found.spec, 64).looks_ahead == ()) if causal else "cannot write" in said
