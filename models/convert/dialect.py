@@ -6,6 +6,7 @@ file. So a dialect is declared by whoever has the folder, and never guessed from
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,11 +56,11 @@ class Source:
         """Of the layers that have a tensor `before` + number + `after`, ascending."""
         fitting = (name for name in self.tensors if name.startswith(before) and name.endswith(after))
         middles = (name[len(before) : len(name) - len(after)] for name in fitting)
-        return tuple(sorted(int(middle) for middle in middles if middle.isdecimal()))
+        return tuple(sorted(int(middle) for middle in middles if re.fullmatch("[0-9]{1,6}", middle)))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor; two zeros where there is none, so that what is made of it is refused with its name."""
-        return self.tensors[name].shape if name in self.tensors else (0, 0)
+        """Of a tensor; two zeros where there is none or it has no dimension, so that what is made of it is refused with its name."""
+        return (self.tensors[name].shape if name in self.tensors else ()) or (0, 0)
 
     def unlimited_capacity(self, said: str) -> float:
         """The capacity of an implementation that runs every token that wants to run.

@@ -143,8 +143,8 @@ def read_ohara(source: Source) -> ForeignModel:
 
 def _first_of(layers: int, routed: tuple[int, ...]) -> int | str:
     """A layer that is not wrapped; the first one of all in a wrapped form where there is none."""
-    plain = [layer for layer in range(layers) if layer not in routed]
-    return plain[0] if plain else "0.transformer_decoder_block"
+    plain = next((layer for layer in range(layers) if layer not in routed), None)
+    return "0.transformer_decoder_block" if plain is None else plain
 
 
 def read_sramshetty(source: Source) -> ForeignModel:
@@ -244,9 +244,12 @@ def _meta_spec(source: Source, config: Config) -> ModelSpec:
     width, layers, heads = config.whole("dim"), config.whole("n_layers"), config.whole("n_heads")
     kv_heads = heads if config.get("n_kv_heads") is None else config.whole("n_kv_heads")
     multiple, longest = config.whole("multiple_of"), config.whole("max_seq_len")
-    d_ff = int(2 * (4 * width) / 3)
+    d_ff = 8 * width // 3
     if config.get("ffn_dim_multiplier") is not None:
-        d_ff = int(config.number("ffn_dim_multiplier") * d_ff)
+        try:
+            d_ff = int(config.number("ffn_dim_multiplier") * d_ff)
+        except OverflowError:
+            config.problem("ffn_dim_multiplier", f"expected a factor, got {shown(config.get('ffn_dim_multiplier'))}")
     eps = config.number("norm_eps")
     config.check_others(source.ignored, META_HARMLESS, {})
     return declared(

@@ -192,7 +192,7 @@ def test_a_dialect_is_declared(tmp_path: Path) -> None:
     assert not out.exists()
     found = invoke("convert", source, out, "--dialect", "dlo", "--capacity", "1")
     assert found.exit_code == 0, found.output
-    assert found.stdout.startswith(f"{out}  llama in the dialect dlo, 0.07 M parameters; no tokenizer.json in ")
+    assert found.stdout.startswith(f"{out}  llama in the dialect dlo, 0.06 M parameters; no tokenizer.json in ")
     assert found.stderr.splitlines() == [
         "note: routed layers 1, 2; threshold, capacity 1.0 by the rule floor_min1",
         "note: causal; can write text token by token",

@@ -209,10 +209,16 @@ def test_folders_of_sramshetty(tmp_path: Path) -> None:
     refused(folder, "rope_theta: unknown field with the value 500000.0", dialect="sramshetty")
     (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"ffn_dim_multiplier": 1.5}))
     refused(folder, "feed_forward.w1.weight has shape [144, 48], params.json says [192, 48]", dialect="sramshetty")
+    (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"ffn_dim_multiplier": float("inf")}))
+    refused(folder, "ffn_dim_multiplier: expected a factor, got inf", dialect="sramshetty")
+    (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"n_layers": 10**9}))
+    refused(folder, "spec.n_layers: expected a whole number from 1 to 1024", dialect="sramshetty")
     (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields))
     path = folder / "checkpoint_epoch-0.pth"
     change_pickle(path, without="tok_embeddings.weight")
     refused(folder, "tok_embeddings.weight is missing", dialect="sramshetty")
+    change_pickle(path, tok_embeddings__weight=torch.tensor(1.0))
+    refused(folder, "tok_embeddings.weight has shape []", dialect="sramshetty")
     torch.save(torch.load(path, weights_only=True), folder / "checkpoint_epoch-1.pth")
     refused(folder, "which checkpoint_epoch-0.pth holds too; expected one whole model in a folder",
             dialect="sramshetty")  # fmt: skip
