@@ -59,7 +59,7 @@ class Source:
         return tuple(sorted(int(middle) for middle in middles if re.fullmatch("[0-9]{1,6}", middle)))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor; two zeros where there is none or it has no dimension, so that what is made of it is refused with its name."""
+        """Of a tensor; two zeros where there is none, or one without dimensions, which is then refused by its name."""
         return (self.tensors[name].shape if name in self.tensors else ()) or (0, 0)
 
     def unlimited_capacity(self, said: str) -> float:

@@ -112,11 +112,6 @@ DIALECTS: dict[str, Dialect] = {
         reason=f"its routers draw Gumbel noise in evaluation too, so one text has no one result; {SKIPPED_ARE_SEEN}; "
         "and the router of an MLP reads what attention reads",
     ),
-    "flexidepth": Dialect(
-        repository="luoxuan-cs/Flexidepth",
-        names=(rf"model\.layers\.{N}\.router\..*", rf"model\.layers\.{N}\.adapter\..*"),
-        reason=f"tokens that skip a block go through an adapter, and {SKIPPED_ARE_SEEN}",
-    ),
 }  # fmt: skip
 """Name, as `--dialect` takes it -> what it is."""
 

@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "dialects.md").read_text(encoding="
 
 def rows(heading: str) -> dict[str, list[str]]:
     """First cell -> the others, of the table with these first heading cells."""
-    lines = PAGE[PAGE.index(f"\n| {heading} |") + 1 :].split("\n\n")[0].splitlines()[2:]
+    lines = PAGE[PAGE.index(f"\n| {heading}") + 1 :].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return {first.strip("`"): others for first, *others in cells}
 

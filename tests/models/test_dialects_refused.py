@@ -23,7 +23,6 @@ NAMES_OF: dict[str, tuple[str, ...]] = {
     "mixture-ai": ("router_mlp.weight", "router_mlp.bias", "aux_mlp.weight", "transformer_block.q.weight"),
     "mindskip": ("model.layers.0.router.weight", "model.layers.0.self_attn.q_proj.weight"),
     "skipgpt": ("model.layers.0.router_attention.hidden_layer.weight", "model.layers.0.router_mlp.hidden_layer.weight"),
-    "flexidepth": ("model.layers.0.router.down.weight", "model.layers.0.adapter.down.weight"),
 }
 """Of those that cannot be converted: what tensors are called there."""
 
