@@ -160,9 +160,11 @@ class ModTransformer:
         max_positions: int | None,
         ignored: Collection[str],
         written: Callable[[int, int], None],
+        dialect: str | None = None,
+        capacity: float | None = None,
     ) -> ForeignModel:
         """See `convert.read_foreign` and `convert.folder.write_folder`."""
-        foreign = read_foreign(source, max_positions, ignored)
+        foreign = read_foreign(source, max_positions, ignored, dialect, capacity)
         write_folder(foreign, out, written)
         return foreign
 

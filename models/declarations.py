@@ -9,11 +9,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-LEARNED_ROUTERS = ("linear", "linear_bias", "mlp")
+LEARNED_ROUTERS = ("linear", "linear_bias", "mlp", "norm_mlp")
+MLP_ROUTERS = ("mlp", "norm_mlp")
+"""Routers with a hidden layer, `router_hidden` wide."""
 ROUTERS = (*LEARNED_ROUTERS, "noise")
 ROUTER_INPUTS = ("raw", "normed")
-GATES = ("identity", "sigmoid", "scaled_sigmoid", "tanh_affine", "softmax_selected", "ones")
-COMBINES = ("paper", "replace", "double_residual", "replace_ungated", "ffn_gated")
+GATES = ("identity", "sigmoid", "scaled_sigmoid", "sigmoid_affine", "tanh_affine", "softmax_selected", "ones")
+COMBINES = ("paper", "replace", "double_residual", "replace_ungated", "ffn_gated", "double_residual_ffn_gated")
+FFN_GATED = ("ffn_gated", "double_residual_ffn_gated")
+"""Combine rules whose weight is for the MLP alone."""
 SELECTIONS = ("topk", "threshold", "predictor", "random", "exit")
 CAUSAL_SELECTIONS = ("threshold", "predictor")
 """Selections in which whether a token is selected depends on nothing after it."""
@@ -38,6 +42,7 @@ def tokens_of(capacity: float, seq: int) -> int:
 CAPACITY_RULES: dict[str, Callable[[float, int], int]] = {
     "floor": lambda capacity, seq: int(capacity * seq),
     "floor_min1": tokens_of,
+    "strict_floor": lambda capacity, seq: max(1, int(capacity * seq) - 1),
     "ceil": lambda capacity, seq: math.ceil(capacity * seq),
     "absolute": lambda capacity, seq: min(int(capacity), seq),
 }
@@ -90,23 +95,26 @@ class RoutingSpec:
         layers: which blocks route, a pattern or an explicit ascending list.
         parts: what of a block is routed: the whole `block`; its `attention` or its `mlp` alone, the other one running
             on every token; or both with a router each, `separate`.
-        router: `linear` (D -> 1), `linear_bias`, `mlp` (D -> router_hidden -> 1 with SiLU), or `noise`, Gaussian noise
-            instead of a score, which selects and weighs: the paper's control, stochastic routing.
+        router: `linear` (D -> 1), `linear_bias`, `mlp` (D -> router_hidden -> 1 with SiLU), `norm_mlp` (the same with
+            an RMSNorm before the SiLU), or `noise`, Gaussian noise instead of a score, which selects and weighs: the
+            paper's control, stochastic routing.
         router_input: `raw` residual stream, or `normed` by the norm of the routed part.
-        router_hidden: width of the hidden layer of the `mlp` router.
+        router_hidden: width of the hidden layer of the `mlp` and `norm_mlp` routers.
         gate: from the router's score l to the weight g: `identity` l; `sigmoid`; `scaled_sigmoid` a * sigmoid(l);
-            `tanh_affine` a * tanh(l) + b; `softmax_selected` softmax over the k chosen scores; `ones`.
-        gate_scale: a, for the two gates that have one.
-        gate_shift: b, for `tanh_affine`.
+            `sigmoid_affine` a * sigmoid(l) + b; `tanh_affine` a * tanh(l) + b; `softmax_selected` softmax over the k
+            chosen scores; `ones`.
+        gate_scale: a, for the three gates that have one.
+        gate_shift: b, for the two gates that have one.
         combine: with x a selected token, A its attention delta, M its MLP delta (on x + A), Block = x + A + M:
             `paper` x + g (A + M); `replace` g * Block; `double_residual` x + g * Block; `replace_ungated` Block;
-            `ffn_gated` x + A + g M. Where a part alone is routed, the delta of the other one is left out. A token that
-            is not selected stays x.
+            `ffn_gated` x + A + g M; `double_residual_ffn_gated` x + (x + A + g M). Where a part alone is routed, the
+            delta of the other one is left out. A token that is not selected stays x.
         selection: `topk`, the k largest scores of the row's real tokens, ties to the earlier token (expert choice);
             `threshold`, a token whose score is above 0, the first k of a row (token choice: later ones overflow);
             `predictor`, the same of the auxiliary predictor's output, and top-k while it is trained; `random`, the k
             largest of Gaussian noise, weighed by the router: a control in which only the choice is not learned;
             `exit`, top-k among the tokens that are left; a token that is not selected skips all later blocks as well.
+        always_first: how many tokens at the start of each row run whatever their score is; they have slots first.
         noise_seed: of the noise of the router `noise` and of the selection `random`.
         capacity_rule: name in CAPACITY_RULES.
         capacity: share of the tokens in (0, 1], or a number of tokens for `absolute`; a tuple is a per-layer
@@ -125,6 +133,7 @@ class RoutingSpec:
     gate_shift: float = 0.0
     combine: str = "paper"
     selection: str = "topk"
+    always_first: int = 0
     noise_seed: int = 0
     capacity_rule: str = "floor_min1"
     capacity: float | tuple[float, ...] = 0.125

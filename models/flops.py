@@ -117,7 +117,8 @@ def _layer(spec: ModelSpec, layer: int, given: LayerTokens, batch: int, seq: int
 def _scoring(d_model: int, routing: RoutingSpec) -> int:
     """Multiply-adds for one token, of the routers of all parts and of the predictors where they decide."""
     by_mlp = d_model + 1
-    router = {"mlp": by_mlp * routing.router_hidden, "noise": 0}.get(routing.router, d_model)
+    hidden = by_mlp * routing.router_hidden
+    router = {"mlp": hidden, "norm_mlp": hidden, "noise": 0}.get(routing.router, d_model)
     predictor = by_mlp * routing.predictor_hidden if routing.selection == "predictor" else 0
     return (2 if routing.parts == "separate" else 1) * (router + predictor)
 

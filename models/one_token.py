@@ -18,7 +18,7 @@ from torch import Tensor
 from mod_models.experts import Experts
 from mod_models.layers import Attention
 from mod_models.routing import COMBINES, GATES
-from mod_models.selection import select_topk
+from mod_models.selection import always_first, select_topk
 from mod_models.transformer import Block, RoutedBlock
 
 EVERY_TOKEN = 2**24
@@ -98,13 +98,15 @@ def attended_one(attention: Attention, x_B1D: Tensor, cos: Tensor, sin: Tensor, 
     return attention.o_proj(y_BGME.reshape(B, 1, -1)), k_BG1E.reshape(B, G, E), v_BG1E.reshape(B, G, E)
 
 
-def decide(block: RoutedBlock, part: str, x_B1D: Tensor, active_B: Tensor, free_B: Tensor, slots: int) -> Decision:
+def decide(
+    block: RoutedBlock, part: str, x_B1D: Tensor, position_B: Tensor, active_B: Tensor, free_B: Tensor, slots: int
+) -> Decision:
     """Whether each row's token runs in a routed part.
 
     A token wants to where the score that decides is above 0, as in a prompt. It can where its row has a free slot
     (`free_B`). Where more rows can than this step has slots, those with the largest scores do, ties to the lower row,
-    so that the order of the rows gives none of them an advantage. `part` is "block", "attention" or "mlp"; rows without
-    a token are not `active_B`.
+    so that the order of the rows gives none of them an advantage. `part` is "block", "attention" or "mlp"; `position_B`
+    is that of each row's token, and rows without a token are not `active_B`.
     """
     routed_B1D, router, predictor = block.scorers(x_B1D, part)
     l_B1: Tensor = router(routed_B1D)
@@ -112,6 +114,7 @@ def decide(block: RoutedBlock, part: str, x_B1D: Tensor, active_B: Tensor, free_
     if block.routing.selection == "predictor":
         assert predictor is not None
         score_B1 = predictor(routed_B1D)
+    score_B1 = always_first(score_B1, position_B[:, None], block.routing.always_first)
     wanted_B = (score_B1[:, 0] > 0) & active_B
     ran_B = wanted_B & free_B
     gate_B1 = GATES[block.routing.gate](l_B1, ran_B[:, None], block.routing)

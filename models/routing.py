@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mod_models.spec import RoutingSpec, Site
+from mod_models.layers import RMSNorm
+from mod_models.spec import ModelSpec, RoutingSpec, Site
 
 
 class Routing(NamedTuple):
@@ -101,6 +102,20 @@ class MlpRouter(nn.Module):
         return linear_float32(self.projection, h_BSH).squeeze(-1)
 
 
+class NormMlpRouter(MlpRouter):
+    """l = w2 . silu(rms_norm(W1 x + b1)) + b2. (B, S, D) -> float32 (B, S)."""
+
+    def __init__(self, d_model: int, d_hidden: int, eps: float) -> None:
+        super().__init__(d_model, d_hidden)
+        self.norm = RMSNorm(d_hidden, eps)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        h_BSH = linear_float32(self.hidden, x_BSD)
+        weight_H = self.norm.weight.to(h_BSH.dtype)
+        h_BSH = nn.functional.silu(nn.functional.rms_norm(h_BSH, weight_H.shape, weight_H, self.norm.eps))
+        return linear_float32(self.projection, h_BSH).squeeze(-1)
+
+
 def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
     """In float32 for 16-bit streams and under autocast, because scores that differ become equal in 8 bits of mantissa.
 
@@ -114,12 +129,13 @@ def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
     return nn.functional.linear(x.to(dtype), linear.weight.to(dtype), bias)
 
 
-ROUTERS: dict[str, Callable[[int, RoutingSpec], nn.Module]] = {
-    "linear": lambda d_model, spec: LinearRouter(d_model, bias=False),
-    "linear_bias": lambda d_model, spec: LinearRouter(d_model, bias=True),
-    "mlp": lambda d_model, spec: MlpRouter(d_model, spec.router_hidden),
+ROUTERS: dict[str, Callable[[ModelSpec, RoutingSpec], nn.Module]] = {
+    "linear": lambda spec, routing: LinearRouter(spec.d_model, bias=False),
+    "linear_bias": lambda spec, routing: LinearRouter(spec.d_model, bias=True),
+    "mlp": lambda spec, routing: MlpRouter(spec.d_model, routing.router_hidden),
+    "norm_mlp": lambda spec, routing: NormMlpRouter(spec.d_model, routing.router_hidden, spec.norm_eps),
     # Without weights, and never called: the block is given noise instead of scores.
-    "noise": lambda d_model, spec: nn.Identity(),
+    "noise": lambda spec, routing: nn.Identity(),
 }
 
 
@@ -139,6 +155,7 @@ GATES: dict[str, Callable[[Tensor, Tensor, RoutingSpec], Tensor]] = {
     "identity": lambda l_BK, live_BK, spec: l_BK,
     "sigmoid": lambda l_BK, live_BK, spec: _sigmoid(l_BK),
     "scaled_sigmoid": lambda l_BK, live_BK, spec: spec.gate_scale * _sigmoid(l_BK),
+    "sigmoid_affine": lambda l_BK, live_BK, spec: spec.gate_scale * _sigmoid(l_BK) + spec.gate_shift,
     "tanh_affine": lambda l_BK, live_BK, spec: spec.gate_scale * torch.tanh(l_BK) + spec.gate_shift,
     "softmax_selected": _softmax_selected,
     "ones": lambda l_BK, live_BK, spec: torch.ones_like(l_BK),
@@ -163,6 +180,7 @@ COMBINES: dict[str, Callable[[Tensor, Tensor | None, Tensor | None, Tensor], Ten
     "double_residual": lambda x, attention, mlp, g: x + g * _sum(x, attention, mlp),
     "replace_ungated": lambda x, attention, mlp, g: _sum(x, attention, mlp),
     "ffn_gated": _ffn_gated,
+    "double_residual_ffn_gated": lambda x, attention, mlp, g: x + _ffn_gated(x, attention, mlp, g),
 }
 """Combine name -> (x_BKD, attention delta_BKD, MLP delta_BKD, g_BK1) -> what replaces x at the selected positions. A
 delta that is not routed here is None."""

@@ -102,6 +102,19 @@ def select_topk(score: Tensor, real: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return index, torch.gather(real, -1, index)
 
 
+def always_first(score_BT: Tensor, position_BT: Tensor | None, count: int) -> Tensor:
+    """Scores (B, T) with those of the first `count` positions of a row at infinity, which every rule selects first.
+
+    `position_BT` says where the T tokens stand in their rows; None where T is the whole row. Gates are made from the
+    scores as they were.
+    """
+    if count == 0:
+        return score_BT
+    if position_BT is None:
+        position_BT = torch.arange(score_BT.shape[1], device=score_BT.device)
+    return torch.where(position_BT < count, torch.inf, score_BT)
+
+
 def selected_at(
     sites: Sequence[Site], tokens: Tokens, decisions: Decisions, index: Tensor, live: Tensor, score: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:

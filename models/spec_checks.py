@@ -12,7 +12,9 @@ from mod_models.declarations import (
     CAPACITY_RULES,
     CHOICES,
     COMBINES,
+    FFN_GATED,
     GATES,
+    MLP_ROUTERS,
     PARTS,
     POSITIONS,
     QK_NORMS,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 LIMITS = {
     "vocab_size": 2**24, "d_model": 2**20, "n_layers": 2**10, "n_heads": 2**12, "n_kv_heads": 2**12, "d_head": 2**12,
     "d_ff": 2**20, "max_positions": 2**24, "router_hidden": 2**20, "predictor_hidden": 2**20, "noise_seed": 2**31,
+    "always_first": 2**24,
     "n_experts": 2**10, "noop_experts": 2**10, "top_k": 2**5, "fixed_places": 2**24,
     "original_positions": 2**24,
 }  # fmt: skip
@@ -104,13 +107,13 @@ def _routing_problems(routing: RoutingSpec, spec: ModelSpec) -> list[str]:
         "selection": SELECTIONS, "capacity_rule": tuple(CAPACITY_RULES), "positions": POSITIONS,
     }  # fmt: skip
     problems = _name_problems("spec.routing", routing, tables)
-    for name in ("router_hidden", "predictor_hidden", "noise_seed"):
+    for name in ("router_hidden", "predictor_hidden", "always_first", "noise_seed"):
         problems += _size_problems("spec.routing", name, getattr(routing, name), least=0)
     for name in ("gate_scale", "gate_shift"):
         if not _is_number(getattr(routing, name)):
             problems.append(f"spec.routing.{name}: expected a number, got {shown(getattr(routing, name))}")
-    if routing.router == "mlp" and routing.router_hidden == 0:
-        problems.append("spec.routing.router_hidden: the mlp router needs a width of at least 1, got 0")
+    if routing.router in MLP_ROUTERS and routing.router_hidden == 0:
+        problems.append(f"spec.routing.router_hidden: the {routing.router} router needs a width of at least 1, got 0")
     problems += _layer_problems("spec.routing.layers", routing.layers, spec.n_layers, "routed; use routing=null")
     if problems:
         return problems
@@ -136,10 +139,10 @@ def _combination_problems(routing: RoutingSpec) -> list[str]:
             f"spec.routing.predictor_hidden: no predictor can learn what noise chooses; expected 0 with "
             f"selection=random, got {routing.predictor_hidden}"
         )
-    if routing.parts in ("attention", "separate") and routing.combine == "ffn_gated":
+    if routing.parts in ("attention", "separate") and routing.combine in FFN_GATED:
         problems.append(
-            f"spec.routing.combine: ffn_gated weighs the MLP, and with parts={routing.parts} attention is routed by "
-            "itself, without a weight; declare paper"
+            f"spec.routing.combine: {routing.combine} weighs the MLP, and with parts={routing.parts} attention is "
+            "routed by itself, without a weight; declare paper"
         )
     if routing.selection == "exit":
         problems += _exit_problems(routing)

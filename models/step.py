@@ -227,7 +227,9 @@ class _Run:
     def part(self, block: RoutedBlock, part: str, x_B1D: Tensor) -> Tensor:
         site, layer = block.site(part), block.layer
         count_B, capacity = self.count_B[site], self.step.capacity[layer]
-        decision = decide(block, part, x_B1D, self.active_B, count_B < capacity, self.step.slots_of_site[site])
+        decision = decide(
+            block, part, x_B1D, self.seen_B, self.active_B, count_B < capacity, self.step.slots_of_site[site]
+        )
         self.wanted_B[site], self.ran_B[site] = decision.wanted_B, decision.ran_B
         past = Past(*self.past[layer], count_B) if part != "mlp" else None
         angles = self.angles

@@ -31,6 +31,7 @@ from mod_models.selection import (
     RANK,
     Rule,
     Tokens,
+    always_first,
     noise_of_tokens,
     noise_table,
     select_topk,
@@ -98,8 +99,8 @@ class RoutedBlock(Block):
     def __init__(self, spec: ModelSpec, layer: int, routing: RoutingSpec) -> None:
         super().__init__(spec, layer)
         self.routing = routing
-        self.router = ROUTERS[routing.router](spec.d_model, routing)
-        self.mlp_router = ROUTERS[routing.router](spec.d_model, routing) if routing.parts == "separate" else None
+        self.router = ROUTERS[routing.router](spec, routing)
+        self.mlp_router = ROUTERS[routing.router](spec, routing) if routing.parts == "separate" else None
         # Trained beside the model on the router's decisions. Top-k looks at future tokens, the predictor does not, so
         # it decides where `selection` says so, and when tokens come one at a time.
         width = routing.predictor_hidden
@@ -163,6 +164,7 @@ class RoutedBlock(Block):
         elif declared == "random":
             assert drawn_BT is not None
             score_BT = drawn_BT
+        score_BT = always_first(score_BT, tokens.index_BT, self.routing.always_first)
         if rule == RANK:
             selection = select_topk(score_BT, tokens.live_BT, k)
         else:

@@ -27,8 +27,29 @@ from mod_export.cli.boundary import PATH, SOURCE, command
     help="A field of SOURCE's config.json, or a metadata key of a GGUF file, that is not known here and changes "
     "nothing; may be given several times.",
 )
+@click.option(
+    "--dialect",
+    metavar="NAME",
+    help="The implementation of Mixture-of-Depths that SOURCE is a folder of, because its files do not say how its "
+    "routers route: astramind, dlo, ohara, sramshetty, d-llm.",
+)
+@click.option(
+    "--capacity",
+    metavar="C",
+    type=float,
+    help="With --dialect, the share of the tokens that a routed layer takes, or their number where the dialect counts "
+    "them; default: what SOURCE or the dialect says.",
+)
 @command
-def convert(source: str, out: Path, max_positions: int | None, ignored: Sequence[str], verbosity: int) -> int:
+def convert(
+    source: str,
+    out: Path,
+    max_positions: int | None,
+    ignored: Sequence[str],
+    dialect: str | None,
+    capacity: float | None,
+    verbosity: int,
+) -> int:
     """Write SOURCE, a language model of another format, as the checkpoint OUT.
 
     SOURCE is a Hugging Face folder, a GGUF file, or hf://ORG/NAME[@REVISION] on the Hugging Face hub. OUT is a new
@@ -49,7 +70,13 @@ def convert(source: str, out: Path, max_positions: int | None, ignored: Sequence
     ) as progress:
         task = progress.add_task("weights", total=None)
         found = run(
-            path, out, max_positions, ignored, lambda done, all_: progress.update(task, completed=done, total=all_)
+            path,
+            out,
+            max_positions,
+            ignored,
+            lambda done, all_: progress.update(task, completed=done, total=all_),
+            dialect,
+            capacity,
         )
     names = [path.name for path in found.companions]
     said = [f"{out}  {found.family}, {found.parameters / 1e6:,.2f} M parameters"]

@@ -120,6 +120,8 @@ def convert(
     max_positions: int | None = None,
     ignored: Collection[str] = (),
     written: Callable[[int, int], None] = lambda done, all_: None,
+    dialect: str | None = None,
+    capacity: float | None = None,
 ) -> Converted:
     """Writes a model in another format as a checkpoint folder; see `protocol.Converter`.
 
@@ -130,7 +132,7 @@ def convert(
     if not converters:
         raise CheckpointError(f"{source}: no architecture that is installed here converts models of other formats")
     try:
-        return converters[0].convert(source, out, max_positions, ignored, written)
+        return converters[0].convert(source, out, max_positions, ignored, written, dialect, capacity)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
 

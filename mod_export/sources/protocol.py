@@ -356,6 +356,8 @@ class Converter(Protocol):
         max_positions: int | None,
         ignored: Collection[str],
         written: Callable[[int, int], None],
+        dialect: str | None = None,
+        capacity: float | None = None,
     ) -> Converted:
         """Writes a model in another format as a checkpoint folder, whole or not at all.
 
@@ -365,6 +367,8 @@ class Converter(Protocol):
             max_positions: the longest row, where it shall be shorter than the model allows.
             ignored: fields of the model's configuration that change nothing.
             written: is told how many bytes of weights are written, and how many there will be.
+            dialect: the implementation that stored the model, where its files do not say what its tensors mean.
+            capacity: of routed layers, where it is not what the model or the dialect says.
 
         Raises:
             ValueError: the model cannot be converted, or not be written there, with a message for the user.

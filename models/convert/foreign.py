@@ -77,6 +77,33 @@ class Part:
             yield self.rows(start, min(self.length, start + step))
 
 
+@dataclass(frozen=True, slots=True)
+class HalvesOfHeads:
+    """Queries or keys whose neighbouring rows are rotated: the two halves of a head one after the other, as here.
+
+    So Llama has them in Meta's own code, and in the files of llama.cpp: row i of the second half beside row i of the
+    first.
+    """
+
+    source: TensorRows
+    d_head: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """See `TensorRows.rows`; whole heads are read."""
+        first, last = start // self.d_head * self.d_head, -(-stop // self.d_head) * self.d_head
+        rows = self.source.rows(first, last)
+        pairs = rows.reshape(-1, self.d_head // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)[start - first : stop - first]
+
+
 class Place(NamedTuple):
     """Where one of our tensors is in a format: the name and shape of theirs, and the first row of it."""
 

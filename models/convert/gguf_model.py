@@ -14,13 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert.config_json import Config
 from mod_models.convert.families import Fused
-from mod_models.convert.foreign import ForeignModel, Part, Place, part_at, projection_rows, refuse, shapes_of
+from mod_models.convert.foreign import (
+    ForeignModel,
+    HalvesOfHeads,
+    Part,
+    Place,
+    part_at,
+    projection_rows,
+    refuse,
+    shapes_of,
+)
 from mod_models.convert.gguf_file import KNOWN, GgufTensor, Metadata, read_gguf_file
 from mod_models.convert.gguf_rope import FACTORS, scaling_of
 from mod_models.convert.gguf_tokenizer import tokenizer_of
@@ -89,37 +96,6 @@ FAMILIES: dict[str, GgufFamily] = {
     "gemma": GgufFamily(says={"activation": "gelu_tanh"}, scale=True, tied=True),
 }
 """`general.architecture` -> what is particular about it. Mistral and SmolLM are `llama`."""
-
-
-@dataclass(frozen=True, slots=True)
-class HalvesOfHeads:
-    """Queries or keys, see `foreign.StoredTensor`: the two halves of a head one after the other, as everywhere here.
-
-    llama.cpp rotates neighbouring rows of Llama, so its converter stores row i of the first half beside row i of the
-    second.
-    """
-
-    source: GgufTensor
-    d_head: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
-
-    @property
-    def stored(self) -> torch.dtype | str:
-        return self.source.stored
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """See `foreign.TensorRows.rows`; whole heads are read."""
-        first, last = start // self.d_head * self.d_head, -(-stop // self.d_head) * self.d_head
-        rows = self.source.rows(first, last)
-        pairs = rows.reshape(-1, self.d_head // 2, 2, *rows.shape[1:])
-        return pairs.transpose(1, 2).reshape(rows.shape)[start - first : stop - first]
 
 
 def read_gguf(path: Path, max_positions: int | None, ignored: Collection[str]) -> ForeignModel:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
+KNOWN = "floating-point numbers of 16, 32 or 64 bits"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -45,8 +47,36 @@ def read_hugging_face(path: Path, max_positions: int | None, ignored: Collection
         CheckpointError: an unknown family, a config that a spec cannot say or that does not fit the tensors, or tensors
             that are missing, left over, damaged, or no floats.
     """
-    fields = read_json(path / CONFIG)
-    kind = fields["model_type"]
+    return model_of(path, read_json(path / CONFIG), tensors_of_folder(path), max_positions, ignored)
+
+
+def companions_of(path: Path) -> tuple[Path, ...]:
+    """The files of a tokenizer in a folder, and what says how it is used."""
+    return tuple(path / name for name in COMPANIONS if (path / name).is_file())
+
+
+def model_of(
+    path: Path,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, FileTensor],
+    max_positions: int | None,
+    ignored: Collection[str],
+    spelled: Callable[[str], str] = str,
+) -> ForeignModel:
+    """The dense model that the fields of a config.json and tensors are.
+
+    Args:
+        path: of the folder.
+        fields: of its config.json, as a family has them.
+        tensors: by their names in the file.
+        max_positions: see `read_hugging_face`.
+        ignored: see `read_hugging_face`.
+        spelled: from a name of the family to that in the file.
+
+    Raises:
+        CheckpointError: see `read_hugging_face`.
+    """
+    kind = fields.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise CheckpointError(
@@ -54,24 +84,24 @@ def read_hugging_face(path: Path, max_positions: int | None, ignored: Collection
             f"{', '.join(FAMILIES)}"
         )
     spec = _spec(path, family, fields, max_positions, ignored)
-    tensors = tensors_of_folder(path)
     parts: dict[str, Part] = {}
     problems: list[str] = []
     asked = set()
     for name, shape in shapes_of(spec).items():
         place = _place(family, spec, name, shape)
+        place = place._replace(name=spelled(place.name))
         asked.add(place.name)
         added = family.norm_offset if name.endswith("norm.weight") else 0.0
-        found = part_at(place, tensors, shape[0], added, CONFIG, "floating-point numbers of 16, 32 or 64 bits")
+        found = part_at(place, tensors, shape[0], added, CONFIG, KNOWN)
         if isinstance(found, Part):
             parts[name] = found
         else:
             problems.append(found)
     embedding = parts.get("embedding.weight") if spec.tie_embeddings else None
-    problems += _left_over({name: tensor for name, tensor in tensors.items() if name not in asked}, embedding)
+    left = {name: tensor for name, tensor in tensors.items() if name not in asked}
+    problems += _left_over(left, embedding)
     refuse(path, problems)
-    companions = tuple(path / name for name in COMPANIONS if (path / name).is_file())
-    return ForeignModel(path=path, family=str(kind), spec=spec, parts=parts, companions=companions)
+    return ForeignModel(path=path, family=str(kind), spec=spec, parts=parts, companions=companions_of(path))
 
 
 def _spec(
@@ -105,14 +135,15 @@ def _left_over(tensors: Mapping[str, FileTensor], tied: Part | None) -> list[str
     problems = []
     for name, tensor in tensors.items():
         if name == HEAD and tied is not None:
-            if not _equal(tensor, tied):
+            if not same(tensor, tied):
                 problems.append(f"tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}")
         elif not DERIVED.fullmatch(name):
             problems.append(f"{shown(name)} belongs to nothing that {CONFIG} describes")
     return problems
 
 
-def _equal(tensor: FileTensor, part: Part) -> bool:
+def same(tensor: FileTensor, part: Part) -> bool:
+    """Whether both have the same shape, dtype and numbers."""
     if (tensor.shape, tensor.stored) != (part.shape, part.dtype):
         return False
     pairs = zip(Part(tensor, 0, part.length).pieces(), part.pieces(), strict=True)

@@ -28,12 +28,16 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file, see `foreign.TensorRows`; of another dtype than a checkpoint can hold, `dtype` is a name."""
+    """A tensor in a file, see `foreign.TensorRows`; of another dtype than a checkpoint can hold, `stored` is a name.
+
+    `table` is the entry of a pickle that the tensor is in, empty for the pickle itself.
+    """
 
     path: Path
     name: str
     shape: tuple[int, ...]
     stored: torch.dtype | str
+    table: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,7 +51,7 @@ class FileTensor:
             CheckpointError: the file has changed or was damaged since it was opened.
         """
         if self.path.suffix != ".safetensors":
-            whole: Tensor = _pickled(self.path)[self.name]
+            whole: Tensor = _pickled(self.path, self.table)[self.name]
             return whole[start:stop]
         try:
             with safe_open(self.path, framework="pt") as file:
@@ -66,7 +70,7 @@ def tensors_of_folder(folder: Path) -> dict[str, FileTensor]:
     """
     for whole, index in zip(WHOLE_FILES, INDEXES, strict=True):
         if (folder / whole).is_file():
-            return _of_file(folder / whole)
+            return tensors_of_file(folder / whole)
         if (folder / index).is_file():
             return _of_shards(folder / index)
     raise CheckpointError(f"{folder}: holds no weights; expected one of {', '.join((*WHOLE_FILES, *INDEXES))}")
@@ -83,7 +87,7 @@ def _of_shards(index: Path) -> dict[str, FileTensor]:
             raise CheckpointError(f"{index}: names the file {shown(shard)}, expected one beside the index")
         if not _is_file(path):
             raise CheckpointError(f"{path}: missing; {index.name} says that {shown(_one_of(declared, shard))} is in it")
-        for name, tensor in _of_file(path).items():
+        for name, tensor in tensors_of_file(path).items():
             if name in found:
                 raise CheckpointError(f"{path}: holds {shown(name)}, which {found[name].path.name} holds too")
             found[name] = tensor
@@ -106,11 +110,18 @@ def _one_of(declared: Mapping[str, Any], shard: str) -> str:
     return next(name for name, file in declared.items() if str(file) == shard)
 
 
-def _of_file(path: Path) -> dict[str, FileTensor]:
+def tensors_of_file(path: Path, table: str = "") -> dict[str, FileTensor]:
+    """The same of one file; it is no safetensors file unless its name says so. `table` is as in `FileTensor`.
+
+    Raises:
+        CheckpointError: damaged, or a pickle that wants more than tensors.
+    """
     if path.suffix != ".safetensors":
         return {
-            name: FileTensor(path, name, tuple(tensor.shape), tensor.dtype if is_plain(tensor) else str(tensor.dtype))
-            for name, tensor in _pickled(path).items()
+            name: FileTensor(
+                path, name, tuple(tensor.shape), tensor.dtype if is_plain(tensor) else str(tensor.dtype), table
+            )
+            for name, tensor in _pickled(path, table).items()
         }
     found = {}
     try:
@@ -124,8 +135,10 @@ def _of_file(path: Path) -> dict[str, FileTensor]:
     return found
 
 
-def _pickled(path: Path) -> Mapping[str, Tensor]:
+def _pickled(path: Path, table: str) -> Mapping[str, Tensor]:
     data = read_plain(path, "file of tensors", SAVE_AGAIN)
+    if table:
+        data = data[table] if isinstance(data.get(table), Mapping) else {}
     wrong = next((name for name, tensor in data.items() if not isinstance(tensor, Tensor)), None)
     if wrong is not None:
         raise CheckpointError(f"{path}: {shown(wrong)} in it is no tensor, expected a state_dict")

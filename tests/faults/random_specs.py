@@ -22,7 +22,7 @@ from mod_export.sources.module import model_from_module
 from mod_export.sources.request import Request
 from mod_export.types import Bucket
 from mod_models.checkpoint import Checkpoint, save_checkpoint
-from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, PARTS, SELECTIONS
+from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, MLP_ROUTERS, PARTS, SELECTIONS
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec, SpecError
 
 Load = Callable[[], tuple[model.Model, model.Model | None]]
@@ -109,7 +109,7 @@ def random_build(seed: int) -> RandomBuild:
     layers = tuple(sorted(rng.sample(range(n_layers), rng.randint(1, n_layers))))
     seq = rng.choice(LENGTHS)
     gate = rng.choice(GATES)
-    scaled = gate in ("scaled_sigmoid", "tanh_affine")
+    scaled = gate in ("scaled_sigmoid", "sigmoid_affine", "tanh_affine")
     router = rng.choice(LEARNED_ROUTERS)
     spec = ModelSpec(
         vocab_size=rng.choice((40, 256, 256, 1000)),
@@ -124,11 +124,11 @@ def random_build(seed: int) -> RandomBuild:
         routing=RoutingSpec(
             layers=EveryNth() if n_layers > 1 and rng.random() < 0.5 else layers,
             router=router,
-            router_hidden=8 if router == "mlp" else 0,
+            router_hidden=8 if router in MLP_ROUTERS else 0,
             router_input=rng.choice(("raw", "normed")),
             gate=gate,
             gate_scale=rng.choice((0.5, 2.0)) if scaled else 1.0,
-            gate_shift=rng.choice((0.0, 1.0)) if gate == "tanh_affine" else 0.0,
+            gate_shift=rng.choice((0.0, 1.0)) if gate in ("sigmoid_affine", "tanh_affine") else 0.0,
             combine=rng.choice(COMBINES),
             capacity=rng.choice(CAPACITIES),
             capacity_rule=rng.choice(("floor_min1", "ceil")),

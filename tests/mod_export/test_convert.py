@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import FEW_SAMPLES, invoke, refused
+from dialect_models import Astramind, Dlo, Ohara
 from gguf_files import as_gguf
 from hugging_face import change_config, saved
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,6 +23,7 @@ from mod_export.runtime.generate.generator import load_generator
 from mod_export.sources import checkpoint
 from mod_export.sources.checkpoint import convert, write_companions
 from mod_models.checkpoint import load_checkpoint
+from mod_models.convert.dialects import DIALECTS
 
 WRITING_TOML = f"""
 buckets = [[1, 16]]
@@ -178,3 +180,44 @@ def test_a_folder_that_was_built_writes_as_transformers_does(name: str, tmp_path
     with load_generator(out) as generator:
         (written,) = generator.generate([prompt], 20)
     assert written.ids == ids_1S[0, len(prompt) :].tolist()
+
+
+def test_a_dialect_is_declared(tmp_path: Path) -> None:
+    """What was not declared is refused with the way out; what is printed says how the result routes."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    Dlo(0).save(source)
+    for words in (["convert", source, out], ["build", source, "-o", out]):
+        refused(invoke(*words), r"Dialects with such names: dlo\. .* mod-export convert .*source OUT --dialect NAME")
+    refused(invoke("convert", source, out, "--dialect", "dlo"), "give --capacity: dlo runs every token")
+    assert not out.exists()
+    found = invoke("convert", source, out, "--dialect", "dlo", "--capacity", "1")
+    assert found.exit_code == 0, found.output
+    assert found.stdout.startswith(f"{out}  llama in the dialect dlo, 0.06 M parameters; no tokenizer.json in ")
+    assert found.stderr.splitlines() == [
+        "note: routed layers 1, 2; threshold, capacity 1.0 by the rule floor_min1",
+        "note: causal; can write text token by token",
+        "note: every token has a slot, as in its code; a prompt costs as much as in the dense model, and no less",
+    ]
+
+
+def test_the_dialects_that_help_names_are_those_that_are_read() -> None:
+    found = invoke("convert", "--help")
+    named = " ".join(found.stdout.split()).partition("routers route: ")[2].partition(".")[0]
+    assert named.split(", ") == [name for name, dialect in DIALECTS.items() if dialect.read]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["astramind", "ohara", "dlo"])
+def test_a_dialect_that_was_built_gives_the_logits_of_its_code(name: str, tmp_path: Path, fast: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    theirs = {"astramind": lambda: Astramind("Llama", 0), "ohara": lambda: Ohara(0), "dlo": lambda: Dlo(0)}[name]()
+    theirs.save(source)
+    capacity = ("--capacity", "1") if name == "dlo" else ()
+    found = invoke("convert", source, tmp_path / "ours", "--dialect", name, *capacity)
+    assert found.exit_code == 0, found.output
+    fast.write_text(fast.read_text() + "[cost]\nprofile_runs = 0\n")
+    found = invoke("build", tmp_path / "ours", "-c", fast, "-o", out)
+    assert found.exit_code == 0, found.output
+    ids_BS = np.stack([np.random.default_rng(0).permutation(96)[:16]])
+    with mod_export.load(out) as deployment:
+        np.testing.assert_allclose(deployment.run(ids_BS), theirs(torch.from_numpy(ids_BS)).numpy(), rtol=0, atol=1e-5)

@@ -18,6 +18,15 @@ from mod_models.transformer import Transformer
 WINDOW = 14
 GENERATING: dict[str, ModelSpec] = {
     **{name: VARIANTS[name] for name in ("dense", "threshold", "predictor", "routed apart by predictors")},
+    "first tokens always": make_spec(selection="threshold", always_first=2, router="norm_mlp", gate="ones"),
+    "first tokens always, by predictors": make_spec(
+        selection="predictor",
+        predictor_hidden=2,
+        always_first=3,
+        parts="separate",
+        capacity_rule="strict_floor",
+        capacity=0.5,
+    ),
     "trained by rank": make_spec(predictor_hidden=3, layers=(1, 2)),
     "attention routed": make_spec(parts="attention", selection="threshold", router_input="normed"),
     "MLP routed": make_spec(parts="mlp", selection="threshold", router="linear_bias", combine="replace"),

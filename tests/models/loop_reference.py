@@ -93,6 +93,7 @@ def _capacity(routing: dict, routed_index: int, seq: int) -> int:
     return {
         "floor": lambda: math.floor(capacity * seq),
         "floor_min1": lambda: max(1, math.floor(capacity * seq)),
+        "strict_floor": lambda: max(2, math.floor(capacity * seq)) - 1,
         "ceil": lambda: math.ceil(capacity * seq),
         "absolute": lambda: seq if capacity > seq else int(capacity),
     }[routing["capacity_rule"]]()
@@ -134,12 +135,15 @@ def _routed_part(row: Row, k: int, site: Site, parts: tuple[str, ...]) -> None:
     drawn = dict(enumerate(noise(routing["noise_seed"], str(site), row.ids)))
     weigh = drawn
     if routing["router"] != "noise":
-        weigh = {t: _score(routing["router"], row.w, "mlp_router" if second else "router", x) for t, x in seen.items()}
+        name = "mlp_router" if second else "router"
+        weigh = {t: _score(row.spec, routing["router"], row.w, name, x) for t, x in seen.items()}
     decide = weigh
     if routing["selection"] == "predictor" and not row.training:
-        decide = {t: _score("mlp", row.w, "mlp_predictor" if second else "predictor", x) for t, x in seen.items()}
+        name = "mlp_predictor" if second else "predictor"
+        decide = {t: _score(row.spec, "mlp", row.w, name, x) for t, x in seen.items()}
     elif routing["selection"] == "random":
         decide = drawn
+    decide = {t: math.inf if t < routing["always_first"] else score for t, score in decide.items()}
     chosen = _select(row, decide, k)
     row.trace.chosen[site], row.trace.scores[site] = chosen, decide
 
@@ -198,14 +202,16 @@ def _deltas(
     return found.deltas
 
 
-def _score(form: str, w: Weights, name: str, x: np.ndarray) -> float:
+def _score(spec: dict, form: str, w: Weights, name: str, x: np.ndarray) -> float:
     """What a router, or a predictor, says of a token."""
-    if form == "mlp":
-        hidden = [
-            silu(float(row @ x) + b)
-            for row, b in zip(w[f"{name}.hidden.weight"], w[f"{name}.hidden.bias"], strict=True)
-        ]
-        return float(w[f"{name}.projection.weight"][0] @ np.array(hidden)) + float(w[f"{name}.projection.bias"][0])
+    if form in ("mlp", "norm_mlp"):
+        hidden = np.array(
+            [float(row @ x) + b for row, b in zip(w[f"{name}.hidden.weight"], w[f"{name}.hidden.bias"], strict=True)]
+        )
+        if form == "norm_mlp":
+            hidden = _rms_norm(hidden, w[f"{name}.norm.weight"], spec["norm_eps"])
+        active = np.array([silu(float(value)) for value in hidden])
+        return float(w[f"{name}.projection.weight"][0] @ active) + float(w[f"{name}.projection.bias"][0])
     score = float(w[f"{name}.projection.weight"][0] @ x)
     return score + float(w[f"{name}.projection.bias"][0]) if form == "linear_bias" else score
 
@@ -216,6 +222,7 @@ def _gate(routing: dict, score: float, chosen_scores: list[float]) -> float:
         "identity": lambda: score,
         "sigmoid": lambda: 1 / (1 + math.exp(-score)),
         "scaled_sigmoid": lambda: a / (1 + math.exp(-score)),
+        "sigmoid_affine": lambda: a / (1 + math.exp(-score)) + b,
         "tanh_affine": lambda: a * math.tanh(score) + b,
         "softmax_selected": lambda: math.exp(score) / sum(math.exp(other) for other in chosen_scores),
         "ones": lambda: 1.0,
@@ -230,6 +237,7 @@ def _combine(name: str, x: np.ndarray, a: np.ndarray, m: np.ndarray, g: float) -
         "double_residual": x + g * block,
         "replace_ungated": block,
         "ffn_gated": x + a + g * m,
+        "double_residual_ffn_gated": x + x + a + g * m,
     }[name]
 
 

@@ -93,6 +93,7 @@ def test_text_of_a_vocabulary_of_bytes(loaded: LoadedTransformer) -> None:
         ("linear", ["projection.weight"]),
         ("linear_bias", ["projection.weight", "projection.bias"]),
         ("mlp", ["hidden.weight", "hidden.bias", "projection.weight", "projection.bias"]),
+        ("norm_mlp", ["hidden.weight", "hidden.bias", "norm.weight", "projection.weight", "projection.bias"]),
     ],
 )
 def test_weights_of_routers(router: str, parts: list[str]) -> None:

@@ -33,6 +33,8 @@ LARGER = {
 MORE = {
     **VARIANTS,
     "MLP router": make_spec(router="mlp"),
+    "MLP router with a norm": make_spec(router="norm_mlp", parts="separate", always_first=1),
+    "strictly above": make_spec(capacity_rule="strict_floor", capacity=0.5),
     "no slot": make_spec(capacity=0.01),
     "no slot, MLP": make_spec(parts="mlp", capacity=0.01, experts=experts()),
     "gate that ignores the score": make_spec(selection="predictor", predictor_hidden=3, gate="ones"),

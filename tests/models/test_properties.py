@@ -16,7 +16,7 @@ from variants import EVERY, VARIANTS, experts
 
 from mod_export.export.routing_sites import Selection, SiteRun
 from mod_models.checkpoint import Checkpoint
-from mod_models.declarations import CHOICES, COMBINES, GATES, LEARNED_ROUTERS, PARTS, POSITIONS, SELECTIONS
+from mod_models.declarations import CHOICES, COMBINES, FFN_GATED, GATES, LEARNED_ROUTERS, PARTS, POSITIONS, SELECTIONS
 from mod_models.routing import Decisions
 from mod_models.selection import FIRST_COME, RANK, Tokens
 from mod_models.spec import ExpertsSpec, ModelSpec, RoutingSpec, Site, is_expert
@@ -46,7 +46,7 @@ def routings(draw: st.DrawFn, selections: tuple[str, ...] = SELECTIONS, parts: t
     layers = draw(st.sets(st.integers(0, 2), min_size=1).map(lambda chosen: tuple(sorted(chosen))))
     capacity = draw(st.lists(st.floats(0.05, 1), min_size=len(layers), max_size=len(layers)))
     gates = [gate for gate in GATES if gate != "softmax_selected" or selection not in CAUSAL]
-    combines = [name for name in COMBINES if name != "ffn_gated" or part in ("block", "mlp")]
+    combines = [name for name in COMBINES if name not in FFN_GATED or part in ("block", "mlp")]
     return RoutingSpec(
         layers=layers, selection=selection, parts=part, noise_seed=draw(st.integers(0, 2)),
         predictor_hidden=0 if selection == "random" else 2,
@@ -54,7 +54,7 @@ def routings(draw: st.DrawFn, selections: tuple[str, ...] = SELECTIONS, parts: t
         capacity_rule=draw(st.sampled_from(["ceil", "floor_min1"] if exits else ["ceil", "floor", "floor_min1"])),
         positions="original" if exits else draw(st.sampled_from(POSITIONS)), gate=draw(st.sampled_from(gates)),
         combine=draw(st.sampled_from(combines)), router=draw(st.sampled_from(LEARNED_ROUTERS)), router_hidden=3,
-        router_input=draw(st.sampled_from(["raw", "normed"])),
+        router_input=draw(st.sampled_from(["raw", "normed"])), always_first=draw(st.sampled_from([0, 0, 2])),
     )  # fmt: skip
 
 
@@ -306,9 +306,10 @@ def test_silent_routers_choose_the_earlier(name: str) -> None:
             chooses = spec.routing.selection not in CAUSAL
         else:
             chooses = spec.experts.choice == "expert" or expert < spec.experts.top_k
+        always = 0 if expert is not None else spec.routing.always_first
         for b in range(2):
             first = made.open_BS[b].nonzero().flatten().tolist()[: made.index_BK.shape[1]]
-            assert selected(made, b) == (first if chooses else []), site
+            assert selected(made, b) == (first if chooses else [t for t in first if t < always]), site
 
 
 @given(examples(routings(("topk",), ("block",)).map(lambda routing: make_spec(routing=routing))), st.data())

@@ -19,7 +19,16 @@ from pairs import pairwise
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
 from variants import BIASES, EVERY, NORMED_HEADS, VARIANTS, experts
 
-from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, PARTS, POSITIONS, ROUTER_INPUTS, SELECTIONS
+from mod_models.declarations import (
+    COMBINES,
+    FFN_GATED,
+    GATES,
+    LEARNED_ROUTERS,
+    PARTS,
+    POSITIONS,
+    ROUTER_INPUTS,
+    SELECTIONS,
+)
 from mod_models.spec import CAPACITY_RULES, EveryNth, ModelSpec
 
 TOLERANCE = 2e-5
@@ -34,10 +43,12 @@ CHOICES: dict[str, Any] = {
     "selection": SELECTIONS,
     "parts": PARTS,
     "capacity": (
-        ("floor", 0.375), ("floor", (0.5, 0.25)), ("floor_min1", 0.01), ("ceil", (0.99, 0.3)), ("absolute", 3),
+        ("floor", 0.375), ("floor", (0.5, 0.25)), ("floor_min1", 0.01), ("strict_floor", 0.5), ("ceil", (0.99, 0.3)),
+        ("absolute", 3),
         ("absolute", (99, 1)),
     ),
     "layers": ((0, 2), EveryNth(every=1, offset=0, skip_first=1, skip_last=1), EveryNth(every=2, offset=0)),
+    "always_first": (0, 2, 5),
     "experts": (
         None, experts(layers=EVERY), experts(top_k=2, noop_experts=2), experts(choice="expert"),
         experts(choice="expert", noop_experts=1, n_experts=3, layers=EVERY),
@@ -61,7 +72,7 @@ def sound(row: dict[str, Any]) -> bool:
     return not (
         (exits and (row.get("parts", "block") != "block" or row.get("positions") == "compact" or rule == "floor"))
         or (noise and row.get("selection", "topk") != "topk")
-        or (apart and row.get("combine") == "ffn_gated")
+        or (apart and row.get("combine") in FFN_GATED)
     )
 
 
@@ -141,12 +152,13 @@ def test_declarations_differ() -> None:
     logits: dict[tuple[str, ...], torch.Tensor] = {}
     for gate, combine, positions in itertools.product(GATES, COMBINES, POSITIONS):
         # A weight of one is no weight, and an ungated block has none, whatever its gate.
-        ungated = combine == "replace_ungated" or (gate == "ones" and combine != "double_residual")
-        meaning = (positions, *(("ungated",) if ungated else (gate, combine)))
+        doubled = combine if gate != "ones" else combine.removesuffix("_ffn_gated")
+        ungated = combine == "replace_ungated" or (gate == "ones" and doubled != "double_residual")
+        meaning = (positions, *(("ungated",) if ungated else (gate, doubled)))
         model = lively_checkpoint(make_spec(gate=gate, combine=combine, positions=positions)).module().double()
         found = model(ids_BS, lengths_B)[0].detach()
         torch.testing.assert_close(found, logits.setdefault(meaning, found), rtol=0, atol=TOLERANCE)
-    assert len(logits) == 2 * (5 * 4 + 1 + 1)
+    assert len(logits) == 2 * (6 * 5 + 1 + 1)
     for router, router_input in itertools.product(LEARNED_ROUTERS, ROUTER_INPUTS):
         model = lively_checkpoint(make_spec(router=router, router_input=router_input)).module().double()
         logits[router, router_input] = model(ids_BS, lengths_B)[0].detach()

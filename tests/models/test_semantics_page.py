@@ -80,8 +80,9 @@ def test_published_specs_can_be_built(row: list[str]) -> None:
         make_spec(parts="separate", predictor_hidden=2, experts=ExpertsSpec(layers=(0,), n_experts=3, noop_experts=2)),
         make_spec(**BIASES),
         make_spec(**NORMED_HEADS),
+        make_spec(router="norm_mlp"),
     ],
-    ids=["block", "separate, experts", "biases", "normed heads"],
+    ids=["block", "separate, experts", "biases", "normed heads", "normed router"],
 )
 def test_names_and_shapes_of_the_weights(one: ModelSpec) -> None:
     """The table names every tensor of a model, and gives the shape that it has."""

@@ -41,7 +41,8 @@ def test_defaults_are_the_papers() -> None:
     assert dataclasses.asdict(RoutingSpec()) == {
         "layers": {"every": 2, "offset": 1, "skip_first": 0, "skip_last": 0}, "parts": "block",
         "router": "linear", "router_input": "raw", "router_hidden": 0, "gate": "identity", "gate_scale": 1.0,
-        "gate_shift": 0.0, "combine": "paper", "selection": "topk", "noise_seed": 0, "capacity_rule": "floor_min1",
+        "gate_shift": 0.0, "combine": "paper", "selection": "topk", "always_first": 0, "noise_seed": 0,
+        "capacity_rule": "floor_min1",
         "capacity": 0.125, "positions": "original", "predictor_hidden": 0,
     }  # fmt: skip
     assert dataclasses.asdict(ExpertsSpec()) == {
@@ -221,11 +222,12 @@ SKIPS = "layers: skip_first and skip_last must be whole numbers of at least 0, g
         ),
         *(
             (
-                {"parts": parts, "combine": "ffn_gated"},
-                f"combine: ffn_gated weighs the MLP, and with parts={parts} attention is routed by itself, without a "
+                {"parts": parts, "combine": combine},
+                f"combine: {combine} weighs the MLP, and with parts={parts} attention is routed by itself, without a "
                 "weight; declare paper",
             )
             for parts in ("attention", "separate")
+            for combine in declarations.FFN_GATED
         ),
         ({**EXIT, "parts": "mlp"}, "parts: a token that exits skips whole blocks; expected block, got mlp"),
         ({**EXIT, "positions": "compact"}, "positions: exit keeps the positions of the sequence; expected original"),

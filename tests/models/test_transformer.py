@@ -31,9 +31,13 @@ ONE_OF_EACH = {  # every name of every table at least once
         gate="tanh_affine", combine="ffn_gated", capacity_rule="floor_min1", tie_embeddings=False, parts="mlp",
         selection="random",
     ),
+    "MLP gated, added": make_spec(combine="double_residual_ffn_gated", gate="sigmoid"),
     "absolute, none of some": make_spec(gate="ones", capacity_rule="absolute", capacity=(2, 5), router="noise"),
     "exits, experts choose": make_spec(
         selection="exit", capacity_rule="ceil", capacity=(0.75, 0.5), experts=experts(choice="expert", n_experts=2)
+    ),
+    "normed router, first tokens always": make_spec(
+        router="norm_mlp", gate="sigmoid_affine", capacity_rule="strict_floor", capacity=0.5, always_first=1
     ),
     "no slot, two experts of a token or none": make_spec(capacity=1e-9, experts=experts(noop_experts=2, top_k=2)),
     "dense": make_spec(routing=None),

@@ -35,6 +35,9 @@ VARIANTS: dict[str, ModelSpec] = {
     "FFN gated": make_spec(combine="ffn_gated"),
     "biases": make_spec(routing=None, **BIASES),
     "normed heads": make_spec(selection="threshold", gate="sigmoid", **NORMED_HEADS),
+    "first tokens always, normed router": make_spec(
+        selection="threshold", router="norm_mlp", always_first=2, gate="sigmoid_affine", combine="ffn_gated"
+    ),
     "schedule": make_spec(capacity=(0.25, 0.6)),
     "absolute": make_spec(capacity_rule="absolute", capacity=3),
     "protected blocks": make_spec(n_layers=4, layers=EveryNth(every=1, offset=0, skip_first=1, skip_last=1)),

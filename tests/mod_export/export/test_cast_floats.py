@@ -15,6 +15,7 @@ from variants import VARIANTS
 from mod_export.errors import GraphError, LimitError
 from mod_export.export.passes.cast_floats import CastFloats
 from mod_export.export.passes.selection import SelectTopk
+from mod_models.declarations import MLP_ROUTERS
 from mod_models.spec import ModelSpec
 
 FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
@@ -24,6 +25,13 @@ SPECS = {
     "linear, identity": {},
     "bias, normed, tanh": {"router": "linear_bias", "router_input": "normed", "gate": "tanh_affine", "gate_scale": 0.7},
     "mlp, softmax": {"router": "mlp", "router_hidden": 8, "gate": "softmax_selected"},
+    "normed mlp, affine": {
+        "router": "norm_mlp",
+        "router_hidden": 8,
+        "gate": "sigmoid_affine",
+        "gate_shift": 0.3,
+        "always_first": 2,
+    },
     "sigmoid, replace": {"gate": "scaled_sigmoid", "gate_scale": 1.3, "combine": "replace"},
     "ones, compact": {"gate": "ones", "positions": "compact"},
 }
@@ -70,7 +78,7 @@ def test_scores_stay_float32_and_the_blocks_do_not(name: str, dtype: str) -> Non
             assert node.outputs[0].dtype == NARROW[dtype]
     # Every float32 product belongs to a router.
     wide = [node for node in model.graph if node.op_type == "MatMul" and node.outputs[0].dtype == FLOAT]
-    assert len(wide) == (2 if spec.routing.router == "mlp" else 1)
+    assert len(wide) == (2 if spec.routing.router in MLP_ROUTERS else 1)
     names = set(make_model(spec).state_dict()) | {"rope_cos", "rope_sin"}
     for weight, value in model.graph.initializers.items():
         if weight in names:

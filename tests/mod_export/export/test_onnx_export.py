@@ -35,7 +35,7 @@ from mod_models.spec import CAPACITY_RULES, ModelSpec, RoutingSpec
 
 BUCKET = Bucket(3, 24)
 ROUTED = RoutingSpec(layers=(0, 1), capacity=0.25)
-CAPACITIES: Mapping[str, float] = {"floor": 0.25, "floor_min1": 0.01, "ceil": 0.3, "absolute": 5}
+CAPACITIES: Mapping[str, float] = {"floor": 0.25, "floor_min1": 0.01, "strict_floor": 0.3, "ceil": 0.3, "absolute": 5}
 
 
 def variants() -> list[RoutingSpec]:

@@ -161,7 +161,7 @@ def test_causality(folder: Path, candidate: Candidate, reference: Reference, con
         causality_of(folder, candidate, reference, config, 1e-4)
 
 
-@pytest.mark.parametrize("router", ["linear", "linear_bias", "mlp"])
+@pytest.mark.parametrize("router", ["linear", "linear_bias", "mlp", "norm_mlp"])
 def test_a_router_of_zeros_scores_all_tokens_alike(router: str) -> None:
     spec = routed_spec(router=router)
     loaded = LoadedTransformer(lively_checkpoint(spec))

@@ -1,0 +1,340 @@
+"""Dialects whose blocks are Llama's and whose tensors have names of their own: ohara, sramshetty, D-LLM.
+
+The last two are made from Meta's Llama 2: params.json, and state_dicts in .pth files. All three rotate neighbouring
+rows of queries and keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from mod_models.convert.config_json import Config
+from mod_models.convert.dialect import (
+    Difference,
+    Found,
+    LowRank,
+    Source,
+    declared,
+    model_from,
+    slots_note,
+    with_routing,
+)
+from mod_models.convert.foreign import ForeignModel, HalvesOfHeads, Part, TensorRows, refuse
+from mod_models.convert.hugging_face import CONFIG, KNOWN, same
+from mod_models.convert.tensor_files import FileTensor
+from mod_models.spec import ModelSpec, shown
+
+PARAMS = "params.json"
+LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+Names = Mapping[str, str]
+
+OHARA_EMBEDDING, OHARA_HEAD = "model.token_emb.weight", "model.vocab_proj.weight"
+OHARA_NAMES: Names = {
+    "attention_norm": "norm1", "mlp_norm": "norm2",
+    # Its apply_rope takes keys first and queries second, and is called the other way round.
+    "attention.q_proj": "attn.key", "attention.k_proj": "attn.query", "attention.v_proj": "attn.value",
+    "attention.o_proj": "attn.proj", "mlp.gate_proj": "ff.gate", "mlp.up_proj": "ff.up", "mlp.down_proj": "ff.down",
+}  # fmt: skip
+OHARA_BESIDE: Names = {
+    "router.projection": "router", "predictor.hidden": "aux_router.0", "predictor.projection": "aux_router.2",
+}  # fmt: skip
+OHARA_DEFAULTS: Mapping[str, Any] = {
+    "seq_len": 64, "num_kv_heads": 0, "capacity_factor": 0.12, "ffn": "swiglu", "mixture_of_expert": False,
+    "mixture_of_depth": True,
+}  # fmt: skip
+OHARA_HARMLESS = (
+    "bias", "dropout", "model_type", "moe_num_experts", "moe_num_experts_per_tok", "multiple_of",
+    "sliding_window_attention", "weight_tying", "window_size",
+)  # fmt: skip
+"""Fields of ohara that its code reads for training or experts only, or never; biases are seen in the tensors."""
+
+META_NAMES: Names = {
+    "attention_norm": "attention_norm", "mlp_norm": "ffn_norm", "attention.q_proj": "attention.wq",
+    "attention.k_proj": "attention.wk", "attention.v_proj": "attention.wv", "attention.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+}  # fmt: skip
+META_OUTER: Names = {
+    "embedding.weight": "tok_embeddings.weight", "norm.weight": "norm.weight", "head.weight": "output.weight",
+}  # fmt: skip
+META_DEFAULTS: Mapping[str, Any] = {"multiple_of": 256, "norm_eps": 1e-5, "max_seq_len": 2048}
+META_HARMLESS = ("max_batch_size", "vocab_size")
+"""`vocab_size` is -1 in params.json: the tokenizer says it there, the embedding here."""
+SRAMSHETTY_DEFAULTS: Mapping[str, Any] = {**META_DEFAULTS, "capacity": 256, "router_skip_blocks": 2, "routing": 1}
+D_LLM_DEFAULTS: Mapping[str, Any] = {
+    **META_DEFAULTS, "dynamic_start_layer": 2, "dynamic_router_hdim": 512, "dynamic_reserve_initials": 2,
+}  # fmt: skip
+
+
+def read_ohara(source: Source) -> ForeignModel:
+    """joey00072/ohara, experiments/mixture_of_depth, saved by `save_pretrained` of its hub mixin.
+
+    Every layer with a router: the k = int(c * S) best of a row, in order, at positions 0 to k - 1; the softmax over
+    their scores weighs the whole block, which is added to the stream. Blocks are Llama's, with biases in queries, keys
+    and values.
+    """
+    config = Config(source.fields(CONFIG), OHARA_DEFAULTS)
+    config.only("ffn", ("swiglu",))
+    config.only("mixture_of_expert", (False,))
+    config.only("mixture_of_depth", (True,))
+    width, heads = config.whole("d_model"), config.whole("num_heads")
+    # No other number runs in its attention, which gives queries and keys the same view.
+    config.only("num_kv_heads", (0, heads))
+    vocabulary, d_ff = config.whole("vocab_size"), config.whole("hidden_dim")
+    trained_at = config.number("capacity_factor")
+    positions = _positions(source, config, config.whole("seq_len"))
+    layers, routed = config.whole("num_layers"), source.numbers("model.layers.", ".router.weight")
+    config.check_others(source.ignored, OHARA_HARMLESS, {})
+    attention = f"model.layers.{_first_of(layers, routed)}.attn"
+    biased = f"{attention}.key.bias" in source.tensors
+    spec = declared(
+        source.path / CONFIG,
+        config,
+        lambda: ModelSpec(
+            vocab_size=vocabulary,
+            d_model=width,
+            n_layers=layers,
+            n_heads=heads,
+            n_kv_heads=heads,
+            d_head=max(2, width // heads),
+            d_ff=d_ff,
+            max_positions=positions,
+            attention_bias="none" if not biased else "all" if f"{attention}.proj.bias" in source.tensors else "qkv",
+        ),
+    )
+    spec = with_routing(
+        source,
+        spec,
+        layers=routed,
+        gate="softmax_selected",
+        combine="double_residual",
+        capacity_rule="floor",
+        capacity=trained_at if source.capacity is None else source.capacity,
+        positions="compact",
+        predictor_hidden=width // 2,
+    )
+    embedding = OHARA_EMBEDDING if OHARA_EMBEDDING in source.tensors else OHARA_HEAD
+
+    def find(name: str, shape: tuple[int, ...]) -> Found:
+        match = LAYER.fullmatch(name)
+        if match is None:
+            return Found(embedding if name == "embedding.weight" else f"model.{name}", shape)
+        layer, (inner, ending) = int(match[1]), match[2].rsplit(".", 1)
+        before = f"model.layers.{layer}."
+        if inner in OHARA_BESIDE:
+            return Found(f"{before}{OHARA_BESIDE[inner]}.{ending}", shape)
+        block = "transformer_decoder_block." if layer in routed else ""
+        return Found(f"{before}{block}{OHARA_NAMES[inner]}.{ending}", shape, _order_of(inner, spec))
+
+    _check_copies(source, OHARA_EMBEDDING, [OHARA_HEAD])
+    said = [
+        "attn.key holds what queries are made of and attn.query what keys are: so its code uses them, from commit "
+        "8fc5247, the first in which its rotary positions fit a routed block",
+        "aux_router becomes the predictor; its own code never runs it, and was trained with targets of the first row",
+    ]
+    return model_from(
+        source, spec, find, family="Llama", declared_by=CONFIG, harmless=(OHARA_HEAD, "model.mask"), said=said
+    )
+
+
+def _first_of(layers: int, routed: tuple[int, ...]) -> int | str:
+    """A layer that is not wrapped; the first one of all in a wrapped form where there is none."""
+    plain = next((layer for layer in range(layers) if layer not in routed), None)
+    return "0.transformer_decoder_block" if plain is None else plain
+
+
+def read_sramshetty(source: Source) -> ForeignModel:
+    """sramshetty/mixture-of-depths, `mixture_of_depths/routing_transformer.py` at commit 57cc382, in training.
+
+    One router for all layers whose number is no multiple of `router_skip_blocks`, saved once more in each. The
+    min(S, capacity) best run at positions 0 to k - 1; sigmoid(l) weighs the MLP, and x + A + g M is added to x.
+    """
+    config = _meta_config(source, SRAMSHETTY_DEFAULTS)
+    config.only("routing", (1, True))
+    every, tokens = config.whole("router_skip_blocks"), config.whole("capacity")
+    auxiliary = config.get("aux_routing"), config.get("aux_loss")
+    spec = _meta_spec(source, config)
+    routed = tuple(layer for layer in range(spec.n_layers) if layer % every)
+    capacity = tokens if source.capacity is None else source.capacity
+    spec = with_routing(
+        source,
+        spec,
+        layers=routed,
+        gate="sigmoid",
+        combine="double_residual_ffn_gated",
+        capacity_rule="absolute",
+        capacity=capacity,
+        positions="compact",
+    )
+    copies = [f"layers.{layer}.router.weight" for layer in range(spec.n_layers)]
+    _check_copies(source, "router.weight", copies)
+    auxiliaries = [name for name in source.tensors if re.match(r"(layers\.\d+\.)?aux_router\.", name)]
+
+    def find(name: str, shape: tuple[int, ...]) -> Found:
+        match = LAYER.fullmatch(name)
+        if match is not None and match[2] == "router.projection.weight":
+            return Found(f"layers.{match[1]}.router.weight", shape)
+        return _meta_find(spec, name, shape)
+
+    said = [
+        "routes as in training; its own generation differs: a prompt runs its first tokens whatever their scores are, "
+        "and a single token where sigmoid(l) > 0.5. Commits before 57cc382 train otherwise, too"
+    ]
+    if auxiliaries or auxiliary[0]:
+        said.append("aux_router is left out; its code selects by it when it generates, and never in training")
+    harmless = ("router.weight", *copies, *auxiliaries, "rope.freqs")
+    return model_from(source, spec, find, family="Llama 2", declared_by=PARAMS, harmless=harmless, said=said)
+
+
+def read_d_llm(source: Source) -> ForeignModel:
+    """Jyk-122/D-LLM, `llama/model.py`: Llama 2 in one .pth, its routers and LoRA in another (`checkpoint-N.pth`).
+
+    From layer `dynamic_start_layer` on, Linear(D, H) - RMSNorm - SiLU - Linear(H, 2): a token runs where class 1 is as
+    probable as class 0, and the first `dynamic_reserve_initials` always. Others see no token that did not run.
+    """
+    config = _meta_config(source, D_LLM_DEFAULTS)
+    start, hidden = config.whole("dynamic_start_layer"), config.whole("dynamic_router_hdim")
+    first = config.get("dynamic_reserve_initials")
+    config.get("dynamic_active_target"), config.get("lora_rank")
+    spec = _meta_spec(source, config)
+    capacity = source.unlimited_capacity(
+        f"dynamic_active_target was {shown(config.get('dynamic_active_target') or 0.5)} in training"
+    )
+    spec = with_routing(
+        source,
+        spec,
+        layers=tuple(range(start, spec.n_layers)),
+        router="norm_mlp",
+        router_hidden=hidden,
+        gate="ones",
+        combine="replace_ungated",
+        selection="threshold",
+        always_first=first,
+        capacity=capacity,
+    )
+    lora = _lora(source, spec)
+
+    def find(name: str, shape: tuple[int, ...]) -> Found:
+        match = LAYER.fullmatch(name)
+        if match is None or not match[2].startswith("router."):
+            found = _meta_find(spec, name, shape)
+            return found._replace(made=partial(_merged, lora[found.name], found.made)) if found.name in lora else found
+        inner, ending = match[2].removeprefix("router.").rsplit(".", 1)
+        if inner == "projection":
+            return Found(f"layers.{match[1]}.router.linear_2.{ending}", (2, *shape[1:]), Difference)
+        return Found(f"layers.{match[1]}.router.{'linear_1' if inner == 'hidden' else inner}.{ending}", shape)
+
+    harmless = (*(name for one in lora.values() for name in (one[0].name, one[1].name)), "rope.freqs")
+    said = [slots_note(capacity)]
+    if lora:
+        said.append(f"LoRA is added to {len(lora)} projections in float32; its code adds in the dtype of the weights")
+    return model_from(source, spec, find, family="Llama 2", declared_by=PARAMS, harmless=harmless, said=said)
+
+
+def _meta_config(source: Source, defaults: Mapping[str, Any]) -> Config:
+    return Config(source.fields(PARAMS), defaults)
+
+
+def _meta_spec(source: Source, config: Config) -> ModelSpec:
+    """Of Llama 2 by its params.json; `max_seq_len` is an argument there, and is 2048 unless the user says otherwise."""
+    width, layers, heads = config.whole("dim"), config.whole("n_layers"), config.whole("n_heads")
+    kv_heads = heads if config.get("n_kv_heads") is None else config.whole("n_kv_heads")
+    multiple, longest = config.whole("multiple_of"), config.whole("max_seq_len")
+    d_ff = 8 * width // 3
+    if config.get("ffn_dim_multiplier") is not None:
+        try:
+            d_ff = int(config.number("ffn_dim_multiplier") * d_ff)
+        except OverflowError:
+            config.problem("ffn_dim_multiplier", f"expected a factor, got {shown(config.get('ffn_dim_multiplier'))}")
+    eps = config.number("norm_eps")
+    config.check_others(source.ignored, META_HARMLESS, {})
+    return declared(
+        source.path / PARAMS,
+        config,
+        lambda: ModelSpec(
+            vocab_size=max(1, source.shape(META_OUTER["embedding.weight"])[0]),
+            d_model=width,
+            n_layers=layers,
+            n_heads=heads,
+            n_kv_heads=kv_heads,
+            d_head=max(2, width // heads),
+            d_ff=multiple * -(-d_ff // multiple),
+            max_positions=longest if source.max_positions is None else source.max_positions,
+            norm_eps=eps,
+            tie_embeddings=False,
+        ),
+    )
+
+
+def _meta_find(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Found:
+    match = LAYER.fullmatch(name)
+    if match is None:
+        return Found(META_OUTER[name], shape)
+    inner, ending = match[2].rsplit(".", 1)
+    return Found(f"layers.{match[1]}.{META_NAMES[inner]}.{ending}", shape, _order_of(inner, spec))
+
+
+def _order_of(inner: str, spec: ModelSpec) -> Callable[[TensorRows], TensorRows]:
+    """Queries and keys get the two halves of a head one after the other."""
+    if inner in ("attention.q_proj", "attention.k_proj"):
+        return partial(HalvesOfHeads, d_head=spec.d_head)
+    return lambda tensor: tensor
+
+
+def _merged(
+    low_rank: tuple[TensorRows, TensorRows], made: Callable[[TensorRows], TensorRows], tensor: TensorRows
+) -> TensorRows:
+    return made(LowRank(tensor, *low_rank))
+
+
+def _lora(source: Source, spec: ModelSpec) -> dict[str, tuple[FileTensor, FileTensor]]:
+    """Name of a projection -> the two matrices (rank, D) and (rows, rank) whose product is added to it."""
+    found, problems = {}, []
+    for layer in range(spec.n_layers):
+        for letter in "qkv":
+            before = f"layers.{layer}.attention.lora_{letter}.linear_"
+            down, up = (source.tensors.get(f"{before}{one}.weight") for one in "AB")
+            if down is None or up is None:
+                continue  # One alone is left over, and refused for that.
+            heads = spec.n_heads if letter == "q" else spec.n_kv_heads
+            rank = down.shape[0] if down.shape else 0
+            if (down.shape, up.shape) != ((rank, spec.d_model), (heads * spec.d_head, rank)):
+                problems.append(
+                    f"{before}A.weight and {before}B.weight have the shapes {list(down.shape)} and {list(up.shape)}, "
+                    f"expected [rank, {spec.d_model}] and [{heads * spec.d_head}, rank]"
+                )
+            elif not (isinstance(down.stored, torch.dtype) and isinstance(up.stored, torch.dtype)):
+                problems.append(f"{before}A.weight or {before}B.weight holds no {KNOWN}")
+            else:
+                found[f"layers.{layer}.attention.w{letter}.weight"] = down, up
+    refuse(source.path, problems)
+    return found
+
+
+def _positions(source: Source, config: Config, most: int) -> int:
+    """The tables of angles of ohara are twice as long as the rows that it was trained with."""
+    asked = source.max_positions
+    if asked is not None and asked > 2 * most:
+        config.problem("seq_len", f"{most}, so its code has {2 * most} positions, and --max-positions asks for {asked}")
+    return most if asked is None else asked
+
+
+def _check_copies(source: Source, name: str, copies: list[str]) -> None:
+    """Refuses tensors that are one and the same in the dialect, and differ here."""
+    present = [one for one in (name, *copies) if one in source.tensors]
+    first = source.tensors.get(present[0]) if present else None
+    if first is None or not isinstance(first.stored, torch.dtype):
+        return  # It is missing, or no floats, and refused for that.
+    part = Part(first, 0, first.shape[0])
+    refuse(
+        source.path,
+        [
+            f"{one} differs from {first.name}, and both are the same tensor in the dialect {source.dialect}"
+            for one in present[1:]
+            if not same(source.tensors[one], part)
+        ],
+    )

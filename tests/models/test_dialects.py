@@ -1,0 +1,197 @@
+"""Mixture-of-Depths models of others next to re-implementations of their code: logits, text, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dialect_models import Astramind, ByRow, DLlm, Dlo, Ohara, Sramshetty
+
+from mod_models.checkpoint import Checkpoint, load_checkpoint
+from mod_models.convert import read_foreign
+from mod_models.convert.folder import write_folder
+from mod_models.convert.foreign import ForeignModel
+from mod_models.generate import Session
+from mod_models.generation_spec import for_generation
+from mod_models.routing import Decisions
+from mod_models.spec import layer_of
+from mod_models.transformer import Transformer
+
+TOLERANCE = 1e-5
+LENGTH = 40
+
+MODELS: dict[str, tuple[str, Callable[[int], ByRow], float | None]] = {
+    "astramind, Llama": ("astramind", lambda seed: Astramind("Llama", seed), None),
+    "astramind, Mistral": ("astramind", lambda seed: Astramind("Mistral", seed), None),
+    "astramind, Qwen2": ("astramind", lambda seed: Astramind("Qwen2", seed), None),
+    "DLO": ("dlo", Dlo, 1.0),
+    "DLO without weights": ("dlo", lambda seed: Dlo(seed, rescales=False), 1.0),
+    "ohara": ("ohara", Ohara, None),
+    "sramshetty": ("sramshetty", Sramshetty, None),
+    "sramshetty with a second router": ("sramshetty", lambda seed: Sramshetty(seed, auxiliary=True), None),
+    "D-LLM": ("d-llm", DLlm, 1.0),
+}  # fmt: skip
+"""Name -> (dialect, the judge from a seed, the capacity that has to be given)."""
+CAUSAL = [name for name, (_, _, capacity) in MODELS.items() if capacity is not None]
+
+
+def distinct_ids(rows: int = 2, seed: int = 3) -> torch.Tensor:
+    """No id twice in a row: equal tokens have equal scores, and of those the published code takes any."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([3 + torch.randperm(93, generator=generator)[:LENGTH] for _ in range(rows)])
+
+
+def read(name: str, folder: Path, seed: int = 0) -> tuple[ByRow, ForeignModel]:
+    dialect, make, capacity = MODELS[name]
+    theirs = make(seed)
+    theirs.save(folder)
+    return theirs, read_foreign(folder, dialect=dialect, capacity=capacity)
+
+
+def converted(model: ForeignModel, out: Path) -> Checkpoint:
+    write_folder(model, out)
+    return load_checkpoint(out)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_published_code(name: str, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        theirs, found = read(name, tmp_path / f"source{seed}", seed)
+        ours = converted(found, tmp_path / f"out{seed}")
+        for length in (LENGTH, 13):
+            ids_BS = distinct_ids(seed=seed)[:, :length]
+            expected_BSV = theirs(ids_BS)
+            with torch.no_grad():
+                (found_BSV,) = ours.module()(ids_BS, torch.tensor([length, length]))
+            assert expected_BSV.abs().max() > 1
+            assert (found_BSV - expected_BSV).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_routed_layers_run_some_tokens_and_skip_some(name: str, tmp_path: Path) -> None:
+    """Else the test above would say nothing."""
+    _, found = read(name, tmp_path / "source")
+    decisions, ids_BS = Decisions(), distinct_ids()
+    with torch.no_grad():
+        found.checkpoint().module().hidden(ids_BS, torch.tensor([LENGTH, LENGTH]), decisions)
+    assert {layer_of(site) for site in decisions.made} == set(found.spec.routed_layers)
+    for routing in decisions.made.values():
+        assert 0.05 < float(routing.live_BK.sum()) / ids_BS.numel() < 0.95
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_said_about_text(name: str, tmp_path: Path) -> None:
+    """Measured with last tokens that change: logits before them stay where the note says causal, and else do not."""
+    theirs, found = read(name, tmp_path / "source")
+    ids_BS = distinct_ids(1).repeat(24, 1)
+    ids_BS[1:, -8:] = torch.randint(3, 96, (23, 8), generator=torch.Generator().manual_seed(0))
+    logits_BSV = theirs(ids_BS)[:, :-8]
+    causal = name in CAUSAL
+    assert bool((logits_BSV - logits_BSV[:1]).abs().max() < TOLERANCE) == causal
+    said = next(note for note in found.notes if "write text token by token" in note)
+    assert said.startswith("causal; can write" if causal else "looks ahead: routing.selection=topk")
+    assert (for_generation(found.spec, 64).looks_ahead == ()) if causal else "cannot write" in said
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_token_by_token(name: str, tmp_path: Path) -> None:
+    """A prompt of 9 tokens, and then each token from the cache, with a slot for every token."""
+    theirs, found = read(name, tmp_path / "source", 2)
+    checkpoint = found.checkpoint()
+    model = Transformer(for_generation(checkpoint.spec, 64)).sharing(checkpoint.module())
+    ids_1S = distinct_ids(1)
+    session = Session(model, 64)
+    written = [session.read(ids_1S[:, :9], torch.tensor([9]))]
+    written += [session.write(ids_1S[:, t]) for t in range(9, LENGTH)]
+    assert (torch.stack(written, 1) - theirs(ids_1S)[:, 8:]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("astramind, Llama", "capacity 0.125 is what its loader sets"),
+        ("DLO", "every token has a slot, as in its code; a prompt costs as much as in the dense model"),
+        ("ohara", "attn.key holds what queries are made of and attn.query what keys are"),
+        ("sramshetty with a second router", "routes as in training; its own generation differs"),
+        ("sramshetty with a second router", "aux_router is left out"),
+        ("D-LLM", "LoRA is added to 12 projections in float32"),
+    ],
+)
+def test_notes(name: str, expected: str, tmp_path: Path) -> None:
+    _, found = read(name, tmp_path / "source")
+    assert any(expected in note for note in found.notes)
+    assert f"in the dialect {MODELS[name][0]}" in found.family
+
+
+def test_a_capacity_that_is_given(tmp_path: Path) -> None:
+    """It counts where the implementation is one that a user can give another capacity, and skips where it has none."""
+    theirs = Astramind("Llama", 5)
+    theirs.capacity = 0.5
+    theirs.save(tmp_path / "astramind")
+    found = read_foreign(tmp_path / "astramind", dialect="astramind", capacity=0.5)
+    ids_BS, lengths_B = distinct_ids(), torch.tensor([LENGTH, LENGTH])
+    with torch.no_grad():
+        (found_BSV,) = found.checkpoint().module()(ids_BS, lengths_B)
+    assert (found_BSV - theirs(ids_BS)).abs().max() < TOLERANCE
+    Dlo(0).save(tmp_path / "dlo")
+    found = read_foreign(tmp_path / "dlo", dialect="dlo", capacity=0.1)
+    assert found.spec.k_of_layer(40) == {1: 4, 2: 4}
+    assert "tokens that want to run and find no slot are skipped; its code has no such limit (--capacity 1)" in (
+        found.notes
+    )
+    Ohara(0).save(tmp_path / "ohara")
+    assert read_foreign(tmp_path / "ohara", dialect="ohara", capacity=0.5).spec.capacity == 0.5
+    Sramshetty(0).save(tmp_path / "sramshetty")
+    assert read_foreign(tmp_path / "sramshetty", dialect="sramshetty", capacity=7).spec.capacity == 7
+
+
+@pytest.mark.parametrize("capacity", [None, 0.25])
+def test_one_selected_token(capacity: float | None, tmp_path: Path) -> None:
+    """With k = 1 astramind takes the largest, and not what is above it; k = 2 is one token, too."""
+    theirs = Astramind("Llama", 0)
+    theirs.capacity = capacity or theirs.capacity
+    theirs.save(tmp_path / "source")
+    found = read_foreign(tmp_path / "source", dialect="astramind", capacity=capacity)
+    ids_BS = distinct_ids()[:, :8]
+    with torch.no_grad():
+        (found_BSV,) = found.checkpoint().module()(ids_BS, torch.tensor([8, 8]))
+    assert found.spec.k_of_layer(8) == {1: 1}
+    assert (found_BSV - theirs(ids_BS)).abs().max() < TOLERANCE
+
+
+def test_rows_are_as_long_as_the_user_says(tmp_path: Path) -> None:
+    for name, expected in (("ohara", 64), ("sramshetty", 2048), ("D-LLM", 2048), ("DLO", 128)):
+        dialect, make, capacity = MODELS[name]
+        make(0).save(tmp_path / name)
+        options: dict[str, Any] = {"dialect": dialect, "capacity": capacity}
+        assert read_foreign(tmp_path / name, **options).spec.max_positions == expected
+        assert read_foreign(tmp_path / name, 50, **options).spec.max_positions == 50
+
+
+def test_biases_of_ohara(tmp_path: Path) -> None:
+    """With `bias` its output projections have one too; old files have one embedding, others have it twice."""
+    theirs = Ohara(3)
+    for module in theirs.modules():
+        if hasattr(module, "attn"):
+            module.attn["proj"] = torch.nn.Linear(48, 48)
+    theirs.eval()
+    theirs.save(tmp_path / "source", kept=("model.token_emb.weight", "model.vocab_proj.weight"), bias=True)
+    found = read_foreign(tmp_path / "source", dialect="ohara")
+    assert found.spec.attention_bias == "all"
+    ids_BS = distinct_ids()
+    with torch.no_grad():
+        (found_BSV,) = found.checkpoint().module()(ids_BS, torch.tensor([LENGTH, LENGTH]))
+    assert (found_BSV - theirs(ids_BS)).abs().max() < TOLERANCE
+
+
+def test_a_model_without_lora(tmp_path: Path) -> None:
+    DLlm(0).save(tmp_path / "source", lora=False)
+    found = read_foreign(tmp_path / "source", dialect="d-llm", capacity=1.0)
+    assert not any("LoRA" in note for note in found.notes)
+    theirs = DLlm(0)
+    with torch.no_grad():
+        (found_BSV,) = found.checkpoint().module()(distinct_ids(), torch.tensor([LENGTH, LENGTH]))
+    assert (found_BSV - theirs(distinct_ids())).abs().max() < TOLERANCE

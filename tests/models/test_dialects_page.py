@@ -1,0 +1,38 @@
+"""docs/dialects.md names the dialects that there are, and says of each what a conversion finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_dialects import CAUSAL, MODELS
+
+from mod_models.convert.dialects import DIALECTS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "dialects.md").read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """First cell -> the others, of the table with these first heading cells."""
+    lines = PAGE[PAGE.index(f"\n| {heading}") + 1 :].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return {first.strip("`"): others for first, *others in cells}
+
+
+def test_every_dialect_is_on_the_page() -> None:
+    read = [name for name, dialect in DIALECTS.items() if dialect.read]
+    assert [*rows("dialect | implementation | a folder of it has")] == read == [*rows("dialect | a selected token")]
+    assert [*rows("dialect | implementation | reason")] == [name for name in DIALECTS if name not in read]
+
+
+@pytest.mark.parametrize(("name", "cells"), rows("dialect | a selected token").items())
+def test_what_it_says_of_text(name: str, cells: list[str]) -> None:
+    """`CAUSAL` is measured in test_dialects.py."""
+    causal = {MODELS[one][0] for one in CAUSAL}
+    assert cells[2:] == (["yes", "yes"] if name in causal else ["no", "no"])
+
+
+@pytest.mark.parametrize(("name", "cells"), rows("dialect | implementation | a folder of it has").items())
+def test_which_capacity_has_to_be_given(name: str, cells: list[str]) -> None:
+    needed = {dialect for dialect, _, capacity in MODELS.values() if capacity is not None}
+    assert (cells[2] == "has to be given") == (name in needed)

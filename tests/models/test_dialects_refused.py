@@ -1,0 +1,243 @@
+"""Folders with routers that nobody declared, or declared wrongly, or that are damaged: one sentence each."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dialect_models import Astramind, DLlm, Dlo, Ohara, Sramshetty
+from safetensors.torch import load_file, save_file
+
+from mod_models.architecture import MOD_TRANSFORMER
+from mod_models.checkpoint import CheckpointError
+from mod_models.convert import read_foreign
+from mod_models.convert.dialects import DIALECTS
+
+NAMES_OF: dict[str, tuple[str, ...]] = {
+    "epfml": ("transformer.h.0.mod_router.weight", "transformer.h.0.block.attn.c_attn.weight"),
+    "kyegomez": ("router.weight", "aux_router.0.weight", "aux_router.2.weight"),
+    "mixture-ai": ("router_mlp.weight", "router_mlp.bias", "aux_mlp.weight", "transformer_block.q.weight"),
+    "mindskip": ("model.layers.0.router.weight", "model.layers.0.self_attn.q_proj.weight"),
+    "skipgpt": ("model.layers.0.router_attention.hidden_layer.weight", "model.layers.0.router_mlp.hidden_layer.weight"),
+}
+"""Of those that cannot be converted: what tensors are called there."""
+
+
+def refused(folder: Path, message: str, **options: Any) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)) as raised:
+        read_foreign(folder, **options)
+    assert "\n" not in str(raised.value)
+
+
+def with_names(folder: Path, names: tuple[str, ...]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    save_file({name: torch.ones(1, 4) for name in names}, folder / "model.safetensors")
+    return folder
+
+
+def change(folder: Path, without: str = "", **tensors: torch.Tensor) -> None:
+    """Of a model in a safetensors file; two underscores are a dot."""
+    path = folder / "model.safetensors"
+    state = {name: tensor for name, tensor in load_file(path).items() if name != without}
+    save_file(state | {name.replace("__", "."): tensor for name, tensor in tensors.items()}, path)
+
+
+def change_pickle(path: Path, table: str = "", without: str = "", **tensors: torch.Tensor) -> None:
+    data = torch.load(path, weights_only=True)
+    state = data[table] if table else data
+    state.pop(without, None)
+    state |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    torch.save(data, path)
+
+
+@pytest.mark.parametrize("name", ["astramind", "dlo", "ohara"])
+def test_a_dialect_is_not_guessed(name: str, tmp_path: Path) -> None:
+    {"astramind": lambda: Astramind("Llama", 0), "dlo": lambda: Dlo(0), "ohara": lambda: Ohara(0)}[name]().save(
+        tmp_path / "source"
+    )
+    said = "how they route is in no file. Dialects with such names: "
+    refused(tmp_path / "source", f"{said}{name}. If it is in one of them, say so: mod-export convert")
+    for read in (MOD_TRANSFORMER.read, MOD_TRANSFORMER.look):
+        with pytest.raises(CheckpointError, match=said):
+            read(tmp_path / "source")
+
+
+def test_state_dicts_without_a_dialect(tmp_path: Path) -> None:
+    Sramshetty(0).save(tmp_path / "one")
+    refused(tmp_path / "one", "Dialects with such names: sramshetty. If")
+    DLlm(0).save(tmp_path / "two")
+    refused(tmp_path / "two", "Dialects with such names: d-llm. If")
+
+
+@pytest.mark.parametrize("name", NAMES_OF)
+def test_dialects_that_cannot_be_converted(name: str, tmp_path: Path) -> None:
+    """Refused when they are declared and when they are not, with the reason."""
+    folder, dialect = with_names(tmp_path / "source", NAMES_OF[name]), DIALECTS[name]
+    assert dialect.reason
+    refused(folder, f"--dialect {name} ({dialect.repository}) cannot be converted: {dialect.reason}", dialect=name)
+    refused(folder, f"{name}, which cannot be converted: {dialect.reason}")
+
+
+def test_several_candidates(tmp_path: Path) -> None:
+    folder = with_names(
+        tmp_path / "source",
+        ("model.routers.1.weight", "model.layers.0.router.weight", "model.layers.0.self_attn.q_proj.weight"),
+    )
+    refused(folder, "Dialects with such names: dlo; mindskip, which cannot be converted: by granularity")
+
+
+def test_every_dialect_is_read_or_has_a_reason() -> None:
+    assert {name for name, dialect in DIALECTS.items() if dialect.read is None} == set(NAMES_OF)
+    assert all((dialect.read is None) == bool(dialect.reason) for dialect in DIALECTS.values())
+
+
+def test_another_dialect_than_the_folder(tmp_path: Path) -> None:
+    Ohara(0).save(tmp_path / "source")
+    refused(
+        tmp_path / "source",
+        r"not in the dialect astramind: no tensor is named like model\.layers\.\d+\.router\.weight_predictor\.weight; "
+        r"no tensor is named like model\.layers\.\d+\.block\.self_attn\..*. Dialects that do fit: ohara",
+        dialect="astramind",
+    )
+    refused(tmp_path / "source", "--dialect mine: unknown; known: astramind, dlo, ohara", dialect="mine")
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file", "not a folder; a dialect has its configuration and its weights in one", dialect="dlo")
+    save_file(
+        {"model.layers.0.router.weight_predictor.weight": torch.ones(1),
+         "model.layers.0.block.self_attn.x": torch.ones(1), "model.layers.0.router.hidden_layer.weight": torch.ones(1)},
+        with_names(tmp_path / "other", ()) / "model.safetensors",
+    )  # fmt: skip
+    refused(tmp_path / "other", "there is a tensor 'model.layers.0.router.hidden_layer.weight'", dialect="astramind")
+
+
+def test_a_capacity_without_a_dialect(tmp_path: Path) -> None:
+    refused(tmp_path, "--capacity is for routed layers of a --dialect, and none was declared", capacity=0.5)
+
+
+@pytest.mark.parametrize("name", ["dlo", "d-llm"])
+def test_a_capacity_that_has_to_be_given(name: str, tmp_path: Path) -> None:
+    (Dlo(0) if name == "dlo" else DLlm(0)).save(tmp_path / "source")
+    refused(
+        tmp_path / "source",
+        f"give --capacity: {name} runs every token that its router wants, and a graph has a fixed number of slots. "
+        "--capacity 1 gives each token a slot and computes what its code computes",
+        dialect=name,
+    )
+    said = "dlo_capacity was 0.7" if name == "dlo" else "dynamic_active_target was 0.6"
+    refused(tmp_path / "source", said, dialect=name)
+    refused(tmp_path / "source", "spec.routing.capacity: expected a share in (0, 1]", dialect=name, capacity=2.0)
+
+
+def test_tensors_of_astramind(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    Astramind("Llama", 0).save(folder)
+    options = {"dialect": "astramind"}
+    change(folder, without="model.layers.1.router.weight_predictor.bias")
+    refused(folder, "model.layers.1.router.weight_predictor.bias is missing, expected [1]", **options)
+    change(folder, model__layers__1__router__weight_predictor__bias=torch.ones(2))
+    refused(folder, "weight_predictor.bias has shape [2], config.json says [1]", **options)
+    change(folder, model__layers__1__router__weight_predictor__bias=torch.ones(1, dtype=torch.int64))
+    refused(folder, "weight_predictor.bias holds I64, expected floating-point", **options)
+    change(folder, model__layers__1__router__weight_predictor__bias=torch.ones(1))
+    change(folder, without="model.layers.1.block.mlp.up_proj.weight")
+    refused(folder, "model.layers.1.block.mlp.up_proj.weight is missing, expected [80, 48]", **options)
+    change(folder, model__layers__1__block__mlp__up_proj__weight=torch.ones(80, 48), model__layers__1__x=torch.ones(1))
+    refused(folder, "'model.layers.1.x' belongs to nothing that config.json describes", **options)
+    change(folder, without="model.layers.1.x", model__layers__7__router__weight_predictor__weight=torch.ones(1, 48))
+    refused(folder, "astramind: spec.routing.layers: expected ascending numbers from 0 to 2", **options)
+
+
+def test_configurations_of_dlo(tmp_path: Path) -> None:
+    changes = {
+        "scale_gap: expected a number, got 'wide'": {"scale_gap": "wide"},
+        "rescale_hidden_states: expected true or false, got 1": {"rescale_hidden_states": 1},
+        "model_type: expected 'llama_dlo', got 'llama_dlo_exattn'": {"model_type": "llama_dlo_exattn"},
+        "architectures: expected ['LlamaDLOForCausalLM'], got None": {"architectures": None},
+        "is_dlo: expected a list of true and false, got 3": {"is_dlo": 3},
+        "model.routers.0.weight is missing, and is_dlo is true there": {"is_dlo": [True] * 3},
+        "model.routers.2.weight stands in a layer where is_dlo is not true": {"is_dlo": [False, True, False]},
+        "dlo_depth: unknown field with the value 3": {"dlo_depth": 3},
+    }
+    for number, (message, changed) in enumerate(changes.items()):
+        Dlo(0).save(tmp_path / str(number), **changed)
+        refused(tmp_path / str(number), message, dialect="dlo", capacity=1.0)
+
+
+def test_configurations_of_ohara(tmp_path: Path) -> None:
+    changes = {
+        "ffn: a spec cannot say 'mlp'": {"ffn": "mlp"},
+        "mixture_of_expert: a spec cannot say True": {"mixture_of_expert": True},
+        "num_kv_heads: a spec cannot say 2": {"num_kv_heads": 2},
+        "token_emb_scale: unknown field": {"token_emb_scale": 2},
+        "hidden_dim: missing": {"hidden_dim": None},
+        "model.layers.1.ff.gate.weight has shape [80, 48], config.json says [96, 48]": {"hidden_dim": 96},
+        "spec.d_head: RoPE rotates pairs, so it must be even": {"num_heads": 16},
+    }
+    for number, (message, changed) in enumerate(changes.items()):
+        theirs = Ohara(0)
+        theirs.fields = {name: value for name, value in theirs.fields.items() if changed.get(name, 0) is not None}
+        theirs.save(tmp_path / str(number), **{name: one for name, one in changed.items() if one is not None})
+        refused(tmp_path / str(number), message, dialect="ohara")
+    Ohara(0).save(tmp_path / "sound")
+    refused(tmp_path / "sound", "seq_len: 64, so its code has 128 positions, and --max-positions asks for 129",
+            dialect="ohara", max_positions=129)  # fmt: skip
+    change(tmp_path / "sound", model__layers__0__gate__weight=torch.ones(1))
+    refused(tmp_path / "sound", "'model.layers.0.gate.weight' belongs to nothing in the dialect ohara", dialect="ohara")
+
+
+def test_tensors_that_ought_to_be_one(tmp_path: Path) -> None:
+    Ohara(0).save(tmp_path / "ohara", kept=("model.token_emb.weight", "model.vocab_proj.weight"))
+    change(tmp_path / "ohara", model__token_emb__weight=torch.ones(96, 48))
+    refused(tmp_path / "ohara", "model.vocab_proj.weight differs from model.token_emb.weight, and both are the same",
+            dialect="ohara")  # fmt: skip
+    Sramshetty(0).save(tmp_path / "sramshetty")
+    change_pickle(tmp_path / "sramshetty" / "checkpoint_epoch-0.pth", layers__3__router__weight=torch.ones(1, 48))
+    refused(tmp_path / "sramshetty", "layers.3.router.weight differs from router.weight", dialect="sramshetty")
+
+
+def test_folders_of_sramshetty(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    Sramshetty(0).save(folder, routing=0)
+    refused(folder, "routing: a spec cannot say 0", dialect="sramshetty")
+    (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"rope_theta": 5e5}))
+    refused(folder, "rope_theta: unknown field with the value 500000.0", dialect="sramshetty")
+    (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"ffn_dim_multiplier": 1.5}))
+    refused(folder, "feed_forward.w1.weight has shape [144, 48], params.json says [192, 48]", dialect="sramshetty")
+    (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"ffn_dim_multiplier": float("inf")}))
+    refused(folder, "ffn_dim_multiplier: expected a factor, got inf", dialect="sramshetty")
+    (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"n_layers": 10**9}))
+    refused(folder, "spec.n_layers: expected a whole number from 1 to 1024", dialect="sramshetty")
+    (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields))
+    path = folder / "checkpoint_epoch-0.pth"
+    change_pickle(path, without="tok_embeddings.weight")
+    refused(folder, "tok_embeddings.weight is missing", dialect="sramshetty")
+    change_pickle(path, tok_embeddings__weight=torch.tensor(1.0))
+    refused(folder, "tok_embeddings.weight has shape []", dialect="sramshetty")
+    torch.save(torch.load(path, weights_only=True), folder / "checkpoint_epoch-1.pth")
+    refused(folder, "which checkpoint_epoch-0.pth holds too; expected one whole model in a folder",
+            dialect="sramshetty")  # fmt: skip
+    (folder / "params.json").unlink()
+    (folder / "checkpoint_epoch-1.pth").unlink()
+    refused(folder, "params.json: not readable JSON", dialect="sramshetty")
+
+
+def test_lora_of_d_llm(tmp_path: Path) -> None:
+    folder, options = tmp_path / "source", {"dialect": "d-llm", "capacity": 1.0}
+    DLlm(0).save(folder)
+    path, name = folder / "checkpoint-3.pth", "layers.0.attention.lora_q.linear_B.weight"
+    change_pickle(path, "model", without=name)
+    refused(folder, "'layers.0.attention.lora_q.linear_A.weight' belongs to nothing in the dialect d-llm", **options)
+    change_pickle(path, "model", **{name: torch.ones(48, 4)})
+    refused(
+        folder, "linear_B.weight have the shapes [3, 48] and [48, 4], expected [rank, 48] and [48, rank]", **options
+    )
+    change_pickle(path, "model", **{name: torch.ones(48, 3, dtype=torch.int64)})
+    refused(folder, "linear_B.weight holds no floating-point numbers of 16, 32 or 64 bits", **options)
+    change_pickle(path, "model", **{name: torch.ones(48, 3)})
+    change_pickle(path, "model", layers__2__router__linear_2__bias=torch.ones(3))
+    refused(folder, "layers.2.router.linear_2.bias has shape [3], params.json says [2]", **options)
