@@ -25,6 +25,7 @@ from mod_export.validate.causality import causality_of
 from mod_export.validate.checks import failed_row
 from mod_export.validate.findings import parity_of
 from mod_export.validate.inputs import parity_batches
+from mod_export.validate.quality import quality_of
 from mod_export.validate.reference import routing_map
 from mod_export.validate.structure import (
     structure_of_export,
@@ -33,7 +34,7 @@ from mod_export.validate.structure import (
     structure_of_programs,
     structure_of_weights,
 )
-from mod_export.validate.texts import parity_of_decoding, quality_of, texts_of_decoding
+from mod_export.validate.texts import parity_of_decoding, texts_of_decoding
 
 QUALITY_TEXTS = 4
 

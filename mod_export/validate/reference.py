@@ -48,9 +48,7 @@ MOST_MAPPED_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """One run: what the module returns; site -> positions int64 (B, k); site -> what it is judged by. Floats of one
-    dtype.
-    """
+    """One run: what the module returns; site -> positions int64 (B, k); site -> what it is judged by."""
 
     outputs: tuple[np.ndarray, ...]
     routed: Mapping[Site, np.ndarray]

@@ -189,13 +189,11 @@ def alone_report(report: BuildReport) -> BuildReport:
     tables = ("artifacts", "parity", "causality", "latency", "cost", "parts")
     own = {name: tuple(row for row in getattr(report, name) if row.model != "dense") for name in tables}
     structure = tuple(row for row in report.structure if "dense" not in row.path)
-    generation = report.generation
-    assert generation is not None
     generation = changed(
-        generation,
-        texts=tuple(row for row in generation.texts if row.model == "mod"),
-        decode=tuple(_without_dense(row) for row in generation.decode),
-        first_token=tuple(_without_dense(row) for row in generation.first_token),
+        report.generation,
+        texts=tuple(row for row in report.generation.texts if row.model == "mod"),
+        decode=tuple(_without_dense(row) for row in report.generation.decode),
+        first_token=tuple(_without_dense(row) for row in report.generation.first_token),
     )
     return changed(report, **own, structure=structure, speedup=(), generation=generation, not_compared=NO_BASELINE)
 

@@ -28,8 +28,9 @@ from mod_export.validate import inputs
 from mod_export.validate.checks import failed_row
 from mod_export.validate.inputs import one_of_each_kind, parity_batches, prompts_of
 from mod_export.validate.parity import judge_runner, judge_runners
+from mod_export.validate.quality import documentation, quality_of
 from mod_export.validate.reference import Reference
-from mod_export.validate.texts import PromptRunner, decoding_parts, documentation, quality_of, texts_of
+from mod_export.validate.texts import PromptRunner, decoding_parts, texts_of
 
 AFFORDABLE = 40
 """Tokens of one kind of input that a large eager model is run on: fewer than three rows of a prompt and its tail."""
