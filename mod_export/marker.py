@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch._decomp import register_decomposition
 
 
 def mark_selection(
@@ -76,7 +75,8 @@ MARKER = torch.ops.mod_export.mark_selection.default
 """The operation, as it stands in an exported program."""
 
 
-@register_decomposition(MARKER)
+@MARKER.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)
 def _decomposed(index: Tensor, live: Tensor, *_described: object) -> tuple[Tensor, Tensor]:
-    # For `torch.onnx.export` of a model as it is: the exporter decomposes what ONNX has no operator for.
+    # An exported program keeps its markers. What decomposes it (`torch.onnx.export` of a model as it is, for which ONNX
+    # has no operator) and torch.compile of a model as it is see the two copies.
     return index.clone(), live.clone()

@@ -155,8 +155,8 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     add("--data", type=Path, help="text to train on; without it this Python's sources")
     add("--results", type=Path, default=Path("build/retrofit"))
     add("--docs", type=Path, default=Path("docs"))
-    # A quarter of an hour for each way of 135 M parameters on two cores, and 5 GB.
-    add("--steps", type=int, default=100)
+    # Ten minutes for each way of 135 M parameters on two cores, with its build, and 5 GB.
+    add("--steps", type=int, default=60)
     add("--batch", type=int, default=4)
     add("--micro-batch", type=int, default=0, help="rows at a time, for less memory (default: all of them)")
     add("--seq", type=int, default=256)

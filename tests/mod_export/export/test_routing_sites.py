@@ -8,8 +8,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from small_graphs import run
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from mod_export import mark_selection
 from mod_export.export.capture import captured, exported
@@ -147,6 +149,20 @@ def test_a_marker_changes_nothing_in_training() -> None:
     x_BTD = torch.randn(2, 5, 4)
     assert torch.equal(compiled(x_BTD)[0], model(x_BTD)[0])
     assert captured(model.to("meta"), [x_BTD.to("meta")], "model").routed[0] == "routed_3"
+
+
+def test_torch_compile_compiles_a_model_with_markers_as_if_it_had_none() -> None:
+    """As a fallback, a marker would be a call of Python in compiled code, which Inductor refuses where CI is set."""
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(module: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    model, x_BTD = TwoSites().requires_grad_(False), torch.randn(2, 5, 4)
+    compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    assert torch.equal(compiled(x_BTD)[0], model(x_BTD)[0])
+    assert MARKER not in {node.target for node in graphs[0].nodes}
 
 
 ROW = torch.tensor([[0, 1, 2, 3, 4]] * 2)
