@@ -55,8 +55,26 @@ def _product(node: ir.Node) -> _Product | None:
     return _Product(node, x, weight, (shape[1], shape[0]))
 
 
+def _stored_gemm(node: ir.Node) -> _Product | None:
+    """The product that a Gemm without a bias computes of rows and a stored weight; None where a node is no such."""
+    if not is_standard(node, "Gemm") or any(value is not None for value in node.inputs[2:]):
+        return None
+    x, weight = node.inputs[:2]
+    given = (node.attributes.get_float("alpha", 1.0), node.attributes.get_int("transA", 0))
+    if x is None or weight is None or not weight.is_initializer() or given != (1.0, 0):
+        return None
+    shape = static_shape(weight)
+    if shape is None or node.attributes.get_int("transB", 0) != 1:
+        return None
+    return _Product(node, x, weight, (shape[0], shape[1]))
+
+
 class StoredWeights:
-    """Replaces MatMul with a transposed weight by com.microsoft::FusedMatMul, which transposes while it packs."""
+    """Replaces MatMul with a transposed weight by com.microsoft::FusedMatMul, which transposes while it packs.
+
+    So too a Gemm that does the same for rows without a batch, as the head of a prompt's last token is exported: ONNX
+    Runtime's sessions share packed weights among operators of one type only.
+    """
 
     name: ClassVar[str] = "stored_weights"
 
@@ -73,12 +91,13 @@ class StoredWeights:
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{label_of(one.node)} multiplies by a copy of {one.weight.name}" for one in _float_products(model)]
+        return [f"{label_of(one.node)} packs a copy of {one.weight.name}" for one in _float_products(model)]
 
 
 def _float_products(model: ir.Model) -> list[_Product]:
     """Those in branches as well, which use the weights of the whole graph."""
-    return [found for node in model.graph.all_nodes() if (found := _product(node)) is not None]
+    candidates = (_product(node) or _stored_gemm(node) for node in model.graph.all_nodes())
+    return [found for found in candidates if found is not None]
 
 
 class QuantizeWeights:

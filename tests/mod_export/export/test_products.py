@@ -39,12 +39,28 @@ def test_no_transpose_of_a_weight_is_left() -> None:
     [
         ("float[1,3,4] x) => (float[1,3,6] y", "i = Identity (w) t = Transpose (i) y = MatMul (x, t)"),
         ("float[1,4,6] x) => (float[1,4,6] y", "t = Transpose (w) y = Add (x, t)"),
+        ("float[3,4] x, float[6] c) => (float[3,6] y", "y = Gemm <transB = 1> (x, w, c)"),
+        ("float[3,4] x) => (float[3,6] y", "y = Gemm <transB = 1, alpha = 0.5> (x, w)"),
+        ("float[4,3] x) => (float[3,6] y", "y = Gemm <transA = 1, transB = 1> (x, w)"),
+        ("float[3,6] x) => (float[3,4] y", "y = Gemm (x, w)"),
+        ("float[3,4] x, float[6,4] v) => (float[3,6] y", "y = Gemm <transB = 1> (x, v)"),
     ],
 )
 def test_anything_else_is_left(types: str, body: str) -> None:
     model = parsed(f"g ({types}) {WEIGHT} {{ {body} }}")
     assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 0
     assert "com.microsoft" not in model.opset_imports
+
+
+def test_rows_without_a_batch_are_multiplied_by_the_same_operator() -> None:
+    """As the head of a prompt's last token is: sessions share packed weights among operators of one type."""
+    text = f"g (float[3,4] x) => (float[3,6] y) {WEIGHT} {{ y = Gemm <transB = 1> (x, w) }}"
+    model, feeds = parsed(text), {"x": np.random.default_rng(0).standard_normal((3, 4), np.float32)}
+    assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == ["Gemm packs a copy of w"]
+    assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 1
+    assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == []
+    assert [node.op_type for node in model.graph] == ["FusedMatMul"]
+    np.testing.assert_array_equal(run(model, feeds)[0], run(parsed(text), feeds)[0])
 
 
 BRANCHES = f"""g (bool flag, float[1,3,4] x) => (float[1,3,6] y) {WEIGHT} {{
@@ -62,7 +78,7 @@ def test_products_in_branches_are_the_same() -> None:
         for flag in (True, False)
     ]
     expected = [run(parsed(BRANCHES), one)[0] for one in feeds]
-    left = ["MatMul multiplies by a copy of w"] * 2
+    left = ["MatMul packs a copy of w"] * 2
     assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == left
     assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 2
     assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == []

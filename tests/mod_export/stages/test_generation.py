@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from build_folders import Silent, changed, check_files, steps_of
@@ -82,6 +83,19 @@ def test_all_graphs_share_one_file_of_weights(written: Path) -> None:
     assert held == {"weights-float32.data"}
     small = [path.stat().st_size for path in written.rglob("*.onnx")]
     assert max(small) < 200_000
+
+
+def test_every_weight_is_packed_once(written: Path) -> None:
+    """ONNX Runtime's sessions share packed weights among operators of one type."""
+    readers: dict[str, set[str]] = {}
+    products = {"FusedMatMul", "Gemm", "MatMul"}
+    for path in sorted((written / "engines" / "ort-cpu").glob("*-float32.onnx")):
+        model = ir.load(path)
+        for node in model.graph.all_nodes():
+            if node.op_type in products and node.inputs[1].is_initializer() and len(node.inputs) == 2:
+                readers.setdefault(node.inputs[1].name, set()).add(node.op_type)
+    assert readers
+    assert {name: kinds for name, kinds in readers.items() if len(kinds) > 1} == {}
 
 
 @pytest.mark.parametrize(
