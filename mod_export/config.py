@@ -22,6 +22,8 @@ from mod_export.errors import ConfigError
 from mod_export.types import Bucket, DType, FloatDType, Outputs
 
 SHOWN_CHARACTERS = 60
+MOST_LOGITS_BYTES = 2**24
+"""Of a bucket, in float32, up to which `outputs = "auto"` returns the logits of every token."""
 LONGEST_WINDOW, SHORT_PROMPT = 1024, 128
 """Default tokens of a window, at most, and of a short prompt."""
 EXPECTED = {
@@ -271,9 +273,11 @@ class BuildConfig(_Section):
 
     buckets: tuple[tuple[Positive, Positive], ...] = ()
     """(batch, sequence) pairs; empty: 1 x 128, and 1 x 512 or the longest power of two that the model allows."""
-    outputs: Outputs = "logits"
+    outputs: Outputs | Literal["auto"] = "auto"
     """What the graphs return: `logits` of every token; `last`, the logits of each row's last real token, which sampling
-    needs, so that the output head is not computed for the others; or `none`, hidden states after the final norm."""
+    needs, so that the output head is not computed for the others; or `none`, hidden states after the final norm.
+    `auto` is `last` where the largest bucket would return more than 16 MiB of logits, as of 128 tokens with a
+    vocabulary of 49,152; else `logits`."""
     targets: tuple[str, ...] = ()
     """Names as in `mod-export targets`; empty: every target that can build on this machine."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -292,6 +296,12 @@ class BuildConfig(_Section):
     def _tuples(cls, data: Any) -> Any:
         # TOML has arrays; the tree is frozen and therefore holds tuples.
         return _tuples_from_lists(data)
+
+    @property
+    def returned(self) -> Outputs:
+        """`outputs` of a plan or a build folder, where nothing is left to be decided."""
+        assert self.outputs != "auto", "make_plan decides it"
+        return self.outputs
 
     def bucket_list(self, max_positions: int) -> tuple[Bucket, ...]:
         """The buckets to build, ascending.

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from mod_export.benchmark.speedup import GIVE_A_BASELINE
-from mod_export.config import BuildConfig
+from mod_export.config import MOST_LOGITS_BYTES, BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
@@ -146,6 +146,9 @@ def make_plan(
     targets = _targets(config, availability)
     problems = _too_large(model, buckets)
     problems += [problem for engine in targets.values() for problem in engine.problems(config)]
+    if config.outputs == "auto":
+        large = max(_logits_bytes(model, bucket) for bucket in buckets) > MOST_LOGITS_BYTES
+        config = config.model_copy(update={"outputs": "last" if large else "logits"})
     if config.outputs != "logits" and not isinstance(model.loaded, TokenIds):
         problems.append(f"outputs: {config.outputs}, but {model.name} is no model of token ids; leave `outputs` out")
     if tokenizer is not None:
@@ -296,7 +299,7 @@ def _graphs(
     """The portable graphs of a build: forward graphs of every model, then prefill and decode graphs of both."""
     for bucket in buckets:
         for kind in kinds:
-            yield _portable(kind, "forward", bucket, config.outputs)
+            yield _portable(kind, "forward", bucket, config.returned)
     if isinstance(generation, str):
         return
     options, window = config.generation, generation.window

@@ -37,7 +37,7 @@ class Rerun:
     Attributes:
         rows: type of a result -> the rows of that type.
         verdict: over all of them.
-        notes: what was not run or not compared, and why.
+        notes: what was not run, not compared or not written into the folder, and why.
         not_compared: why the latencies of `bench` are compared with nothing; None where they are.
     """
 
@@ -77,10 +77,10 @@ def validate_folder(
             raise
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise BuildFolderError(f"{root}: {changed}, so there is no reference ({reason}); build again") from error
-    verdict = verdict_of(context, speedup=False)
+    verdict, said = verdict_of(context, speedup=False), notes(context)
     if checkpoint is None and config is None and not targets and context.runnable("forward"):
-        _complete(context, "validate", begin, {"verified": True, "refused": refused_in(context)})
-    return Rerun(rows=context.rows, verdict=verdict, notes=notes(context))
+        said += _complete(context, "validate", begin, {"verified": True, "refused": refused_in(context)})
+    return Rerun(rows=context.rows, verdict=verdict, notes=said)
 
 
 def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:
@@ -103,24 +103,27 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
     profile(context)
     compare_with_baseline(context)
     verdict = verdict_of(context, parity=False)
-    if config is None and not targets:
-        _complete(context, "benchmark", begin, {})
-    return Rerun(rows=context.rows, verdict=verdict, not_compared=not_compared(context))
+    said = _complete(context, "benchmark", begin, {}) if config is None and not targets else []
+    return Rerun(rows=context.rows, verdict=verdict, notes=said, not_compared=not_compared(context))
 
 
-def _complete(context: FolderContext, stage: str, begin: float, facts: Mapping[str, Any]) -> None:
+def _complete(context: FolderContext, stage: str, begin: float, facts: Mapping[str, Any]) -> list[str]:
     """Amends a folder that was built without evidence, once for each stage; one that was built whole stays as it is.
 
-    Raises:
-        BuildFolderError: it cannot be written, or a build is writing there.
+    Returns:
+        Why it could not be amended, if so: what was found counts also where nothing can be written.
     """
     root, files = context.root, context.manifest.files
     if any(changed_file(root, name, files[name]) for name in REPORT):
-        return  # A finding of `validate`; `report` says it as well.
+        return []  # A finding of `validate`; `report` says it as well.
     where = root / REPORT[0]
     report = report_from_json(where.read_text(encoding="utf-8"), str(where))
     if stage in (one.name for one in report.stages):
-        return
+        return []
     seconds, peak = round(time.perf_counter() - begin, 3), peak_rss_bytes() or None
     done = Stage(name=stage, status="built", seconds=seconds, peak_rss_bytes=peak)
-    amend(root, facts, texts_of(completed(context, report, done)))
+    try:
+        amend(root, facts, texts_of(completed(context, report, done)))
+    except BuildFolderError as error:
+        return [f"not written into the folder: {error}"]
+    return []

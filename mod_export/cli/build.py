@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import click
 
 from mod_export.cli.boundary import GATE_FAILED, PATH, SOURCE, command, config_of, config_option, target_option
-from mod_export.errors import UsageError
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
@@ -102,20 +101,19 @@ def build(
         samples=samples,
         capacity=capacity,
     )
-    if unverified and report is not None:
-        raise UsageError("--no-evidence writes no report: leave out --report, or build with the evidence")
     folder = out or _default_folder(models[0])
     return build_and_show(request, config, folder, verbosity, report, tokenizer, unverified=unverified)
 
 
 def _default_folder(model: str | Path, suffix: str = "") -> Path:
-    """build/NAME: of a file or folder without its ending, of a function's module."""
+    """build/NAME: of a file or folder without its ending, of a function's module; build/NAME-build of build/NAME."""
     text = str(model)
     if not Path(text).exists():
         text = text.rpartition(":")[0] or text
     name = Path(text).resolve().name
     stem = next((name.removesuffix(end) for end in (".pt2", ".pt", ".py", ".gguf") if name.endswith(end)), name)
-    return Path("build") / ((stem or "model") + suffix)
+    found = Path("build") / ((stem or "model") + suffix)
+    return found.with_name(f"{found.name}-build") if found.resolve() == Path(text).resolve() else found
 
 
 def build_and_show(
@@ -158,11 +156,11 @@ def build_and_show(
         report = run(
             models, config, folder, progress, _as_typed(), request.capacity, found, again, evidence=not unverified
         )
+    if report_file is not None:
+        write_whole(report_file, report.to_json())
     if unverified:
         click.echo(f"built, and nothing verified: {folder}")
         return 0
-    if report_file is not None:
-        write_whole(report_file, report.to_json())
     print_report(report, str(folder))
     return 0 if report.verdict.status == "pass" else GATE_FAILED
 

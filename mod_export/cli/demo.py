@@ -90,7 +90,7 @@ def next_steps(checkpoint: Path, trained: Path, timed: Path, command: str) -> st
     tries = {
         f"{command} validate {trained}": "check a build folder again, on any machine",
         f"{command} build {checkpoint} -o {writing}": "the same model for every target, and engines that write text",
-        f'{command} generate {writing} --prompt "def main("': "let them write",
+        f'{command} generate {writing} --prompt "    # If the file is " --temperature 0.5': "let them write",
         f"{command} targets": "which targets can build and run here, and what the others lack",
         f"{command} build MODEL": "your own checkpoint, for every target that can build here",
     }

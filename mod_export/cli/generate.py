@@ -39,6 +39,12 @@ say = partial(click.echo, nl=False)
     "and continues the conversation.",
 )
 @click.option("--system", metavar="TEXT", help="The system message of --chat.")
+@click.option(
+    "--template",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="A variable of the chat template, in JSON, such as enable_thinking=false.",
+)
 @click.option("--no-special-tokens", is_flag=True, help="Leave out what the tokenizer adds to a prompt, such as <s>.")
 @click.option("--max-new-tokens", metavar="N", type=int, default=128, show_default=True, help="Of each text.")
 @click.option(
@@ -76,6 +82,7 @@ def generate(
     ids: Sequence[str],
     chat: bool,
     system: str | None,
+    template: Sequence[str],
     no_special_tokens: bool,
     max_new_tokens: int,
     stop: Sequence[str],
@@ -95,7 +102,7 @@ def generate(
     Each TEXT is a prompt to continue or, with --chat, a message to answer.
     """
     prompts = _prompts_from([*given, *texts], files, ids)
-    _check(prompts, chat=chat, ids=bool(ids), system=system)
+    _check(prompts, chat=chat, ids=bool(ids), system=system, template=bool(template))
     if selection == "topk-prefill":
         if stop or roll or chat or kind == "dense":
             raise UsageError(
@@ -111,8 +118,14 @@ def generate(
     requests: Iterable[Sequence[Prompt]] = [prompts]
     if chat:
         requests = [[[*messages, _message(str(one))] for one in prompts]] if prompts else _turns(messages)
-    sampling |= {"ignore_eos": ignore_eos, "add_special_tokens": not no_special_tokens}
+    sampling |= {
+        "ignore_eos": ignore_eos,
+        "add_special_tokens": not no_special_tokens,
+        "template": _variables(template),
+    }
     with load_generator(folder, target, dtype, kind, threads) as generator:
+        if chat and generator.vocabulary is not None:
+            _ = generator.vocabulary.chat_template  # A model without one is refused before a line is typed.
         for several in requests:
             with generator.stream(several, max_new_tokens, stop=stop, rolling=roll, **sampling) as stream:
                 _show(stream, text=generator.vocabulary is not None, as_json=as_json)
@@ -122,13 +135,28 @@ def generate(
     return 0
 
 
-def _check(prompts: Sequence[Prompt], *, chat: bool, ids: bool, system: str | None) -> None:
+def _check(prompts: Sequence[Prompt], *, chat: bool, ids: bool, system: str | None, template: bool) -> None:
     if system is not None and not chat:
         raise UsageError("--system: is a message of a conversation; give --chat with it")
+    if template and not chat:
+        raise UsageError("--template: is about conversations; give --chat with it")
     if chat and ids:
         raise UsageError("--ids: a message of --chat is text; give it with --prompt, or leave out --chat")
     if not prompts and not chat:
         raise UsageError("expected a prompt; give it as TEXT, or with --prompt, --prompt-file or --ids")
+
+
+def _variables(given: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for one in given:
+        name, separator, value = one.partition("=")
+        try:
+            found[name] = json.loads(value) if separator else None
+        except ValueError:
+            separator = ""
+        if not separator:
+            raise UsageError(f"--template: expected NAME=VALUE with a VALUE in JSON, got {one!r}")
+    return found
 
 
 def _message(text: str) -> dict[str, str]:

@@ -67,5 +67,7 @@ def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbos
     with Progress(Console(stderr=True), verbosity) as progress:
         progress.stage_started("bench")
         found = bench_folder(folder, config, targets)
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
     click.echo(render_bench(found.rows(PairRow), found.verdict, found.not_compared), nl=False)
     return 0 if found.verdict.status == "pass" else GATE_FAILED

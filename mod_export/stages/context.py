@@ -113,7 +113,7 @@ class Models:
             elif role == "decode":
                 found = Reference(self.generating(kind).loaded, kept=self._kept)
             else:
-                found = Reference(self.loaded(kind), self._config.outputs, kept=self._kept)
+                found = Reference(self.loaded(kind), self._config.returned, kept=self._kept)
             self._references[kind, role] = found
         return self._references[kind, role]
 

@@ -32,7 +32,7 @@ OPTIONS = {
     "convert": ["--capacity", "--dialect", "--ignore-field", "--max-positions", "out", "source"],
     "generate": ["--chat", "--dtype", "--ids", "--ignore-eos", "--json", "--max-new-tokens", "--model",
                  "--no-special-tokens", "--prompt", "--prompt-file", "--roll", "--seed", "--selection", "--stop",
-                 "--system", "--target", "--temperature", "--threads", "--top-k", "--top-p", "folder",
+                 "--system", "--target", "--temperature", "--template", "--threads", "--top-k", "--top-p", "folder",
                  "given"],
     "validate": ["--config", "--model", "--target", "-c", "folder"],
     "bench": ["--config", "--target", "-c", "folder"],
@@ -191,11 +191,17 @@ def test_folders_that_a_command_chooses(tmp_path: Path, checkpoint: Path, monkey
     for path in ("here/build/tiny", "here-timed"):
         (tmp_path / path).write_text("in the way")
     assert invoke("build", checkpoint).stderr == "error: build/tiny: is a file; name a folder with -o\n"
+    # A model that stands where its build folder would.
+    (here / "build/model").mkdir()
+    (here / "build/model-build").write_text("in the way")
+    for name in ("config.json", "model.safetensors"):
+        (here / "build/model" / name).touch()
+    assert invoke("build", Path("build/model")).stderr == "error: build/model-build: is a file; name a folder with -o\n"
     for out in (".", "deep/.."):
         found = invoke("demo", "-o", out)
         assert found.stderr == f"error: {tmp_path / 'here-timed'}: is a file; name a folder with -o\n"
         assert found.exit_code == 2
-    assert len([*tmp_path.rglob("*")]) == 5
+    assert len([*tmp_path.rglob("*")]) == 9
 
 
 def test_commands_and_options_are_frozen() -> None:

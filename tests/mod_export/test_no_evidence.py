@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from dataclasses import replace
@@ -10,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from build_folders import check_files, flip, once, steps_of
-from command_line import FEW_SAMPLES, invoke, refused, toml_file
+from command_line import FEW_SAMPLES, invoke, toml_file
 
 from mod_export import load
 from mod_export.build_folder.manifest import open_folder
+from mod_export.build_folder.workspace import LOCK
 from mod_export.errors import GraphError, TargetError, UnverifiedWarning
 from mod_export.rerun import bench_folder
 from mod_export.results.latency import SpeedupRow
@@ -117,9 +119,23 @@ def test_a_report_that_was_changed_is_not_completed(root: Path) -> None:
     assert not open_folder(root, verify=False).verified
 
 
-def test_it_is_asked_for_no_report_of_its_own(made: Path, root: Path) -> None:
-    asked = invoke("build", made / "model.pt", "-o", root, "--no-evidence", "--report", "r.json")
-    refused(asked, r"--no-evidence writes no report: leave out --report, or build with the evidence")
+def test_its_report_is_written_where_it_is_asked_for(made: Path, root: Path) -> None:
+    where = root.parent / "r.json"
+    again = ["build", made / "model.pt", "-c", made / "c.toml", "-o", root, "-q", "--no-evidence", "--report", where]
+    found = invoke(*again)
+    assert (found.exit_code, found.stdout) == (0, f"built, and nothing verified: {root}\n"), found.output
+    assert where.read_text(encoding="utf-8") == (root / "report.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["validate", "bench"])
+def test_what_is_found_counts_where_nothing_can_be_written(root: Path, name: str) -> None:
+    (root / LOCK).unlink(missing_ok=True)
+    (root / LOCK).mkdir()
+    found = invoke(name, root)
+    assert found.exit_code == 0, found.output
+    assert re.search(r"not written into the folder: .*/build: cannot write .* \(Is a directory\)", found.output)
+    assert not report_of(root).parity
+    assert not report_of(root).latency
 
 
 def test_validate_verifies_it(root: Path) -> None:

@@ -54,6 +54,19 @@ def test_a_plan(model: Model, config: BuildConfig, tmp_path: Path) -> None:
 WRITES = RoutingSpec(predictor_hidden=2)
 
 
+def test_what_is_returned_where_nothing_is_said(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
+    """More than 16 MiB of logits are not returned unless the configuration says so."""
+    for vocab_size, batch, expected in ((2**16, 1, "logits"), (2**16 + 1, 1, "last"), (2**16, 2, "last")):
+        model = model_of(replace(tiny_spec, vocab_size=vocab_size, d_model=8, n_heads=1, n_kv_heads=1))
+        sized = updated(config, buckets=[[1, 8], [batch, 64]])
+        assert sized.outputs == "auto"
+        plan = make_plan(model, None, sized, tmp_path)
+        assert plan.config.outputs == expected
+        assert {graph.outputs for graph in plan.graphs if graph.role == "forward"} == {expected}
+        for said in ("logits", "none"):
+            assert make_plan(model, None, updated(sized, outputs=said), tmp_path).config.outputs == said
+
+
 def generating(config: BuildConfig, **fields: Any) -> BuildConfig:
     return updated(config, generation=fields)
 

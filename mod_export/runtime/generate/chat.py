@@ -74,39 +74,43 @@ class ChatTemplate:
             )
         return cls(named[DEFAULT], special)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
         """The text of a conversation, and the beginning of the answer.
 
         Args:
             messages: each with a `role`, such as system, user or assistant, and a `content`; further keys, of plain
                 data, are given to the template as they are.
+            variables: further ones that the template knows, of plain data, such as `enable_thinking` and `tools`.
 
         Raises:
-            UsageError: a message is none, or the template refuses the conversation.
+            UsageError: a message is none, a variable is more than plain data, or the template refuses the conversation.
         """
+        known = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special}
+        told = {**known, **_plain(variables or {}, "a variable of the template"), "messages": _messages(messages)}
         try:
-            return self._template.render(
-                messages=_plain(messages), tools=None, documents=None, add_generation_prompt=True, **self._special
-            )
-        except UsageError:
-            raise
+            return self._template.render(told)
         except Exception as error:  # A template is a program: it may fail with whatever Python raises.
             raise UsageError(f"the model's chat template refuses this conversation: {error}") from error
 
 
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same as new lists, dicts and scalars, which have no methods that reach further."""
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         if not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise UsageError(f"a message has a role and a content, both text, got {dict(message)!r}")
+    # Keys without a value are left out, as transformers does: templates ask whether there is one.
+    return [
+        {name: value for name, value in _plain(message, "a message").items() if value is not None}
+        for message in messages
+    ]
+
+
+def _plain(given: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The same as new lists, dicts and scalars, which have no methods that reach further."""
     try:
-        # Keys without a value are left out, as transformers does: templates ask whether there is one.
-        return [
-            {name: value for name, value in json.loads(json.dumps(dict(message))).items() if value is not None}
-            for message in messages
-        ]
+        found: dict[str, Any] = json.loads(json.dumps(dict(given)))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"a message holds more than plain data ({error}); leave it out") from error
+        raise UsageError(f"{what} holds more than plain data ({error}); leave it out") from error
+    return found
 
 
 class _Generation(Extension):

@@ -175,6 +175,7 @@ class Generator:
         stop: Sequence[str | int] = (),
         ignore_eos: bool = False,
         add_special_tokens: bool = True,
+        template: Mapping[str, Any] | None = None,
         prefix: Prefix | None = None,
         rolling: bool = False,
     ) -> Stream:
@@ -193,6 +194,7 @@ class Generator:
             ignore_eos: whether a text goes on after the tokens at which the model ends its texts (`defaults.stop_ids`).
             add_special_tokens: whether a text begins and ends as the tokenizer says, such as with `<s>`; not one that
                 continues a prefix. The template of a conversation says so itself.
+            template: further variables of the chat template, of plain data, such as {"enable_thinking": False}.
             prefix: a result of `prefix`, which every prompt continues.
             rolling: a text that fills the window continues as if its second half were the whole text, instead of
                 being refused.
@@ -200,7 +202,7 @@ class Generator:
         Raises:
             UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
         """
-        found = self._prompt_list(prompts, special=add_special_tokens, continued=prefix is not None)
+        found = self._prompt_list(prompts, template or {}, special=add_special_tokens, continued=prefix is not None)
         if not _is_whole(max_new_tokens) or max_new_tokens < 1:
             raise UsageError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
         bucket = self._bucket(found, prefix, max_new_tokens, rolling)
@@ -229,7 +231,7 @@ class Generator:
         Raises:
             UsageError: the prompt is empty, or fills the window.
         """
-        (ids,) = self._prompt_list([prompt], special=add_special_tokens)
+        (ids,) = self._prompt_list([prompt], {}, special=add_special_tokens)
         if not ids or len(ids) >= self.window:
             raise UsageError(f"a prefix has 1 to {self.window - 1} tokens, got {len(ids)}")
         prompts = self._reads()
@@ -240,7 +242,12 @@ class Generator:
         return Prefix(tuple(ids), kept, self._identity)
 
     def _prompt_list(
-        self, prompts: Prompt | Sequence[Prompt], *, special: bool = True, continued: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        template: Mapping[str, Any],
+        *,
+        special: bool = True,
+        continued: bool = False,
     ) -> list[list[int]]:
         if not isinstance(prompts, str | Sequence | np.ndarray):
             raise UsageError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
@@ -251,16 +258,19 @@ class Generator:
         several = cast("Sequence[Prompt]", [prompts] if one else prompts)
         if continued and any(map(_is_conversation, several)):
             raise UsageError("a conversation is a whole text, which cannot continue a prefix; leave the prefix out")
-        return [self._ids(row, prompt, special=special and not continued) for row, prompt in enumerate(several)]
+        special = special and not continued
+        return [self._ids(row, prompt, template, special=special) for row, prompt in enumerate(several)]
 
-    def _ids(self, row: int, prompt: Prompt, *, special: bool) -> list[int]:
+    def _ids(self, row: int, prompt: Prompt, template: Mapping[str, Any], *, special: bool) -> list[int]:
         if isinstance(prompt, str) or _is_conversation(prompt):
             if self.vocabulary is None:
                 raise UsageError("this model's ids stand for no text; give prompts as ids, or build with a tokenizer")
             if isinstance(prompt, str):
                 ids = self.vocabulary.ids(prompt, special)
             else:
-                ids = self.vocabulary.chat_ids(cast("Sequence[Message]", prompt))
+                # The template writes every special token itself.
+                told = self.vocabulary.chat_template.render(cast("Sequence[Message]", prompt), template)
+                ids = self.vocabulary.ids(told, special=False)
         else:
             given: Any = prompt
             ids = list(given) if isinstance(given, Sequence | np.ndarray) else [given]

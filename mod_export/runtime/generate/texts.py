@@ -10,13 +10,13 @@ the text was cut.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mod_export.build_folder.files import verify_files
 from mod_export.build_folder.manifest import BESIDE_TOKENIZER, Manifest
 from mod_export.errors import UsageError
+from mod_export.runtime.generate.chat import ChatTemplate
 from mod_export.runtime.generate.tokenizer import FileReader, TokenizersFile
 
 
@@ -54,7 +54,8 @@ class Bytes:
                 f"text: {where} is half of a surrogate pair, which no bytes stand for; leave it out"
             ) from error
 
-    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def chat_template(self) -> ChatTemplate:
         """Refused.
 
         Raises:

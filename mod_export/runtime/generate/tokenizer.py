@@ -90,14 +90,6 @@ class TokenizersFile:
                 f"the tokenizer cannot read this text ({error}); leave out what it has no token for"
             ) from error
 
-    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation, up to where the model's answer begins. The template says every special token.
-
-        Raises:
-            UsageError: there is no template, it refuses the conversation, or the vocabulary has no token for it.
-        """
-        return self.ids(self.chat_template.render(messages), special=False)
-
     def special_id(self, text: str) -> int | None:
         """The id of a special token, which no text shows; None for any other text."""
         token = self._tokenizer.token_to_id(text)

@@ -63,14 +63,14 @@ def test_conversations_are_those_of_transformers(tmp_path: Path, family: str, be
         if (family, name) in REFUSED:
             said = f"^the model's chat template refuses this conversation: .*{REFUSED[family, name]}"
             with pytest.raises(UsageError, match=said):
-                file.chat_ids(messages)
+                file.chat_template.render(messages)
             with pytest.raises(jinja2.TemplateError, match=REFUSED[family, name]):
                 theirs.apply_chat_template(messages, add_generation_prompt=True)
             continue
         text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert file.chat_template.render(messages) == text
         ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert file.chat_ids(messages) == ids
+        assert file.ids(text, special=False) == ids
         rendered += 1
     assert rendered >= 4
 
@@ -80,7 +80,7 @@ def test_a_conversation_begins_once(tmp_path: Path, family: str) -> None:
     """The template writes the first token itself, and the tokenizer would add it to a text."""
     file = TokenizersFile(folder_of(tmp_path, family) / "tokenizer.json")
     (begin,) = file.ids("")
-    assert file.chat_ids([USER]).count(begin) == 1
+    assert file.ids(file.chat_template.render([USER]), special=False).count(begin) == 1
     assert file.ids("a")[0] == begin
 
 
@@ -107,7 +107,7 @@ def test_named_templates(tmp_path: Path) -> None:
 def test_templates_that_are_none(tmp_path: Path, template: Any, message: str) -> None:
     folder = write_folder(tmp_path, "smollm2", chat_template=template)
     with pytest.raises(UsageError, match=message) as caught:
-        TokenizersFile(folder / "tokenizer.json").chat_ids([USER])
+        TokenizersFile(folder / "tokenizer.json").chat_template.render([USER])
     assert "\n" not in str(caught.value)
 
 
@@ -115,7 +115,7 @@ def test_a_template_that_is_no_text(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, "smollm2")
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(UsageError, match=r"chat_template\.jinja: cannot be read \("):
-        TokenizersFile(folder / "tokenizer.json").chat_ids([USER])
+        TokenizersFile(folder / "tokenizer.json").chat_template.render([USER])
 
 
 @pytest.mark.parametrize("source", [
@@ -145,9 +145,27 @@ def test_messages_that_are_none(messages: list[dict[str, Any]], message: str) ->
         ChatTemplate(CHATML, {}).render(messages)
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"tools": [TOOL]}])
+def test_variables_of_a_template_are_those_of_transformers(tmp_path: Path, variables: dict[str, Any]) -> None:
+    folder = folder_of(tmp_path, "qwen3")
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    rendered = TokenizersFile(folder / "tokenizer.json").chat_template.render([USER], variables)
+    assert rendered == theirs.apply_chat_template([USER], add_generation_prompt=True, tokenize=False, **variables)
+    assert ("<think>" in rendered) == (variables.get("enable_thinking") is False)
+    assert ("# Tools" in rendered) == ("tools" in variables)
+
+
+def test_a_variable_that_is_no_data_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^a variable of the template holds more than plain data \(Object of type "):
+        ChatTemplate(CHATML, {}).render([USER], {"x": object()})
+
+
 def test_bytes_have_no_template() -> None:
     with pytest.raises(UsageError, match=r"^this model's tokens are bytes, for which there is no chat template; give "):
-        Bytes().chat_ids([USER])
+        _ = Bytes().chat_template
 
 
 def test_json_in_templates_is_that_of_transformers(tmp_path: Path) -> None:

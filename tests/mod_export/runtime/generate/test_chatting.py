@@ -186,8 +186,21 @@ def test_a_conversation_on_stdin(folder: Path, generator: Generator) -> None:
     assert (said.exit_code, said.stdout) == (0, f"{first.text}\n{second.text}\n"), said.output
 
 
+def test_variables_of_the_template(folder: Path, generator: Generator) -> None:
+    (plain,) = generator.generate([USER], WRITTEN, temperature=0)
+    (dated,) = generator.generate([USER], WRITTEN, temperature=0, template={"date_string": "the first of May"})
+    assert plain.text != dated.text
+    variable = 'date_string="the first of May"'
+    said = invoke("generate", folder, "--chat", USER["content"], "--template", variable, "--max-new-tokens", WRITTEN,
+                  "--temperature", 0, "-q")  # fmt: skip
+    assert (said.exit_code, said.stdout) == (0, dated.text + "\n"), said.output
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (["--system", "x", "a"], "--system: is a message of a conversation; give --chat with it"),
+    (["--template", "x=1", "a"], "--template: is about conversations; give --chat with it"),
+    (["--chat", "a", "--template", "x=y"], "--template: expected NAME=VALUE with a VALUE in JSON, got 'x=y'"),
+    (["--chat", "a", "--template", "x"], "--template: expected NAME=VALUE with a VALUE in JSON, got 'x'"),
     (["--chat", "--ids", "1"], "--ids: a message of --chat is text; give it with --prompt, or leave out --chat"),
     (["--chat", "a", "--selection", "topk-prefill"], "leave out --stop, --roll, --chat and --model"),
 ])  # fmt: skip
@@ -200,6 +213,8 @@ def test_a_folder_without_a_template(folder: Path, tmp_path: Path) -> None:
     (copy / "chat_template.jinja").unlink()
     rewrite_manifest(copy, lambda manifest: manifest["files"].pop("chat_template.jinja"))
     refused(invoke("generate", copy, "--chat", "a", "-q"), "this model has no chat template ")
+    # Of a conversation on stdin before anything is said.
+    refused(invoke("generate", copy, "--chat", "-q"), "this model has no chat template ")
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"])
