@@ -127,7 +127,7 @@ def _conditions(report: BuildReport) -> list[str]:
         differences = difference_text(found.routed - found.agreed, found.faults)
         lines += [f"routing agreement: {inputs}; {differences}"] if inputs else []
         lines += [f"routing agreement: {NO_SITES}"] if lacks_sites(parity) else []
-    if report.config["outputs"] == "last":
+    if report.config.get("outputs") == "last":
         lines.append('outputs: last, the logits of each row\'s last token; `outputs = "logits"` returns all')
     if report.latency:
         lines += _sampled(report.latency, "samples" if report.not_compared else "interleaved samples")

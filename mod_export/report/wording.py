@@ -136,11 +136,15 @@ def slots_text(capacity: Mapping[str, int]) -> str:
 
 
 def quality_text(quality: QualityRow | None) -> str:
-    """What selecting one token at a time costs in perplexity, and how often a layer had no free slot left."""
+    """What selecting one token at a time costs in perplexity, and how often a layer had no free slot left; the
+    perplexity alone of a model that selects nothing.
+    """
     if quality is None:
         return "quality: not measured, there is no text here for this model's vocabulary"
     of_documentation = "tokens of Python's documentation, which it may have been trained on"
     read = "held-out tokens" if quality.text == "held_out" else of_documentation
+    if not quality.wanted:
+        return f"quality: perplexity {quality.perplexity:.4f} on {quality.tokens:,} {read}"
     overflow = {site: count for site, count in quality.overflow.items() if count}
     layers = ", ".join(f"{count:,} in {'' if is_expert(site) else 'layer '}{site}" for site, count in overflow.items())
     return (

@@ -3,8 +3,9 @@
     make floors            # by hand, after a change of pyproject.toml's ranges; its table goes into docs/LOG.md
     .venv/bin/python tests/floors/run.py onnxruntime onnx      # some of them
 
-Everything else has the versions of constraints.txt. Packages of the [build] extra build the tiny model; all others
-serve it from a folder that was built with the pinned versions, and must give the same logits.
+Everything else has the versions of constraints.txt. Packages of the [build] extra build the tiny model; those of
+[convert] pass the tests that use them; all others serve the model from a folder that was built with the pinned
+versions, and must give the same logits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
-from environments import ROOT, build, environment_with, logits_here, run, serve, tiny_build, tiny_checkpoint, wheel_of
+from environments import (
+    ROOT,
+    build,
+    checked,
+    environment_with,
+    logits_here,
+    run,
+    serve,
+    tiny_build,
+    tiny_checkpoint,
+    wheel_of,
+)
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -31,6 +43,11 @@ LEFT_OUT = {
     "tensorrt-rtx": "needs a GPU to run",
 }
 TOLERANCE = 1e-4
+TESTS = {
+    "gguf": ("tests/models/test_convert_gguf.py", "tests/models/test_convert_gguf_tokenizer.py"),
+    "huggingface_hub": ("tests/mod_export/sources/test_hub.py",),
+}
+"""Of the packages of [convert]."""
 
 
 def declared() -> dict[str, tuple[str, str]]:
@@ -38,7 +55,7 @@ def declared() -> dict[str, tuple[str, str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     found: dict[str, tuple[str, str]] = {}
-    for extra in ("", "build", "ort", "ort-gpu", "generate", "tensorrt", "tensorrt-rtx"):
+    for extra in ("", "build", "ort", "ort-gpu", "generate", "convert", "tensorrt", "tensorrt-rtx"):
         for requirement in map(Requirement, groups[extra]):
             found.setdefault(requirement.name, (extra, str(requirement.specifier)))
     return found
@@ -63,13 +80,16 @@ def constraints_without(name: str, folder: Path) -> Path:
 
 
 def check(name: str, floor: str, extra: str, wheel: Path, built: Path, folder: Path) -> str:
-    """What became of one floor: `serves`, `builds and serves`, or the first line of the reason why not."""
+    """What became of one floor: `serves`, `builds and serves`, `passes its tests`, or in a line the reason why not."""
     folder.mkdir()
     constraints = constraints_without(name, folder)
     builds = extra == "build"
-    extras = ",".join(("build", *SERVED_WITH) if builds else SERVED_WITH)
+    extras = ",".join((*("build",) * builds, *("build", extra, "dev") * (name in TESTS), *SERVED_WITH))
     try:
         python = environment_with(folder / "venv", wheel, extras, [f"{name}=={floor}"], constraints)
+        if name in TESTS:
+            checked(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS[name], cwd=ROOT)
+            return "passes its tests"
         if builds:
             checkpoint, config = tiny_checkpoint(folder / "model")
             built = folder / "built"

@@ -318,6 +318,15 @@ def test_generation_is_told(report: BuildReport) -> None:
     assert section(report).count("inconclusive</span>") == 2
 
 
+def test_engines_that_could_not_be_asked_whether_they_look_ahead(report: BuildReport) -> None:
+    """As those that return the last token's logits: text is written with the others, or not at all."""
+    rows = tuple(changed(row, suffixes=0, causal=True, statement="not probed: ...") for row in report.causality)
+    text = words(render_html(changed(report, causality=rows)))
+    assert "MoD: with the engines that generate. They read one token at a time, and were compared" in text
+    silent = words(render_html(changed(report, causality=rows, generation=GenerationReport(reason="looks ahead"))))
+    assert "MoD: unknown. It was not probed." in silent
+
+
 def test_without_generation_there_is_the_reason(report: BuildReport) -> None:
     one = changed(report, generation=GenerationReport(reason="<b>topk</b> looks ahead"))
     text = words(render_html(one))

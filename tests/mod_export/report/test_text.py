@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,11 @@ def test_what_is_not_known_of_generation_is_said(report: BuildReport) -> None:
     assert report.generation.quality is not None
     text = section(report, quality=changed(report.generation.quality, text="documentation"))
     assert "tokens of Python's documentation, which it may have been trained on; " in text
+    selects_nothing = changed(report.generation.quality, wanted={}, selected={}, overflow={})
+    said = re.search(
+        r"quality: perplexity [\d.]+ on [\d,]+ held-out tokens\n", section(report, quality=selects_nothing)
+    )
+    assert said is not None
     assert "held-out" not in text
 
 
