@@ -27,8 +27,8 @@ from mod_export.validate.reference import Reference
 TRIES = 20
 """Samples among which one with another last token is looked for."""
 LAST = (
-    "only the last token's logits are returned, so there are none before a changed end; with these engines each further "
-    "token needs the whole text again"
+    "only the last token's logits are returned, so there are none before a changed end; with these engines each "
+    "further token needs the whole text again"
 )
 
 
