@@ -108,8 +108,7 @@ def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, part
         gate="tanh_affine",
         gate_scale=1.0,
         gate_shift=1.0,
-        # (x + A) + g * M is what the dense block computes if g is 1; x + g * (A + M) is rounded in another order.
-        combine="ffn_gated" if parts == "block" else "paper",
+        combine="paper",
         selection=selection,
         predictor_hidden=max(1, dense.d_model // 4) if selection == "predictor" else 0,
     )
