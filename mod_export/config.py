@@ -72,6 +72,13 @@ class OrtCpuOptions(_Section):
     all at once. `measured` measures on this machine which number is the fastest."""
 
 
+class OpenVinoOptions(_Section):
+    """OpenVINO on the CPU."""
+
+    dtypes: Names[Literal["float32"]] = ("float32",)
+    """One engine each."""
+
+
 class OrtCudaOptions(_Section):
     """ONNX Runtime's CUDA execution provider."""
 
@@ -116,6 +123,7 @@ class TargetOptions(_Section):
     model_config = ConfigDict(alias_generator=lambda n: n.replace("_", "-"))
 
     ort_cpu: OrtCpuOptions = OrtCpuOptions()
+    openvino: OpenVinoOptions = OpenVinoOptions()
     ort_cuda: OrtCudaOptions = OrtCudaOptions()
     inductor: InductorOptions = InductorOptions()
     tensorrt: TensorRTOptions = TensorRTOptions()
