@@ -11,6 +11,5 @@ from mod_export.engines.trt import TensorRT, TensorRTRTX
 __all__ = ["ENGINES"]
 
 ENGINES: dict[str, EngineBuilder] = {
-    engine.name: engine
-    for engine in (OrtCpu(), OpenVino(), OrtCuda(), Inductor(), TensorRT(), TensorRTRTX())
+    engine.name: engine for engine in (OrtCpu(), OpenVino(), OrtCuda(), Inductor(), TensorRT(), TensorRTRTX())
 }

@@ -1,9 +1,13 @@
-"""OpenVINO on the CPU: an engine is a compiled model without weights, which are read from the weights file in graphs/.
+"""OpenVINO on the CPU: an engine is a compiled model without weights, which are read from a weights file in graphs/.
 
-OpenVINO reads the portable graph, rewrites it for the instruction sets of this processor, and exports the result. What
-is exported refers to the weights by their place in the weights file (`CACHE_MODE` OPTIMIZE_SIZE, `WEIGHTS_PATH`), so all
-buckets share one file on disk. It runs only with the version of OpenVINO and on the instruction sets that it was made
-for, which OpenVINO checks itself.
+OpenVINO reads the graph of the dialect, rewrites it for the instruction sets of this processor, and exports the result.
+What is exported refers to weights by their place in the weights file (CACHE_MODE OPTIMIZE_SIZE, WEIGHTS_PATH), so all
+buckets share one file on disk. It runs on the version of OpenVINO and on the instruction sets that it was made for, and
+nowhere else: OpenVINO checks that itself.
+
+The types of the graph decide what is computed in bfloat16, so that routers stay in float32: a processor with bfloat16
+keeps them where no precision is asked for. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds
+the products of routers like all others, and other tokens are selected (docs/LOG.md).
 
 Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference/optimizing-latency/model-caching-overview.html
 """
@@ -12,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -23,10 +25,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port, check_bound
+from mod_export.engines.protocol import (
+    Arrays,
+    EngineBuilder,
+    EngineJob,
+    EngineRunner,
+    OptionalArrays,
+    Port,
+    check_bound,
+)
 from mod_export.environment import package_version
-from mod_export.errors import BuildFolderError, EngineError, TargetError
-from mod_export.export.weights import WeightsFile
+from mod_export.errors import EngineError, TargetError
 from mod_export.types import Availability, Dialect, DType, Engine, Variant
 
 if TYPE_CHECKING:
@@ -35,13 +44,17 @@ if TYPE_CHECKING:
 CPU = "CPU"
 BFLOAT16 = "BF16"
 """Among a device's OPTIMIZATION_CAPABILITIES."""
-PRECISIONS: Mapping[DType, str] = {"float32": "f32", "bfloat16": "bf16"}
+PRECISIONS: Mapping[DType, str] = {"float32": "f32", "bfloat16": "dynamic"}
+"""`f32` asks for float32, `dynamic` for the types of the graph."""
+WEIGHTLESS = "WeightlessCacheAttribute_0"
+"""Marks a constant that stands in a file of weights, with its place there; OpenVINO's reader of ONNX files sets it."""
+WIDE = ("f32", "f64")
 DTYPES: Mapping[str, type[np.generic]] = {
-    "f32": np.float32, "f16": np.float16, "f64": np.float64, "boolean": np.bool_,
+    "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "f64": np.float64, "boolean": np.bool_,
     "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
 }  # fmt: skip
-"""Element type of an input or output -> NumPy dtype."""
+"""Element type of an input or output -> NumPy dtype; bfloat16, which NumPy does not have, as the bits of it."""
 
 
 @cache
@@ -60,52 +73,54 @@ def _said(error: BaseException) -> str:
 
 class OpenVinoRunner(EngineRunner):
     """A compiled model with inputs and outputs of static shape. It reads feeds in place and returns arrays over memory
-    of OpenVINO, without a copy, which the next runs use again once those arrays are gone. Several threads may run it.
+    of OpenVINO, without a copy, which later runs use again once those arrays are gone. Several threads may run it.
     """
 
-    def __init__(self, model: openvino.CompiledModel, where: str, threads: int, keep: object = None) -> None:
-        """`keep` is what the model reads, kept as long as it is."""
+    def __init__(self, model: openvino.CompiledModel, where: str, threads: int) -> None:
         inputs, outputs = _ports(model.inputs), _ports(model.outputs)
         super().__init__(where, inputs, list(outputs), ["OpenVINO CPU"], threads)
         self.ports: Mapping[str, Port] = {**inputs, **outputs}
+        self._types = {port.get_any_name(): port.element_type for port in (*model.inputs, *model.outputs)}
         self._model: openvino.CompiledModel | None = model
-        self._keep = keep
         self._idle: list[openvino.InferRequest] = []
         self._changing = threading.Lock()
 
     def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
-        lease = _Lease(self._idle, self._request())
+        with self._changing:
+            model = self._opened()
+            request = self._idle.pop() if self._idle else model.create_infer_request()
+        lease = _Lease(self._idle, request)
         given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
         with self._errors():
-            for name, array in given.items():
-                lease.request.set_tensor(name, _tensor(array))
-            lease.request.infer()
+            self._set(request, given)
+            request.infer()
         return {name: np.asarray(_Result(lease, name, self.ports[name])) for name in wanted}
-
-    def _request(self) -> openvino.InferRequest:
-        with self._changing:
-            if self._model is None:
-                raise EngineError(f"{self._where}: the engine is closed; open another one")
-            return self._idle.pop() if self._idle else self._model.create_infer_request()
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)
-        with self._changing:
-            if self._model is None:
-                raise EngineError(f"{self._where}: the engine is closed; open another one")
-            request = self._model.create_infer_request()
-        held = (*feeds.values(), *outputs.values())
-        for name, array in {**feeds, **outputs}.items():
-            request.set_tensor(name, _tensor(array))
+        request = self._opened().create_infer_request()
+        arrays = {**feeds, **outputs}
+        self._set(request, arrays)
 
         def run() -> None:
-            assert held  # Kept alive here: OpenVINO only has their addresses.
-            if self._model is None:
-                raise EngineError(f"{self._where}: the engine is closed; open another one")
+            assert arrays  # Kept alive here: OpenVINO only has their addresses.
+            self._opened()
             with self._errors():
                 request.infer()
 
         return run
+
+    def _set(self, request: openvino.InferRequest, arrays: Arrays) -> None:
+        import openvino
+
+        for name, array in arrays.items():
+            # Over the array's own memory.
+            request.set_tensor(name, openvino.Tensor(array, list(array.shape), self._types[name]))
+
+    def _opened(self) -> openvino.CompiledModel:
+        if self._model is None:
+            raise EngineError(f"{self._where}: the engine is closed; open another one")
+        return self._model
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -116,12 +131,12 @@ class OpenVinoRunner(EngineRunner):
 
     def close(self) -> None:
         with self._changing:
-            self._model = self._keep = None
+            self._model = None
             self._idle.clear()
 
 
 class _Lease:
-    """A request whose outputs are in use: it goes back to the idle ones when the last array over them is deleted."""
+    """A request whose outputs are in use: it is idle again when the last array over them is deleted."""
 
     def __init__(self, idle: list[openvino.InferRequest], request: openvino.InferRequest) -> None:
         self.request = request
@@ -136,20 +151,12 @@ class _Result:
 
     def __init__(self, lease: _Lease, name: str, port: Port) -> None:
         self._lease = lease
-        self._tensor = lease.request.get_tensor(name)
-        data = self._tensor.data
         self.__array_interface__ = {
             "shape": port.shape,
             "typestr": port.dtype.str,
-            "data": (data.__array_interface__["data"][0], False),
+            "data": (lease.request.get_tensor(name).data.ctypes.data, False),
             "version": 3,
         }
-
-
-def _tensor(array: np.ndarray) -> openvino.Tensor:
-    import openvino
-
-    return openvino.Tensor(array, shared_memory=True)
 
 
 def _ports(ports: Sequence[Any]) -> dict[str, Port]:
@@ -179,47 +186,58 @@ class OpenVino(EngineBuilder):
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.openvino.dtypes]
 
+    def problems(self, config: BuildConfig) -> Sequence[str]:
+        if "bfloat16" not in config.target.openvino.dtypes or BFLOAT16 in _capabilities():
+            return []
+        return [
+            f"target.openvino.dtypes: bfloat16, but {_cpu()} has no instructions for it (OpenVINO names "
+            f"{', '.join(_capabilities())}); build float32 here, and bfloat16 on the processor that will run it"
+        ]
+
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
-        core, graph = _core(), job.root / job.graph.path
+        graph = job.root / job.graph.path
         try:
-            compiled = core.compile_model(core.read_model(str(graph)), CPU, _options(variant.dtype, 1))
-            blob = compiled.export_model().getvalue()
+            blob = _compiled(graph, variant.dtype, 1).export_model().getvalue()
         except RuntimeError as error:
             raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_said(error)}") from error
-        about = {"openvino": package_version("openvino"), "cpu": core.get_property(CPU, "FULL_DEVICE_NAME")}
-        destination.write_bytes(json.dumps({**about, "dtype": variant.dtype}).encode() + b"\n" + blob)
+        made = {"openvino": package_version("openvino"), "cpu": _cpu(), "graph": job.graph.path}
+        destination.write_bytes(json.dumps(made).encode() + b"\n" + blob)
 
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> OpenVinoRunner:
         assert engine.weights is not None
-        where = f"{self.name} {engine.path}"
         try:
             head, _, blob = (root / engine.path).read_bytes().partition(b"\n")
-            about = json.loads(head)
-            file = WeightsFile.open(root / engine.weights)
-        except (OSError, ValueError, BuildFolderError) as error:
-            raise EngineError(f"{engine.path}: not an engine of OpenVINO, or damaged ({error}); build again") from error
-        folder = None if weights is None else tempfile.TemporaryDirectory()
-        path = root / engine.weights
-        if folder is not None and weights is not None:
-            path = _with_other_weights(path, file, weights, Path(folder.name))
-        options = {**_options(engine.dtype, threads), "WEIGHTS_PATH": str(path.resolve())}
+            made = json.loads(head)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{engine.path}: no engine of OpenVINO, or damaged ({error}); build again") from error
         try:
-            model = _core().import_model(blob, CPU, options)
+            if weights is not None:  # A compiled model reads them from its file; a probe compiles the graph again.
+                model = _compiled(root / made["graph"], engine.dtype, threads, weights)
+            else:
+                options = {**_options(engine.dtype, threads), "WEIGHTS_PATH": str((root / engine.weights).resolve())}
+                model = _core().import_model(blob, CPU, options)
         except RuntimeError as error:
-            raise self._refused(engine, about, error) from error
-        return OpenVinoRunner(model, where, threads, keep=folder)
+            raise _refused(engine, made, error) from error
+        return OpenVinoRunner(model, f"{self.name} {engine.path}", threads)
 
-    def _refused(self, engine: Engine, about: Mapping[str, str], error: RuntimeError) -> EngineError | TargetError:
-        made, here = (about.get("openvino"), about.get("cpu")), package_version("openvino")
-        if "runtime configuration" in str(error):
-            cpu = _core().get_property(CPU, "FULL_DEVICE_NAME")
-            return TargetError(
-                f"{engine.path}: compiled by OpenVINO {made[0]} for the instruction sets of {made[1]}, and this is "
-                f"OpenVINO {here} on {cpu}; build again here"
-            )
+
+def _refused(engine: Engine, made: Mapping[str, str], error: RuntimeError) -> EngineError | TargetError:
+    if "built for a different runtime" not in str(error):
         return EngineError(f"{engine.path}: OpenVINO cannot load it: {_said(error)}; build again")
+    return TargetError(
+        f"{engine.path}: compiled by OpenVINO {made['openvino']} for the instruction sets of {made['cpu']}, and this "
+        f"is OpenVINO {package_version('openvino')} on {_cpu()}; build again here"
+    )
+
+
+def _capabilities() -> list[str]:
+    return list(_core().get_property(CPU, "OPTIMIZATION_CAPABILITIES"))
+
+
+def _cpu() -> str:
+    return str(_core().get_property(CPU, "FULL_DEVICE_NAME"))
 
 
 def _options(dtype: DType, threads: int) -> dict[str, Any]:
@@ -232,17 +250,44 @@ def _options(dtype: DType, threads: int) -> dict[str, Any]:
     return {**options, "INFERENCE_NUM_THREADS": threads} if threads else options
 
 
-def _with_other_weights(path: Path, file: WeightsFile, weights: Arrays, folder: Path) -> Path:
-    """A copy of a weights file with other numbers in it: a compiled model takes weights from files only."""
-    copy = Path(shutil.copyfile(path, folder / path.name))
-    with copy.open("r+b") as changed:
-        for name, array in weights.items():
-            if name not in file.entries:
-                raise EngineError(f"{path.name}: holds no {name}, so it cannot be replaced")
-            _, _, offset, length = file.entries[name]
-            data = np.ascontiguousarray(array).tobytes()
-            if len(data) != length:
-                raise EngineError(f"{path.name}: {name} takes {length} bytes, not {len(data)}")
-            changed.seek(offset)
-            changed.write(data)
-    return copy
+def _compiled(graph: Path, dtype: DType, threads: int, weights: OptionalArrays = None) -> openvino.CompiledModel:
+    """A graph, compiled for this processor, with `weights` in the place of those of the same name.
+
+    Raises:
+        EngineError: the graph has no weight of this name.
+    """
+    model = _core().read_model(str(graph))
+    constants = list(_constants(model))
+    for name, array in (weights or {}).items():
+        found = [node for node in constants if node.get_friendly_name() == name]
+        if not found:
+            raise EngineError(f"{graph.name}: has no weight {name}, so it cannot be replaced")
+        for node in found:
+            _replace(node, array)
+    if dtype != "float32":
+        # What stays float32 stands in another file than the one that is read when the engine is loaded: in the engine.
+        for node in constants:
+            if node.get_element_type().get_type_name() in WIDE and WEIGHTLESS in (about := node.get_rt_info()):
+                del about[WEIGHTLESS]
+    return _core().compile_model(model, CPU, _options(dtype, threads))
+
+
+def _constants(model: openvino.Model) -> Iterator[openvino.Node]:
+    """Those in the branches of conditions too."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "Constant":
+            yield node
+        elif node.get_type_name() == "If":
+            for branch in range(2):
+                yield from _constants(node.get_function(branch))
+
+
+def _replace(node: openvino.Node, array: np.ndarray) -> None:
+    import openvino
+
+    kind = node.get_element_type()
+    other = openvino.opset13.constant(array, openvino.Type.f32).output(0)
+    if kind != openvino.Type.f32:
+        other = openvino.opset13.convert(other, kind.get_type_name()).output(0)
+    for reader in node.output(0).get_target_inputs():
+        reader.replace_source_output(other)
