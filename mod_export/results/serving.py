@@ -1,4 +1,4 @@
-"""Which engines of a folder are served where none is named: the fastest that met their gates, as its build measured."""
+"""Which engines are served where none is named: the fastest that met their gates, as the build measured them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from mod_export.results.base import Result
 from mod_export.results.generation import DecodeRow
 from mod_export.results.latency import LatencyRow
 from mod_export.types import DType, ModelKind, Role
-
 
 ALONE = "the only one that was measured"
 
@@ -43,8 +42,8 @@ def measured_from_rows(latency: Iterable[LatencyRow], decode: Iterable[DecodeRow
     for row in latency:
         found[row.model, row.role, row.target, row.dtype].append(row.p50_ms)
     for step in decode:
-        for model, ms in step.ms.items():
-            found[model, step.role, step.target, step.dtype].append(ms)
+        for kind, mean_ms in step.ms.items():
+            found[kind, step.role, step.target, step.dtype].append(mean_ms)
     most: dict[tuple[ModelKind, Role], int] = defaultdict(int)
     for (model, role, _, _), ms in found.items():
         most[model, role] = max(most[model, role], len(ms))
