@@ -114,8 +114,15 @@ def test_a_finished_folder_has_its_cost_model(built: Path, config: BuildConfig) 
     unmeasured = profiled(built, config, 0).rows(PartRow)
     assert len(unmeasured) == len(parts)
     assert {(row.measured_ms, row.share, row.profiler) for row in unmeasured} == {(None, None, None)}
-    targets = ("ort-cpu", "inductor", "ort-cuda", "tensorrt", "tensorrt-rtx")
-    assert [can_profile(replace(ENGINE, target=target)) for target in targets] == [True, True, False, False, False]
+    targets = ("ort-cpu", "inductor", "openvino", "ort-cuda", "tensorrt", "tensorrt-rtx")
+    assert [can_profile(replace(ENGINE, target=target)) for target in targets] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 SERVER = """
