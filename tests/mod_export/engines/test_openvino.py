@@ -6,12 +6,13 @@ import gc
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from graph_folders import write_graph
-from small_graphs import make_spec
+from small_graphs import make_model, make_spec
 
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import openvino as target
@@ -21,6 +22,11 @@ from mod_export.engines.protocol import BindableRunner, EngineJob, Port
 from mod_export.errors import EngineError, TargetError
 from mod_export.export.weights import WeightsFile
 from mod_export.types import Bucket, DType, Engine, Variant
+from mod_export.validate.near_ties import batches_of
+from mod_export.validate.parity import judge_runner
+from mod_export.validate.reference import Reference
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import random_checkpoint
 
 CONFIG = config_from_toml(None)
 BUCKET = Bucket(2, 16)
@@ -239,6 +245,22 @@ def test_bfloat16_is_refused_without_instructions_for_it(tmp_path: Path, monkeyp
         problem,
     )
     assert list(OpenVino().problems(CONFIG)) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_bfloat16)])
+def test_gates_are_met_on_every_kind_of_input(dtype: DType, request: pytest.FixtureRequest) -> None:
+    """Near-ties among them: rows in which the last selected and the first skipped token have the closest scores."""
+    folder = request.getfixturevalue("root" if dtype == "float32" else "narrow_root")
+    spec = make_spec()
+    weights = {name: tensor.detach() for name, tensor in make_model(spec).named_parameters()}
+    loaded = LoadedTransformer(replace(random_checkpoint(spec, 0), weights=weights))
+    reference = Reference(loaded)
+    batches = batches_of(reference, BUCKET, CONFIG)
+    with OpenVino().load(folder, engine_of(dtype), CONFIG, 1) as runner:
+        row = judge_runner(runner, reference, batches, CONFIG.parity.gate(dtype), engine_of(dtype).setting)
+    assert row.passed, row.reasons
+    assert set(row.inputs) >= {"random", "padded", "ties", "near_ties"}
+    assert row.routing.routed > 0
 
 
 # What is refused.
