@@ -7,7 +7,7 @@ nowhere else: OpenVINO checks that itself.
 
 The types of the graph decide what is computed in bfloat16, so that routers stay in float32: a processor with bfloat16
 keeps them where no precision is asked for. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds
-the products of routers like all others, and other tokens are selected (docs/LOG.md).
+the scores of routers too, and selects other tokens half as often again (docs/LOG.md).
 
 Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference/optimizing-latency/model-caching-overview.html
 """
