@@ -76,11 +76,15 @@ class OpenVinoRunner(EngineRunner):
     of OpenVINO, without a copy, which later runs use again once those arrays are gone. Several threads may run it.
     """
 
-    def __init__(self, model: openvino.CompiledModel, where: str, threads: int) -> None:
-        inputs, outputs = _ports(model.inputs), _ports(model.outputs)
-        super().__init__(where, inputs, list(outputs), ["OpenVINO CPU"], threads)
-        self.ports: Mapping[str, Port] = {**inputs, **outputs}
-        self._types = {port.get_any_name(): port.element_type for port in (*model.inputs, *model.outputs)}
+    def __init__(
+        self, model: openvino.CompiledModel, inputs: Sequence[str], outputs: Sequence[str], where: str, threads: int
+    ) -> None:
+        """`inputs` and `outputs` are named in the model's order: OpenVINO's own names of a port can be several."""
+        self._inputs = dict(zip(inputs, model.inputs, strict=True))
+        self._outputs = dict(zip(outputs, model.outputs, strict=True))
+        ports = {name: _port(port) for name, port in self._inputs.items()}
+        super().__init__(where, ports, outputs, ["OpenVINO CPU"], threads)
+        self.ports: Mapping[str, Port] = {**ports, **{name: _port(port) for name, port in self._outputs.items()}}
         self._model: openvino.CompiledModel | None = model
         self._idle: list[openvino.InferRequest] = []
         self._changing = threading.Lock()
@@ -94,7 +98,7 @@ class OpenVinoRunner(EngineRunner):
         with self._errors():
             self._set(request, given)
             request.infer()
-        return {name: np.asarray(_Result(lease, name, self.ports[name])) for name in wanted}
+        return {name: np.asarray(_Result(lease, self._outputs[name], self.ports[name])) for name in wanted}
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)
@@ -114,8 +118,9 @@ class OpenVinoRunner(EngineRunner):
         import openvino
 
         for name, array in arrays.items():
+            port = self._inputs.get(name) or self._outputs[name]
             # Over the array's own memory.
-            request.set_tensor(name, openvino.Tensor(array, list(array.shape), self._types[name]))
+            request.set_tensor(port, openvino.Tensor(array, list(array.shape), port.element_type))
 
     def _opened(self) -> openvino.CompiledModel:
         if self._model is None:
@@ -149,22 +154,18 @@ class _Lease:
 class _Result:
     """The memory of one output."""
 
-    def __init__(self, lease: _Lease, name: str, port: Port) -> None:
+    def __init__(self, lease: _Lease, output: openvino.ConstOutput, port: Port) -> None:
         self._lease = lease
         self.__array_interface__ = {
             "shape": port.shape,
             "typestr": port.dtype.str,
-            "data": (lease.request.get_tensor(name).data.ctypes.data, False),
+            "data": (lease.request.get_tensor(output).data.ctypes.data, False),
             "version": 3,
         }
 
 
-def _ports(ports: Sequence[Any]) -> dict[str, Port]:
-    """Name -> input or output."""
-    return {
-        port.get_any_name(): Port(tuple(port.shape), np.dtype(DTYPES[port.element_type.get_type_name()]))
-        for port in ports
-    }
+def _port(port: openvino.ConstOutput) -> Port:
+    return Port(tuple(port.shape), np.dtype(DTYPES[port.element_type.get_type_name()]))
 
 
 class OpenVino(EngineBuilder):
@@ -195,12 +196,21 @@ class OpenVino(EngineBuilder):
         ]
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
+        from mod_export.export.nodes import graph_from_file
+
         graph = job.root / job.graph.path
         try:
             blob = _compiled(graph, variant.dtype, 1).export_model().getvalue()
         except RuntimeError as error:
             raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_said(error)}") from error
-        made = {"openvino": package_version("openvino"), "cpu": _cpu(), "graph": job.graph.path}
+        names = graph_from_file(graph).graph
+        made = {
+            "openvino": package_version("openvino"),
+            "cpu": _cpu(),
+            "graph": job.graph.path,
+            "inputs": [value.name for value in names.inputs],
+            "outputs": [value.name for value in names.outputs],
+        }
         destination.write_bytes(json.dumps(made).encode() + b"\n" + blob)
 
     def load(
@@ -220,10 +230,10 @@ class OpenVino(EngineBuilder):
                 model = _core().import_model(blob, CPU, options)
         except RuntimeError as error:
             raise _refused(engine, made, error) from error
-        return OpenVinoRunner(model, f"{self.name} {engine.path}", threads)
+        return OpenVinoRunner(model, made["inputs"], made["outputs"], f"{self.name} {engine.path}", threads)
 
 
-def _refused(engine: Engine, made: Mapping[str, str], error: RuntimeError) -> EngineError | TargetError:
+def _refused(engine: Engine, made: Mapping[str, Any], error: RuntimeError) -> EngineError | TargetError:
     if "built for a different runtime" not in str(error):
         return EngineError(f"{engine.path}: OpenVINO cannot load it: {_said(error)}; build again")
     return TargetError(
