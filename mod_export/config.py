@@ -72,6 +72,13 @@ class OrtCpuOptions(_Section):
     all at once. `measured` measures on this machine which number is the fastest."""
 
 
+class OpenVinoOptions(_Section):
+    """OpenVINO on the CPU."""
+
+    dtypes: Names[Literal["float32", "bfloat16"]] = ("float32",)
+    """One engine each. bfloat16 is faster, and only built on a processor with instructions for it."""
+
+
 class OrtCudaOptions(_Section):
     """ONNX Runtime's CUDA execution provider."""
 
@@ -116,6 +123,7 @@ class TargetOptions(_Section):
     model_config = ConfigDict(alias_generator=lambda n: n.replace("_", "-"))
 
     ort_cpu: OrtCpuOptions = OrtCpuOptions()
+    openvino: OpenVinoOptions = OpenVinoOptions()
     ort_cuda: OrtCudaOptions = OrtCudaOptions()
     inductor: InductorOptions = InductorOptions()
     tensorrt: TensorRTOptions = TensorRTOptions()
@@ -217,9 +225,9 @@ class GenerationOptions(_Section):
     build: Literal["auto", "always", "never"] = "auto"
     """`auto` builds them for every model that can generate, `always` refuses a model that cannot, `never` builds
     none."""
-    targets: Names[Literal["ort-cpu", "tensorrt", "tensorrt-rtx"]] = ("ort-cpu",)
-    """Those of the build's targets that get engines for generation. `mod-export generate` runs those of ort-cpu; the
-    TensorRT plans are for servers that keep the cache on the GPU."""
+    targets: Names[Literal["ort-cpu", "openvino", "tensorrt", "tensorrt-rtx"]] = ("ort-cpu", "openvino")
+    """Those of the build's targets that get engines for generation. `mod-export generate` runs those of ort-cpu and
+    openvino; the TensorRT plans are for servers that keep the cache on the GPU."""
     window: Annotated[int, Field(ge=0)] = 0
     """The longest text in tokens, prompt and answer; the slots of routed layers are computed for it. 0: the model's
     number of positions, at most 1,024."""

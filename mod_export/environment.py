@@ -35,6 +35,7 @@ PACKAGES = {
     "onnx_ir": ("onnx-ir",),
     "onnxscript": ("onnxscript",),
     "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
+    "openvino": ("openvino",),
     "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
     "tensorrt_rtx": ("tensorrt-rtx",),
     "polygraphy": ("polygraphy",),
@@ -44,6 +45,7 @@ EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
 EXTRAS = {
     "build": ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"),
     "ort": ("onnxruntime",),
+    "openvino": ("openvino",),
     "tensorrt": ("tensorrt",),
     "tensorrt-rtx": ("tensorrt_rtx", "polygraphy"),
     "convert": ("gguf", "huggingface_hub"),

@@ -114,10 +114,7 @@ def generating_form(loaded: ExportableModel, kind: ModelKind, window: int, confi
 def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequence[Variant]:
     if graph.role == "forward":
         return builder.variants(config)
-    if builder.name not in config.generation.targets:
-        return []
-    # Not int8 on the CPU: with one scale for all rows, a text would depend on the texts that are written beside it.
-    return [Variant(dtype="float32")] if builder.binds else builder.variants(config)
+    return builder.text_variants(config) if builder.name in config.generation.targets else []
 
 
 def make_plan(

@@ -18,7 +18,15 @@ from mod_export.results.base import Result
 from mod_export.results.report import Stage, Verdict, report_from_json
 from mod_export.stages.benchmark import benchmark, profile
 from mod_export.stages.folder import FolderContext, notes
-from mod_export.stages.report import compare_with_baseline, completed, not_compared, refused_in, texts_of, verdict_of
+from mod_export.stages.report import (
+    compare_with_baseline,
+    completed,
+    measured_in,
+    not_compared,
+    refused_in,
+    texts_of,
+    verdict_of,
+)
 
 REPORT = ("report.json", "report.html")
 Row = TypeVar("Row", bound=Result)
@@ -103,7 +111,8 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
     profile(context)
     compare_with_baseline(context)
     verdict = verdict_of(context, parity=False)
-    said = _complete(context, "benchmark", begin, {}) if config is None and not targets else []
+    facts = {"measured": [one.model_dump(mode="json") for one in measured_in(context)]}
+    said = _complete(context, "benchmark", begin, facts) if config is None and not targets else []
     return Rerun(rows=context.rows, verdict=verdict, notes=said, not_compared=not_compared(context))
 
 

@@ -33,6 +33,8 @@ FLOAT_DTYPES: tuple[FloatDType, ...] = get_args(FloatDType)
 QUANTIZED: tuple[QuantizedDType, ...] = get_args(QuantizedDType)
 
 
+FLOAT_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
 ROUTED = "routed_"
 
 

@@ -20,6 +20,7 @@ from mod_export.config import BuildConfig
 from mod_export.errors import BuildFolderError
 from mod_export.results.cost import CostRow, Work
 from mod_export.results.generation import StepBytes
+from mod_export.results.serving import Measured
 from mod_export.types import Bucket, Engine, Graph, ModelKind, SiteKey, graph_of
 
 MANIFEST = "manifest.json"
@@ -90,6 +91,7 @@ class Manifest(_Facts):
         exporters: versions that an exported graph depends on.
         verified: whether its engines were judged: not where it was built without evidence, before it is validated.
         refused: engine or graph that missed a gate -> the reasons; `load` does not serve it.
+        measured: how fast engines were, from which `load` chooses where no target is named.
         generation: what writing text needs, or the reason why the folder cannot.
         tokenizer: `bytes`, a file of the folder, or None where ids stand for no text.
         cost: FLOPs and bytes of every portable graph of whole rows.
@@ -106,6 +108,7 @@ class Manifest(_Facts):
     exporters: dict[str, str | None]
     verified: bool
     refused: dict[str, tuple[str, ...]]
+    measured: tuple[Measured, ...] = ()
     generation: GenerationFacts | str
     tokenizer: str | None
     cost: tuple[CostRow, ...]

@@ -61,8 +61,12 @@ say = partial(click.echo, nl=False)
 @click.option("--stop", metavar="TEXT", multiple=True, help="Ends a text; is not part of it.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the tokens at which the model ends its texts.")
 @click.option("--roll", is_flag=True, help="At the end of the window, continue from the second half of the text.")
-@click.option("--target", metavar="T", help="Target whose engines run; default: the first that generates here.")
-@click.option("--dtype", metavar="D", help="Of the engines; default: the first built.")
+@click.option(
+    "--target", metavar="T", help="Target whose engines run; default: the fastest here, as the build measured."
+)
+@click.option(
+    "--dtype", metavar="D", help="Of the engines; default: of the fastest, of a named target the first built."
+)
 @click.option("--model", "kind", type=click.Choice(["mod", "dense"]), default="mod", show_default=True)
 @click.option("--threads", metavar="N", type=int, help="CPU threads of an engine; default: every physical core.")
 @click.option(

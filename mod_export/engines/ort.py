@@ -61,6 +61,9 @@ class OrtCpu(_Ort):
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.ort_cpu.dtypes]
 
+    def text_variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype="float32")]  # int8 has one scale for all rows of a step.
+
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> Runner:

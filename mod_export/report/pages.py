@@ -29,6 +29,7 @@ from mod_export.report.parity_figures import error_figure, executed_figure, laye
 from mod_export.report.speed_figures import latency_figures, speedup_figure, step_figure, step_legend
 from mod_export.report.summary import (
     agreement_by_input,
+    chosen,
     deployments,
     gains,
     lacks_sites,
@@ -75,6 +76,7 @@ def _rendered(report: BuildReport) -> str:
         samplings=samplings(report),
         causality=report.model.reads_tokens or any(row.suffixes for row in report.causality),
         deployments=deployments(report),
+        chosen=chosen(report),
         untried=untried_targets(report),
         speedup=speedup_figure(report.speedup),
         speedup_table=table_of((result_tables.NAMED, *result_tables.COMPARED), [one for one in settings if one.speed]),

@@ -12,6 +12,7 @@ from mod_export.results.generation import Compared, DecodeRow, FirstTokenRow, Ge
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
 from mod_export.results.report import Artifact, BuildReport, Target
+from mod_export.results.serving import ALONE, Served
 from mod_export.types import KINDS, Bucket, ModelKind, Role, Setting
 
 State = Literal["passed", "failed", "not run here", "portable"]
@@ -245,3 +246,8 @@ def precisions(report: BuildReport) -> list[tuple[PrecisionRow, ParityRow | None
     """Every engine of a narrower dtype, with its parity where it was judged."""
     judged = {row.setting: row for row in report.parity}
     return [(row, judged.get(row.setting)) for row in report.precision]
+
+
+def chosen(report: BuildReport) -> list[Served]:
+    """What is served of the MoD model where no target is named, as far as there was a choice."""
+    return [row for row in report.served if row.model == "mod" and row.reason != ALONE]

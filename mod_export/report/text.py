@@ -18,7 +18,16 @@ from rich.text import Text
 
 from mod_export.report import result_tables as shown
 from mod_export.report.charts import MODELS
-from mod_export.report.summary import Found, gains, lacks_sites, parity_of, precisions, settings_of, untried_targets
+from mod_export.report.summary import (
+    Found,
+    chosen,
+    gains,
+    lacks_sites,
+    parity_of,
+    precisions,
+    settings_of,
+    untried_targets,
+)
 from mod_export.report.tables import BAD, GOOD, QUIET, UNBOUNDED, Column, fitted_table, lines_of, table_of
 from mod_export.report.wording import (
     NO_SITES,
@@ -28,6 +37,7 @@ from mod_export.report.wording import (
     difference_text,
     printable,
     quality_text,
+    served_text,
     slots_text,
     threads_text,
 )
@@ -93,6 +103,8 @@ def _print(report: BuildReport, folder: str, console: Console, encoding: str) ->
         parts += [Text("Lower precision", "bold"), Text()]
         parts += fitted(shown.PRECISION, precisions(report), shown.PRECISION_STACKS)
     parts += _generation(report, clean, fitted)
+    if choices := chosen(report):
+        parts += [*_quiet([f"served where no target is named: {served_text(row)}" for row in choices], clean), Text()]
     parts += _not_run(untried_targets(report), clean)
     parts += _verdict(report, folder, clean)
     console.print(Group(*parts), highlight=False, markup=False, emoji=False)

@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from mod_export.results.generation import Compared, QualityRow
 from mod_export.results.latency import PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import InputAgreement, LayerAgreement, RoutingAgreement
+from mod_export.results.serving import Served
 from mod_export.types import is_expert
 
 NO_SITES = (
@@ -66,6 +67,12 @@ def difference_text(differing: int, faults: int) -> str:
     if faults:
         return "1 difference is not a near-tie" if faults == 1 else f"{faults:,} differences are not near-ties"
     return "every difference is a near-tie" if differing else "no token is routed differently"
+
+
+def served_text(row: Served) -> str:
+    """What is served where no target is named, and why."""
+    what = "whole rows" if row.role == "forward" else "text"
+    return f"{row.model}, {what}: {row.target} {row.dtype}, {ms_text(row.ms)} ms: {row.reason}"
 
 
 def causality_text(looks_ahead: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mod_export.results.base import EngineRow, PairRow, Result
 from mod_export.results.latency import SpeedVerdict
-from mod_export.types import ModelKind, Role
+from mod_export.types import FLOAT_BYTES, DType, ModelKind, Role
 
 
 class TextsRow(EngineRow):
@@ -146,3 +146,10 @@ class StepBytes(Result):
     def of(self, executed: Mapping[str, float]) -> int:
         """Mean over steps in which each site is executed in this share of them."""
         return round(self.always + sum(size * executed[site] for site, size in self.sites.items()))
+
+    def stored_in(self, dtype: DType) -> StepBytes:
+        """The same where weights and cache are floats of this dtype, and not float32."""
+        share = FLOAT_BYTES[dtype] / FLOAT_BYTES["float32"]
+        return StepBytes(
+            always=round(self.always * share), sites={site: round(size * share) for site, size in self.sites.items()}
+        )

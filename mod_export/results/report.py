@@ -16,6 +16,7 @@ from mod_export.results.cost import CostRow, PartRow, Roofline
 from mod_export.results.generation import GenerationReport
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ParityRow
+from mod_export.results.serving import Served
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.types import DType, ModelKind, Role
 
@@ -133,6 +134,8 @@ class BuildReport(Result):
     """One for each setting that ran here; none where there is no dense baseline."""
     cost: tuple[CostRow, ...]
     """Of every portable graph."""
+    served: tuple[Served, ...] = ()
+    """What `load` and `load_generator` take where no target is named, of each model."""
     precision: tuple[PrecisionRow, ...] = ()
     """Narrower dtypes beside float32."""
     structure: tuple[StructureRow, ...] = ()

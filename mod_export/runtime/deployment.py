@@ -23,7 +23,8 @@ from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UnverifiedWarning, UsageError
-from mod_export.types import PRIMARY, ROUTED, Bucket, Engine, ModelKind, graph_of, primary_output
+from mod_export.results.serving import served_of
+from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output
 
 NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
 
@@ -57,8 +58,9 @@ def served_engines(
 ) -> list[Engine]:
     """Engines of one model, target and dtype that run here and met their gates, and read whole rows or write `texts`.
 
-    No target is the first that runs here, no dtype the first built. There is no fallback to another dtype where a gate
-    was missed: the user has to name it.
+    Where no target is named, they are the fastest that met their gates, as the build measured them, of the dtype if one
+    is named; where nothing was measured, the first. Of a named target no dtype is the first built. There is no fallback
+    to another dtype where a gate was missed: the user has to name it.
 
     Raises:
         UsageError: there is no engine of this model.
@@ -71,10 +73,12 @@ def served_engines(
             f"{folder}: holds no {what} of model {model!r}; expected {' or '.join(map(repr, manifest.models))}"
         )
     here = runnable_engines(folder, engines, [target] if target else [], texts=texts)
-    wanted = [one for one in here if one.target == here[0].target and dtype in (None, one.dtype)]
+    wanted = [one for one in here if dtype in (None, one.dtype)]
     if not wanted:
-        raise TargetError(f"{folder}: holds no {dtype} {what} for {here[0].target}")
-    served = [one for one in wanted if one.dtype == wanted[0].dtype]
+        raise TargetError(f"{folder}: holds no {dtype} {what} for {', '.join(dict.fromkeys(e.target for e in here))}")
+    first = (wanted[0].target, wanted[0].dtype)
+    pair = first if target else _fastest(manifest, wanted, texts=texts) or first
+    served = [one for one in wanted if (one.target, one.dtype) == pair]
     missed = [reason for one in served for reason in manifest.refused.get(one.path, ())]
     if missed:
         raise TargetError(
@@ -83,6 +87,22 @@ def served_engines(
             "wrong for your use"
         )
     return served
+
+
+def _fastest(manifest: Manifest, engines: Sequence[Engine], *, texts: bool) -> tuple[str, DType] | None:
+    """Target and dtype of those of `engines` that were measured and met their gates; None where none was."""
+    refused = {
+        (one.model, one.role != "forward", one.target, one.dtype)
+        for one in manifest.engines
+        if one.path in manifest.refused
+    }
+    here = {(one.model, one.target, one.dtype) for one in engines}
+    measured = [
+        one
+        for one in manifest.measured
+        if (one.model, one.target, one.dtype) in here and (one.role != "forward") == texts
+    ]
+    return next(((one.target, one.dtype) for one in served_of(measured, refused)), None)
 
 
 def load(
@@ -96,8 +116,9 @@ def load(
 
     Args:
         root: the folder.
-        target: an engine family; None is the first in the folder that runs on this machine.
-        dtype: of the engine; None is the first built.
+        target: an engine family; None is that of the fastest engines that run on this machine and met their gates, as
+            the build measured them, or the first in the folder where nothing was measured.
+        dtype: of the engine; None is that of the fastest, and of a named target the first built.
         model: `mod`, or `dense` for the dense baseline.
         threads: of a CPU engine inside one operator; None is every physical core that this process may use
             (`environment.usable_cores`), 0 is the library's own choice.

@@ -18,6 +18,7 @@ from mod_export.results.generation import DecodeRow, FirstTokenRow, GenerationRe
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
+from mod_export.results.serving import Measured, Served, measured_from_rows, served_of
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.stages.context import BuildContext, Context
 from mod_export.types import is_expert
@@ -144,6 +145,7 @@ def completed(context: Context, report: BuildReport, stage: Stage) -> BuildRepor
         update={
             **known,
             "verdict": verdict,
+            "served": _served(known["parity"], known["latency"], () if written is None else written.decode),
             "generation": written,
             "environment": context.machine,
             "stages": (*report.stages[:-1], stage, report.stages[-1]),
@@ -155,6 +157,18 @@ def completed(context: Context, report: BuildReport, stage: Stage) -> BuildRepor
 def refused_in(context: Context) -> dict[str, tuple[str, ...]]:
     """What missed its gates, with the reasons: it is not served, `load` refuses it."""
     return {row.artifact: row.reasons for row in context.rows(ParityRow) if row.artifact and not row.passed}
+
+
+def measured_in(context: Context) -> tuple[Measured, ...]:
+    """How fast engines were: what `load` chooses from."""
+    return measured_from_rows(context.rows(LatencyRow), context.rows(DecodeRow))
+
+
+def _served(
+    parity: Sequence[ParityRow], latency: Sequence[LatencyRow], decode: Sequence[DecodeRow]
+) -> tuple[Served, ...]:
+    refused = {(row.model, row.role != "forward", row.target, row.dtype) for row in parity if not row.passed}
+    return tuple(served_of(measured_from_rows(latency, decode), refused))
 
 
 def _report(
@@ -182,6 +196,7 @@ def _report(
         artifacts=tuple(_artifacts(context)),
         targets=tuple(_targets(context)),
         cost=tuple(context.rows(CostRow)),
+        served=_served(context.rows(ParityRow), context.rows(LatencyRow), context.rows(DecodeRow)),
         **{name: tuple(context.rows(kind)) for name, kind in ROWS.items()},
         generation=_generation(context) if reads_tokens else None,
     )
@@ -240,6 +255,7 @@ def _close(context: BuildContext, command: str, *, verified: bool) -> None:
         exporters=versions(*EXPORTERS),
         verified=verified,
         refused=refused_in(context),
+        measured=measured_in(context),
         generation=context.generation,
         tokenizer=TOKENIZER if isinstance(plan.tokenizer, Path) else plan.tokenizer,
         cost=tuple(context.rows(CostRow)),

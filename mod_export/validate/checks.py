@@ -107,6 +107,7 @@ class Allowance:
         rounding: largest rounding error of the reference, None where it was not measured.
         quantized: whether weights are whole numbers: the model is then another one, near to the reference, and is
             judged by what it makes of real text, with the routing that either of them chooses.
+        narrow: whether the dtype has fewer bits than float32.
     """
 
     gate: ParityGate
@@ -116,6 +117,7 @@ class Allowance:
     scales: Mapping[Site, float]
     rounding: float | None
     quantized: bool = False
+    narrow: bool = False
 
     @property
     def next_token_slack(self) -> float:
@@ -150,6 +152,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
         scales=scales,
         rounding=rounding,
         quantized=dtype in QUANTIZED,
+        narrow=dtype != "float32",
     )
 
 
@@ -206,8 +209,8 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
             return []
         same = np.concatenate(shortfalls) <= allowed.next_token_slack
         positions, agreed, how = len(same), int(same.sum()), "agree given the same routing"
-    # Of a quantized model some differ, and of a few positions how many is chance: two standard deviations are allowed.
-    luck = allowed.quantized and positions < FEWEST_POSITIONS
+    # In fewer bits some differ, and of a few positions how many is chance: two standard deviations are allowed.
+    luck = allowed.narrow and positions < FEWEST_POSITIONS
     more = 2 * math.sqrt(positions * least * (1 - least)) if luck else 0.0
     if not (agreed + more) / positions >= least:
         return [f"next token: {agreed / positions:.4%} {how}, at least {least:.4%} must"]

@@ -4,8 +4,8 @@
     .venv/bin/python tests/floors/run.py onnxruntime onnx      # some of them
 
 Everything else has the versions of constraints.txt. Packages of the [build] extra build the tiny model; those of
-[convert] pass the tests that use them; all others serve the model from a folder that was built with the pinned
-versions, and must give the same logits.
+[convert] and [openvino] pass the tests that use them; all others serve the model from a folder that was built with the
+pinned versions, and must give the same logits.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ TOLERANCE = 1e-4
 TESTS = {
     "gguf": ("tests/models/test_convert_gguf.py", "tests/models/test_convert_gguf_tokenizer.py"),
     "huggingface_hub": ("tests/mod_export/sources/test_hub.py",),
+    "openvino": ("tests/mod_export/engines/test_openvino.py",),
 }
-"""Of the packages of [convert]."""
+"""Of the packages of [convert] and [openvino]."""
 
 
 def declared() -> dict[str, tuple[str, str]]:
@@ -55,7 +56,7 @@ def declared() -> dict[str, tuple[str, str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     found: dict[str, tuple[str, str]] = {}
-    for extra in ("", "build", "ort", "ort-gpu", "generate", "convert", "tensorrt", "tensorrt-rtx"):
+    for extra in ("", "build", "ort", "ort-gpu", "openvino", "generate", "convert", "tensorrt", "tensorrt-rtx"):
         for requirement in map(Requirement, groups[extra]):
             found.setdefault(requirement.name, (extra, str(requirement.specifier)))
     return found

@@ -112,7 +112,7 @@ WRONG = {
         f"[{section}]\n{key} = {value}": f"{section}.{key}.0: input should be {expected}, got {value[1:-1]}"
         for section, key, value, expected in (
             ("target.ort-cpu", "dtypes", '["float16"]', "'float32', 'int8' or 'int4'"),
-            ("generation", "targets", '["ort-cuda"]', "'ort-cpu', 'tensorrt' or 'tensorrt-rtx'"),
+            ("generation", "targets", '["ort-cuda"]', "'ort-cpu', 'openvino', 'tensorrt' or 'tensorrt-rtx'"),
             ("generation", "prompts", "[0]", "greater than or equal to 1"),
         )
     },

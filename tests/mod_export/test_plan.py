@@ -126,7 +126,7 @@ def test_without_a_baseline_it_writes_alone(config: BuildConfig, tiny_spec: Mode
 def test_targets_that_do_not_write(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
     model = model_of(replace(tiny_spec, routing=WRITES))
     other = updated(config, targets=["tensorrt-rtx"])
-    reason = "it was built for tensorrt-rtx, and generation.targets are ort-cpu"
+    reason = "it was built for tensorrt-rtx, and generation.targets are ort-cpu, openvino"
     assert make_plan(model, None, other, tmp_path).generation == reason
     with pytest.raises(ConfigError, match=f"generation.build: always, but this model .*: {reason}"):
         make_plan(model, None, generating(other, build="always"), tmp_path)

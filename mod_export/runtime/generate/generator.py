@@ -36,7 +36,7 @@ from mod_export.runtime.generate.defaults import GENERATION_CONFIG, defaults_of
 from mod_export.runtime.generate.logits import rng_of
 from mod_export.runtime.generate.stream import Completion, Prefix, Stream, Text
 from mod_export.runtime.generate.texts import StopText, vocabulary_of
-from mod_export.types import Bucket, Engine, ModelKind
+from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind
 
 Message = Mapping[str, Any]
 """`role` and `content` of one turn of a conversation."""
@@ -115,7 +115,10 @@ class Generator:
         vocab_size = manifest.models[first.model].vocab_size
         assert vocab_size is not None, "only a model of token ids writes text"
         self._vocab_size = vocab_size
-        self._kv_bytes = manifest.generation.kv_bytes[first.model]
+        self._kv_bytes = {
+            length: size * FLOAT_BYTES[first.dtype] // FLOAT_BYTES["float32"]
+            for length, size in manifest.generation.kv_bytes[first.model].items()
+        }
         self._sites = manifest.generation.sites[first.model]
         self._decode = {engine.bucket: engine for engine in engines if engine.role == "decode"}
         # Capacities are counted for the window of the build, and a text ends where the longest cache does.

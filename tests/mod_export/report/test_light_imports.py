@@ -8,7 +8,8 @@ import sys
 SCRIPT = """
 import sys
 import mod_export.benchmark.latency, mod_export.benchmark.verdict, mod_export.report
-heavy = {"torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx"} & sys.modules.keys()
+heavy = {"torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx"}
+heavy &= sys.modules.keys()
 sys.exit(f"imported {sorted(heavy)}" if heavy else 0)
 """
 

@@ -7,23 +7,26 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from build_folders import file_entry, rewrite_manifest
+from graph_folders import job_of
 
 import mod_export
 from mod_export.build_folder.manifest import open_folder
+from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.ort_shared import SharedRunner
 from mod_export.environment import usable_cores
 from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.runtime.deployment import Deployment, runnable_engines
 from mod_export.sources.model import Model
-from mod_export.types import Bucket
+from mod_export.types import Bucket, Variant, graph_of
 
 TOLERANCE = 1e-5
 """Absolute, of logits of magnitude one in float32 on another library's kernels."""
@@ -248,3 +251,60 @@ def test_every_physical_core_by_default(built: Path, deployment: Deployment) -> 
         np.testing.assert_allclose(deployment.run(text(1, 64)), three.run(text(1, 64)), atol=TOLERANCE)
     with pytest.raises(UsageError, match=r"^threads: expected 1 or more, or 0 for the library's own choice, got -1$"):
         mod_export.load(built, threads=-1)
+
+
+@pytest.fixture
+def both(built_copy: Path, config: BuildConfig) -> Path:
+    """A folder with engines of two targets, that of the second of the MoD model only."""
+    manifest = open_folder(built_copy)
+    (built_copy / "engines/openvino").mkdir()
+    added = []
+    for one in manifest.engines:
+        if one.model == "mod":
+            path = f"engines/openvino/{one.stem}.blob"
+            graph = graph_of(one, [graph for graph in manifest.graphs if graph.target is None])
+            assert graph is not None
+            ENGINES["openvino"].build(job_of(built_copy, graph), Variant(dtype="float32"), built_copy / path, config)
+            added.append(asdict(replace(one, target="openvino", path=path)))
+
+    def add(found: dict[str, Any]) -> None:
+        found["engines"] += added
+        found["files"] |= {one["path"]: file_entry(built_copy / one["path"]) for one in added}
+
+    rewrite_manifest(built_copy, add)
+    return built_copy
+
+
+def timed(folder: Path, **ms: float) -> None:
+    """Writes into a manifest how fast the engines of the MoD model were."""
+    rows = [
+        {"model": "mod", "role": "forward", "target": target.replace("_", "-"), "dtype": "float32", "ms": one}
+        for target, one in ms.items()
+    ]
+    rewrite_manifest(folder, lambda found: found.update(measured=rows))
+
+
+def test_the_fastest_engines_are_served_where_none_are_named(both: Path) -> None:
+    def served(**arguments: Any) -> str:
+        with mod_export.load(both, **arguments) as deployment:
+            return deployment.target
+
+    timed(both)
+    assert served() == "ort-cpu"
+    timed(both, ort_cpu=2.0, openvino=1.0)
+    assert (served(), served(dtype="float32"), served(target="ort-cpu")) == ("openvino", "openvino", "ort-cpu")
+    with mod_export.load(both) as fast, mod_export.load(both, "ort-cpu") as slow:
+        np.testing.assert_allclose(fast.run(text(1, 64)), slow.run(text(1, 64)), atol=TOLERANCE)
+    assert served(model="dense") == "ort-cpu"
+    timed(both, ort_cpu=1.0, openvino=2.0)
+    assert served() == "ort-cpu"
+
+
+def test_engines_that_missed_their_gates_are_never_the_fastest(both: Path) -> None:
+    timed(both, ort_cpu=2.0, openvino=1.0)
+    path = "engines/openvino/mod-b1s64-float32.blob"
+    rewrite_manifest(both, lambda found: found["refused"].update({path: ["wrong"]}))
+    with mod_export.load(both) as deployment:
+        assert deployment.target == "ort-cpu"
+    with pytest.raises(TargetError, match=r"the float32 engines for openvino missed their gates .*\(wrong\)"):
+        mod_export.load(both, "openvino")

@@ -250,6 +250,16 @@ def test_a_quantized_model_is_judged_by_what_it_makes_of_text(agreed: int, posit
     assert list(check_next_token(found, allowance(found, gate, "int8"))) == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "differ", "passes"), [("bfloat16", 1, True), ("bfloat16", 2, False), ("float32", 1, False)]
+)
+def test_in_16_bits_luck_decides_too_how_many_of_few_positions_differ(dtype: DType, differ: int, passes: bool) -> None:
+    """As of the prompts of a prefill engine, which have one next token each."""
+    gate = GATE.model_copy(update={"next_token_agreement": 0.95})
+    found = [replace(GOOD, text=None, shortfalls=np.array([1.0] * differ + [0.0] * (4 - differ)))]
+    assert (list(check_next_token(found, allowance(found, gate, dtype))) == []) == passes
+
+
 def test_the_perplexity_of_a_quantized_model_is_held_against_the_models_own() -> None:
     found = [replace(GOOD, text=replace(TEXT, nll=18.0, reference_nll=18.0, own_nll=9.0))]
     assert check_perplexity(found, allowance(found, GATE, "float32")) == []

@@ -1,0 +1,303 @@
+"""OpenVINO on the CPU: an engine is a compiled model without weights, which are read from a weights file in graphs/.
+
+OpenVINO reads the graph of the dialect, rewrites it for the instruction sets of this processor, and exports the result.
+What is exported refers to weights by their place in the weights file (CACHE_MODE OPTIMIZE_SIZE, WEIGHTS_PATH), so all
+buckets share one file on disk. It runs on the version of OpenVINO and on the instruction sets that it was made for, and
+nowhere else: OpenVINO checks that itself.
+
+The types of the graph decide what is computed in bfloat16, so that routers stay in float32: a processor with bfloat16
+keeps them where no precision is asked for. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds
+the scores of routers too, and selects other tokens half as often again (docs/LOG.md).
+
+Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference/optimizing-latency/model-caching-overview.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mod_export.config import BuildConfig
+from mod_export.engines.protocol import (
+    Arrays,
+    EngineBuilder,
+    EngineJob,
+    EngineRunner,
+    OptionalArrays,
+    Port,
+    check_bound,
+)
+from mod_export.environment import package_version
+from mod_export.errors import EngineError, TargetError
+from mod_export.types import Availability, Dialect, DType, Engine, Variant
+
+if TYPE_CHECKING:
+    import openvino
+
+CPU = "CPU"
+BFLOAT16 = "BF16"
+"""Among a device's OPTIMIZATION_CAPABILITIES."""
+PRECISIONS: Mapping[DType, str] = {"float32": "f32", "bfloat16": "dynamic"}
+"""`f32` asks for float32, `dynamic` for the types of the graph."""
+WEIGHTLESS = "WeightlessCacheAttribute_0"
+"""Marks a constant that stands in a file of weights, with its place there; OpenVINO's reader of ONNX files sets it."""
+WIDE = ("f32", "f64")
+DTYPES: Mapping[str, type[np.generic]] = {
+    "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "f64": np.float64, "boolean": np.bool_,
+    "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
+    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
+}  # fmt: skip
+"""Element type of an input or output -> NumPy dtype; bfloat16, which NumPy does not have, as the bits of it."""
+
+
+@cache
+def _core() -> openvino.Core:
+    """OpenVINO's runtime: one for the process, because plug-ins take time to load."""
+    import openvino
+
+    return openvino.Core()
+
+
+def _said(error: BaseException) -> str:
+    """What OpenVINO says of an error, without the places in its sources: the last line that it wrote."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+class OpenVinoRunner(EngineRunner):
+    """A compiled model with inputs and outputs of static shape. It reads feeds in place and returns arrays over memory
+    of OpenVINO, without a copy, which later runs use again once those arrays are gone. Several threads may run it.
+    """
+
+    def __init__(
+        self, model: openvino.CompiledModel, inputs: Sequence[str], outputs: Sequence[str], where: str, threads: int
+    ) -> None:
+        """`inputs` and `outputs` are named in the model's order: OpenVINO's own names of a port can be several."""
+        self._inputs = dict(zip(inputs, model.inputs, strict=True))
+        self._outputs = dict(zip(outputs, model.outputs, strict=True))
+        ports = {name: _port(port) for name, port in self._inputs.items()}
+        super().__init__(where, ports, outputs, ["OpenVINO CPU"], threads)
+        self.ports: Mapping[str, Port] = {**ports, **{name: _port(port) for name, port in self._outputs.items()}}
+        self._model: openvino.CompiledModel | None = model
+        self._idle: list[openvino.InferRequest] = []
+        self._changing = threading.Lock()
+
+    def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
+        with self._changing:
+            model = self._opened()
+            request = self._idle.pop() if self._idle else model.create_infer_request()
+        lease = _Lease(self._idle, request)
+        given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+        with self._errors():
+            self._set(request, given)
+            request.infer()
+        return {name: np.asarray(_Result(lease, self._outputs[name], self.ports[name])) for name in wanted}
+
+    def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
+        check_bound(self._where, self.ports, feeds, outputs)
+        request = self._opened().create_infer_request()
+        arrays = {**feeds, **outputs}
+        self._set(request, arrays)
+
+        def run() -> None:
+            assert arrays  # Kept alive here: OpenVINO only has their addresses.
+            self._opened()
+            with self._errors():
+                request.infer()
+
+        return run
+
+    def _set(self, request: openvino.InferRequest, arrays: Arrays) -> None:
+        import openvino
+
+        for name, array in arrays.items():
+            port = self._inputs.get(name) or self._outputs[name]
+            # Over the array's own memory.
+            request.set_tensor(port, openvino.Tensor(array, list(array.shape), port.element_type))
+
+    def _opened(self) -> openvino.CompiledModel:
+        if self._model is None:
+            raise EngineError(f"{self._where}: the engine is closed; open another one")
+        return self._model
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineError(f"{self._where}: OpenVINO failed: {_said(error)}") from error
+
+    def close(self) -> None:
+        with self._changing:
+            self._model = None
+            self._idle.clear()
+
+
+class _Lease:
+    """A request whose outputs are in use: it is idle again when the last array over them is deleted."""
+
+    def __init__(self, idle: list[openvino.InferRequest], request: openvino.InferRequest) -> None:
+        self.request = request
+        self._idle = idle
+
+    def __del__(self) -> None:
+        self._idle.append(self.request)
+
+
+class _Result:
+    """The memory of one output."""
+
+    def __init__(self, lease: _Lease, output: openvino.ConstOutput, port: Port) -> None:
+        self._lease = lease
+        self.__array_interface__ = {
+            "shape": port.shape,
+            "typestr": port.dtype.str,
+            "data": (lease.request.get_tensor(output).data.ctypes.data, False),
+            "version": 3,
+        }
+
+
+def _port(port: openvino.ConstOutput) -> Port:
+    return Port(tuple(port.shape), np.dtype(DTYPES[port.element_type.get_type_name()]))
+
+
+class OpenVino(EngineBuilder):
+    """OpenVINO's CPU plug-in."""
+
+    name = "openvino"
+    packages = ("openvino",)
+    extra = "openvino"
+    suffix = ".blob"
+    binds = True
+    dialect = Dialect(name="OpenVINO", max_opset=23, branches=True)
+
+    def _installed(self) -> Availability:
+        about = f"openvino {package_version('openvino')}"
+        if CPU not in _core().available_devices:
+            return Availability(builds=False, runs=False, reason=f"{about}, which has no plug-in for this CPU")
+        return Availability(builds=True, runs=True, reason=about)
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.openvino.dtypes]
+
+    def problems(self, config: BuildConfig) -> Sequence[str]:
+        if "bfloat16" not in config.target.openvino.dtypes or BFLOAT16 in _capabilities():
+            return []
+        return [
+            f"target.openvino.dtypes: bfloat16, but {_cpu()} has no instructions for it (OpenVINO names "
+            f"{', '.join(_capabilities())}); build float32 here, and bfloat16 on the processor that will run it"
+        ]
+
+    def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
+        from mod_export.export.nodes import graph_from_file
+
+        graph = job.root / job.graph.path
+        try:
+            blob = _compiled(graph, variant.dtype, 1).export_model().getvalue()
+        except RuntimeError as error:
+            raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_said(error)}") from error
+        names = graph_from_file(graph).graph
+        made = {
+            "openvino": package_version("openvino"),
+            "cpu": _cpu(),
+            "graph": job.graph.path,
+            "inputs": [value.name for value in names.inputs],
+            "outputs": [value.name for value in names.outputs],
+        }
+        destination.write_bytes(json.dumps(made).encode() + b"\n" + blob)
+
+    def load(
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
+    ) -> OpenVinoRunner:
+        assert engine.weights is not None
+        try:
+            head, _, blob = (root / engine.path).read_bytes().partition(b"\n")
+            made = json.loads(head)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{engine.path}: no engine of OpenVINO, or damaged ({error}); build again") from error
+        try:
+            if weights is not None:  # A compiled model reads them from its file; a probe compiles the graph again.
+                model = _compiled(root / made["graph"], engine.dtype, threads, weights)
+            else:
+                options = {**_options(engine.dtype, threads), "WEIGHTS_PATH": str((root / engine.weights).resolve())}
+                model = _core().import_model(blob, CPU, options)
+        except RuntimeError as error:
+            raise _refused(engine, made, error) from error
+        return OpenVinoRunner(model, made["inputs"], made["outputs"], f"{self.name} {engine.path}", threads)
+
+
+def _refused(engine: Engine, made: Mapping[str, Any], error: RuntimeError) -> EngineError | TargetError:
+    if "built for a different runtime" not in str(error):
+        return EngineError(f"{engine.path}: OpenVINO cannot load it: {_said(error)}; build again")
+    return TargetError(
+        f"{engine.path}: compiled by OpenVINO {made['openvino']} for the instruction sets of {made['cpu']}, and this "
+        f"is OpenVINO {package_version('openvino')} on {_cpu()}; build again here"
+    )
+
+
+def _capabilities() -> list[str]:
+    return list(_core().get_property(CPU, "OPTIMIZATION_CAPABILITIES"))
+
+
+def _cpu() -> str:
+    return str(_core().get_property(CPU, "FULL_DEVICE_NAME"))
+
+
+def _options(dtype: DType, threads: int) -> dict[str, Any]:
+    """Of compiling and of loading; with 0 threads OpenVINO chooses."""
+    options: dict[str, Any] = {
+        "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
+        "CACHE_MODE": "OPTIMIZE_SIZE",
+        "NUM_STREAMS": 1,
+    }
+    return {**options, "INFERENCE_NUM_THREADS": threads} if threads else options
+
+
+def _compiled(graph: Path, dtype: DType, threads: int, weights: OptionalArrays = None) -> openvino.CompiledModel:
+    """A graph, compiled for this processor, with `weights` in the place of those of the same name.
+
+    Raises:
+        EngineError: the graph has no weight of this name.
+    """
+    model = _core().read_model(str(graph))
+    constants = list(_constants(model))
+    for name, array in (weights or {}).items():
+        found = [node for node in constants if node.get_friendly_name() == name]
+        if not found:
+            raise EngineError(f"{graph.name}: has no weight {name}, so it cannot be replaced")
+        for node in found:
+            _replace(node, array)
+    if dtype != "float32":
+        # What stays float32 stands in another file than the one that is read when the engine is loaded: in the engine.
+        for node in constants:
+            if node.get_element_type().get_type_name() in WIDE and WEIGHTLESS in (about := node.get_rt_info()):
+                del about[WEIGHTLESS]
+    return _core().compile_model(model, CPU, _options(dtype, threads))
+
+
+def _constants(model: openvino.Model) -> Iterator[openvino.Node]:
+    """Those in the branches of conditions too."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "Constant":
+            yield node
+        elif node.get_type_name() == "If":
+            for branch in range(2):
+                yield from _constants(node.get_function(branch))
+
+
+def _replace(node: openvino.Node, array: np.ndarray) -> None:
+    import openvino
+
+    kind = node.get_element_type()
+    other = openvino.opset13.constant(array, openvino.Type.f32).output(0)
+    if kind != openvino.Type.f32:
+        other = openvino.opset13.convert(other, kind.get_type_name()).output(0)
+    for reader in node.output(0).get_target_inputs():
+        reader.replace_source_output(other)

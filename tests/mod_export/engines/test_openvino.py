@@ -1,0 +1,320 @@
+"""OpenVINO for real: what its engines compute in which precision, where they run, and everything that they refuse."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from graph_folders import write_graph
+from small_graphs import make_model, make_spec
+
+from mod_export.config import BuildConfig, config_from_toml
+from mod_export.engines import openvino as target
+from mod_export.engines.openvino import OpenVino, OpenVinoRunner
+from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
+from mod_export.engines.protocol import BindableRunner, EngineJob, Port
+from mod_export.errors import EngineError, TargetError
+from mod_export.export.weights import WeightsFile
+from mod_export.types import Bucket, DType, Engine, Variant
+from mod_export.validate.near_ties import batches_of
+from mod_export.validate.parity import judge_runner
+from mod_export.validate.reference import Reference
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import random_checkpoint
+
+CONFIG = config_from_toml(None)
+BUCKET = Bucket(2, 16)
+with_bfloat16 = pytest.mark.skipif(
+    "BF16" not in target._capabilities(), reason="this processor has no instructions for bfloat16"
+)
+SITE = "routed_1"
+
+
+def engine_of(dtype: DType = "float32", path: str | None = None) -> Engine:
+    return Engine(
+        target="openvino", model="mod", bucket=BUCKET, dtype=dtype, path=path or f"engines/mod-{dtype}.blob",
+        weights=f"graphs/weights-{dtype}.data",
+    )  # fmt: skip
+
+
+def written(root: Path, dtype: DType) -> EngineJob:
+    """The folder of a model of two blocks, the second one routed, with its engine."""
+    (root / "engines").mkdir()
+    job = write_graph(root, make_spec(), BUCKET, OpenVino.dialect, dtype)
+    OpenVino().build(job, Variant(dtype=dtype), root / engine_of(dtype).path, CONFIG)
+    return job
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("openvino")
+    written(root, "float32")
+    return root
+
+
+@pytest.fixture
+def copy(root: Path, tmp_path: Path) -> Path:
+    for name in ("engines", "graphs"):
+        (tmp_path / name).mkdir()
+        for path in (root / name).iterdir():
+            (tmp_path / name / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+@pytest.fixture
+def runner(root: Path) -> Iterator[OpenVinoRunner]:
+    with OpenVino().load(root, engine_of(), CONFIG, 1) as found:
+        yield found
+
+
+def feeds(seed: int = 0) -> dict[str, np.ndarray]:
+    ids_BS = np.random.default_rng(seed).integers(0, 40, (BUCKET.batch, BUCKET.seq))
+    return {"input_ids": ids_BS, "lengths": np.array([16, 11])}
+
+
+def expected(root: Path, seed: int = 0) -> dict[str, np.ndarray]:
+    """What ONNX Runtime makes of the same graph."""
+    graph = next((root / "graphs").glob("*.float32.onnx"))
+    with OrtRunner(session_from_onnx(graph, graph.parent, [CPU], 1), "graph", 1) as runner:
+        return runner.run(feeds(seed))
+
+
+def test_an_engine_computes_what_its_graph_does(root: Path, runner: OpenVinoRunner) -> None:
+    found, wanted = runner.run(feeds()), expected(root)
+    assert (runner.inputs, runner.outputs) == (("input_ids", "lengths"), ("logits", SITE))
+    assert (runner.providers, runner.threads) == (("OpenVINO CPU",), 1)
+    np.testing.assert_array_equal(found[SITE], wanted[SITE])
+    np.testing.assert_allclose(found["logits"], wanted["logits"], atol=1e-5)
+    assert found["logits"].dtype == np.float32
+    assert list(runner.run(feeds(), [SITE])) == [SITE]
+
+
+def test_results_stay_and_their_memory_is_used_again(root: Path, runner: OpenVinoRunner) -> None:
+    first, second = runner.run(feeds(1))["logits"], runner.run(feeds(2))["logits"]
+    assert np.abs(first - second).max() > 0.1
+    for seed, kept in ((1, first), (2, second)):
+        np.testing.assert_allclose(kept, expected(root, seed)["logits"], atol=1e-5)
+    addresses = {first.ctypes.data, second.ctypes.data}
+    del first, second, kept
+    gc.collect()
+    again = [runner.run(feeds(3))["logits"] for _ in range(2)]
+    assert {array.ctypes.data for array in again} == addresses
+
+
+def test_several_threads_may_run_it(root: Path, runner: OpenVinoRunner) -> None:
+    wanted = {seed: expected(root, seed)["logits"] for seed in range(3)}
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for _ in range(20):
+            if np.abs(runner.run(feeds(seed))["logits"] - wanted[seed]).max() > 1e-5:
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=[seed]) for seed in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_results_are_in_place(root: Path, runner: OpenVinoRunner) -> None:
+    """What is written into the feeds is read by the next run, and every run writes where it was told."""
+    assert isinstance(runner, BindableRunner)
+    assert runner.ports["logits"] == Port((2, 16, 40), np.dtype(np.float32))
+    given = feeds()
+    outputs = {name: np.zeros(*runner.ports[name]) for name in runner.outputs}
+    run = runner.bind(given, outputs)
+    for seed in range(3):
+        given["input_ids"][:] = feeds(seed)["input_ids"]
+        run()
+        np.testing.assert_allclose(outputs["logits"], expected(root, seed)["logits"], atol=1e-5)
+        np.testing.assert_array_equal(outputs[SITE], expected(root, seed)[SITE])
+    with pytest.raises(EngineError, match=r"logits is float32 \[1\], expected float32 \[2, 16, 40\], contiguous"):
+        runner.bind(given, {"logits": np.zeros(1, np.float32)})
+    runner.close()
+    for closed in (run, lambda: runner.run(given), lambda: runner.bind(given, outputs)):
+        with pytest.raises(EngineError, match=r"openvino engines/mod-float32\.blob: the engine is closed; open "):
+            closed()
+
+
+def test_it_takes_the_threads_that_it_is_loaded_with(root: Path) -> None:
+    for threads in (1, 2):
+        with OpenVino().load(root, engine_of(), CONFIG, threads) as runner:
+            assert runner.threads == threads
+            assert runner._opened().get_property("INFERENCE_NUM_THREADS") == threads
+    with OpenVino().load(root, engine_of(), CONFIG, 0) as runner:
+        np.testing.assert_allclose(runner.run(feeds())["logits"], expected(root)["logits"], atol=1e-5)
+
+
+def test_an_engine_holds_no_weights(root: Path) -> None:
+    weights, engine = root / "graphs/weights-float32.data", (root / engine_of().path).read_bytes()
+    data, entries = weights.read_bytes(), WeightsFile.open(weights).entries
+    matrices = {name: entry for name, entry in entries.items() if len(entry[1]) == 2 and name.endswith("weight")}
+    assert len(matrices) == 16
+    assert [name for name, (_, _, offset, length) in matrices.items() if data[offset : offset + length] in engine] == []
+
+
+def test_weights_are_those_of_the_file(copy: Path, runner: OpenVinoRunner) -> None:
+    path = copy / "graphs/weights-float32.data"
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    numbers = np.frombuffer(data, np.float32, offset=8 + size)
+    numbers *= 0.5
+    path.write_bytes(data)
+    with OpenVino().load(copy, engine_of(), CONFIG, 1) as other:
+        assert np.abs(other.run(feeds())["logits"] - runner.run(feeds())["logits"]).max() > 0.1
+
+
+def test_other_weights_take_the_place_of_those_in_the_file(root: Path, runner: OpenVinoRunner) -> None:
+    router = {"layers.1.router.projection.weight": np.zeros((1, 32), np.float32)}
+    with OpenVino().load(root, engine_of(), CONFIG, 1, router) as equal:
+        # All scores are equal, and go to the first tokens.
+        np.testing.assert_array_equal(equal.run(feeds())[SITE], np.tile(np.arange(4), (2, 1)))
+    assert (runner.run(feeds())[SITE] != np.arange(4)).any()
+    with pytest.raises(EngineError, match=r"float32\.onnx: has no weight absent, so it cannot be replaced"):
+        OpenVino().load(root, engine_of(), CONFIG, 1, {"absent": np.zeros(1, np.float32)})
+
+
+# bfloat16.
+
+
+@pytest.fixture(scope="module")
+def narrow_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("bfloat16")
+    written(root, "bfloat16")
+    return root
+
+
+def precisions(runner: OpenVinoRunner) -> set[tuple[str, str]]:
+    """(operator, precision) of everything that the compiled model executes."""
+    nodes = runner._opened().get_runtime_model().get_ordered_ops()
+    about = [node.get_rt_info() for node in nodes]
+    return {(str(one["layerType"].value), str(one["runtimePrecision"].value)) for one in about}
+
+
+@with_bfloat16
+def test_products_are_bfloat16_and_what_selects_is_float32(narrow_root: Path, root: Path) -> None:
+    with OpenVino().load(narrow_root, engine_of("bfloat16"), CONFIG, 1) as runner:
+        found, wanted = runner.run(feeds()), expected(root)
+        ran = precisions(runner)
+    assert {("FullyConnected", "bf16"), ("FullyConnected", "f32"), ("TopK", "f32")} <= ran
+    assert ("TopK", "bf16") not in ran
+    assert 1e-4 < np.abs(found["logits"] - wanted["logits"]).max() < 0.1 * np.abs(wanted["logits"]).max()
+    assert found["logits"].dtype == np.float32
+
+
+@with_bfloat16
+def test_a_router_of_a_bfloat16_engine_can_be_replaced(narrow_root: Path) -> None:
+    """Its float32 weight stands in the engine, because the file of the engine's weights holds it in bfloat16."""
+    router = {"layers.1.router.projection.weight": np.zeros((1, 32), np.float32)}
+    head = {"embedding.weight": np.zeros((40, 32), np.float32)}
+    with OpenVino().load(narrow_root, engine_of("bfloat16"), CONFIG, 1, router) as equal:
+        np.testing.assert_array_equal(equal.run(feeds())[SITE], np.tile(np.arange(4), (2, 1)))
+    with OpenVino().load(narrow_root, engine_of("bfloat16"), CONFIG, 1, head) as silenced:
+        assert np.ptp(silenced.run(feeds())["logits"]) == 0
+
+
+def configured(folder: Path, *dtypes: str) -> BuildConfig:
+    path = folder / "c.toml"
+    path.write_text(f"[target.openvino]\ndtypes = {list(dtypes)}\n")
+    return config_from_toml(path)
+
+
+@with_bfloat16
+def test_bfloat16_is_offered_here(tmp_path: Path) -> None:
+    config = configured(tmp_path, "float32", "bfloat16")
+    assert list(OpenVino().problems(config)) == []
+    assert [one.dtype for one in OpenVino().variants(config)] == ["float32", "bfloat16"]
+    assert OpenVino().text_variants(config) == OpenVino().variants(config)
+
+
+def test_bfloat16_is_refused_without_instructions_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the processor can do is the environment of an engine.
+    monkeypatch.setattr(target, "_capabilities", lambda: ["FP32", "INT8"])
+    (problem,) = OpenVino().problems(configured(tmp_path, "bfloat16"))
+    assert re.fullmatch(
+        r"target\.openvino\.dtypes: bfloat16, but .+ has no instructions for it \(OpenVINO names FP32, INT8\); build "
+        "float32 here, and bfloat16 on the processor that will run it",
+        problem,
+    )
+    assert list(OpenVino().problems(CONFIG)) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_bfloat16)])
+def test_gates_are_met_on_every_kind_of_input(dtype: DType, request: pytest.FixtureRequest) -> None:
+    """Near-ties among them: rows in which the last selected and the first skipped token have the closest scores."""
+    folder = request.getfixturevalue("root" if dtype == "float32" else "narrow_root")
+    spec = make_spec()
+    weights = {name: tensor.detach() for name, tensor in make_model(spec).named_parameters()}
+    loaded = LoadedTransformer(replace(random_checkpoint(spec, 0), weights=weights))
+    reference = Reference(loaded)
+    batches = batches_of(reference, BUCKET, CONFIG)
+    with OpenVino().load(folder, engine_of(dtype), CONFIG, 1) as runner:
+        row = judge_runner(runner, reference, batches, CONFIG.parity.gate(dtype), engine_of(dtype).setting)
+    assert row.passed, row.reasons
+    assert set(row.inputs) >= {"random", "padded", "ties", "near_ties"}
+    assert row.routing.routed > 0
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("changed", [rb"isa=.", rb"ov=2026"], ids=["other instruction sets", "another version"])
+def test_an_engine_of_another_machine(copy: Path, changed: bytes) -> None:
+    path = copy / engine_of().path
+    data = path.read_bytes()
+    assert re.search(changed, data), "OpenVINO does not write any more what it compiled for"
+    path.write_bytes(re.sub(changed, lambda found: found[0][:-1] + b"?", data, count=1))
+    with pytest.raises(
+        TargetError,
+        match=r"mod-float32\.blob: compiled by OpenVINO \S+ for the instruction sets of .+, and this is OpenVINO "
+        r"\S+ on .+; build again here",
+    ):
+        OpenVino().load(copy, engine_of(), CONFIG, 1)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (0, r"mod-float32\.blob: no engine of OpenVINO, or damaged \(.+\); build again"),
+        (20, r"mod-float32\.blob: no engine of OpenVINO, or damaged \(.+\); build again"),
+        (400, r"mod-float32\.blob: OpenVINO cannot load it: .+; build again"),
+    ],
+)
+def test_damaged_engines(copy: Path, keep: int, message: str) -> None:
+    path = copy / engine_of().path
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(EngineError, match=message):
+        OpenVino().load(copy, engine_of(), CONFIG, 1)
+
+
+def test_a_weights_file_that_is_not_there(copy: Path) -> None:
+    (copy / "graphs/weights-float32.data").unlink()
+    with pytest.raises(EngineError, match=r"mod-float32\.blob: OpenVINO cannot load it: .+; build again"):
+        OpenVino().load(copy, engine_of(), CONFIG, 1)
+
+
+def test_a_graph_that_it_cannot_take(root: Path, tmp_path: Path) -> None:
+    job = write_graph(tmp_path, make_spec(), BUCKET, OpenVino.dialect, "float32")
+    (tmp_path / job.graph.path).write_bytes(b"no graph")
+    with pytest.raises(EngineError, match=r"^e\.blob: OpenVINO cannot compile mod-b2s16\.float32\.onnx: .+"):
+        OpenVino().build(job, Variant(dtype="float32"), tmp_path / "e.blob", CONFIG)
+    assert not (tmp_path / "e.blob").exists()
+
+
+def test_openvino_without_a_plug_in_for_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere:
+        available_devices = ("GPU",)
+
+    # Which devices OpenVINO has is the environment of an engine.
+    monkeypatch.setattr(target, "_core", Elsewhere)
+    found = OpenVino().availability()
+    assert (found.builds, found.runs) == (False, False)
+    assert re.fullmatch(r"openvino \S+, which has no plug-in for this CPU", found.reason)
