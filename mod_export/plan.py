@@ -116,8 +116,7 @@ def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequ
         return builder.variants(config)
     if builder.name not in config.generation.targets:
         return []
-    # Not int8 on the CPU: with one scale for all rows, a text would depend on the texts that are written beside it.
-    return [Variant(dtype="float32")] if builder.binds else builder.variants(config)
+    return builder.variants(config)
 
 
 def make_plan(

@@ -7,7 +7,7 @@ finished folder by the functions that a build uses.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,18 @@ from mod_export.export.capture import captured, prove_static
 from mod_export.export.nodes import graph_from_bytes, static_shape
 from mod_export.export.onnx_export import assert_capacity, check_model, onnx_from_captured
 from mod_export.export.passes import PORTABLE, needs_rewrite, run_passes
-from mod_export.export.passes.products import quantizable_weights
+from mod_export.export.passes.quantize_weights import stored_forms
 from mod_export.export.routing_sites import RoutingSite
-from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, write_weights
+from mod_export.export.weights import (
+    NO_FORMS,
+    Form,
+    Forms,
+    WeightsFile,
+    bind_weights,
+    files_for,
+    state_of,
+    write_weights,
+)
 from mod_export.results.cost import CostRow
 from mod_export.sources.model import stored_state
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel
@@ -76,17 +85,18 @@ def onnx(context: BuildContext) -> None:
     for kind in kinds:
         for dtype in dtypes:
             if dtype in QUANTIZED:
-                _write_weights(context, kind, dtype, _quantized(context, kind, dtype))
+                _write_weights(context, kind, dtype, _forms(context, kind, dtype))
 
 
-def _quantized(context: BuildContext, kind: ModelKind, dtype: DType) -> frozenset[str]:
-    """The weights of one file that all forward graphs of it take as whole numbers."""
-    found = [
-        quantizable_weights(ir.load(context.root / graph.path), dtype)
-        for graph in context.graphs
-        if graph.role == "forward" and context.facts[graph.model].weights == context.facts[kind].weights
-    ]
-    return frozenset.intersection(*found)
+def _forms(context: BuildContext, kind: ModelKind, dtype: DType) -> Forms:
+    """How the graphs that read one weights file want its weights, all of them together."""
+    found: dict[str, set[Form]] = {}
+    for builder, variant, graph in context.planned():
+        if variant.dtype == dtype and context.facts[graph.model].weights == context.facts[kind].weights:
+            model = ir.load(context.root / graph.path)
+            for name, forms in stored_forms(model, graph.dialect(builder.dialect), dtype).items():
+                found.setdefault(name, set()).update(forms)
+    return found
 
 
 def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
@@ -219,13 +229,14 @@ def fresh_graph(context: Context, graph: Graph) -> bytes:
     return _bytes(model)
 
 
-def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, quantized: Collection[str] = ()) -> None:
+def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, forms: Forms = NO_FORMS) -> None:
     path = context.weights_path(kind, dtype)
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
         # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
-        return write_weights(paths[0], stored_state(context.plan.loaded[kind]), dtype, quantized)
+        return write_weights(paths[0], stored_state(context.plan.loaded[kind]), dtype, forms)
 
-    inputs = {**context.identity(kind), "dtype": dtype, "quantized": sorted(quantized), **context.versions()}
+    stored = {name: sorted(some) for name, some in sorted(forms.items()) if set(some) != {"float"}}
+    inputs = {**context.identity(kind), "dtype": dtype, "forms": stored, **context.versions()}
     step = context.step(f"weights/{Path(path).stem}", inputs, [path], make)
     context.weight_digests[path] = step.result

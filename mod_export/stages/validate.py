@@ -10,7 +10,7 @@ from typing import Any
 from mod_export.build_folder.manifest import TOKENIZER
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import BuildError, BuildFolderError, GraphError
-from mod_export.export.weights import WeightsFile, digests_of_tensors, source_of, state_of
+from mod_export.export.weights import Forms, WeightsFile, digests_of_tensors, forms_of, state_of
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
@@ -136,17 +136,16 @@ def _against_checkpoint(context: FolderContext) -> Iterator[StructureRow]:
     for path, (kind, dtype) in files.items():
         if path in context.weight_digests:
             state = state_of(context.models.reference(kind).module)
-            digests = digests_of_tensors(state, dtype, _quantized(context.root / path))
+            digests = digests_of_tensors(state, dtype, _forms(context.root / path))
             yield structure_of_weights(context.root, path, digests)
 
 
-def _quantized(path: Path) -> set[str]:
-    """The weights that a file holds as whole numbers; none where it cannot be read, which is another row's problem."""
+def _forms(path: Path) -> Forms:
+    """How a file holds its weights; none where it cannot be read, which is another row's problem."""
     try:
-        names = WeightsFile.open(path).entries
+        return forms_of(WeightsFile.open(path).entries)
     except BuildFolderError:
-        return set()
-    return {name for name in map(source_of, names) if name is not None}
+        return {}
 
 
 def _candidates(context: Context) -> list[Candidate]:

@@ -21,7 +21,8 @@ from mod_export.export.passes.decompose_attention import DecomposeAttention
 from mod_export.export.passes.heads import FlatHeads, RotaryEmbedding
 from mod_export.export.passes.norm_operator import NormOperator
 from mod_export.export.passes.plain_scatter import PlainScatter
-from mod_export.export.passes.products import QuantizeWeights, StoredWeights
+from mod_export.export.passes.products import StoredWeights
+from mod_export.export.passes.quantize_weights import QuantizeWeights
 from mod_export.export.passes.query_blocks import QueryBlocks
 from mod_export.export.passes.selection import SelectTopk, ThresholdSelection
 from mod_export.types import Dialect, DType
