@@ -176,7 +176,9 @@ def _ffn_gated(x: Tensor, attention: Tensor | None, mlp: Tensor | None, g: Tenso
 
 COMBINES: dict[str, Callable[[Tensor, Tensor | None, Tensor | None, Tensor], Tensor]] = {
     # Summed as in a block without routing, so that with g = 1 it is that block to the last bit.
-    "paper": lambda x, attention, mlp, g: _sum(x, *(None if delta is None else g * delta for delta in (attention, mlp))),
+    "paper": lambda x, attention, mlp, g: _sum(
+        x, *(None if delta is None else g * delta for delta in (attention, mlp))
+    ),
     "replace": lambda x, attention, mlp, g: g * _sum(x, attention, mlp),
     "double_residual": lambda x, attention, mlp, g: x + g * _sum(x, attention, mlp),
     "replace_ungated": lambda x, attention, mlp, g: _sum(x, attention, mlp),

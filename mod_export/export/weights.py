@@ -57,6 +57,7 @@ BITS: Mapping[Form, int] = {"int8_blocks": 8, "int4": 4}
 Forms = Mapping[str, Collection[Form]]
 """Name of a weight -> the forms that it is stored in, floats alone where it is not named."""
 NO_FORMS: Forms = {}
+FLOATS_ALONE: tuple[Form, ...] = ("float",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,15 @@ class WeightsFile:
             begin, end = item["data_offsets"]
             entries[name] = (item["dtype"], tuple(item["shape"]), 8 + size + begin, end - begin)
         return cls(path.name, entries)
+
+    @property
+    def bytes_in_blocks(self) -> dict[str, int]:
+        """Weight -> bytes of its numbers and scales, of those in blocks."""
+        return {
+            name: self.entries[f"{name}.{form}"][3] + self.entries[f"{name}.{form}_scale"][3]
+            for name, forms in forms_of(self.entries).items()
+            for form in forms & BITS.keys()
+        }
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -166,7 +176,7 @@ def _stored_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Fo
     found: dict[str, _Stored] = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        for form in forms.get(name, ("float",)):
+        for form in forms.get(name, FLOATS_ALONE):
             if form == "float":
                 kind = _kind(tensor, dtype)
                 found[name] = _Stored(kind, shape, partial(_plain_bytes, tensor, kind))

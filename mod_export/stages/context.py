@@ -356,17 +356,19 @@ def _generation_facts(plan: Plan) -> GenerationFacts:
             kind: {length: sum(model.kv_bytes(length).values()) for length in lengths} for kind, model in models.items()
         },
         step_bytes={
-            bucket.name: {kind: step_bytes(model, bucket) for kind, model in models.items()} for bucket in decodes
+            bucket.name: {"float32": {kind: step_bytes(model, bucket) for kind, model in models.items()}}
+            for bucket in decodes
         },
     )
 
 
-def step_bytes(model: GeneratingModel, bucket: Bucket) -> StepBytes:
-    """What a step of a decode bucket has to read: a sum over routing sites, so each is asked for alone."""
-    nowhere = dict.fromkeys(model.sites, 0.0)
-    always = model.least_bytes(bucket.batch, bucket.seq, nowhere)
-    sites = {
-        str(site): model.least_bytes(bucket.batch, bucket.seq, nowhere | {site: 1.0}) - always for site in model.sites
-    }
+def step_bytes(model: GeneratingModel, bucket: Bucket, stored: Mapping[str, int] | None = None) -> StepBytes:
+    """What a step of a decode bucket has to read: a sum over routing sites, so each is asked for alone.
+
+    `stored` has the bytes of the weights that are not float32.
+    """
+    nowhere, rows, length = dict.fromkeys(model.sites, 0.0), bucket.batch, bucket.seq
+    always = model.least_bytes(rows, length, nowhere, stored)
+    sites = {str(site): model.least_bytes(rows, length, nowhere | {site: 1.0}, stored) - always for site in model.sites}
     # Experts add nothing: they are read in every step, as many of them as its rows can take.
     return StepBytes(always=always, sites={site: size for site, size in sites.items() if size})

@@ -6,6 +6,7 @@ finished folder by the functions that a build uses.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from typing import Any
 import onnx_ir as ir
 
 from mod_export.benchmark.cost import cost_row
+from mod_export.build_folder.manifest import GenerationFacts
 from mod_export.engines import ENGINES
 from mod_export.environment import EXPORTERS, versions
 from mod_export.errors import GraphError
@@ -39,7 +41,8 @@ from mod_export.results.cost import CostRow
 from mod_export.sources.model import stored_state
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel
 from mod_export.stages.context import BuildContext, Context
-from mod_export.types import DTYPES, KINDS, QUANTIZED, DType, Graph, ModelKind, Site, site_from_text
+from mod_export.stages.context import step_bytes as step_bytes_of
+from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, ModelKind, Site, site_from_text
 
 SHOWN = 4
 MOST_KEPT = 32
@@ -86,6 +89,8 @@ def onnx(context: BuildContext) -> None:
         for dtype in dtypes:
             if dtype in QUANTIZED:
                 _write_weights(context, kind, dtype, _forms(context, kind, dtype))
+    if isinstance(context.generation, GenerationFacts):
+        context.generation = _with_stored_bytes(context, context.generation, dtypes)
 
 
 def _forms(context: BuildContext, kind: ModelKind, dtype: DType) -> Forms:
@@ -97,6 +102,18 @@ def _forms(context: BuildContext, kind: ModelKind, dtype: DType) -> Forms:
             for name, forms in stored_forms(model, graph.dialect(builder.dialect), dtype).items():
                 found.setdefault(name, set()).update(forms)
     return found
+
+
+def _with_stored_bytes(context: BuildContext, facts: GenerationFacts, dtypes: Sequence[DType]) -> GenerationFacts:
+    """What a step has to read of the files of whole numbers."""
+    step_bytes = {bucket: dict(by_dtype) for bucket, by_dtype in facts.step_bytes.items()}
+    for bucket, dtype in itertools.product(step_bytes, [one for one in dtypes if one in QUANTIZED]):
+        files = {kind: WeightsFile.open(context.root / context.weights_path(kind, dtype)) for kind in context.facts}
+        step_bytes[bucket][dtype] = {
+            kind: step_bytes_of(context.models.generating(kind), Bucket.named(bucket), file.bytes_in_blocks)
+            for kind, file in files.items()
+        }
+    return facts.model_copy(update={"step_bytes": step_bytes})
 
 
 def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:

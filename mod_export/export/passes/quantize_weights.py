@@ -146,7 +146,8 @@ def _look_up(graph: ir.Graph, node: ir.Node) -> None:
     """Rows of a table (V, K) that a product reads too. Only the rows that are asked for become floats."""
     table, ids = node.inputs
     V, K = require_static_shape(table, node)
-    writer, form = NodeWriter(graph, node, "lookup"), "int8_blocks"
+    writer = NodeWriter(graph, node, "lookup")
+    form: Form = "int8_blocks"
     whole_BTMU, scale_BTM = (writer.op("Gather", stored, ids, axis=0) for stored in _stored(graph, table, (V, K), form))
     *rows, blocks = require_static_shape(scale_BTM, node)
     zero = np.array(2 ** (BITS[form] - 1), np.float32)

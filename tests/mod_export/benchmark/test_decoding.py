@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from observing import observed
-from writing import WINDOW
+from writing import SPEC, WINDOW
 
 from mod_export.benchmark.decoding import measure_prompts, measure_steps, read_text
 from mod_export.config import BuildConfig
@@ -144,6 +144,13 @@ def test_bytes_of_a_step_by_what_was_executed(models: dict[ModelKind, Generating
     assert set(found["mod"].sites) == {"0", "2"}
     everything = found["mod"].of({"0": 1.0, "2": 1.0})
     assert everything == models["mod"].least_bytes(3, WINDOW, {0: 1.0, 2: 1.0})
+    # Of weights that are stored in fewer bytes it reads fewer; what is no weight of this model counts nothing.
+    stored = {"layers.1.mlp.up_proj.weight": 100, "layers.0.mlp.up_proj.weight": 200, "other": 1}
+    narrow = step_bytes(models["mod"], bucket, stored)
+    up = 4 * SPEC.d_model * SPEC.d_ff
+    assert found["mod"].always - narrow.always == up - 100
+    assert found["mod"].sites["0"] - narrow.sites["0"] == up - 200
+    assert found["mod"].sites["2"] == narrow.sites["2"]
     # Where everybody runs, routers are read as well, and a routed layer's cache is shorter.
     model, twin = models["mod"].loaded.weights, models["dense"].loaded.weights
     routers = sum(4 * weight.numel() for name, weight in model.items() if name not in twin)
