@@ -24,7 +24,7 @@ from mod_export.validate.candidates import Candidate, candidates_from_engines, c
 from mod_export.validate.causality import causality_of
 from mod_export.validate.checks import failed_row
 from mod_export.validate.findings import parity_of
-from mod_export.validate.inputs import parity_batches
+from mod_export.validate.inputs import TextOf, documentation_of, parity_batches
 from mod_export.validate.quality import quality_of
 from mod_export.validate.reference import routing_map
 from mod_export.validate.structure import (
@@ -184,7 +184,8 @@ def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candida
         reference = context.models.reference(setting.model, setting.role)
         if setting.role == "forward":
             return [parity_of(context.root, candidate, reference, config, partial(fresh_graph, context))]
-        return [parity_of_decoding(_decoding(context, candidates), candidate.as_engine, reference)]
+        decoding = _decoding(context, candidates)
+        return [parity_of_decoding(decoding, candidate.as_engine, reference, _text_of(context))]
 
     context.measure(ParityRow, f"parity/{setting.target}/{setting.name}", _inputs(context, candidate, **options), make)
 
@@ -194,12 +195,19 @@ def _beside(context: Context, candidate: Candidate, candidates: Sequence[Candida
     and for a decode engine the engines that read its prompts.
     """
     generation = context.config.generation.model_dump(include={"window", "slack", "slots"})
+    generation |= _text_inputs(context)
     if candidate.setting.role == "prefill":
         return {"generation": generation}
     prefills = _decoding(context, candidates).prefills(
         candidate.setting.model, candidate.setting.target, candidate.setting.dtype
     )
     return {"generation": generation, "prompts": [context.hash_of(one.path) for one in prefills]}
+
+
+def _text_inputs(context: Context) -> dict[str, Any]:
+    """What text depends on."""
+    has_tokenizer = (context.root / TOKENIZER).is_file()
+    return {"seed": context.config.seed, "tokenizer": context.hash_of(TOKENIZER) if has_tokenizer else None}
 
 
 def _decoding(context: Context, candidates: Sequence[Candidate]) -> DecodingEngines:
@@ -232,7 +240,8 @@ def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidat
 
     def make() -> list[TextsRow]:
         reference = context.models.reference(setting.model, "decode")
-        return [texts_of_decoding(_decoding(context, candidates), candidate.as_engine, model, reference)]
+        decoding = _decoding(context, candidates)
+        return [texts_of_decoding(decoding, candidate.as_engine, model, reference, _text_of(context))]
 
     context.measure(
         TextsRow,
@@ -242,22 +251,26 @@ def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidat
     )
 
 
+def _text_of(context: Context) -> TextOf | None:
+    """Text for a model that has none of its own, where the folder has its tokenizer."""
+    tokenizer, vocab_size = context.root / TOKENIZER, context.facts["mod"].vocab_size
+    if vocab_size is None or not tokenizer.is_file():
+        return None
+    return documentation_of(partial(TokenizersFile(tokenizer).ids, special=False), vocab_size)
+
+
 def _quality(context: Context) -> None:
     """What deciding about one token at a time costs in perplexity."""
-    tokenizer = context.root / TOKENIZER
 
     def make() -> list[QualityRow]:
         models = context.models
         own, causal = models.reference("mod").returning("logits"), models.reference("mod", "decode")
         generating, seed = models.generating("mod"), context.config.seed
-        tokens_of = partial(TokenizersFile(tokenizer).ids, special=False) if tokenizer.is_file() else None
-        found = quality_of(generating, causal, own, QUALITY_TEXTS, seed, tokens_of)
+        found = quality_of(generating, causal, own, QUALITY_TEXTS, seed, _text_of(context))
         return [] if found is None else [found]
 
     generation = context.config.generation.model_dump(include={"window", "slack"})
-    inputs = {**context.identity("mod"), "generation": generation, "seed": context.config.seed}
-    if tokenizer.is_file():
-        inputs["tokenizer"] = context.hash_of(TOKENIZER)
+    inputs = {**context.identity("mod"), "generation": generation, **_text_inputs(context)}
     context.measure(QualityRow, "quality", {**inputs, **context.versions("torch")}, make)
 
 

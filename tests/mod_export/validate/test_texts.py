@@ -26,9 +26,9 @@ from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import Bucket, Engine, Setting
 from mod_export.validate import inputs
 from mod_export.validate.checks import failed_row
-from mod_export.validate.inputs import one_of_each_kind, parity_batches, prompts_of
+from mod_export.validate.inputs import documentation, documentation_of, one_of_each_kind, parity_batches, prompts_of
 from mod_export.validate.parity import judge_runner, judge_runners
-from mod_export.validate.quality import documentation, quality_of
+from mod_export.validate.quality import quality_of
 from mod_export.validate.reference import Reference
 from mod_export.validate.texts import PromptRunner, decoding_parts, texts_of
 
@@ -341,9 +341,10 @@ def test_texts_and_where_they_differ(
         )
         same = texts_of(own, prompts, decoder, prompt_NS, 3, setting)
         other = texts_of(twin, prompts, decoder, prompt_NS, 3, setting)
-    assert (same.texts, same.tokens, same.identical, same.first_difference) == (4, 40, 4, None)
+    assert (same.texts, same.tokens, same.identical, same.first_difference, same.same) == (4, 40, 4, None, 40)
     assert other.identical < 4
     assert 1 <= other.first_difference <= 10
+    assert other.first_difference - 1 <= other.same < 40
 
 
 def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, writing_model: Model) -> None:
@@ -374,12 +375,13 @@ def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingM
     """With its tokenizer; a tokenizer that has no tokens for it, or too large ones, leaves quality out."""
     causal, own = Reference(writer.loaded), Reference(cast("Any", _WithoutText(writing_model.loaded)))
     assert len(documentation()) > 100_000
+    text_of = documentation_of(Bytes().ids, 256)
     assert quality_of(writer, causal, own, 2, 0) is None
-    row = quality_of(writer, causal, own, 2, 0, Bytes().ids)
+    row = quality_of(writer, causal, own, 2, 0, text_of)
     assert row is not None
     assert (row.text, row.tokens) == ("documentation", 2 * (WINDOW - 1))
-    assert quality_of(writer, causal, own, 2, 0, Bytes().ids) == row
-    held_out = quality_of(writer, causal, Reference(writing_model.loaded), 2, 0, Bytes().ids)
+    assert quality_of(writer, causal, own, 2, 0, text_of) == row
+    held_out = quality_of(writer, causal, Reference(writing_model.loaded), 2, 0, text_of)
     assert held_out is not None
     assert held_out.text == "held_out"
 
@@ -387,4 +389,4 @@ def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingM
         raise UsageError("no token")
 
     others: list[Callable[[str], Sequence[int]]] = [refuses, lambda text: [1] * WINDOW, lambda text: [256] * 999]
-    assert [quality_of(writer, causal, own, 2, 0, one) for one in others] == [None] * 3
+    assert [quality_of(writer, causal, own, 2, 0, documentation_of(one, 256)) for one in others] == [None] * 3
