@@ -150,6 +150,7 @@ class Dialect:
         branches: whether If is supported, a condition around nodes of fixed shapes.
         cache_update: whether a step updates its cache itself, with TensorScatter.
         query_blocks: (T, b) for every number of tokens T whose causal attention is computed in blocks of b queries.
+        cached_attention: whether com.microsoft::GroupQueryAttention attends to a cache and writes it in place.
         apart: whether what is computed for one token must depend on no other row and on no later token, as it must
             where text is written.
     """
@@ -168,6 +169,7 @@ class Dialect:
     branches: bool = False
     cache_update: bool = False
     query_blocks: tuple[tuple[int, int], ...] = ()
+    cached_attention: bool = False
     apart: bool = False
 
 

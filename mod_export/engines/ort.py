@@ -53,6 +53,7 @@ class OrtCpu(_Ort):
         rotary_embedding=True,
         flat_heads=True,
         branches=True,
+        cached_attention=True,
     )
 
     def _installed(self) -> Availability:

@@ -16,6 +16,7 @@ from onnx_ir.passes import common
 from mod_export.errors import GraphError
 from mod_export.export.passes.attention_operator import AttentionOperator
 from mod_export.export.passes.cache_in_place import CacheInPlace
+from mod_export.export.passes.cached_attention import CachedAttention
 from mod_export.export.passes.cast_floats import CastFloats
 from mod_export.export.passes.decompose_attention import DecomposeAttention
 from mod_export.export.passes.heads import FlatHeads, RotaryEmbedding
@@ -60,6 +61,7 @@ PASSES: tuple[GraphPass, ...] = (
     QueryBlocks(),
     DecomposeAttention(),
     CacheInPlace(),
+    CachedAttention(),
     CastFloats(),
     QuantizeWeights(),
     StoredWeights(),

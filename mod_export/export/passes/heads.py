@@ -193,7 +193,7 @@ def _table(writer: NodeWriter, value: ir.Value, x: ir.Value) -> ir.Value:
     return flat if rows == (B,) else writer.op("Expand", flat, [B, T, E // 2])
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """Where an input (B, heads, T, E) comes from: `heads` * E columns of `flat`, (B, T, columns), from `first` on; or
     `flat` is (B, T, heads, E), such as where each head was normed. And the rotation in between if there is one.
     """
@@ -222,7 +222,7 @@ class FlatHeads:
             attributes = {name: value.value for name, value in node.attributes.items()}
             attributes |= {"q_num_heads": inputs[0].heads, "kv_num_heads": inputs[1].heads}
             widths = [require_static_shape(value, node)[-1] for value in node.inputs[:3]]
-            read = [_rotated(writer, one, width) for one, width in zip(inputs, widths, strict=True)]
+            read = [flat_heads(writer, one, width) for one, width in zip(inputs, widths, strict=True)]
             y = result[0].outputs[0]
             substitute(y, writer.op("Attention", *read, like=y, **attributes), *result, node)
         return len(found)
@@ -231,18 +231,19 @@ class FlatHeads:
         return [f"{label_of(node)} still gets transposed heads" for node, *_ in _attentions(model)]
 
 
-def _attentions(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Heads], tuple[ir.Node, ir.Node]]]:
+def _attentions(model: ir.Model) -> Iterator[tuple[ir.Node, list[Heads], tuple[ir.Node, ir.Node]]]:
     """(attention, its query, key and value, `_result` of what it returns)."""
     for node in model.graph:
         if not is_standard(node, "Attention") or any(value is not None for value in node.inputs[3:]):
             continue
-        inputs, result = [_heads(value) for value in node.inputs[:3]], _result(node.outputs[0])
+        inputs, result = [heads_of(value) for value in node.inputs[:3]], _result(node.outputs[0])
         found = [one for one in inputs if one is not None]
         if len(found) == 3 and result is not None and not any(value.uses() for value in node.outputs[1:]):
             yield node, found, result
 
 
-def _heads(value: ir.Value | None) -> _Heads | None:
+def heads_of(value: ir.Value | None) -> Heads | None:
+    """Where an input (B, heads, T, E) of attention comes from; None where it is made in another way."""
     rotation = made_by(value, "RotaryEmbedding")
     value = value if rotation is None else rotation.inputs[0]
     transpose = made_by(value, "Transpose")
@@ -263,8 +264,8 @@ def _heads(value: ir.Value | None) -> _Heads | None:
     *_, heads, width = sizes
     flat = None if reshape is None else reshape.inputs[0]
     if flat is not None and _side_by_side(flat, sizes):
-        return _Heads(flat, (number or 0) * heads * width, heads, rotation)
-    return _Heads(split, 0, heads, rotation) if number is None else None
+        return Heads(flat, (number or 0) * heads * width, heads, rotation)
+    return Heads(split, 0, heads, rotation) if number is None else None
 
 
 def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
@@ -312,7 +313,7 @@ def _side_by_side(flat: ir.Value, sizes: tuple[int, ...]) -> bool:
     return static_shape(flat) == (*sizes[:2], math.prod(sizes[2:]))
 
 
-def _rotated(writer: NodeWriter, one: _Heads, width: int) -> ir.Value:
+def flat_heads(writer: NodeWriter, one: Heads, width: int) -> ir.Value:
     """(B, T, heads * `width`) of one input, with its rotation."""
     flat, rotation, columns = one.flat, one.rotation, one.heads * width
     B, T, *rest = static_shape(flat) or (0, 0)
