@@ -103,10 +103,10 @@ def test_steps_are_those_of_the_text(
     # Without a roofline there is no bound in time.
     bound = bandwidth_gbs and {kind: size / bandwidth_gbs / 1e6 for kind, size in row.least_bytes.items()}
     assert row.predicted_ms == bound
-    # A routed layer has a cache of its capacity.
+    # A routed layer has a cache of its capacity; and each one slot for rows that keep nothing.
     slot = 2 * 2 * 8 * 4
-    assert row.kv_bytes == {"mod": rows * (18 + WINDOW + 18) * slot, "dense": rows * 3 * WINDOW * slot}
-    assert found.routed_kv_bytes == {"mod": rows * 36 * slot, "dense": rows * 2 * WINDOW * slot}
+    assert row.kv_bytes == {"mod": rows * (19 + WINDOW + 1 + 19) * slot, "dense": rows * 3 * (WINDOW + 1) * slot}
+    assert found.routed_kv_bytes == {"mod": rows * 38 * slot, "dense": rows * 2 * (WINDOW + 1) * slot}
 
 
 def test_steps_and_prompts_of_a_model_alone(context: FolderContext, models: dict[ModelKind, GeneratingModel]) -> None:
