@@ -72,7 +72,7 @@ class StoredWeights:
         return dialect.stored_weights
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        found = float_products(model)
+        found = _float_products(model)
         for node, x, weight, _ in found:
             assert isinstance(node.graph, ir.Graph)
             writer = NodeWriter(node.graph, node, "stored")
@@ -81,9 +81,9 @@ class StoredWeights:
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{label_of(one.node)} packs a copy of {one.weight.name}" for one in float_products(model)]
+        return [f"{label_of(one.node)} packs a copy of {one.weight.name}" for one in _float_products(model)]
 
 
-def float_products(model: ir.Model) -> list[Product]:
+def _float_products(model: ir.Model) -> list[Product]:
     """Those in branches as well, which use the weights of the whole graph."""
     return [found for found in map(product_of, model.graph.all_nodes()) if found is not None]

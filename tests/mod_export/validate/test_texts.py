@@ -175,18 +175,24 @@ def counts_stay(graph: onnx.GraphProto) -> None:
 
 def next_slot(graph: onnx.GraphProto) -> None:
     """In the cache all the same, so that nothing but the numbers can tell."""
-    (node,) = [node for node in graph.node if "slots" in node.output]
-    node.output[0] = "true_slots"
-    one, zero = constant(graph, "slot_one", 1), constant(graph, "slot_zero", 0)
-    last = constant(graph, "slot_last", [17, 47, 17])
-    graph.node.extend(
-        [
-            helper.make_node("Add", ["true_slots", one], ["later_slots"]),
-            helper.make_node("Min", ["later_slots", last], ["held_slots"]),
-            helper.make_node("Less", ["true_slots", zero], ["no_slot"]),
-            helper.make_node("Where", ["no_slot", "true_slots", "held_slots"], ["slots"]),
-        ]
-    )
+    lengths = {
+        value.name: value.type.tensor_type.shape.dim[2].dim_value for value in graph.input if "keys" in value.name
+    }
+    writing = [node for node in nodes_of(graph) if node.op_type == "GroupQueryAttention"]
+    assert len(writing) == len(lengths) == 3
+    one = constant(graph, "slot_one", 1, np.int32)
+    makers = {name: node for node in graph.node for name in node.output}
+    for slot, cache in {node.input[5]: node.input[3] for node in writing}.items():
+        last = constant(graph, f"last_of_{cache}", lengths[cache] - 1, np.int32)
+        maker = makers[slot]
+        maker.output[0] = f"true_{slot}"
+        after = graph.node[list(graph.node).index(maker) + 1]
+        insert(
+            graph,
+            after,
+            helper.make_node("Add", [f"true_{slot}", one], [f"later_{slot}"]),
+            helper.make_node("Min", [f"later_{slot}", last], [slot]),
+        )
 
 
 def block_is_skipped(graph: onnx.GraphProto) -> None:
