@@ -301,7 +301,7 @@ def _returned(
             continue
         name = f"{cache.name}_kept"
         same = ir.node("Identity", [cache], name=name)
-        same.outputs[0].name, same.outputs[0].dtype, same.outputs[0].shape = name, cache.dtype, cache.shape
+        same.outputs[0].name, same.outputs[0].type, same.outputs[0].shape = name, cache.type, cache.shape
         other.append(same)
         other.outputs[index] = same.outputs[0]
     row.shape = cache.shape

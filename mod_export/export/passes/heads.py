@@ -56,11 +56,14 @@ class RotaryEmbedding:
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         found = list(_rotations(model))
-        tables: dict[ir.Value, ir.Value] = {}
+        tables: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
         for node, x, raw in found:
-            writer = NodeWriter(model.graph, node, "rotary")
-            tables |= {value: _table(writer, value, x) for value in raw if value not in tables}
-            writer.replace(writer.op("RotaryEmbedding", x, *(tables[value] for value in raw), like=x))
+            graph = node.graph
+            assert isinstance(graph, ir.Graph)
+            writer = NodeWriter(graph, node, "rotary")
+            # What is made in one branch is not there in another.
+            tables |= {(graph, value): _table(writer, value, x) for value in raw if (graph, value) not in tables}
+            writer.replace(writer.op("RotaryEmbedding", x, *(tables[graph, value] for value in raw), like=x))
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -83,7 +86,7 @@ WRITTEN_OUT = pattern.Pattern(_written_out)
 
 def _rotations(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, list[ir.Value]]]:
     """(node, x, cosines and sines) of each rotation of x (B, H, T, E) that ends in `node`."""
-    for node in model.graph if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
+    for node in list(model.graph.all_nodes()) if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
         shape = static_shape(node.outputs[0])
         if node.outputs[0].dtype not in FLOATS or shape is None or len(shape) != 4:
             continue
@@ -99,7 +102,9 @@ def _rotations(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, list[ir.Val
 
 
 def _of_halves(model: ir.Model, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    match = WRITTEN_OUT.match(model, model.graph, node, check_nodes_are_removable=False)
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    match = WRITTEN_OUT.match(model, graph, node, check_nodes_are_removable=False)
     if not match or node.attributes.get_int("axis", 0) not in (-1, 3):
         return None
     x, cos, sin = (match.bindings[name] for name in ("x", "cos", "sin"))

@@ -84,7 +84,7 @@ def test_a_step_leaves_the_cache_of_the_eager_step(name: str, rows: int) -> None
     step = Step(spec, rows, WINDOW).sharing(eager)
     running = session(model)
     kinds = Counter(node.op_type for node in model.graph.all_nodes())
-    assert (kinds["GroupQueryAttention"], kinds["Softmax"], kinds["Transpose"]) == (3, 0, 0)
+    assert (kinds["GroupQueryAttention"], kinds["Softmax"], kinds["RotaryEmbedding"]) == (3, 0, 6)
     capacity = torch.tensor([spec.k_by_layer(WINDOW)[site] for site in step.sites])
     kept = {True: 0, False: 0}
     for seed in range(STATES):
@@ -118,6 +118,6 @@ def test_what_the_operator_does_not_do_stays(name: str, slots: str) -> None:
     """Heads that are too narrow for it; and layers of which some rows have no slot, whose caches are gathered."""
     spec = GENERATING[name] if slots == "all" else wide(name)
     model = step_graph_of(spec, 4, slots)
-    assert CachedAttention().run(model, APART, "float32") == (0 if slots == "all" else 1)
+    assert run_passes(model, APART, "float32")["cached_attention"] == (0 if slots == "all" else 1)
     assert list(CachedAttention().ensures(model, APART, "float32")) == []
     session(model)
