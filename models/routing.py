@@ -169,16 +169,18 @@ def _sum(*terms: Tensor | None) -> Tensor:
     return sum(others, start=first)
 
 
+def _paper(x: Tensor, attention: Tensor | None, mlp: Tensor | None, g: Tensor) -> Tensor:
+    # Summed as in a block without routing, so that with g = 1 it is that block to the last bit.
+    return _sum(x, *(None if delta is None else g * delta for delta in (attention, mlp)))
+
+
 def _ffn_gated(x: Tensor, attention: Tensor | None, mlp: Tensor | None, g: Tensor) -> Tensor:
     assert mlp is not None
     return _sum(x, attention, g * mlp)
 
 
 COMBINES: dict[str, Callable[[Tensor, Tensor | None, Tensor | None, Tensor], Tensor]] = {
-    # Summed as in a block without routing, so that with g = 1 it is that block to the last bit.
-    "paper": lambda x, attention, mlp, g: _sum(
-        x, *(None if delta is None else g * delta for delta in (attention, mlp))
-    ),
+    "paper": _paper,
     "replace": lambda x, attention, mlp, g: g * _sum(x, attention, mlp),
     "double_residual": lambda x, attention, mlp, g: x + g * _sum(x, attention, mlp),
     "replace_ungated": lambda x, attention, mlp, g: _sum(x, attention, mlp),

@@ -149,13 +149,11 @@ def _check(prompts: Sequence[Prompt], *, chat: bool, ids: bool, system: str | No
 def _variables(given: Sequence[str]) -> dict[str, Any]:
     found = {}
     for one in given:
-        name, separator, value = one.partition("=")
+        name, _, value = one.partition("=")
         try:
-            found[name] = json.loads(value) if separator else None
-        except ValueError:
-            separator = ""
-        if not separator:
-            raise UsageError(f"--template: expected NAME=VALUE with a VALUE in JSON, got {one!r}")
+            found[name] = json.loads(value)  # Without a = there is no value, which is no JSON either.
+        except (ValueError, RecursionError):
+            raise UsageError(f"--template: expected NAME=VALUE with a VALUE in JSON, got {one[:80]!r}") from None
     return found
 
 

@@ -153,11 +153,13 @@ class Sampling:
     """Whether a model may generate text token by token. `causal` is None where it was not probed.
 
     `engines` were probed with `suffixes` changed ends altogether; `statements` are what the probe said, each
-    once, those that refute causality first.
+    once, those that refute causality first. `decodes` is whether engines that read one token at a time were compared
+    with PyTorch, and all of them met their gates.
     """
 
     model: ModelKind
     causal: bool | None
+    decodes: bool
     engines: int
     suffixes: int
     statements: tuple[str, ...]
@@ -174,10 +176,12 @@ def samplings(report: BuildReport) -> tuple[Sampling, ...]:
     for model in KINDS if report.not_compared is None else KINDS[:1]:
         rows = sorted((row for row in report.causality if row.model == model), key=lambda row: row.causal)
         probed = [row for row in rows if row.suffixes]
+        decoded = [row.passed for row in report.parity if (row.role, row.model) == ("decode", model)]
         found.append(
             Sampling(
                 model=model,
                 causal=all(row.causal for row in probed) if probed else None,
+                decodes=bool(decoded) and all(decoded),
                 engines=len(probed),
                 suffixes=sum(row.suffixes for row in rows),
                 statements=tuple(dict.fromkeys(row.statement for row in rows)),

@@ -229,7 +229,9 @@ def fresh_graph(context: Context, graph: Graph) -> bytes:
     portable = replace(graph, dtype="float32", target=None)
     weights = context.weights_path(graph.model, "float32")
     entries = WeightsFile.open(context.root / weights).entries
-    key = json.dumps([context.source_inputs(graph), weights, sorted(entries.items())], default=str)
+    # What the folder holds, and not only what its manifest says: another folder may say the same of another program.
+    held = dict(context.models.loaded(graph.model).spec)
+    key = json.dumps([context.source_inputs(graph), held, weights, sorted(entries.items())], default=str)
     if key not in _kept:
         model, _, _ = _portable(context, portable)
         _bind(context, model, portable)

@@ -84,6 +84,13 @@ def test_a_sound_folder_passes(name: FolderName, sound: Sound) -> None:
     assert all(row.passed for row in found.rows(StructureRow))
 
 
+def test_a_folder_is_not_judged_by_what_another_one_held(sound: Sound, tmp_path: Path) -> None:
+    """Two folders of one process, whose manifests say the same of two programs."""
+    assert outcome_of("masked: captured program with another epsilon", sound("two outputs"), Path(), tmp_path).caught
+    found = validate_folder(sound("two outputs"), None, ())
+    assert found.verdict.status == "pass", found.verdict.reasons
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*FEW_CLEAN, LUCKY])
 def test_sound_builds_of_random_models_pass(seed: int, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 BEGIN, END = "<!-- measured by make retrofit: begin -->", "<!-- measured by make retrofit: end -->"
 FIGURE = "retrofit.svg"
@@ -92,7 +93,12 @@ def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path:
                     text = f"{row['route'].split(':')[0]}, {row['capacity']:g}"
                     axes.annotate(text, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
         axes.set_xlabel(label)
+        axes.margins(x=0.2)  # Room for what stands beside the points.
     both[0].set_ylabel("held-out perplexity")
+    both[0].set_yscale("log")
+    both[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    both[0].yaxis.set_major_formatter(ScalarFormatter())
+    both[0].yaxis.set_minor_formatter(NullFormatter())
     both[0].invert_xaxis()
     both[1].legend(fontsize=8)
     plt.tight_layout()

@@ -174,7 +174,8 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     before(given, corpus)
     for number, way in enumerate(grid, 1):
         print(f"[{number}/{len(grid)}] {run_way(way, given, corpus)}", flush=True)
-        about = {"model": given.model.name, "text": corpus.name, "steps": given.steps, "batch": given.batch}
+        text = corpus.name if given.data is None else given.data.name
+        about = {"model": given.model.name, "text": text, "steps": given.steps, "batch": given.batch}
         render(given.results, given.docs, [one.name for one in grid], {**about, "seq": given.seq})
     return 0
 

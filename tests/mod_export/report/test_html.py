@@ -323,8 +323,12 @@ def test_engines_that_could_not_be_asked_whether_they_look_ahead(report: BuildRe
     rows = tuple(changed(row, suffixes=0, causal=True, statement="not probed: ...") for row in report.causality)
     text = words(render_html(changed(report, causality=rows)))
     assert "MoD: with the engines that generate. They read one token at a time, and were compared" in text
-    silent = words(render_html(changed(report, causality=rows, generation=GenerationReport(reason="looks ahead"))))
-    assert "MoD: unknown. It was not probed." in silent
+    # Engines that nobody compared, as of a build without evidence, are no answer; nor is one that missed its gate.
+    whole = tuple(row for row in report.parity if row.role != "decode")
+    failed = tuple(changed(row, passed=False, reasons=("wrong",)) for row in report.parity if row.role == "decode")
+    assert failed
+    for parity in (whole, whole + failed):
+        assert "MoD: unknown. It was not probed." in words(render_html(changed(report, causality=rows, parity=parity)))
 
 
 def test_without_generation_there_is_the_reason(report: BuildReport) -> None:

@@ -201,6 +201,7 @@ def test_variables_of_the_template(folder: Path, generator: Generator) -> None:
     (["--template", "x=1", "a"], "--template: is about conversations; give --chat with it"),
     (["--chat", "a", "--template", "x=y"], "--template: expected NAME=VALUE with a VALUE in JSON, got 'x=y'"),
     (["--chat", "a", "--template", "x"], "--template: expected NAME=VALUE with a VALUE in JSON, got 'x'"),
+    (["--chat", "a", "--template", "x=" + "[" * 50_000], "--template: expected NAME=VALUE with a VALUE in JSON, got "),
     (["--chat", "--ids", "1"], "--ids: a message of --chat is text; give it with --prompt, or leave out --chat"),
     (["--chat", "a", "--selection", "topk-prefill"], "leave out --stop, --roll, --chat and --model"),
 ])  # fmt: skip
