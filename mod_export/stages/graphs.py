@@ -40,6 +40,7 @@ from mod_export.export.weights import (
 from mod_export.results.cost import CostRow
 from mod_export.sources.model import stored_state
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel
+from mod_export.stages.calibration import Calibration
 from mod_export.stages.context import BuildContext, Context
 from mod_export.stages.context import step_bytes as step_bytes_of
 from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, ModelKind, Site, site_from_text
@@ -251,11 +252,17 @@ def fresh_graph(context: Context, graph: Graph) -> bytes:
 def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, forms: Forms = NO_FORMS) -> None:
     path = context.weights_path(kind, dtype)
 
+    tensors = stored_state(context.plan.loaded[kind])
+    few_bits = {name: tuple(tensors[name].shape) for name, some in forms.items() if "int4" in some}
+
     def make(paths: Sequence[Path]) -> dict[str, str]:
         # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
-        return write_weights(paths[0], stored_state(context.plan.loaded[kind]), dtype, forms)
+        moments = Calibration(context, kind, few_bits).moments if few_bits else None
+        return write_weights(paths[0], tensors, dtype, forms, moments)
 
     stored = {name: sorted(some) for name, some in sorted(forms.items()) if set(some) != {"float"}}
     inputs = {**context.identity(kind), "dtype": dtype, "forms": stored, **context.versions()}
+    if few_bits:
+        inputs |= {"text": context.text_inputs, "buckets": [bucket.name for bucket in context.buckets]}
     step = context.step(f"weights/{Path(path).stem}", inputs, [path], make)
     context.weight_digests[path] = step.result

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from mod_export.build_folder.manifest import TOKENIZER
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import BuildError, BuildFolderError, GraphError
-from mod_export.export.weights import Forms, WeightsFile, digests_of_tensors, forms_of, state_of
+from mod_export.export.weights import digests_expected, state_of
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.runtime.generate.decoder import DecodingEngines
-from mod_export.runtime.generate.tokenizer import TokenizersFile
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
 from mod_export.stages.graphs import fresh_graph
@@ -24,7 +21,7 @@ from mod_export.validate.candidates import Candidate, candidates_from_engines, c
 from mod_export.validate.causality import causality_of
 from mod_export.validate.checks import failed_row
 from mod_export.validate.findings import parity_of
-from mod_export.validate.inputs import TextOf, documentation_of, parity_batches
+from mod_export.validate.inputs import parity_batches
 from mod_export.validate.quality import quality_of
 from mod_export.validate.reference import routing_map
 from mod_export.validate.structure import (
@@ -136,16 +133,11 @@ def _against_checkpoint(context: FolderContext) -> Iterator[StructureRow]:
     for path, (kind, dtype) in files.items():
         if path in context.weight_digests:
             state = state_of(context.models.reference(kind).module)
-            digests = digests_of_tensors(state, dtype, _forms(context.root / path))
+            try:
+                digests = digests_expected(context.root / path, state, dtype)
+            except BuildFolderError:
+                digests = {}  # It cannot be read, which the row says.
             yield structure_of_weights(context.root, path, digests)
-
-
-def _forms(path: Path) -> Forms:
-    """How a file holds its weights; none where it cannot be read, which is another row's problem."""
-    try:
-        return forms_of(WeightsFile.open(path).entries)
-    except BuildFolderError:
-        return {}
 
 
 def _candidates(context: Context) -> list[Candidate]:
@@ -185,7 +177,7 @@ def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candida
         if setting.role == "forward":
             return [parity_of(context.root, candidate, reference, config, partial(fresh_graph, context))]
         decoding = _decoding(context, candidates)
-        return [parity_of_decoding(decoding, candidate.as_engine, reference, _text_of(context))]
+        return [parity_of_decoding(decoding, candidate.as_engine, reference, context.text_of)]
 
     context.measure(ParityRow, f"parity/{setting.target}/{setting.name}", _inputs(context, candidate, **options), make)
 
@@ -195,19 +187,13 @@ def _beside(context: Context, candidate: Candidate, candidates: Sequence[Candida
     and for a decode engine the engines that read its prompts.
     """
     generation = context.config.generation.model_dump(include={"window", "slack", "slots"})
-    generation |= _text_inputs(context)
+    generation |= context.text_inputs
     if candidate.setting.role == "prefill":
         return {"generation": generation}
     prefills = _decoding(context, candidates).prefills(
         candidate.setting.model, candidate.setting.target, candidate.setting.dtype
     )
     return {"generation": generation, "prompts": [context.hash_of(one.path) for one in prefills]}
-
-
-def _text_inputs(context: Context) -> dict[str, Any]:
-    """What text depends on."""
-    has_tokenizer = (context.root / TOKENIZER).is_file()
-    return {"seed": context.config.seed, "tokenizer": context.hash_of(TOKENIZER) if has_tokenizer else None}
 
 
 def _decoding(context: Context, candidates: Sequence[Candidate]) -> DecodingEngines:
@@ -241,7 +227,7 @@ def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidat
     def make() -> list[TextsRow]:
         reference = context.models.reference(setting.model, "decode")
         decoding = _decoding(context, candidates)
-        return [texts_of_decoding(decoding, candidate.as_engine, model, reference, _text_of(context))]
+        return [texts_of_decoding(decoding, candidate.as_engine, model, reference, context.text_of)]
 
     context.measure(
         TextsRow,
@@ -251,14 +237,6 @@ def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidat
     )
 
 
-def _text_of(context: Context) -> TextOf | None:
-    """Text for a model that has none of its own, where the folder has its tokenizer."""
-    tokenizer, vocab_size = context.root / TOKENIZER, context.facts["mod"].vocab_size
-    if vocab_size is None or not tokenizer.is_file():
-        return None
-    return documentation_of(partial(TokenizersFile(tokenizer).ids, special=False), vocab_size)
-
-
 def _quality(context: Context) -> None:
     """What deciding about one token at a time costs in perplexity."""
 
@@ -266,11 +244,11 @@ def _quality(context: Context) -> None:
         models = context.models
         own, causal = models.reference("mod").returning("logits"), models.reference("mod", "decode")
         generating, seed = models.generating("mod"), context.config.seed
-        found = quality_of(generating, causal, own, QUALITY_TEXTS, seed, _text_of(context))
+        found = quality_of(generating, causal, own, QUALITY_TEXTS, seed, context.text_of)
         return [] if found is None else [found]
 
     generation = context.config.generation.model_dump(include={"window", "slack"})
-    inputs = {**context.identity("mod"), "generation": generation, **_text_inputs(context)}
+    inputs = {**context.identity("mod"), "generation": generation, **context.text_inputs}
     context.measure(QualityRow, "quality", {**inputs, **context.versions("torch")}, make)
 
 
