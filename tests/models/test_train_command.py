@@ -183,7 +183,8 @@ def test_the_page_of_retrofits_names_options_that_exist() -> None:
 
 @pytest.fixture
 def running(tmp_path: Path, spec_file: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    command = [sys.executable, "-m", "mod_models.train", "--out", str(tmp_path / "out"), "--spec", str(spec_file)]
+    python = [sys.executable, "-X", "faulthandler"]
+    command = [*python, "-m", "mod_models.train", "--out", str(tmp_path / "out"), "--spec", str(spec_file)]
     command += ["--steps", "100000000", "--eval-every", "5", *QUICK]
     # A suite that a script started in the background ignores the signal, and so would what it starts.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -197,7 +198,11 @@ def test_interrupted_from_the_keyboard(running: tuple[subprocess.Popen[str], lis
     process, command = running
     assert process.stdout.readline().startswith("step 5/100000000  loss ")
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    try:
+        _, error = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # On which it says where it is.
+        pytest.fail(f"goes on two minutes after the interrupt:\n{process.communicate()[1]}")
     assert process.returncode == 130
     assert error == "interrupted; the same command goes on from the last evaluation\n"
     folder = Path(command[command.index("--out") + 1])

@@ -16,6 +16,8 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 BEGIN, END = "<!-- measured by make retrofit: begin -->", "<!-- measured by make retrofit: end -->"
 FIGURE = "retrofit.svg"
+MARKERS = {"cheapest": "o", "deepest": "^"}
+"""Of the layers that are routed -> how their points are drawn."""
 COLUMNS = (
     "routed", "layers", "capacity", "tokens run", "perplexity", "against dense", "bits per byte", "predictor accuracy",
     "predicted (FLOPs)", "measured speed-up",
@@ -85,13 +87,14 @@ def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path:
     for axes, label, of in zip(both, about, (lambda row: row["tokens_run"], _speed), strict=True):
         axes.plot([1], [untouched["perplexity"]], "kx", label="dense, as given")
         for number, part in enumerate(dict.fromkeys(row["parts"] for row in rows)):
-            own = [row for row in rows if row["parts"] == part]
-            x, y = [of(row) for row in own], [math.exp(row["next_token_loss"]) for row in own]
-            axes.plot(x, y, "o", color=f"C{number}", label="dense, trained as long" if part == "dense" else part)
-            for row, at_x, at_y in zip(own, x, y, strict=True):
-                if row["speed"] is not None:
-                    text = f"{row['route'].split(':')[0]}, {row['capacity']:g}"
-                    axes.annotate(text, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+            for row in (one for one in rows if one["parts"] == part):
+                at = (of(row), math.exp(row["next_token_loss"]))
+                if row["speed"] is None:
+                    axes.plot(*at, "o", color=f"C{number}", label="dense, trained as long")
+                    continue
+                layers = row["route"].split(":")[0]
+                axes.plot(*at, MARKERS[layers], color=f"C{number}", label=f"{part}, {layers} layers")
+                axes.annotate(f"{row['capacity']:g}", at, xytext=(6, 3), textcoords="offset points", fontsize=8)
         axes.set_xlabel(label)
         axes.margins(x=0.2)  # Room for what stands beside the points.
     both[0].set_ylabel("held-out perplexity")
@@ -100,7 +103,9 @@ def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path:
     both[0].yaxis.set_major_formatter(ScalarFormatter())
     both[0].yaxis.set_minor_formatter(NullFormatter())
     both[0].invert_xaxis()
-    both[1].legend(fontsize=8)
+    # One entry for all capacities.
+    entries = dict(zip(*reversed(both[1].get_legend_handles_labels()), strict=True))
+    both[1].legend(entries.values(), entries.keys(), fontsize=8)
     plt.tight_layout()
     plt.savefig(path, metadata={"Date": None})
     plt.close()
