@@ -114,7 +114,9 @@ def generating_form(loaded: ExportableModel, kind: ModelKind, window: int, confi
 def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequence[Variant]:
     if graph.role == "forward":
         return builder.variants(config)
-    return builder.text_variants(config) if builder.name in config.generation.targets else []
+    if builder.name not in config.generation.targets:
+        return []
+    return builder.variants(config)
 
 
 def make_plan(

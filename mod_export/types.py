@@ -152,6 +152,9 @@ class Dialect:
         branches: whether If is supported, a condition around nodes of fixed shapes.
         cache_update: whether a step updates its cache itself, with TensorScatter.
         query_blocks: (T, b) for every number of tokens T whose causal attention is computed in blocks of b queries.
+        cached_attention: whether com.microsoft::GroupQueryAttention attends to a cache and writes it in place.
+        apart: whether what is computed for one token must depend on no other row and on no later token, as it must
+            where text is written.
     """
 
     name: str
@@ -168,6 +171,8 @@ class Dialect:
     branches: bool = False
     cache_update: bool = False
     query_blocks: tuple[tuple[int, int], ...] = ()
+    cached_attention: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +219,9 @@ class Graph:
         return _stem(self.model, self.role, self.bucket)
 
     def dialect(self, target: Dialect) -> Dialect:
-        """The dialect of its target, with the query blocks that were chosen for this graph."""
-        return replace(target, query_blocks=tuple(sorted(self.query_blocks.items())))
+        """The dialect of its target, with what holds for this graph alone."""
+        blocks = tuple(sorted(self.query_blocks.items()))
+        return replace(target, query_blocks=blocks, apart=self.role != "forward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

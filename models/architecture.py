@@ -127,8 +127,12 @@ class GeneratingTransformer(DecodingGraphs):
         super().__init__(checkpoint.spec, window, slack)
         self.loaded = LoadedTransformer(replace(checkpoint, spec=self.spec))
 
-    def least_bytes(self, rows: int, length: int, executed: Mapping[Site, float]) -> int:
-        return self.step_bytes(self.loaded.weights, rows, length, executed)
+    def least_bytes(
+        self, rows: int, length: int, executed: Mapping[Site, float], stored: Mapping[str, int] | None = None
+    ) -> int:
+        narrow = stored or {}
+        sizes = {name: narrow.get(name, 4 * weight.numel()) for name, weight in self.loaded.weights.items()}
+        return self.step_bytes(sizes, rows, length, executed)
 
     def write(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         return generate_eager(self.loaded.module(), prompt_ids, max_new_tokens, window=self.window).ids

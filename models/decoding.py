@@ -91,20 +91,20 @@ class DecodingGraphs:
         slot = 4 * 2 * self.spec.n_kv_heads * self.spec.d_head
         return {layer: slot * slots for layer, slots in slots_of_layer(self.spec, length).items()}
 
-    def step_bytes(self, weights: Mapping[str, Tensor], rows: int, length: int, executed: Mapping[Site, float]) -> int:
-        """Float32 bytes that a step has to read: weights that it multiplies by, and the slots of the cache.
+    def step_bytes(self, stored: Mapping[str, int], rows: int, length: int, executed: Mapping[Site, float]) -> int:
+        """Bytes that a step has to read: weights that it multiplies by, and the slots of the cache, in float32.
 
         Args:
-            weights: of the model, by name.
+            stored: name of each weight of the model -> bytes that it is stored in.
             rows: texts at once.
             length: of the cache.
             executed: routing site -> share of the steps in which some row runs there.
         """
         total = 0.0
-        for name, weight in weights.items():
+        for name, size in stored.items():
             if name == "embedding.weight" and not self.spec.tie_embeddings:
                 continue  # One row of it.
-            total += 4 * weight.numel() * self._share(name, rows, executed)
+            total += size * self._share(name, rows, executed)
         for layer, size in self.kv_bytes(length).items():
             site = self._site(layer, "attention")
             total += rows * size * (1.0 if site is None else executed[site])

@@ -21,7 +21,7 @@ from mod_export.errors import BuildFolderError
 from mod_export.results.cost import CostRow, Work
 from mod_export.results.generation import StepBytes
 from mod_export.results.serving import Measured
-from mod_export.types import Bucket, Engine, Graph, ModelKind, SiteKey, graph_of
+from mod_export.types import Bucket, DType, Engine, Graph, ModelKind, SiteKey, graph_of
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -31,7 +31,7 @@ BESIDE_TOKENIZER = (
 )  # fmt: skip
 """What says how the tokenizer of a Hugging Face folder is used; kept with it where it is there."""
 FORMAT = "mod-export build folder"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CHECKSUM = "checksum"
 EMPTY: Mapping[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "steps": {}}
 """The manifest of a folder in which nothing has been built."""
@@ -70,14 +70,14 @@ class GenerationFacts(_Facts):
         sites: model -> its routing sites, in the order of the columns of a cache's counts.
         capacity: routing site -> how many tokens of a text it selects at most.
         kv_bytes: model -> length of a cache -> float32 bytes of the keys and values of one row.
-        step_bytes: decode bucket -> model -> bytes that a step has to read.
+        step_bytes: decode bucket -> dtype -> model -> bytes that a step has to read.
     """
 
     window: int
     sites: dict[ModelKind, tuple[SiteKey, ...]]
     capacity: dict[SiteKey, int]
     kv_bytes: dict[ModelKind, dict[int, int]]
-    step_bytes: dict[str, dict[ModelKind, StepBytes]]
+    step_bytes: dict[str, dict[DType, dict[ModelKind, StepBytes]]]
 
 
 class Manifest(_Facts):

@@ -53,6 +53,7 @@ class OrtCpu(_Ort):
         rotary_embedding=True,
         flat_heads=True,
         branches=True,
+        cached_attention=True,
     )
 
     def _installed(self) -> Availability:
@@ -60,9 +61,6 @@ class OrtCpu(_Ort):
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.ort_cpu.dtypes]
-
-    def text_variants(self, config: BuildConfig) -> Sequence[Variant]:
-        return [Variant(dtype="float32")]  # int8 has one scale for all rows of a step.
 
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None

@@ -182,10 +182,6 @@ class EngineBuilder(ABC):
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         """The engines that the configuration asks for."""
 
-    def text_variants(self, config: BuildConfig) -> Sequence[Variant]:
-        """Those of them in which a text does not depend on the texts that are written beside it."""
-        return self.variants(config)
-
     def problems(self, config: BuildConfig) -> Sequence[str]:
         """Reasons why what the configuration asks for cannot be built, known without a graph."""
         return []

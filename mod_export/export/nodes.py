@@ -243,6 +243,16 @@ class NodeWriter:
         self._infer(values)
         return values
 
+    def many(
+        self, op_type: str, like: Sequence[ir.Value], *inputs: Input, domain: str = "", **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """One node with an output like each of `like`, in dtype and shape."""
+        values = self._values(op_type, inputs, domain, attributes, len(like))
+        for value, model in zip(values, like, strict=True):
+            assert model.dtype is not None
+            value.dtype, value.shape = model.dtype, None if model.shape is None else model.shape.copy()
+        return values
+
     def _values(
         self, op_type: str, inputs: Sequence[Input], domain: str, attributes: dict[str, Any], count: int
     ) -> Sequence[ir.Value]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -277,10 +277,21 @@ class _Narrow(NamedTuple):
     tensor: Tensor
 
 
+Watch = Callable[[str, Tensor], None]
+"""Is told of each product with a weight (N, K): its name, and the rows (..., K) that it is multiplied with."""
+
+
 class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, run: SiteRun) -> None:
+    def __init__(self, module: fx.GraphModule, run: SiteRun, weights: Mapping[str, str], watch: Watch | None) -> None:
         super().__init__(module)
-        self._run = run
+        self._run, self._weights, self._watch = run, weights, watch
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self._watch is not None and n.target is torch.ops.aten.linear.default:
+            x, weight = n.args[:2]
+            if isinstance(x, fx.Node) and isinstance(weight, fx.Node) and weight.name in self._weights:
+                self._watch(self._weights[weight.name], self.env[x])
+        return super().run_node(n)
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         def value_of(node: fx.Node) -> Any:
@@ -305,7 +316,13 @@ class Runnable(Protocol):
 
 
 def run_sites(
-    program: Runnable, state: Mapping[str, Tensor], inputs: Sequence[Tensor], run: SiteRun, *, widen: bool = False
+    program: Runnable,
+    state: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    run: SiteRun,
+    *,
+    widen: bool = False,
+    watch: Watch | None = None,
 ) -> tuple[Tensor, ...]:
     """Runs a captured program, markers and all, on the CPU.
 
@@ -315,6 +332,7 @@ def run_sites(
         inputs: of the program.
         run: observes, and replaces selections.
         widen: whether the program computes in float64, so that floats of `state` and constants have to be widened.
+        watch: is told of products with weights.
 
     Returns:
         The program's own outputs.
@@ -325,10 +343,10 @@ def run_sites(
         value = state.get(name, program.constants.get(name))
         return _Narrow(value) if widen and isinstance(value, Tensor) and value.is_floating_point() else value
 
-    lifted = [
-        next(given) if spec.kind is InputKind.USER_INPUT else lifted_of(str(spec.target))
-        for spec in program.graph_signature.input_specs
-    ]
+    specs = program.graph_signature.input_specs
+    lifted = [next(given) if spec.kind is InputKind.USER_INPUT else lifted_of(str(spec.target)) for spec in specs]
+    weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind is InputKind.PARAMETER}
+    interpreter = _Interpreter(program.graph_module, run, weights, watch)
     with torch.no_grad():
-        outputs: tuple[Tensor, ...] = _Interpreter(program.graph_module, run).run(*lifted, enable_io_processing=False)
+        outputs: tuple[Tensor, ...] = interpreter.run(*lifted, enable_io_processing=False)
     return outputs

@@ -5,13 +5,6 @@ one plain file serves ONNX Runtime, TensorRT's parser, AOTInductor and any reade
 copy. Names are those of the state_dict. The fingerprints prove that a file, or a graph, holds the checkpoint's numbers
 and no others. A server reads the header with this module, so it loads torch and onnx only where it needs them.
 
-int8   q (K, N) = round(w / scale), scale (N,) = largest |w_2i| + |w_2i+1| of the column / 127. Processors without VNNI
-       multiply two neighbours by unsigned bytes and add the products in 16 bits, where they saturate beyond 32,767
-       (Intel, vpmaddubsw). With this scale the two are at most 128 together, and 255 x 128 fits: the same artefact
-       gives the same numbers everywhere, with a third of a bit more than the usual seven.
-int4   q (N, K / 32, 16) two numbers to a byte, the first in the low half, of value q - 8; scale (N, K / 32) = the w of
-       largest |w| in the block / -8, so that all sixteen numbers are used. The layout of ONNX Runtime's MatMulNBits.
-
 Shape legend: a weight is stored as (N, K); N columns of the result, K what is summed over.
 """
 
@@ -24,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from mod_export.environment import let_go
 from mod_export.errors import BuildFolderError
@@ -47,8 +40,17 @@ BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, 
 FLOATS: dict[DType, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 NARROW = ("float16", "bfloat16")
 BLOCK = 32
-LARGEST_INT8 = 127
-ZERO_INT4 = 8
+Form = Literal["float", "int8", "int8_blocks", "int4"]
+"""How a file of whole numbers stores a weight (N, K): as floats, or as `rounding` says."""
+FORMS: tuple[Form, ...] = get_args(Form)
+BITS: Mapping[Form, int] = {"int8_blocks": 8, "int4": 4}
+"""Of a number, in the forms that have a scale for each block."""
+Forms = Mapping[str, Collection[Form]]
+"""Name of a weight -> the forms that it is stored in, floats alone where it is not named."""
+NO_FORMS: Forms = {}
+MomentsOf = Callable[[str], "torch.Tensor | None"]
+"""Name of a weight (N, K) -> what it is multiplied with, float32 (K, K), as `rounding` takes it; None if unknown."""
+FLOATS_ALONE: tuple[Form, ...] = ("float",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,15 @@ class WeightsFile:
             entries[name] = (item["dtype"], tuple(item["shape"]), 8 + size + begin, end - begin)
         return cls(path.name, entries)
 
+    @property
+    def bytes_in_blocks(self) -> dict[str, int]:
+        """Weight -> bytes of its numbers and scales, of those in blocks."""
+        return {
+            name: self.entries[f"{name}.{form}"][3] + self.entries[f"{name}.{form}_scale"][3]
+            for name, forms in forms_of(self.entries).items()
+            for form in forms & BITS.keys()
+        }
+
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and all buffers by name.
@@ -91,39 +102,27 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def quantized_tensors(name: str, shape: tuple[int, ...], dtype: DType) -> dict[str, tuple[str, tuple[int, ...]]]:
+def quantized_tensors(name: str, shape: tuple[int, ...], form: Form) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> (safetensors dtype, shape) of what a weight (N, K) becomes: the whole numbers, then their scales."""
     N, K = shape
-    if dtype == "int8":
+    if form == "int8":
         return {f"{name}.int8": ("I8", (K, N)), f"{name}.int8_scale": ("F32", (N,))}
     blocks = -(-K // BLOCK)
-    return {f"{name}.int4": ("U8", (N, blocks, BLOCK // 2)), f"{name}.int4_scale": ("F32", (N, blocks))}
+    whole = (N, blocks, BLOCK * BITS[form] // 8)
+    return {f"{name}.{form}": ("U8", whole), f"{name}.{form}_scale": ("F32", (N, blocks))}
 
 
-def source_of(stored: str) -> str | None:
-    """The weight that a stored tensor of whole numbers was made from; None for the name of anything else."""
-    name, _, kind = stored.rpartition(".")
-    return name if kind in QUANTIZED else None
-
-
-def quantize(weight_NK: torch.Tensor, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight as whole numbers and scales, of the types and shapes of `quantized_tensors`."""
-    import torch
-
-    def not_zero(scale: torch.Tensor) -> torch.Tensor:
-        return torch.where(scale != 0, scale, 1.0)  # Where all weights are zero nothing is divided by zero.
-
-    N, K = weight_NK.shape
-    if dtype == "int8":
-        pairs_NPK = torch.nn.functional.pad(weight_NK.float(), (0, K % 2)).reshape(N, -1, 2)
-        scale_N1 = not_zero(pairs_NPK.abs().sum(-1).amax(-1, keepdim=True) / LARGEST_INT8)
-        return torch.round(weight_NK.float() / scale_N1).to(torch.int8).T.contiguous(), scale_N1[:, 0].contiguous()
-    padded_NK = torch.nn.functional.pad(weight_NK.float(), (0, -K % BLOCK))
-    blocks_NMK = padded_NK.reshape(N, -1, BLOCK)
-    largest_NM1 = blocks_NMK.gather(-1, blocks_NMK.abs().argmax(-1, keepdim=True))
-    scale_NM1 = not_zero(largest_NM1 / -ZERO_INT4)
-    whole_NMK = (torch.round(blocks_NMK / scale_NM1) + ZERO_INT4).clamp(0, 2 * ZERO_INT4 - 1).to(torch.uint8)
-    return whole_NMK[..., 0::2] | whole_NMK[..., 1::2] << 4, scale_NM1[..., 0].contiguous()
+def forms_of(names: Iterable[str]) -> dict[str, set[Form]]:
+    """Which weights the tensors of these names hold, in a file or in a graph, and in which forms."""
+    found: dict[str, set[Form]] = {}
+    for stored in names:
+        name, _, kind = stored.rpartition(".")
+        form = next((form for form in FORMS if kind == form), None)
+        if form is not None:
+            found.setdefault(name, set()).add(form)
+        elif kind.removesuffix("_scale") not in FORMS:
+            found.setdefault(stored, set()).add("float")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +143,19 @@ class _Stored:
 
 
 def _stored_tensors(
-    tensors: Mapping[str, torch.Tensor], dtype: DType, quantized: Collection[str]
+    tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Forms, moments: MomentsOf | None = None
 ) -> dict[str, _Stored]:
     found: dict[str, _Stored] = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        if name not in quantized:
-            kind = _kind(tensor, dtype)
-            found[name] = _Stored(kind, shape, partial(_plain_bytes, tensor, kind))
-            continue
-        for index, (part, (kind, size)) in enumerate(quantized_tensors(name, shape, dtype).items()):
-            found[part] = _Stored(kind, size, partial(_quantized_bytes, tensor, dtype, index))
+        for form in forms.get(name, FLOATS_ALONE):
+            if form == "float":
+                kind = _kind(tensor, dtype)
+                found[name] = _Stored(kind, shape, partial(_plain_bytes, tensor, kind))
+                continue
+            whole, scales = quantized_tensors(name, shape, form).items()
+            found[whole[0]] = _Stored(*whole[1], partial(_whole_bytes, name, tensor, form, moments))
+            found[scales[0]] = _Stored(*scales[1], partial(_scale_bytes, tensor, form))
     return found
 
 
@@ -178,16 +179,31 @@ def _plain_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
     let_go([tensor])
 
 
-def _quantized_bytes(weight_NK: torch.Tensor, dtype: DType, index: int) -> Iterator[memoryview]:
+def _whole_bytes(name: str, weight_NK: torch.Tensor, form: Form, moments: MomentsOf | None) -> Iterator[memoryview]:
     import torch
 
-    # Whole numbers and scales are written one after the other, so a weight is rounded twice and never kept.
-    yield quantize(weight_NK.detach(), dtype)[index].reshape(-1).view(torch.uint8).numpy().data
+    from mod_export.export.rounding import whole_numbers
+
+    moments_KK = moments(name) if moments is not None and form == "int4" else None
+    yield whole_numbers(weight_NK.detach(), form, moments_KK).reshape(-1).view(torch.uint8).numpy().data
+    let_go([weight_NK])
+
+
+def _scale_bytes(weight_NK: torch.Tensor, form: Form) -> Iterator[memoryview]:
+    import torch
+
+    from mod_export.export.rounding import scales_of
+
+    yield scales_of(weight_NK.detach(), form).reshape(-1).view(torch.uint8).numpy().data
     let_go([weight_NK])
 
 
 def write_weights(
-    path: Path, tensors: Mapping[str, torch.Tensor], dtype: DType, quantized: Collection[str] = ()
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: DType,
+    forms: Forms = NO_FORMS,
+    moments: MomentsOf | None = None,
 ) -> dict[str, str]:
     """Writes tensors a piece at a time, so that it takes no more memory for a larger model.
 
@@ -196,7 +212,8 @@ def write_weights(
         tensors: by their names in the state_dict.
         dtype: of the file's floats. In one of whole numbers everything that is not quantized is float32. Buffers of
             whole numbers are stored as they are, and those of float64 in files of float32 and of whole numbers.
-        quantized: names of the weights (N, K) that become whole numbers and scales, see `quantized_tensors`.
+        forms: of the weights (N, K) that become whole numbers and scales, see `quantized_tensors`.
+        moments: of weights of four bits, for `rounding`; they are asked for in the order of their names.
 
     Returns:
         Name -> SHA-256 of the tensor's bytes as they were handed to the file.
@@ -205,7 +222,7 @@ def write_weights(
         BuildFolderError: the file could not be written.
     """
     # Wide numbers first, then by name: the order of the safetensors library, and every tensor is aligned.
-    found = _stored_tensors(tensors, dtype, quantized)
+    found = _stored_tensors(tensors, dtype, forms, moments)
     stored = dict(sorted(found.items(), key=lambda item: (-BYTES[item[1].dtype], item[0])))
     try:
         with path.open("wb") as file:
@@ -227,11 +244,41 @@ def _header(tensors: Mapping[str, _Stored]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def digests_of_tensors(
-    tensors: Mapping[str, torch.Tensor], dtype: DType, quantized: Collection[str] = ()
-) -> dict[str, str]:
-    """What `write_weights` returns, without writing."""
-    return {name: stored.digest() for name, stored in _stored_tensors(tensors, dtype, quantized).items()}
+def digests_of_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
+    """What `write_weights` returns of tensors of which none is quantized, without writing."""
+    return {name: stored.digest() for name, stored in _stored_tensors(tensors, dtype, NO_FORMS).items()}
+
+
+def digests_expected(path: Path, tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
+    """The digests that the tensors of a file have if they are a checkpoint's. A number of four bits can be rounded in
+    several ways: those of the file count, where they are within what `rounding` allows.
+
+    Raises:
+        BuildFolderError: not a weights file.
+    """
+    import torch
+
+    from mod_export.export.rounding import is_rounded
+
+    entries = WeightsFile.open(path).entries
+    expected = {}
+    for name, stored in _stored_tensors(tensors, dtype, forms_of(entries)).items():
+        weight, _, form = name.rpartition(".")
+        if form == "int4" and name in entries:
+            _, shape, offset, length = entries[name]
+            data = _part_of(path, offset, length)
+            whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if whole.numel() == math.prod(shape) and is_rounded(whole.reshape(shape), tensors[weight], "int4"):
+                expected[name] = hashlib.sha256(data).hexdigest()
+                continue
+        expected[name] = stored.digest()
+    return expected
+
+
+def _part_of(path: Path, offset: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(length)
 
 
 def digests_of_file(path: Path) -> dict[str, str]:
@@ -240,12 +287,10 @@ def digests_of_file(path: Path) -> dict[str, str]:
     Raises:
         BuildFolderError: not a weights file.
     """
-    found, entries = {}, WeightsFile.open(path).entries
-    with path.open("rb") as file:
-        for name, (_, _, offset, length) in entries.items():
-            file.seek(offset)
-            found[name] = hashlib.sha256(file.read(length)).hexdigest()
-    return found
+    entries = WeightsFile.open(path).entries.items()
+    return {
+        name: hashlib.sha256(_part_of(path, offset, length)).hexdigest() for name, (_, _, offset, length) in entries
+    }
 
 
 def files_for(dtype: DType) -> tuple[DType, ...]:

@@ -250,7 +250,8 @@ def generation_lines(found: GenerationReport, steps: Sequence[Found]) -> list[st
         lines.append(f"identical texts: greedy, {each} new tokens each, {both}compared with eager PyTorch")
     lines += [
         f"{row.setting} {row.model}: {row.texts - row.identical:,} of {row.texts:,} texts "
-        f"differ from PyTorch's, the first from new token {row.first_difference} on"
+        f"differ from PyTorch's, the first from new token {row.first_difference} on; {row.same / row.tokens:.0%} of "
+        "the new tokens come before a difference"
         for row in found.texts
         if row.identical < row.texts
     ]

@@ -26,6 +26,8 @@ class TextsRow(EngineRow):
     """Texts that are the same, token for token."""
     first_difference: int | None
     """Number of the first new token that differs in any text; null where none does."""
+    same: int
+    """Of `tokens`, those before the first difference in their text."""
 
 
 class Compared(Result):

@@ -254,10 +254,16 @@ class GeneratingModel(Protocol):
     def kv_bytes(self, length: int) -> Mapping[int, int]:
         """Layer -> float32 bytes of one row's keys and values."""
 
-    def least_bytes(self, rows: int, length: int, executed: Mapping[Site, float]) -> int:
-        """Float32 bytes that a step has to read: weights that it multiplies by, and slots of the cache.
+    def least_bytes(
+        self, rows: int, length: int, executed: Mapping[Site, float], stored: Mapping[str, int] | None = None
+    ) -> int:
+        """Bytes that a step has to read: weights that it multiplies by, and slots of the cache.
 
-        `executed` is, for each routing site, the share of the steps in which some row runs there.
+        Args:
+            rows: texts at once.
+            length: tokens that a text can have in the cache.
+            executed: for each routing site, the share of the steps in which some row runs there.
+            stored: name of a weight -> bytes that it is stored in, where that is not float32.
         """
 
     def write(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:

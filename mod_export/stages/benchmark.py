@@ -82,11 +82,11 @@ def _steps(context: Context, setting: Setting, engines: Engines) -> None:
     prompts = [context.hash_of(one.path) for one in readers]
 
     def make() -> list[DecodeRow]:
-        # For the bandwidth of the memory, which is that of every dtype.
+        # Bytes are moved at one rate, whatever they stand for.
         roofline = cached_roofline(context.machine, "float32", config.latency.threads)
         bandwidth = None if roofline is None else roofline.bandwidth_gbs
         ids_BS = context.texts(setting.bucket.batch, setting.bucket.seq)
-        step_bytes = {kind: one.stored_in(setting.dtype) for kind, one in facts.step_bytes[setting.bucket.name].items()}
+        step_bytes = facts.step_bytes[setting.bucket.name][setting.dtype]
         return [measure_steps(decoding, engines, ids_BS, facts.sites, step_bytes, bandwidth)]
 
     context.measure(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from mod_export.build_folder.manifest import GenerationFacts, ModelFacts
+from mod_export.build_folder.manifest import TOKENIZER, GenerationFacts, ModelFacts
 from mod_export.build_folder.programs import first_sample
 from mod_export.build_folder.workspace import Step, Workspace
 from mod_export.config import BuildConfig
@@ -25,6 +25,7 @@ from mod_export.results.base import Result
 from mod_export.results.cost import Work
 from mod_export.results.generation import StepBytes
 from mod_export.runtime.generate.decoder import DecodingEngines
+from mod_export.runtime.generate.tokenizer import TokenizersFile
 from mod_export.sources.model import output_names, sample_of, token_ids, tokens_sample
 from mod_export.sources.protocol import ExportableModel, GeneratingModel, TokenIds
 from mod_export.types import (
@@ -38,7 +39,7 @@ from mod_export.types import (
     Variant,
     graph_of,
 )
-from mod_export.validate.inputs import prompts_of
+from mod_export.validate.inputs import TextOf, documentation_of, prompts_of
 from mod_export.validate.reference import KeptRuns, Reference, tensors_of
 
 if TYPE_CHECKING:
@@ -255,6 +256,20 @@ class Context:
         found = self._availability[engine.target]
         return found.can_run(engine) and (engine.role == "forward" or ENGINES[engine.target].binds)
 
+    @cached_property
+    def text_of(self) -> TextOf | None:
+        """Text for a model that has none of its own, where the folder has its tokenizer."""
+        tokenizer, vocab_size = self.root / TOKENIZER, self.facts["mod"].vocab_size
+        if vocab_size is None or not tokenizer.is_file():
+            return None
+        return documentation_of(partial(TokenizersFile(tokenizer).ids, special=False), vocab_size)
+
+    @property
+    def text_inputs(self) -> dict[str, Any]:
+        """What text depends on, as an input of steps."""
+        has_tokenizer = (self.root / TOKENIZER).is_file()
+        return {"seed": self.config.seed, "tokenizer": self.hash_of(TOKENIZER) if has_tokenizer else None}
+
     def texts(self, rows: int, length: int) -> np.ndarray:
         """Beginnings of texts for timing, int64 (rows, length): random ids, for which no model is needed."""
         vocab_size = self.facts["mod"].vocab_size
@@ -356,17 +371,19 @@ def _generation_facts(plan: Plan) -> GenerationFacts:
             kind: {length: sum(model.kv_bytes(length).values()) for length in lengths} for kind, model in models.items()
         },
         step_bytes={
-            bucket.name: {kind: step_bytes(model, bucket) for kind, model in models.items()} for bucket in decodes
+            bucket.name: {"float32": {kind: step_bytes(model, bucket) for kind, model in models.items()}}
+            for bucket in decodes
         },
     )
 
 
-def step_bytes(model: GeneratingModel, bucket: Bucket) -> StepBytes:
-    """What a step of a decode bucket has to read: a sum over routing sites, so each is asked for alone."""
-    nowhere = dict.fromkeys(model.sites, 0.0)
-    always = model.least_bytes(bucket.batch, bucket.seq, nowhere)
-    sites = {
-        str(site): model.least_bytes(bucket.batch, bucket.seq, nowhere | {site: 1.0}) - always for site in model.sites
-    }
+def step_bytes(model: GeneratingModel, bucket: Bucket, stored: Mapping[str, int] | None = None) -> StepBytes:
+    """What a step of a decode bucket has to read: a sum over routing sites, so each is asked for alone.
+
+    `stored` has the bytes of the weights that are not float32.
+    """
+    nowhere, rows, length = dict.fromkeys(model.sites, 0.0), bucket.batch, bucket.seq
+    always = model.least_bytes(rows, length, nowhere, stored)
+    sites = {str(site): model.least_bytes(rows, length, nowhere | {site: 1.0}, stored) - always for site in model.sites}
     # Experts add nothing: they are read in every step, as many of them as its rows can take.
     return StepBytes(always=always, sites={site: size for site, size in sites.items() if size})

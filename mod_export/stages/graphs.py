@@ -6,8 +6,9 @@ finished folder by the functions that a build uses.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import onnx_ir as ir
 
 from mod_export.benchmark.cost import cost_row
+from mod_export.build_folder.manifest import GenerationFacts
 from mod_export.engines import ENGINES
 from mod_export.environment import EXPORTERS, versions
 from mod_export.errors import GraphError
@@ -23,14 +25,25 @@ from mod_export.export.capture import captured, prove_static
 from mod_export.export.nodes import graph_from_bytes, static_shape
 from mod_export.export.onnx_export import assert_capacity, check_model, onnx_from_captured
 from mod_export.export.passes import PORTABLE, needs_rewrite, run_passes
-from mod_export.export.passes.products import quantizable_weights
+from mod_export.export.passes.quantize_weights import stored_forms
 from mod_export.export.routing_sites import RoutingSite
-from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, write_weights
+from mod_export.export.weights import (
+    NO_FORMS,
+    Form,
+    Forms,
+    WeightsFile,
+    bind_weights,
+    files_for,
+    state_of,
+    write_weights,
+)
 from mod_export.results.cost import CostRow
 from mod_export.sources.model import stored_state
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel
+from mod_export.stages.calibration import Calibration
 from mod_export.stages.context import BuildContext, Context
-from mod_export.types import DTYPES, KINDS, QUANTIZED, DType, Graph, ModelKind, Site, site_from_text
+from mod_export.stages.context import step_bytes as step_bytes_of
+from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, ModelKind, Site, site_from_text
 
 SHOWN = 4
 MOST_KEPT = 32
@@ -76,17 +89,36 @@ def onnx(context: BuildContext) -> None:
     for kind in kinds:
         for dtype in dtypes:
             if dtype in QUANTIZED:
-                _write_weights(context, kind, dtype, _quantized(context, kind, dtype))
+                _write_weights(context, kind, dtype, _forms(context, kind, dtype))
+    if isinstance(context.generation, GenerationFacts):
+        context.generation = _with_stored_bytes(context, context.generation, dtypes)
 
 
-def _quantized(context: BuildContext, kind: ModelKind, dtype: DType) -> frozenset[str]:
-    """The weights of one file that all forward graphs of it take as whole numbers."""
-    found = [
-        quantizable_weights(ir.load(context.root / graph.path), dtype)
-        for graph in context.graphs
-        if graph.role == "forward" and context.facts[graph.model].weights == context.facts[kind].weights
-    ]
-    return frozenset.intersection(*found)
+def _forms(context: BuildContext, kind: ModelKind, dtype: DType) -> Forms:
+    """How the graphs that read one weights file want its weights, all of them together."""
+    found: dict[str, set[Form]] = {}
+    for builder, variant, graph in context.planned():
+        if variant.dtype == dtype and context.facts[graph.model].weights == context.facts[kind].weights:
+            model = ir.load(context.root / graph.path)
+            for name, forms in stored_forms(model, graph.dialect(builder.dialect), dtype).items():
+                found.setdefault(name, set()).update(forms)
+    return found
+
+
+def _with_stored_bytes(context: BuildContext, facts: GenerationFacts, dtypes: Sequence[DType]) -> GenerationFacts:
+    """What a step has to read in other dtypes than float32: of whole numbers, what their files hold."""
+    step_bytes = {bucket: dict(by_dtype) for bucket, by_dtype in facts.step_bytes.items()}
+    for bucket, dtype in itertools.product(step_bytes, dtypes):
+        if dtype not in QUANTIZED:
+            wide = step_bytes[bucket]["float32"]
+            step_bytes[bucket][dtype] = {kind: one.stored_in(dtype) for kind, one in wide.items()}
+            continue
+        files = {kind: WeightsFile.open(context.root / context.weights_path(kind, dtype)) for kind in context.facts}
+        step_bytes[bucket][dtype] = {
+            kind: step_bytes_of(context.models.generating(kind), Bucket.named(bucket), file.bytes_in_blocks)
+            for kind, file in files.items()
+        }
+    return facts.model_copy(update={"step_bytes": step_bytes})
 
 
 def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
@@ -221,13 +253,20 @@ def fresh_graph(context: Context, graph: Graph) -> bytes:
     return _bytes(model)
 
 
-def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, quantized: Collection[str] = ()) -> None:
+def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, forms: Forms = NO_FORMS) -> None:
     path = context.weights_path(kind, dtype)
+
+    tensors = stored_state(context.plan.loaded[kind])
+    few_bits = {name: tuple(tensors[name].shape) for name, some in forms.items() if "int4" in some}
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
         # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
-        return write_weights(paths[0], stored_state(context.plan.loaded[kind]), dtype, quantized)
+        moments = Calibration(context, kind, few_bits).moments if few_bits else None
+        return write_weights(paths[0], tensors, dtype, forms, moments)
 
-    inputs = {**context.identity(kind), "dtype": dtype, "quantized": sorted(quantized), **context.versions()}
+    stored = {name: sorted(some) for name, some in sorted(forms.items()) if set(some) != {"float"}}
+    inputs = {**context.identity(kind), "dtype": dtype, "forms": stored, **context.versions()}
+    if few_bits:
+        inputs |= {"text": context.text_inputs, "buckets": [bucket.name for bucket in context.buckets]}
     step = context.step(f"weights/{Path(path).stem}", inputs, [path], make)
     context.weight_digests[path] = step.result

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from mod_export.build_folder.manifest import TOKENIZER
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import BuildError, BuildFolderError, GraphError
-from mod_export.export.weights import WeightsFile, digests_of_tensors, source_of, state_of
+from mod_export.export.weights import digests_expected, state_of
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
 from mod_export.runtime.generate.decoder import DecodingEngines
-from mod_export.runtime.generate.tokenizer import TokenizersFile
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
 from mod_export.stages.graphs import fresh_graph
@@ -136,17 +133,11 @@ def _against_checkpoint(context: FolderContext) -> Iterator[StructureRow]:
     for path, (kind, dtype) in files.items():
         if path in context.weight_digests:
             state = state_of(context.models.reference(kind).module)
-            digests = digests_of_tensors(state, dtype, _quantized(context.root / path))
+            try:
+                digests = digests_expected(context.root / path, state, dtype)
+            except BuildFolderError:
+                digests = {}  # It cannot be read, which the row says.
             yield structure_of_weights(context.root, path, digests)
-
-
-def _quantized(path: Path) -> set[str]:
-    """The weights that a file holds as whole numbers; none where it cannot be read, which is another row's problem."""
-    try:
-        names = WeightsFile.open(path).entries
-    except BuildFolderError:
-        return set()
-    return {name for name in map(source_of, names) if name is not None}
 
 
 def _candidates(context: Context) -> list[Candidate]:
@@ -185,7 +176,8 @@ def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candida
         reference = context.models.reference(setting.model, setting.role)
         if setting.role == "forward":
             return [parity_of(context.root, candidate, reference, config, partial(fresh_graph, context))]
-        return [parity_of_decoding(_decoding(context, candidates), candidate.as_engine, reference)]
+        decoding = _decoding(context, candidates)
+        return [parity_of_decoding(decoding, candidate.as_engine, reference, context.text_of)]
 
     context.measure(ParityRow, f"parity/{setting.target}/{setting.name}", _inputs(context, candidate, **options), make)
 
@@ -195,6 +187,7 @@ def _beside(context: Context, candidate: Candidate, candidates: Sequence[Candida
     and for a decode engine the engines that read its prompts.
     """
     generation = context.config.generation.model_dump(include={"window", "slack", "slots"})
+    generation |= context.text_inputs
     if candidate.setting.role == "prefill":
         return {"generation": generation}
     prefills = _decoding(context, candidates).prefills(
@@ -233,7 +226,8 @@ def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidat
 
     def make() -> list[TextsRow]:
         reference = context.models.reference(setting.model, "decode")
-        return [texts_of_decoding(_decoding(context, candidates), candidate.as_engine, model, reference)]
+        decoding = _decoding(context, candidates)
+        return [texts_of_decoding(decoding, candidate.as_engine, model, reference, context.text_of)]
 
     context.measure(
         TextsRow,
@@ -245,20 +239,16 @@ def _texts(context: Context, candidate: Candidate, candidates: Sequence[Candidat
 
 def _quality(context: Context) -> None:
     """What deciding about one token at a time costs in perplexity."""
-    tokenizer = context.root / TOKENIZER
 
     def make() -> list[QualityRow]:
         models = context.models
         own, causal = models.reference("mod").returning("logits"), models.reference("mod", "decode")
         generating, seed = models.generating("mod"), context.config.seed
-        tokens_of = partial(TokenizersFile(tokenizer).ids, special=False) if tokenizer.is_file() else None
-        found = quality_of(generating, causal, own, QUALITY_TEXTS, seed, tokens_of)
+        found = quality_of(generating, causal, own, QUALITY_TEXTS, seed, context.text_of)
         return [] if found is None else [found]
 
     generation = context.config.generation.model_dump(include={"window", "slack"})
-    inputs = {**context.identity("mod"), "generation": generation, "seed": context.config.seed}
-    if tokenizer.is_file():
-        inputs["tokenizer"] = context.hash_of(TOKENIZER)
+    inputs = {**context.identity("mod"), "generation": generation, **context.text_inputs}
     context.measure(QualityRow, "quality", {**inputs, **context.versions("torch")}, make)
 
 

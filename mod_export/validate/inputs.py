@@ -10,11 +10,12 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from mod_export.errors import UsageError
 from mod_export.sources.model import sample_of, token_ids
 from mod_export.sources.protocol import ExportableModel, SampledInputs, Text
 from mod_export.types import TOKEN_INPUTS, Bucket
@@ -27,6 +28,8 @@ MOST_FLOPS = 100 * 10**9
 """Of the inputs of one kind: one to three seconds of one core. It limits models of more than 3 M parameters."""
 LEAST_LENGTHS = 4
 """Lengths of padded rows that are tried however large the model is."""
+TextOf = Callable[[int, int, int], np.ndarray | None]
+"""(rows, length, seed) -> text as int64 (rows, length), None where there is none so long."""
 KINDS = ("text", "random", "padded", "sample", "ties", "near_ties")
 
 
@@ -72,7 +75,13 @@ class Batch:
 
 
 def parity_batches(
-    model: ExportableModel, bucket: Bucket, ks: Iterable[int], seed: int, per_kind: int, texts: int = 1
+    model: ExportableModel,
+    bucket: Bucket,
+    ks: Iterable[int],
+    seed: int,
+    per_kind: int,
+    texts: int = 1,
+    text_of: TextOf | None = None,
 ) -> list[Batch]:
     """Batches of every kind but near-ties; `text` is left out where the model has no text.
 
@@ -83,6 +92,7 @@ def parity_batches(
         seed: of everything.
         per_kind: batches of each kind.
         texts: least number of batches of text, which perplexity is averaged over.
+        text_of: where a model that has no text of its own gets it from.
     """
     if isinstance(model, SampledInputs):
         return _samples(model, bucket, seed, per_kind)
@@ -90,12 +100,12 @@ def parity_batches(
     full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
     batches = []
     for i in range(per_kind, texts):
-        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i)
+        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i, text_of)
         if text_BS is not None:
             batches.append(Batch.of_tokens("text", text_BS, full_B))
     for i in range(per_kind):
         random_BS = rng.integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
-        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i)
+        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i, text_of)
         if text_BS is not None:
             batches.append(Batch.of_tokens("text", text_BS, full_B))
         batches += [Batch.of_tokens("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, model)]
@@ -131,14 +141,51 @@ def one_of_each_kind(batches: Iterable[Batch]) -> list[Batch]:
     return list(found.values())
 
 
-def text_ids(model: object, rows: int, length: int, seed: int) -> np.ndarray | None:
-    """Held-out text, int64 (rows, length); None where the model has no text, or none of that length."""
-    return model.sample_ids(rows, length, seed) if isinstance(model, Text) else None
+def text_ids(model: object, rows: int, length: int, seed: int, text_of: TextOf | None = None) -> np.ndarray | None:
+    """Held-out text, int64 (rows, length), or else that of `text_of`; None where there is none, or none so long."""
+    held_out = model.sample_ids(rows, length, seed) if isinstance(model, Text) else None
+    return text_of(rows, length, seed) if held_out is None and text_of is not None else held_out
 
 
-def prompts_of(model: ExportableModel | None, vocab_size: int, rows: int, length: int, seed: int) -> np.ndarray:
-    """Beginnings of held-out text where the model has text, else random ids: int64 (rows, length)."""
-    ids_BS = text_ids(model, rows, length, seed)
+def documentation_of(tokens_of: Callable[[str], Sequence[int]], vocab_size: int) -> TextOf:
+    """Pieces of the English text that every Python brings along, what `help()` says of the language, read by a model's
+    tokenizer: for models that have no held-out text.
+    """
+    ids_N = _documentation_ids(tokens_of, vocab_size)
+
+    def text_of(rows: int, length: int, seed: int) -> np.ndarray | None:
+        if len(ids_N) <= length:
+            return None
+        start_R = np.random.default_rng(seed).integers(0, len(ids_N) - length, rows)
+        ids_RS: np.ndarray = ids_N[start_R[:, None] + np.arange(length)]
+        return ids_RS
+
+    return text_of
+
+
+def _documentation_ids(tokens_of: Callable[[str], Sequence[int]], vocab_size: int) -> np.ndarray:
+    """Int64 (N,); none where it is no text for this tokenizer, or Python came without it."""
+    try:
+        ids_N = np.array(tokens_of(documentation()), dtype=np.int64)
+    except UsageError:
+        return np.zeros(0, np.int64)
+    return ids_N if ids_N.max(initial=-1) < vocab_size else ids_N[:0]
+
+
+def documentation() -> str:
+    """What `help()` says of Python; empty where it was left out."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return ""
+    return "\n".join(topics.values())
+
+
+def prompts_of(
+    model: ExportableModel | None, vocab_size: int, rows: int, length: int, seed: int, text_of: TextOf | None = None
+) -> np.ndarray:
+    """Beginnings of text where the model, or `text_of`, has text, else random ids: int64 (rows, length)."""
+    ids_BS = text_ids(model, rows, length, seed, text_of)
     if ids_BS is not None:
         return ids_BS
     return np.random.default_rng(seed).integers(0, vocab_size, (rows, length), dtype=np.int64)

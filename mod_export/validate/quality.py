@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mod_export.errors import UsageError
 from mod_export.results.generation import QualityRow
 from mod_export.runtime.generate.logits import negative_log_likelihood
-from mod_export.sources.model import token_ids
 from mod_export.sources.protocol import GeneratingModel
-from mod_export.validate.inputs import Batch, affordable_tokens, text_ids
+from mod_export.validate.inputs import Batch, TextOf, affordable_tokens, text_ids
 from mod_export.validate.reference import Reference
-
-
-def documentation() -> str:
-    """English text that every Python brings along: what `help()` says of the language; empty where it was left out."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        return ""
-    return "\n".join(topics.values())
 
 
 def quality_of(
@@ -31,7 +19,7 @@ def quality_of(
     own: Reference,
     texts: int,
     seed: int,
-    tokens_of: Callable[[str], Sequence[int]] | None = None,
+    text_of: TextOf | None = None,
 ) -> QualityRow | None:
     """What it costs in quality to decide a token at a time: text, read both ways.
 
@@ -41,16 +29,14 @@ def quality_of(
         own: that of the checkpoint as it was trained.
         texts: how many texts of a window each, or fewer of a large model.
         seed: of their choice.
-        tokens_of: the model's tokenizer, for a model that has no text of its own.
+        text_of: where a model that has no text of its own gets it from.
 
     Returns:
         None where there is no text for the model.
     """
     affordable = max(1, min(texts, affordable_tokens(own.loaded) // model.window))
-    ids_NS = text_ids(own.loaded, affordable, model.window, seed)
-    held_out = ids_NS is not None
-    if ids_NS is None and tokens_of is not None:
-        ids_NS = _documentation_ids(tokens_of, token_ids(own.loaded).vocab_size, affordable, model.window, seed)
+    held_out = text_ids(own.loaded, affordable, model.window, seed) is not None
+    ids_NS = text_ids(own.loaded, affordable, model.window, seed, text_of)
     if ids_NS is None or model.window < 2:
         return None
     nll = own_nll = 0.0
@@ -76,18 +62,3 @@ def quality_of(
         overflow={str(site): max(0, wanted[site] - ran[site]) for site in wanted},
         text="held_out" if held_out else "documentation",
     )
-
-
-def _documentation_ids(
-    tokens_of: Callable[[str], Sequence[int]], vocab_size: int, rows: int, length: int, seed: int
-) -> np.ndarray | None:
-    """Int64 (rows, length) from anywhere in it; None where it is too short, or no text for this tokenizer."""
-    try:
-        ids_N = np.array(tokens_of(documentation()), dtype=np.int64)
-    except UsageError:
-        return None
-    if len(ids_N) <= length or ids_N.max() >= vocab_size:
-        return None
-    start_N = np.random.default_rng(seed).integers(0, len(ids_N) - length, rows)
-    ids_NS: np.ndarray = ids_N[start_N[:, None] + np.arange(length)]
-    return ids_NS

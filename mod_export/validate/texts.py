@@ -24,15 +24,17 @@ from mod_export.results.parity import ParityRow
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts, kept_from_prefill
 from mod_export.sources.model import token_ids
 from mod_export.sources.protocol import GeneratingModel
-from mod_export.types import PRIMARY, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
+from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
 from mod_export.validate.checks import failed_row
 from mod_export.validate.compare import EMPTY
 from mod_export.validate.inputs import (
     Batch,
+    TextOf,
     affordable_tokens,
     one_of_each_kind,
     parity_batches,
     prompts_of,
+    text_ids,
 )
 from mod_export.validate.parity import judge_runner, judge_runners
 from mod_export.validate.reference import Reference
@@ -41,38 +43,67 @@ LEAST_TOKENS, KINDS_OF_INPUT = 16, 4
 TAIL = 16
 """Tokens that are read one by one after a prompt."""
 FULL_ROWS = ("text", "random")
+TEXT_TOKENS = 1024
+"""Of the text that engines with weights in whole numbers are judged by."""
+NARROW_TOKENS = 200
+"""New tokens of the texts that such engines continue."""
 PROMPT_TOKENS = 32
 """Of the texts that engines and eager model both continue."""
 SINGLE = 2
 """What a token costs the eager model that is read alone, in tokens of a row: at least, since it moves every weight."""
 
 
-def parity_of_decoding(found: DecodingEngines, engine: Engine, reference: Reference) -> ParityRow:
+def parity_of_decoding(
+    found: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
+) -> ParityRow:
     """Judges an engine on texts that are given. What cannot be loaded or run has failed, with the reason.
 
     Args:
         found: all engines of the folder.
         engine: one of them.
-        model: as it decides one token at a time.
-        reference: of `model.loaded`, with the outputs of the engine: last logits of prompts, all logits of steps.
+        reference: of the model as it decides one token at a time, with the outputs of the engine: last logits of
+            prompts, all logits of steps.
+        text_of: where a model that has no text of its own gets it from.
     """
     gate = found.config.parity.gate(engine.dtype)
     try:
         if engine.role == "prefill":
             ks = reference.k_by_layer(engine.bucket).values()
-            batches = _given_texts(reference, engine.bucket, ks, found.config.seed)
+            batches = _given_texts(reference, engine.bucket, ks, found.config.seed, text_of)
             with found.load(engine) as runner:
                 return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
         with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
             lengths = [one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype)]
-            parts = decoding_parts(prompts, lengths, decoder, reference, found.config)
+            parts = decoding_parts(prompts, lengths, decoder, reference, found.config, text_of)
+            if engine.dtype in QUANTIZED:
+                parts += _text_parts(prompts, decoder, reference, found.config, text_of)
             return judge_runners(parts, reference, gate, engine.setting, engine.path)
     except (BuildError, TargetError) as error:
         return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
 
 
+def _text_parts(
+    prompts: Prompts, decoder: Decoder, reference: Reference, config: BuildConfig, text_of: TextOf | None
+) -> list[tuple[Runner, list[Batch]]]:
+    """Text enough that perplexity and next tokens can be told apart by a percent, read token by token."""
+    length = min(decoder.length, -(-TEXT_TOKENS // decoder.batch))
+    bucket = Bucket(decoder.batch, length)
+    runner = TokenByToken(prompts, decoder, reference.k_by_layer(bucket), in_turns=config.generation.slots == "fair")
+    batches = []
+    for i in range(-(-TEXT_TOKENS // (decoder.batch * length))):
+        text_BS = text_ids(reference.loaded, decoder.batch, length, config.seed + 1 + i, text_of)
+        if text_BS is not None:
+            batches.append(Batch.of_tokens("text", text_BS, np.full(decoder.batch, length, dtype=np.int64)))
+    return [(runner, batches)]
+
+
 def decoding_parts(
-    prompts: Prompts, prefills: Sequence[int], decoder: Decoder, reference: Reference, config: BuildConfig
+    prompts: Prompts,
+    prefills: Sequence[int],
+    decoder: Decoder,
+    reference: Reference,
+    config: BuildConfig,
+    text_of: TextOf | None = None,
 ) -> list[tuple[Runner, list[Batch]]]:
     """What a decode engine is judged in.
 
@@ -96,16 +127,18 @@ def decoding_parts(
     for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
         bucket = Bucket(decoder.batch if prompt == 1 or decoder.batch * length <= most else 1, length)
         capacity = reference.k_by_layer(bucket)
-        batches = _given_texts(reference, bucket, capacity.values(), config.seed)
+        batches = _given_texts(reference, bucket, capacity.values(), config.seed, text_of)
         if prompt > 1:
             batches = [replace(batch, judged_from=prompt - 1) for batch in batches if batch.kind in FULL_ROWS]
         parts.append((TokenByToken(prompts, decoder, capacity, prompt, in_turns=in_turns), batches))
     return parts
 
 
-def _given_texts(reference: Reference, bucket: Bucket, ks: Iterable[int], seed: int) -> list[Batch]:
+def _given_texts(
+    reference: Reference, bucket: Bucket, ks: Iterable[int], seed: int, text_of: TextOf | None
+) -> list[Batch]:
     """A batch of every kind; of a large model without the rows of one token, on which its whole rows are judged."""
-    batches = one_of_each_kind(parity_batches(reference.loaded, bucket, ks, seed, 1))
+    batches = one_of_each_kind(parity_batches(reference.loaded, bucket, ks, seed, 1, text_of=text_of))
     if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.loaded):
         return batches
     return [batch for batch in batches if batch.kind in (*FULL_ROWS, "padded")]
@@ -244,14 +277,22 @@ def _positions(ran_BS: np.ndarray, k: int) -> np.ndarray:
     return index_BK
 
 
-def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingModel, reference: Reference) -> TextsRow:
-    """Has the engine and the eager model continue the same prompts, a large model fewer of them.
+def texts_of_decoding(
+    found: DecodingEngines,
+    engine: Engine,
+    model: GeneratingModel,
+    reference: Reference,
+    text_of: TextOf | None = None,
+) -> TextsRow:
+    """Has the engine and the eager model continue the same prompts, a large model fewer of them. Of weights in whole
+    numbers texts part sooner or later, so they are longer.
 
     Args:
         found: all engines of the folder.
         engine: one of them.
         model: the eager one.
         reference: of `model.loaded`; it remembers what the eager model wrote.
+        text_of: where a model that has no text of its own gets it from.
 
     Raises:
         EngineError: the engine failed.
@@ -259,10 +300,11 @@ def texts_of_decoding(found: DecodingEngines, engine: Engine, model: GeneratingM
     options, loaded = found.config.generation, model.loaded
     longest = max(one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype))
     start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2), longest)
-    tokens = min(options.compared_tokens, engine.bucket.seq - start + 1)
+    wanted = max(options.compared_tokens, NARROW_TOKENS) if engine.dtype in QUANTIZED else options.compared_tokens
+    tokens = min(wanted, engine.bucket.seq - start + 1)
     affordable = max(1, affordable_tokens(loaded) // (SINGLE * (start + tokens)))
     texts, seed = min(options.compared_texts, affordable), found.config.seed
-    prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed)
+    prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed, text_of)
     expected = reference.remembered(
         f"{texts} texts of {start} and {tokens} tokens, seed {seed}",
         lambda: [model.write(ids_S.tolist(), tokens) for ids_S in prompt_NS],
@@ -301,6 +343,7 @@ def texts_of(
         tokens=sum(map(len, found)),
         identical=len(firsts) - len(different),
         first_difference=min(different, default=None),
+        same=sum(len(text) if first is None else first - 1 for first, text in zip(firsts, found, strict=True)),
     )
 
 

@@ -30,8 +30,7 @@ from mod_export.engines.ort_c import ort_c
 from mod_export.engines.ort_shared import shared_runner
 from mod_export.export.onnx_export import onnx_from_captured
 from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.passes.products import quantizable_weights
-from mod_export.export.weights import WeightsFile, bind_weights, state_of, write_weights
+from mod_export.export.weights import WeightsFile, bind_weights, forms_of, state_of, write_weights
 from mod_export.results.cost import CostRow
 from mod_export.stages.passes import attention_shapes
 from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, DType, Outputs, primary_output
@@ -75,13 +74,13 @@ def cost_of(case: Case, kind: Any) -> CostRow:
 def ours(case: Case, name: str, folder: Path, threads: int, dtype: DType = "float32") -> Run:
     """What `mod-export build` makes for ort-cpu, its blocks of attention chosen by measurement, run as it is served."""
     model = _portable(case)
-    quantized = quantizable_weights(model, dtype) if dtype in QUANTIZED else ()
     shapes = attention_shapes(model)
     blocks = {shape.tokens: fastest_block(shape, time_blocks(shape, threads)) for shape in shapes}
     dialect = replace(OrtCpu.dialect, query_blocks=tuple((T, b) for T, b in sorted(blocks.items()) if b < T))
     run_passes(model, dialect, dtype)
     weights = folder / f"{name}.{dtype}.data"
-    write_weights(weights, state_of(case.checkpoint.module()), dtype, quantized)
+    forms = forms_of(model.graph.initializers) if dtype in QUANTIZED else {}
+    write_weights(weights, state_of(case.checkpoint.module()), dtype, forms)
     bind_weights(model, [WeightsFile.open(weights)], folder)
     path = folder / f"{name}.{dtype}.onnx"
     path.write_bytes(ir.to_proto(model).SerializeToString())

@@ -388,7 +388,7 @@ def _generation() -> GenerationReport:
         window=512, capacity={"1": 64, "3": 64},
         texts=tuple(
             TextsRow(target="ort-cpu", bucket=bucket, dtype="float32", model=kind, texts=4, tokens=192, identical=4,
-                     first_difference=None)
+                     first_difference=None, same=192)
             for kind in KINDS for bucket in ("b1s512", "b8s512")
         ),
         decode=(_decode(1, 0.5127, 0.8313, (1.516, 1.732)), _decode(8, 3.477, 3.579, (0.96, 1.09))),

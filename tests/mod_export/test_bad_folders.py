@@ -98,8 +98,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"manifest\.json: has been changed since it was written; delete the folder and build again",
     ),
     "other version": (
-        _replace("manifest.json", '"format_version": 2', '"format_version": 3'),
-        r"moved: format version 3, and this release reads 2; it needs a newer mod-export",
+        _replace("manifest.json", '"format_version": 3', '"format_version": 4'),
+        r"moved: format version 4, and this release reads 3; it needs a newer mod-export",
     ),
     "unfinished": (
         lambda root: rewrite_manifest(root, lambda manifest: manifest.pop("files")),

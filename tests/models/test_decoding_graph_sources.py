@@ -35,10 +35,15 @@ def routers(weights: dict[str, torch.Tensor]) -> int:
     return sum(weight.numel() for weight in found)
 
 
+def sizes(weights: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Bytes of each weight."""
+    return {name: weight.nbytes for name, weight in weights.items()}
+
+
 def test_dense() -> None:
     graphs, weights = graphs_of(make_spec(routing=None))
     assert graphs.sites == ()
-    found = graphs.step_bytes(weights, 2, WINDOW, {})
+    found = graphs.step_bytes(sizes(weights), 2, WINDOW, {})
     assert found == 4 * (3 * (ATTENTION + MLP) + HEAD) + 2 * 3 * WINDOW * SLOT
 
 
@@ -50,7 +55,7 @@ def test_dense() -> None:
 def test_routed_parts(parts: str, routed: int, always: int, slots: int, executed: float) -> None:
     """Layers 0 and 2 are routed. Where the MLP alone is, every token is in the cache."""
     graphs, weights = graphs_of(make_spec(parts=parts, selection="threshold"))
-    found = graphs.step_bytes(weights, 3, WINDOW, dict.fromkeys(graphs.sites, executed))
+    found = graphs.step_bytes(sizes(weights), 3, WINDOW, dict.fromkeys(graphs.sites, executed))
     numbers = ATTENTION + MLP + HEAD + routers(weights) + 2 * (always + executed * routed)
     share = 1.0 if parts == "mlp" else executed
     assert found == round(4 * numbers + 3 * SLOT * (WINDOW + 2 * slots * share))
@@ -60,7 +65,7 @@ def test_parts_that_are_routed_apart() -> None:
     graphs, weights = graphs_of(make_spec(parts="separate", selection="predictor", predictor_hidden=2))
     assert graphs.sites == ("0.attention", "0.mlp", "2.attention", "2.mlp")
     executed = dict(zip(graphs.sites, (0.5, 0.25, 0.0, 1.0), strict=True))
-    found = graphs.step_bytes(weights, 1, WINDOW, executed)
+    found = graphs.step_bytes(sizes(weights), 1, WINDOW, executed)
     numbers = ATTENTION + MLP + HEAD + routers(weights) + 0.5 * ATTENTION + 0.25 * MLP + 0.0 * ATTENTION + 1.0 * MLP
     assert found == round(4 * numbers + SLOT * (WINDOW + 0.5 * PLACES))
 
@@ -70,17 +75,17 @@ def test_experts_are_read_as_rows_can_take_them(rows: int, share: float) -> None
     """One of four by each row: so many at most."""
     graphs, weights = graphs_of(make_spec(routing=None, experts=experts()))
     every = sum(weight.numel() for name, weight in weights.items() if ".experts." in name and "router" not in name)
-    found = graphs.step_bytes(weights, rows, WINDOW, dict.fromkeys(graphs.sites, 1.0))
+    found = graphs.step_bytes(sizes(weights), rows, WINDOW, dict.fromkeys(graphs.sites, 1.0))
     norms_and_mlp = 2 * 8 + MLP
     numbers = 3 * ATTENTION + norms_and_mlp + HEAD + routers(weights) + share * every
     assert found == round(4 * numbers + rows * SLOT * 3 * WINDOW)
-    assert found == graphs.step_bytes(weights, rows, WINDOW, dict.fromkeys(graphs.sites, 0.0))
+    assert found == graphs.step_bytes(sizes(weights), rows, WINDOW, dict.fromkeys(graphs.sites, 0.0))
 
 
 def test_an_embedding_that_is_no_head_is_read_in_one_row() -> None:
     tied, tied_weights = graphs_of(make_spec(routing=None))
     apart, weights = graphs_of(dataclasses.replace(make_spec(routing=None), tie_embeddings=False))
-    assert tied.step_bytes(tied_weights, 1, WINDOW, {}) == apart.step_bytes(weights, 1, WINDOW, {})
+    assert tied.step_bytes(sizes(tied_weights), 1, WINDOW, {}) == apart.step_bytes(sizes(weights), 1, WINDOW, {})
 
 
 @pytest.mark.parametrize("name", GENERATING)

@@ -16,12 +16,14 @@ from onnx_ir.passes import common
 from mod_export.errors import GraphError
 from mod_export.export.passes.attention_operator import AttentionOperator
 from mod_export.export.passes.cache_in_place import CacheInPlace
+from mod_export.export.passes.cached_attention import CachedAttention
 from mod_export.export.passes.cast_floats import CastFloats
 from mod_export.export.passes.decompose_attention import DecomposeAttention
 from mod_export.export.passes.heads import FlatHeads, RotaryEmbedding
 from mod_export.export.passes.norm_operator import NormOperator
 from mod_export.export.passes.plain_scatter import PlainScatter
-from mod_export.export.passes.products import QuantizeWeights, StoredWeights
+from mod_export.export.passes.products import StoredWeights
+from mod_export.export.passes.quantize_weights import QuantizeWeights
 from mod_export.export.passes.query_blocks import QueryBlocks
 from mod_export.export.passes.selection import SelectTopk, ThresholdSelection
 from mod_export.types import Dialect, DType
@@ -59,6 +61,7 @@ PASSES: tuple[GraphPass, ...] = (
     QueryBlocks(),
     DecomposeAttention(),
     CacheInPlace(),
+    CachedAttention(),
     CastFloats(),
     QuantizeWeights(),
     StoredWeights(),

@@ -56,11 +56,14 @@ class RotaryEmbedding:
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         found = list(_rotations(model))
-        tables: dict[ir.Value, ir.Value] = {}
+        tables: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
         for node, x, raw in found:
-            writer = NodeWriter(model.graph, node, "rotary")
-            tables |= {value: _table(writer, value, x) for value in raw if value not in tables}
-            writer.replace(writer.op("RotaryEmbedding", x, *(tables[value] for value in raw), like=x))
+            graph = node.graph
+            assert isinstance(graph, ir.Graph)
+            writer = NodeWriter(graph, node, "rotary")
+            # What is made in one branch is not there in another.
+            tables |= {(graph, value): _table(writer, value, x) for value in raw if (graph, value) not in tables}
+            writer.replace(writer.op("RotaryEmbedding", x, *(tables[graph, value] for value in raw), like=x))
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -83,7 +86,7 @@ WRITTEN_OUT = pattern.Pattern(_written_out)
 
 def _rotations(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, list[ir.Value]]]:
     """(node, x, cosines and sines) of each rotation of x (B, H, T, E) that ends in `node`."""
-    for node in model.graph if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
+    for node in list(model.graph.all_nodes()) if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
         shape = static_shape(node.outputs[0])
         if node.outputs[0].dtype not in FLOATS or shape is None or len(shape) != 4:
             continue
@@ -99,7 +102,9 @@ def _rotations(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, list[ir.Val
 
 
 def _of_halves(model: ir.Model, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    match = WRITTEN_OUT.match(model, model.graph, node, check_nodes_are_removable=False)
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    match = WRITTEN_OUT.match(model, graph, node, check_nodes_are_removable=False)
     if not match or node.attributes.get_int("axis", 0) not in (-1, 3):
         return None
     x, cos, sin = (match.bindings[name] for name in ("x", "cos", "sin"))
@@ -193,7 +198,7 @@ def _table(writer: NodeWriter, value: ir.Value, x: ir.Value) -> ir.Value:
     return flat if rows == (B,) else writer.op("Expand", flat, [B, T, E // 2])
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """Where an input (B, heads, T, E) comes from: `heads` * E columns of `flat`, (B, T, columns), from `first` on; or
     `flat` is (B, T, heads, E), such as where each head was normed. And the rotation in between if there is one.
     """
@@ -222,7 +227,7 @@ class FlatHeads:
             attributes = {name: value.value for name, value in node.attributes.items()}
             attributes |= {"q_num_heads": inputs[0].heads, "kv_num_heads": inputs[1].heads}
             widths = [require_static_shape(value, node)[-1] for value in node.inputs[:3]]
-            read = [_rotated(writer, one, width) for one, width in zip(inputs, widths, strict=True)]
+            read = [flat_heads(writer, one, width) for one, width in zip(inputs, widths, strict=True)]
             y = result[0].outputs[0]
             substitute(y, writer.op("Attention", *read, like=y, **attributes), *result, node)
         return len(found)
@@ -231,18 +236,19 @@ class FlatHeads:
         return [f"{label_of(node)} still gets transposed heads" for node, *_ in _attentions(model)]
 
 
-def _attentions(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Heads], tuple[ir.Node, ir.Node]]]:
+def _attentions(model: ir.Model) -> Iterator[tuple[ir.Node, list[Heads], tuple[ir.Node, ir.Node]]]:
     """(attention, its query, key and value, `_result` of what it returns)."""
     for node in model.graph:
         if not is_standard(node, "Attention") or any(value is not None for value in node.inputs[3:]):
             continue
-        inputs, result = [_heads(value) for value in node.inputs[:3]], _result(node.outputs[0])
+        inputs, result = [heads_of(value) for value in node.inputs[:3]], _result(node.outputs[0])
         found = [one for one in inputs if one is not None]
         if len(found) == 3 and result is not None and not any(value.uses() for value in node.outputs[1:]):
             yield node, found, result
 
 
-def _heads(value: ir.Value | None) -> _Heads | None:
+def heads_of(value: ir.Value | None) -> Heads | None:
+    """Where an input (B, heads, T, E) of attention comes from; None where it is made in another way."""
     rotation = made_by(value, "RotaryEmbedding")
     value = value if rotation is None else rotation.inputs[0]
     transpose = made_by(value, "Transpose")
@@ -263,8 +269,8 @@ def _heads(value: ir.Value | None) -> _Heads | None:
     *_, heads, width = sizes
     flat = None if reshape is None else reshape.inputs[0]
     if flat is not None and _side_by_side(flat, sizes):
-        return _Heads(flat, (number or 0) * heads * width, heads, rotation)
-    return _Heads(split, 0, heads, rotation) if number is None else None
+        return Heads(flat, (number or 0) * heads * width, heads, rotation)
+    return Heads(split, 0, heads, rotation) if number is None else None
 
 
 def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
@@ -312,7 +318,7 @@ def _side_by_side(flat: ir.Value, sizes: tuple[int, ...]) -> bool:
     return static_shape(flat) == (*sizes[:2], math.prod(sizes[2:]))
 
 
-def _rotated(writer: NodeWriter, one: _Heads, width: int) -> ir.Value:
+def flat_heads(writer: NodeWriter, one: Heads, width: int) -> ir.Value:
     """(B, T, heads * `width`) of one input, with its rotation."""
     flat, rotation, columns = one.flat, one.rotation, one.heads * width
     B, T, *rest = static_shape(flat) or (0, 0)

@@ -103,8 +103,15 @@ class Decoder:
         ports = runner.ports
         if not {"input_ids", "positions", "slots"} <= set(ports):
             raise EngineError(f"{where}: has {', '.join(ports)}, expected input_ids, positions and slots; build again")
-        self._outputs = outputs = {name: np.zeros(*port) for name, port in ports.items() if name not in runner.inputs}
         self.cache = {name: np.zeros(*ports[name]) for name in runner.inputs}
+        # What an engine updates itself is at the address that it reads.
+        self._outputs = outputs = {
+            name: self.cache.get(name.removeprefix("present_"), np.zeros(0))
+            if name.startswith("present_")
+            else np.zeros(*port)
+            for name, port in ports.items()
+            if name not in runner.inputs
+        }
         self._run = runner.bind(self.cache.copy(), outputs)
         self._ids_B, self._position_B = self.cache.pop("input_ids"), self.cache.pop("positions")
         self.length = length
@@ -116,10 +123,6 @@ class Decoder:
         layers = [int(name.removeprefix("keys_")) for name in self.cache if name.startswith("keys_")]
         names = [(layer, f"{part}_{layer}", f"{part}_row_{layer}") for layer in layers for part in PARTS]
         self._writes = [(layer, self.cache[name], outputs[row]) for layer, name, row in names if row in outputs]
-        # Some decode graphs return the whole updated cache, in memory of its own here.
-        self._updates = [
-            (self.cache[name], outputs[f"present_{name}"]) for _, name, _ in names if f"present_{name}" in outputs
-        ]
 
     @property
     def kv_bytes(self) -> dict[int, int]:
@@ -189,8 +192,6 @@ class Decoder:
         self._position_B[:] = position_B
         self._run()
         slot_BL = self._outputs["slots"]
-        for cache_BGLE, present_BGLE in self._updates:
-            cache_BGLE[:] = present_BGLE
         if self.batch == 1:
             for layer, cache_1GLE, row_1GE in self._writes:
                 slot = slot_BL[0, layer]

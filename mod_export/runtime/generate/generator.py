@@ -137,7 +137,7 @@ class Generator:
         return tuple(sorted(self._decode))
 
     def cache_bytes(self, bucket: Bucket) -> int:
-        """Bytes of the keys and values of a decode bucket, which do not depend on the length of its texts."""
+        """Bytes of the keys and values that the tokens of a decode bucket can have, however long its texts are."""
         return bucket.batch * self._kv_bytes[bucket.seq]
 
     def bucket_for(self, texts: int, tokens: int) -> Bucket:

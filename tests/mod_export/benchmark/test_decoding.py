@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from observing import observed
-from writing import WINDOW
+from writing import SPEC, WINDOW
 
 from mod_export.benchmark.decoding import measure_prompts, measure_steps, read_text
 from mod_export.config import BuildConfig
@@ -103,10 +103,10 @@ def test_steps_are_those_of_the_text(
     # Without a roofline there is no bound in time.
     bound = bandwidth_gbs and {kind: size / bandwidth_gbs / 1e6 for kind, size in row.least_bytes.items()}
     assert row.predicted_ms == bound
-    # A routed layer has a cache of its capacity.
+    # A routed layer has a cache of its capacity; and each one slot for rows that keep nothing.
     slot = 2 * 2 * 8 * 4
-    assert row.kv_bytes == {"mod": rows * (18 + WINDOW + 18) * slot, "dense": rows * 3 * WINDOW * slot}
-    assert found.routed_kv_bytes == {"mod": rows * 36 * slot, "dense": rows * 2 * WINDOW * slot}
+    assert row.kv_bytes == {"mod": rows * (19 + WINDOW + 1 + 19) * slot, "dense": rows * 3 * (WINDOW + 1) * slot}
+    assert found.routed_kv_bytes == {"mod": rows * 38 * slot, "dense": rows * 2 * (WINDOW + 1) * slot}
 
 
 def test_steps_and_prompts_of_a_model_alone(context: FolderContext, models: dict[ModelKind, GeneratingModel]) -> None:
@@ -144,6 +144,13 @@ def test_bytes_of_a_step_by_what_was_executed(models: dict[ModelKind, Generating
     assert set(found["mod"].sites) == {"0", "2"}
     everything = found["mod"].of({"0": 1.0, "2": 1.0})
     assert everything == models["mod"].least_bytes(3, WINDOW, {0: 1.0, 2: 1.0})
+    # Of weights that are stored in fewer bytes it reads fewer; what is no weight of this model counts nothing.
+    stored = {"layers.1.mlp.up_proj.weight": 100, "layers.0.mlp.up_proj.weight": 200, "other": 1}
+    narrow = step_bytes(models["mod"], bucket, stored)
+    up = 4 * SPEC.d_model * SPEC.d_ff
+    assert found["mod"].always - narrow.always == up - 100
+    assert found["mod"].sites["0"] - narrow.sites["0"] == up - 200
+    assert found["mod"].sites["2"] == narrow.sites["2"]
     # Where everybody runs, routers are read as well, and a routed layer's cache is shorter.
     model, twin = models["mod"].loaded.weights, models["dense"].loaded.weights
     routers = sum(4 * weight.numel() for name, weight in model.items() if name not in twin)

@@ -19,20 +19,24 @@ from mod_models.spec import ModelSpec
 
 def step_graph(name: str, rows: int = 1, slots: str = "all", *, skip: bool = True) -> ir.Model:
     """The portable graph of one step of `generating.generating_model(name)`."""
-    return ir.from_proto(_proto(name, rows, slots, skip))
+    return step_graph_of(GENERATING[name], rows, slots, skip=skip)
+
+
+def step_graph_of(spec: ModelSpec, rows: int = 1, slots: str = "all", *, skip: bool = True) -> ir.Model:
+    """The same of a spec."""
+    return ir.from_proto(_proto(spec, rows, slots, skip))
 
 
 def prefill_graph(name: str) -> ir.Model:
     """The portable graph that reads a prompt of up to `WINDOW` tokens."""
-    return ir.from_proto(_proto(name, 0, "", False))
+    return ir.from_proto(_proto(GENERATING[name], 0, "", False))
 
 
 @functools.cache
-def _proto(name: str, rows: int, slots: str, skip: bool) -> onnx.ModelProto:
-    spec: ModelSpec = GENERATING[name]
+def _proto(spec: ModelSpec, rows: int, slots: str, skip: bool) -> onnx.ModelProto:
     graphs = DecodingGraphs(spec, WINDOW)
     source: GraphSource = graphs.step(rows, WINDOW, slots, skip=skip) if rows else graphs.prefill(1, WINDOW)
-    program = captured(source.module, source.examples[0], name)
+    program = captured(source.module, source.examples[0], "step")
     model = onnx_from_captured(program, state_of(source.module), source.inputs, source.outputs)
     run_passes(model, PORTABLE, "float32")
     state = state_of(lively_checkpoint(spec, 1).module())

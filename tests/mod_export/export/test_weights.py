@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from small_graphs import parsed
 
 from mod_export.errors import BuildFolderError
 from mod_export.export.weights import (
-    BLOCK,
+    Form,
     WeightsFile,
     bind_weights,
+    digests_expected,
     digests_of_file,
     digests_of_tensors,
-    quantize,
-    quantized_tensors,
-    source_of,
+    forms_of,
     state_of,
     write_weights,
 )
 from mod_export.sources.model import Model
-from mod_export.types import FLOAT_DTYPES, QUANTIZED, DType, QuantizedDType
+from mod_export.types import FLOAT_DTYPES, DType
 
 TABLE = torch.arange(12.0).reshape(3, 4) / 7
 TENSORS = {
@@ -125,57 +121,35 @@ def test_weights_that_cannot_be_written(tmp_path: Path, path: str, reason: str) 
         write_weights(tmp_path / path, TENSORS, "float32")
 
 
-def restored(whole: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: QuantizedDType) -> torch.Tensor:
-    """The weight (N, K) that the stored numbers stand for."""
-    N, K = shape
-    if dtype == "int8":
-        return whole.float().T * scale[:, None]
-    numbers = torch.stack((whole & 15, whole >> 4), -1).reshape(N, -1, BLOCK).float() - 8
-    return (numbers * scale[..., None]).reshape(N, -1)[:, :K]
+def test_the_forms_of_weights_are_read_from_names() -> None:
+    names = [
+        "a.weight.int8",
+        "a.weight.int8_scale",
+        "a.weight.int8_blocks",
+        "a.weight.int8_blocks_scale",
+        "b.int4",
+        "c.d",
+    ]
+    assert forms_of(names) == {"a.weight": {"int8", "int8_blocks"}, "b": {"int4"}, "c.d": {"float"}}
 
 
-@pytest.mark.parametrize("dtype", QUANTIZED)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 32), (48, 33), (40, 100)])
-def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], dtype: QuantizedDType) -> None:
-    weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    weight_NK[-1] = 0  # Nothing is divided by the largest of these.
-    whole, scale = quantize(weight_NK, dtype)
-    stored = quantized_tensors("w", shape, dtype)
-    assert [tuple(whole.shape), tuple(scale.shape)] == [kind[1] for kind in stored.values()]
-    assert whole.is_contiguous()
-    assert scale.dtype == torch.float32
-    assert scale.is_contiguous()
-    # Half a step; of four bits a whole one at the end of the range that has one number less.
-    steps = scale.abs()[:, None] if dtype == "int8" else scale.abs().repeat_interleave(BLOCK, 1)[:, : shape[1]]
-    error = (restored(whole, scale, shape, dtype) - weight_NK).abs()
-    assert bool((error <= (0.5 if dtype == "int8" else 1.0) * steps * 1.0001).all())
+def test_a_weight_is_stored_in_every_form_that_a_graph_reads(tmp_path: Path) -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    forms: dict[str, set[Form]] = {"w": {"float", "int8", "int8_blocks"}}
+    written = write_weights(tmp_path / "w.data", {"w": weight, "v": weight}, "int8", forms)
+    file = WeightsFile.open(tmp_path / "w.data")
+    assert forms_of(file.entries) == {**forms, "v": {"float"}}
+    assert written == digests_of_file(tmp_path / "w.data")
+    assert written == digests_expected(tmp_path / "w.data", {"w": weight, "v": weight}, "int8")
 
 
-@given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40))
-def test_no_two_neighbours_saturate_sixteen_bits(numbers: list[float]) -> None:
-    """vpmaddubsw adds two products of an unsigned and a signed byte: 255 times both must fit into 16 bits."""
-    whole_KN, _ = quantize(torch.tensor([numbers]), "int8")
-    column = whole_KN[:, 0].int().abs().tolist()
-    column += [0] * (len(column) % 2)
-    assert max(first + second for first, second in zip(column[::2], column[1::2], strict=True)) * 255 <= 32_767
-
-
-def test_finer_than_seven_bits_where_no_two_large_ones_meet() -> None:
-    weight_NK = torch.tensor([[1.0, 0.0, 0.25, 0.0]])
-    whole_KN, scale_N = quantize(weight_NK, "int8")
-    assert whole_KN[:, 0].tolist() == [127, 0, 32, 0]
-    assert math.isclose(scale_N.item(), 1 / 127, rel_tol=1e-6)
-
-
-def test_the_largest_of_a_block_is_exact_in_four_bits() -> None:
-    weight_NK = torch.zeros(2, 2 * BLOCK)
-    weight_NK[0, 3], weight_NK[1, BLOCK] = -7.25, 3.5
-    assert torch.equal(restored(*quantize(weight_NK, "int4"), (2, 2 * BLOCK), "int4"), weight_NK)
-
-
-@pytest.mark.parametrize(
-    ("stored", "source"),
-    [("a.weight.int8", "a.weight"), ("a.weight.int4", "a.weight"), ("a.weight.int8_scale", None), ("a.weight", None)],
-)
-def test_the_weight_that_was_rounded(stored: str, source: str | None) -> None:
-    assert source_of(stored) == source
+def test_numbers_of_four_bits_may_be_rounded_either_way_and_no_further(tmp_path: Path) -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    forms: dict[str, set[Form]] = {"w": {"int4"}}
+    rows = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)) + 1
+    written = write_weights(tmp_path / "w.data", {"w": weight}, "int4", forms, {"w": rows.T @ rows}.get)
+    assert written != write_weights(tmp_path / "nearest.data", {"w": weight}, "int4", forms)
+    assert digests_expected(tmp_path / "w.data", {"w": weight}, "int4") == written
+    other = weight.clone()
+    other[7, 11] += 4 * weight[7, :32].abs().max() / 8
+    assert digests_expected(tmp_path / "w.data", {"w": other}, "int4") != written

@@ -26,9 +26,9 @@ from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import Bucket, Engine, Setting
 from mod_export.validate import inputs
 from mod_export.validate.checks import failed_row
-from mod_export.validate.inputs import one_of_each_kind, parity_batches, prompts_of
+from mod_export.validate.inputs import documentation, documentation_of, one_of_each_kind, parity_batches, prompts_of
 from mod_export.validate.parity import judge_runner, judge_runners
-from mod_export.validate.quality import documentation, quality_of
+from mod_export.validate.quality import quality_of
 from mod_export.validate.reference import Reference
 from mod_export.validate.texts import PromptRunner, decoding_parts, texts_of
 
@@ -175,18 +175,24 @@ def counts_stay(graph: onnx.GraphProto) -> None:
 
 def next_slot(graph: onnx.GraphProto) -> None:
     """In the cache all the same, so that nothing but the numbers can tell."""
-    (node,) = [node for node in graph.node if "slots" in node.output]
-    node.output[0] = "true_slots"
-    one, zero = constant(graph, "slot_one", 1), constant(graph, "slot_zero", 0)
-    last = constant(graph, "slot_last", [17, 47, 17])
-    graph.node.extend(
-        [
-            helper.make_node("Add", ["true_slots", one], ["later_slots"]),
-            helper.make_node("Min", ["later_slots", last], ["held_slots"]),
-            helper.make_node("Less", ["true_slots", zero], ["no_slot"]),
-            helper.make_node("Where", ["no_slot", "true_slots", "held_slots"], ["slots"]),
-        ]
-    )
+    lengths = {
+        value.name: value.type.tensor_type.shape.dim[2].dim_value for value in graph.input if "keys" in value.name
+    }
+    writing = [node for node in nodes_of(graph) if node.op_type == "GroupQueryAttention"]
+    assert len(writing) == len(lengths) == 3
+    one = constant(graph, "slot_one", 1, np.int32)
+    makers = {name: node for node in graph.node for name in node.output}
+    for slot, cache in {node.input[5]: node.input[3] for node in writing}.items():
+        last = constant(graph, f"last_of_{cache}", lengths[cache] - 1, np.int32)
+        maker = makers[slot]
+        maker.output[0] = f"true_{slot}"
+        after = graph.node[list(graph.node).index(maker) + 1]
+        insert(
+            graph,
+            after,
+            helper.make_node("Add", [f"true_{slot}", one], [f"later_{slot}"]),
+            helper.make_node("Min", [f"later_{slot}", last], [slot]),
+        )
 
 
 def block_is_skipped(graph: onnx.GraphProto) -> None:
@@ -341,9 +347,10 @@ def test_texts_and_where_they_differ(
         )
         same = texts_of(own, prompts, decoder, prompt_NS, 3, setting)
         other = texts_of(twin, prompts, decoder, prompt_NS, 3, setting)
-    assert (same.texts, same.tokens, same.identical, same.first_difference) == (4, 40, 4, None)
+    assert (same.texts, same.tokens, same.identical, same.first_difference, same.same) == (4, 40, 4, None, 40)
     assert other.identical < 4
     assert 1 <= other.first_difference <= 10
+    assert other.first_difference - 1 <= other.same < 40
 
 
 def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, writing_model: Model) -> None:
@@ -374,12 +381,13 @@ def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingM
     """With its tokenizer; a tokenizer that has no tokens for it, or too large ones, leaves quality out."""
     causal, own = Reference(writer.loaded), Reference(cast("Any", _WithoutText(writing_model.loaded)))
     assert len(documentation()) > 100_000
+    text_of = documentation_of(Bytes().ids, 256)
     assert quality_of(writer, causal, own, 2, 0) is None
-    row = quality_of(writer, causal, own, 2, 0, Bytes().ids)
+    row = quality_of(writer, causal, own, 2, 0, text_of)
     assert row is not None
     assert (row.text, row.tokens) == ("documentation", 2 * (WINDOW - 1))
-    assert quality_of(writer, causal, own, 2, 0, Bytes().ids) == row
-    held_out = quality_of(writer, causal, Reference(writing_model.loaded), 2, 0, Bytes().ids)
+    assert quality_of(writer, causal, own, 2, 0, text_of) == row
+    held_out = quality_of(writer, causal, Reference(writing_model.loaded), 2, 0, text_of)
     assert held_out is not None
     assert held_out.text == "held_out"
 
@@ -387,4 +395,4 @@ def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingM
         raise UsageError("no token")
 
     others: list[Callable[[str], Sequence[int]]] = [refuses, lambda text: [1] * WINDOW, lambda text: [256] * 999]
-    assert [quality_of(writer, causal, own, 2, 0, one) for one in others] == [None] * 3
+    assert [quality_of(writer, causal, own, 2, 0, documentation_of(one, 256)) for one in others] == [None] * 3

@@ -1,0 +1,103 @@
+"""Weights rounded to whole numbers stand for the weights, and of four bits products change little."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mod_export.export.rounding import is_rounded, scales_of, whole_numbers
+from mod_export.export.weights import BLOCK, Form, quantized_tensors
+
+
+def restored(whole: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], form: Form) -> torch.Tensor:
+    """The weight (N, K) that the stored numbers stand for."""
+    N, K = shape
+    if form == "int8":
+        return whole.float().T * scale[:, None]
+    numbers = torch.stack((whole & 15, whole >> 4), -1) if form == "int4" else whole
+    centred = numbers.reshape(N, -1, BLOCK).float() - (8 if form == "int4" else 128)
+    return (centred * scale[..., None]).reshape(N, -1)[:, :K]
+
+
+@pytest.mark.parametrize("form", ["int8", "int8_blocks", "int4"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 32), (48, 33), (40, 100)])
+def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], form: Form) -> None:
+    weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight_NK[-1] = 0  # Nothing is divided by the largest of these.
+    whole, scale = whole_numbers(weight_NK, form), scales_of(weight_NK, form)
+    stored = quantized_tensors("w", shape, form)
+    assert [tuple(whole.shape), tuple(scale.shape)] == [kind[1] for kind in stored.values()]
+    assert whole.is_contiguous()
+    assert scale.dtype == torch.float32
+    assert scale.is_contiguous()
+    # Half a step; in blocks a whole one at the end of the range that has one number less.
+    steps = scale.abs()[:, None] if form == "int8" else scale.abs().repeat_interleave(BLOCK, 1)[:, : shape[1]]
+    error = (restored(whole, scale, shape, form) - weight_NK).abs()
+    assert bool((error <= (0.5 if form == "int8" else 1.0) * steps * 1.0001).all())
+
+
+@given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40))
+def test_no_two_neighbours_saturate_sixteen_bits(numbers: list[float]) -> None:
+    """vpmaddubsw adds two products of an unsigned and a signed byte: 255 times both must fit into 16 bits."""
+    whole_KN = whole_numbers(torch.tensor([numbers]), "int8")
+    column = whole_KN[:, 0].int().abs().tolist()
+    column += [0] * (len(column) % 2)
+    assert max(first + second for first, second in zip(column[::2], column[1::2], strict=True)) * 255 <= 32_767
+
+
+def test_finer_than_seven_bits_where_no_two_large_ones_meet() -> None:
+    weight_NK = torch.tensor([[1.0, 0.0, 0.25, 0.0]])
+    scale_N, whole_KN = scales_of(weight_NK, "int8"), whole_numbers(weight_NK, "int8")
+    assert whole_KN[:, 0].tolist() == [127, 0, 32, 0]
+    assert math.isclose(scale_N.item(), 1 / 127, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["int4", "int8_blocks"])
+def test_the_largest_of_a_block_is_exact(form: Form) -> None:
+    weight_NK = torch.zeros(2, 2 * BLOCK)
+    weight_NK[0, 3], weight_NK[1, BLOCK] = -7.25, 3.5
+    found = restored(whole_numbers(weight_NK, form), scales_of(weight_NK, form), (2, 2 * BLOCK), form)
+    assert torch.equal(found, weight_NK)
+
+
+def correlated(rows: int, width: int) -> torch.Tensor:
+    """Rows as layers see them: a few directions are most of each."""
+    directions = torch.randn(6, width, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(rows)
+    mixed = torch.randn(rows, 6, generator=generator) @ directions
+    return mixed + 0.3 * torch.randn(rows, width, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (40, 100), (3, 300)])
+def test_products_change_less_than_by_the_nearest_numbers(shape: tuple[int, int]) -> None:
+    weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = correlated(200, shape[1])
+    errors = []
+    for moments_KK in (None, x.T @ x):
+        whole = whole_numbers(weight_NK, "int4", moments_KK)
+        assert is_rounded(whole, weight_NK, "int4")
+        found = restored(whole, scales_of(weight_NK, "int4"), shape, "int4")
+        errors.append(float((correlated(400, shape[1]) @ (found - weight_NK).T).square().mean()))
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("moments", [torch.zeros(40, 40), torch.diag(torch.arange(40.0))], ids=["none", "not of all"])
+def test_columns_that_nothing_is_multiplied_with_are_rounded_to_the_nearest(moments: torch.Tensor) -> None:
+    weight_NK = torch.randn(8, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(whole_numbers(weight_NK, "int4", moments), whole_numbers(weight_NK, "int4"))
+
+
+def test_what_is_not_the_rounded_weight_is_seen() -> None:
+    weight_NK = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    for form, step in (("int8_blocks", 1), ("int4", 2)):
+        whole = whole_numbers(weight_NK, form)
+        assert is_rounded(whole, weight_NK, form)
+        changed = whole.clone()
+        low = whole[0, 0, 0] & 15 if form == "int4" else whole[0, 0, 0]
+        changed[0, 0, 0] = whole[0, 0, 0] - step if low >= step else whole[0, 0, 0] + step
+        assert not is_rounded(changed, weight_NK, form)
+        assert not is_rounded(whole[:4], weight_NK, form)
