@@ -16,12 +16,12 @@ from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
 from mod_export.stages.graphs import fresh_graph
-from mod_export.types import DTYPES, KINDS, Bucket, Graph
+from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, Graph
 from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
 from mod_export.validate.causality import causality_of
-from mod_export.validate.checks import failed_row
 from mod_export.validate.findings import parity_of
 from mod_export.validate.inputs import parity_batches
+from mod_export.validate.parity_row import failed_row
 from mod_export.validate.quality import quality_of
 from mod_export.validate.reference import routing_map
 from mod_export.validate.structure import (
@@ -166,6 +166,7 @@ def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candida
     options: dict[str, Any] = {"gate": gate.model_dump()}
     if setting.role == "forward":
         options |= {"batches": config.parity.batches_per_kind, "texts": config.parity.text_batches}
+        options |= context.text_inputs if setting.dtype in QUANTIZED else {}
     else:
         options |= {"tokens": config.generation.judged_tokens, **_beside(context, candidate, candidates)}
 
@@ -175,7 +176,8 @@ def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candida
             return [failed_row(why, gate, setting, artifact=candidate.path)]
         reference = context.models.reference(setting.model, setting.role)
         if setting.role == "forward":
-            return [parity_of(context.root, candidate, reference, config, partial(fresh_graph, context))]
+            fresh = partial(fresh_graph, context)
+            return [parity_of(context.root, candidate, reference, config, fresh, context.text_of)]
         decoding = _decoding(context, candidates)
         return [parity_of_decoding(decoding, candidate.as_engine, reference, context.text_of)]
 

@@ -1,4 +1,4 @@
-"""From comparisons to a row of the report: what rounding can explain, the table of checks, and the numbers summed up.
+"""From comparisons to reasons: what rounding can explain, and the table of checks.
 
 A fixed tolerance is too wide for a small, well-conditioned model, where a wrong gate hides below it, and too narrow for
 a deep one with large logits. So the reference is run in float64 as well, and its own float32 error is the unit: the
@@ -13,27 +13,21 @@ holds. Every condition is written so that a NaN fails it: `not value <= limit`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mod_export.config import ParityGate
-from mod_export.results.base import setting_fields
 from mod_export.results.parity import (
     ErrorNumbers,
-    Gate,
-    InputAgreement,
-    LayerAgreement,
-    OutputParity,
-    ParityRow,
-    RoutingAgreement,
-    TextQuality,
 )
-from mod_export.types import QUANTIZED, DType, Setting, Site
-from mod_export.validate.compare import SiteRouting, smallest
+from mod_export.types import QUANTIZED, DType, Site
+from mod_export.validate.compare import SiteRouting
 
 REFERENCE = "eager float32"
+TEXT = "text"
+"""The kind of input that is real text."""
 ROUNDOFF: dict[DType, float] = {
     "float32": 2.0**-24,
     "float16": 2.0**-11,
@@ -75,7 +69,7 @@ class Comparison:
         values: how many.
         rounding: rounding error of the reference: its float32 runs against float64; None where it was not measured.
         shortfalls: float64 (N,), see `compare.next_token_shortfalls`; None of an output that is not logits.
-        kl: mean divergence of the next-token distribution, in nats; likewise.
+        divergences: float64 (N,), see `compare.divergences`; likewise.
         text: only for real text.
         problems: outputs that should be there or should not.
     """
@@ -88,7 +82,7 @@ class Comparison:
     values: int
     rounding: ErrorNumbers | None = None
     shortfalls: np.ndarray | None = field(repr=False)
-    kl: float | None
+    divergences: np.ndarray | None = field(repr=False)
     text: TextNumbers | None = None
     problems: tuple[str, ...] = ()
 
@@ -134,7 +128,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
     measured = [one.rounding for one in found if one.rounding is not None]
     coarser = ROUNDOFF[dtype] / ROUNDOFF["float32"]
     scores, scales = {}, {}
-    for site, many in _by_site(found).items():
+    for site, many in by_site(found).items():
         scales[site] = _largest([one.scale for one in many])
         scores[site] = gate.near_tie * scales[site]
         if measured:
@@ -196,15 +190,16 @@ def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str
 
 def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """The most probable next token, where float32 can tell which one it is: over all inputs, because one is short. Of a
-    quantized model over real text, if there is any, each model with its own routing.
+    quantized model, where all of a text was compared, each model with its own routing.
     """
     least = allowed.gate.next_token_agreement
-    texts = [one.text for one in found if one.text is not None] if allowed.quantized else []
+    judged = quality_inputs(found, allowed)
+    texts = [one.text for one in judged if one.text is not None] if allowed.quantized else []
     if texts:
         positions, agreed = sum(text.positions for text in texts), sum(text.agreed for text in texts)
         how = "agree on text, each with its own routing"
     else:
-        shortfalls = [one.shortfalls for one in found if one.shortfalls is not None]
+        shortfalls = [one.shortfalls for one in judged if one.shortfalls is not None]
         if not shortfalls:
             return []
         same = np.concatenate(shortfalls) <= allowed.next_token_slack
@@ -218,12 +213,34 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
 
 
 def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """The distribution of the next token."""
+    """The distribution of the next token: its mean on every input. Of a quantized model that over all of its text, as
+    far as it can be told from chance.
+    """
     return [
-        f"{one.kind}: next token: divergence {one.kl:.3g} nats given the same routing, allowed {allowed.gate.max_kl:g}"
-        for one in found
-        if one.kl is not None and not one.kl <= allowed.gate.max_kl
+        f"{kind}: next token: divergence {nats_N.mean():.3g} nats given the same routing, allowed "
+        f"{allowed.gate.max_kl:g}"
+        for kind, nats_N in divergences_of(found, allowed)
+        # Two standard deviations of the mean: a few tokens make most of it.
+        if not nats_N.mean() - (2 * nats_N.std() / math.sqrt(len(nats_N)) if allowed.quantized else 0.0)
+        <= allowed.gate.max_kl
     ]
+
+
+def divergences_of(found: Sequence[Comparison], allowed: Allowance) -> list[tuple[str, np.ndarray]]:
+    """Kinds of input, and the divergences that the gate applies to the mean of."""
+    by_input = [(one.kind, one.divergences) for one in quality_inputs(found, allowed) if one.divergences is not None]
+    if not allowed.quantized or not by_input:
+        return by_input
+    return [(by_input[0][0], np.concatenate([nats_N for _, nats_N in by_input]))]
+
+
+def quality_inputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[Comparison]:
+    """What next tokens are judged on. Weights in whole numbers change every logit, and after random ids, where nothing
+    makes one token much more probable than others, the order of many of them: such a model is judged on text, if
+    there is any.
+    """
+    texts = [one for one in found if one.kind == TEXT] if allowed.quantized else []
+    return texts or found
 
 
 def check_perplexity(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
@@ -250,129 +267,16 @@ CHECKS: tuple[Callable[[Sequence[Comparison], Allowance], Sequence[str]], ...] =
     check_divergence,
     check_perplexity,
 )
+WHATEVER_ROUNDING_IS = (check_outputs, check_divergence, check_perplexity)
+"""Those of them whose limits do not depend on how well the reference is known."""
 
 
-def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
-    """Applies the gate to every batch; passes only when each check could be evaluated and held."""
-    outputs = {
-        name: [one for one in found if one.output == name] for name in dict.fromkeys(one.output for one in found)
-    }
-    allowances = {name: allowance(some, gate, setting.dtype) for name, some in outputs.items()}
-    reasons = [reason for name in outputs for check in CHECKS for reason in check(outputs[name], allowances[name])]
-    first, *others = outputs or [""]
-    found, allowed = outputs.get(first, []), allowances.get(first) or allowance([], gate, setting.dtype)
-    reasons = reasons if found else ["nothing was compared"]
-    shortfalls = [one.shortfalls for one in found if one.shortfalls is not None]
-    return ParityRow(
-        **setting_fields(setting),
-        artifact=artifact,
-        reference=REFERENCE,
-        inputs=tuple(sorted({one.kind for one in found})),
-        tokens=sum(one.tokens for one in found),
-        rounding_tokens=sum(one.tokens for one in found if one.rounding is not None),
-        routing=_routing(found, allowed),
-        error=_worst_error(found),
-        rounding_error=allowed.rounding,
-        allowed_max_abs=allowed.max_abs,
-        # Share of the tokens with the same most probable next one.
-        next_token_agreement=min((float(np.mean(some <= 0)) for some in shortfalls), default=None if found else 0.0),
-        kl=_worst(one.kl for one in found if one.kl is not None) if shortfalls or not found else None,
-        text=_text(found),
-        ties_exact=None,
-        located=None,
-        further_outputs=tuple(
-            OutputParity(
-                name=name,
-                error=_worst_error(outputs[name]),
-                rounding_error=allowances[name].rounding,
-                allowed_max_abs=allowances[name].max_abs,
-            )
-            for name in others
-        ),
-        gate=Gate.model_validate(gate.model_dump()),
-        passed=not reasons,
-        reasons=tuple(dict.fromkeys(reasons)),
-    )
-
-
-def _worst_error(found: Sequence[Comparison]) -> ErrorNumbers:
-    return ErrorNumbers(
-        **{name: _worst(getattr(one.error, name) for one in found) for name in ErrorNumbers.model_fields}
-    )
-
-
-def failed_row(reason: str, gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
-    """A row about something that could not be loaded or run at all."""
-    return judge([], gate, setting, artifact).model_copy(update={"reasons": (reason,)})
-
-
-def _by_site(found: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:
-    by_site: dict[Site, list[SiteRouting]] = {}
+def by_site(found: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:
+    """What was found about each routing site, over all inputs."""
+    grouped: dict[Site, list[SiteRouting]] = {}
     for one in (one for comparison in found for one in comparison.sites):
-        by_site.setdefault(one.site, []).append(one)
-    return by_site
-
-
-def _routing(found: Sequence[Comparison], allowed: Allowance) -> RoutingAgreement:
-    layers = tuple(_layer(many, allowed) for many in _by_site(found).values())
-    return RoutingAgreement(
-        layers=layers,
-        routed=sum(layer.routed for layer in layers),
-        agreed=sum(layer.agreed for layer in layers),
-        near_ties=sum(layer.near_ties for layer in layers),
-        min_margin=smallest([layer.min_margin for layer in layers if layer.min_margin is not None]),
-        by_input=tuple(
-            InputAgreement(
-                input=one.kind,
-                routed=sum(site.routed for site in one.sites),
-                agreed=sum(site.agreed for site in one.sites),
-            )
-            for one in found
-        ),
-    )
-
-
-def _layer(many: Sequence[SiteRouting], allowed: Allowance) -> LayerAgreement:
-    site = many[0].site
-    distances = [distance for one in many for distance in one.distances]
-    near = sum(distance <= allowed.scores[site] for distance in distances)
-    margin = smallest([one.min_margin for one in many if one.min_margin is not None])
-    return LayerAgreement(
-        layer=site,
-        k=many[0].k,
-        routed=sum(one.routed for one in many),
-        agreed=sum(one.agreed for one in many),
-        overflow=sum(one.overflow for one in many),
-        near_ties=near,
-        faults=len(distances) - near,
-        min_margin=None if margin is None else allowed.share(site, margin),
-        score_bound=allowed.share(site, allowed.scores[site]),
-        worst_flip=allowed.share(site, max(distances)) if distances else None,
-    )
-
-
-def _text(found: Sequence[Comparison]) -> TextQuality | None:
-    texts = [one.text for one in found if one.text is not None]
-    if not texts:
-        return None
-    tokens = sum(text.tokens for text in texts)
-    return TextQuality(
-        tokens=tokens,
-        perplexity=_perplexity(sum(text.nll for text in texts) / tokens),
-        reference_perplexity=_perplexity(sum(text.reference_nll for text in texts) / tokens),
-        own_perplexity=_perplexity(sum(text.own_nll for text in texts) / tokens),
-        next_token_agreement=sum(text.agreed for text in texts) / sum(text.positions for text in texts),
-    )
-
-
-def _perplexity(nats: float) -> float:
-    return math.exp(nats) if not nats > 700 else math.inf
-
-
-def _worst(values: Iterable[float]) -> float:
-    """The largest value; NaN of none, and as soon as one is NaN, which max() alone would let slip."""
-    listed = list(values)
-    return float(np.max(listed)) if listed else math.nan
+        grouped.setdefault(one.site, []).append(one)
+    return grouped
 
 
 def _largest(values: Sequence[float]) -> float:

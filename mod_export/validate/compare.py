@@ -74,15 +74,15 @@ def next_token_shortfalls(candidate_NV: np.ndarray, reference_NV: np.ndarray) ->
     return np.where(usable_N, short_N.astype(np.float64), np.inf)
 
 
-def divergence(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> float:
-    """Mean Kullback-Leibler divergence KL(reference || candidate) of the next-token distributions, in nats."""
-    total = 0.0
+def divergences(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> np.ndarray:
+    """float64 (N,): Kullback-Leibler divergence KL(reference || candidate) of the next-token distributions, in nats."""
+    nats_N = np.empty(len(reference_NV))
     for rows in _blocks(reference_NV):
         candidate, reference = log_softmax(candidate_NV[rows]), log_softmax(reference_NV[rows])
         with np.errstate(invalid="ignore"):
             terms = np.exp(reference) * (reference - candidate)
-        total += float(np.sum(np.where(_excluded(candidate, reference), 0.0, terms)))
-    return total / len(reference_NV)
+        nats_N[rows] = np.sum(np.where(_excluded(candidate, reference), 0.0, terms), axis=1)
+    return nats_N
 
 
 def _excluded(candidate: np.ndarray, reference: np.ndarray) -> np.ndarray:

@@ -18,23 +18,33 @@ from mod_export.config import BuildConfig
 from mod_export.errors import BuildError, BuildFolderError, TargetError
 from mod_export.results.parity import Located, ParityRow
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel
-from mod_export.types import Graph, Site, is_expert, routed_output
+from mod_export.types import QUANTIZED, Graph, Site, is_expert, routed_output
 from mod_export.validate.candidates import Candidate
-from mod_export.validate.checks import failed_row
 from mod_export.validate.compare import Judged, wrong_slots
-from mod_export.validate.inputs import Batch, one_of_each_kind
+from mod_export.validate.inputs import Batch, TextOf, one_of_each_kind
 from mod_export.validate.locate import locate_by_depth, locate_in_graph
 from mod_export.validate.near_ties import batches_of
 from mod_export.validate.parity import judge_runner, undefined_in
+from mod_export.validate.parity_row import failed_row
 from mod_export.validate.reference import Reference
 
 Fresh = Callable[[Graph], bytes]
 """Gives the bytes that a graph has when it is exported now."""
 
 
-def parity_of(root: Path, candidate: Candidate, reference: Reference, config: BuildConfig, fresh: Fresh) -> ParityRow:
-    """Judges a candidate on inputs of every kind. What cannot be loaded or run has failed, with the reason."""
-    batches = batches_of(reference, candidate.setting.bucket, config)
+def parity_of(
+    root: Path,
+    candidate: Candidate,
+    reference: Reference,
+    config: BuildConfig,
+    fresh: Fresh,
+    text_of: TextOf | None = None,
+) -> ParityRow:
+    """Judges a candidate on inputs of every kind. What cannot be loaded or run has failed, with the reason. Weights in
+    whole numbers are judged on text, so `text_of` gives it to a model that has none of its own.
+    """
+    is_quantized = candidate.setting.dtype in QUANTIZED
+    batches = batches_of(reference, candidate.setting.bucket, config, text_of if is_quantized else None)
     if candidate.engine_judged:
         batches = one_of_each_kind(batches)
     gate = config.parity.gate(candidate.setting.dtype)

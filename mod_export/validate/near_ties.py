@@ -13,7 +13,7 @@ from mod_export.config import BuildConfig
 from mod_export.sources.model import sample_of
 from mod_export.types import Bucket, Site
 from mod_export.validate.compare import FIRST_COME, Judged
-from mod_export.validate.inputs import Batch, affordable_tokens, parity_batches
+from mod_export.validate.inputs import Batch, TextOf, affordable_tokens, parity_batches
 from mod_export.validate.reference import Reference
 
 SEARCHED_TOKENS = 2**14
@@ -23,11 +23,11 @@ FAR = 2.0**-17
 """A hundred times the unit roundoff of float32: margins below it can be swapped by rounding alone."""
 
 
-def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig) -> list[Batch]:
-    """All inputs of a bucket, of every kind."""
-    parity = config.parity
+def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig, text_of: TextOf | None = None) -> list[Batch]:
+    """All inputs of a bucket, of every kind. `text_of` is where a model that has no text of its own gets it from."""
+    per_kind, texts = config.parity.batches_per_kind, config.parity.text_batches
     ks = reference.k_by_layer(bucket).values()
-    batches = parity_batches(reference.loaded, bucket, ks, config.seed, parity.batches_per_kind, parity.text_batches)
+    batches = parity_batches(reference.loaded, bucket, ks, config.seed, per_kind, texts, text_of)
     return batches + reference.remembered(
         f"near-ties of {bucket.name}, seed {config.seed}", lambda: near_tie_batches(reference, bucket, config.seed)
     )

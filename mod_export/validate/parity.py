@@ -26,11 +26,11 @@ from mod_export.results.parity import ErrorNumbers, ParityRow
 from mod_export.runtime.generate.logits import negative_log_likelihood
 from mod_export.sources.protocol import SampledInputs
 from mod_export.types import PRIMARY, Setting, Site, routed_output
-from mod_export.validate.checks import ROUNDOFF, Comparison, TextNumbers, judge
+from mod_export.validate.checks import ROUNDOFF, TEXT, Comparison, TextNumbers
 from mod_export.validate.compare import (
     EMPTY,
     SiteRouting,
-    divergence,
+    divergences,
     error_between,
     farthest_from,
     next_token_shortfalls,
@@ -38,6 +38,7 @@ from mod_export.validate.compare import (
     routing_of_site,
 )
 from mod_export.validate.inputs import Batch, affordable_tokens, one_of_each_kind
+from mod_export.validate.parity_row import fails_anyway, judge
 from mod_export.validate.reference import Reference, Traced
 
 LOGITS = frozenset({PRIMARY["logits"], PRIMARY["last"]})
@@ -77,7 +78,7 @@ def judge_runners(
     for rounding in ROUNDING:
         compared = [one for runner, some in parts for one in compare_runner(runner, reference, some, rounding)]
         row = judge(compared, gate, setting, artifact)
-        if row.passed:
+        if row.passed or fails_anyway(compared, gate, setting):
             break
     return row
 
@@ -155,8 +156,8 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Round
                 values=expected_NV.size,
                 rounding=_rounding(exact, runs, n, tokens_BS),
                 shortfalls=next_token_shortfalls(values_NV, expected_NV) if is_logits else None,
-                kl=divergence(values_NV, expected_NV) if is_logits else None,
-                text=_text(values_NV, given.logits_BSV, free.logits_BSV, batch) if batch.kind == "text" else None,
+                divergences=divergences(values_NV, expected_NV) if is_logits else None,
+                text=_text(values_NV, given.logits_BSV, free.logits_BSV, batch) if batch.kind == TEXT else None,
                 problems=(*problem, *(() if n else _foreign(outputs, free, reference))),
             )
         )

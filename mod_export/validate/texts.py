@@ -25,7 +25,6 @@ from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompt
 from mod_export.sources.model import token_ids
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
-from mod_export.validate.checks import failed_row
 from mod_export.validate.compare import EMPTY
 from mod_export.validate.inputs import (
     Batch,
@@ -37,6 +36,7 @@ from mod_export.validate.inputs import (
     text_ids,
 )
 from mod_export.validate.parity import judge_runner, judge_runners
+from mod_export.validate.parity_row import failed_row
 from mod_export.validate.reference import Reference
 
 LEAST_TOKENS, KINDS_OF_INPUT = 16, 4

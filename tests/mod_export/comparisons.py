@@ -25,7 +25,7 @@ def errors(value: float) -> ErrorNumbers:
 
 GOOD = Comparison(
     kind="text", output="logits", sites=(SITE,), error=errors(1e-5), tokens=10, values=10_000, shortfalls=np.zeros(10),
-    kl=1e-9, text=TEXT,
+    divergences=np.full(10, 1e-9), text=TEXT,
 )  # fmt: skip
 """Everything agrees, and no float64 run says what rounding does."""
 

@@ -24,9 +24,8 @@ from mod_export.validate.checks import (
     check_outputs,
     check_perplexity,
     check_routing,
-    failed_row,
-    judge,
 )
+from mod_export.validate.parity_row import failed_row, fails_anyway, judge
 
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(2, 16))
 ARTIFACT = "engines/e.onnx"
@@ -113,7 +112,7 @@ are equal up to 2 x 16 x 1e-5."""
         (check_next_token, (replace(GOOD, shortfalls=np.array([0.0] * 9 + [1.0])),)),
         (check_next_token, (replace(GOOD, shortfalls=np.array([0.0] * 8 + [1.0] * 2)), GOOD)),
         (check_next_token, (replace(NOISY, shortfalls=np.full(10, 3.1e-4)),)),
-        (check_divergence, (replace(GOOD, kl=1e-3),)),
+        (check_divergence, (replace(GOOD, divergences=np.full(8, 1e-3)),)),
         (check_perplexity, (replace(GOOD, text=None),)),
         # Over twice the text it is half as much, which is less than log 1.01.
         (check_perplexity, (replace(GOOD, text=replace(TEXT, nll=18.2)), GOOD, GOOD)),
@@ -177,7 +176,7 @@ def test_what_holds_gives_no_reason(check: Check, found: tuple[Comparison, ...])
         ),
         (
             check_divergence,
-            (GOOD, replace(GOOD, kind="ties", kl=0.25)),
+            (GOOD, replace(GOOD, kind="ties", divergences=np.array([0.0, 0.5]))),
             ["ties: next token: divergence 0.25 nats given the same routing, allowed 0.001"],
         ),
         # Perplexity may not move in either direction.
@@ -208,7 +207,7 @@ def test_what_misses_its_gate_is_said(check: Check, found: tuple[Comparison, ...
         (check_next_token, replace(GOOD, shortfalls=np.full(10, math.inf))),
         (check_routing, with_routing(math.nan)),
         (check_routing, with_routing(math.inf)),
-        (check_divergence, replace(GOOD, kl=math.nan)),
+        (check_divergence, replace(GOOD, divergences=np.array([0.0, math.nan]))),
         (check_perplexity, replace(GOOD, text=replace(TEXT, nll=math.nan))),
         (check_perplexity, replace(GOOD, text=replace(TEXT, nll=math.inf))),
     ],
@@ -260,6 +259,35 @@ def test_in_16_bits_luck_decides_too_how_many_of_few_positions_differ(dtype: DTy
     assert (list(check_next_token(found, allowance(found, gate, dtype))) == []) == passes
 
 
+def test_the_divergence_of_a_quantized_model_is_its_mean_over_all_of_its_text() -> None:
+    """As far as it can be told from chance, and whatever random tokens say."""
+    low, high = replace(GOOD, divergences=np.full(10, 5e-4)), replace(GOOD, divergences=np.full(10, 2.5e-3))
+    random = replace(GOOD, kind="random", divergences=np.full(10, 9.0), shortfalls=np.full(10, 1.0))
+    for found, mean, passes in (
+        ([low, random], 5e-4, True),
+        ([low, low, low, high, random], 1e-3, True),
+        ([high, high, random], 2.5e-3, False),
+        # Of ten positions one makes all of the mean, of two hundred too, but there it is no chance.
+        ([replace(GOOD, divergences=np.array([0.02] + [0.0] * 9))], 2e-3, True),
+        ([replace(GOOD, divergences=np.array(([0.02] + [0.0] * 9) * 20))], 2e-3, False),
+    ):
+        setting = replace(SETTING, dtype="int8")
+        row = judge(found, GATE, setting)
+        assert row.kl == pytest.approx(mean)
+        assert row.passed == passes == (not fails_anyway(found, GATE, setting))
+        if not passes:
+            assert row.reasons == (
+                f"text: next token: divergence {mean:.3g} nats given the same routing, allowed 0.001",
+            )
+    # Where there is no text, everything else is.
+    assert check_divergence([random], allowance([random], GATE, "int8"))
+
+
+def test_what_rounding_can_explain_is_measured_again() -> None:
+    assert not fails_anyway([with_error(math.nan)], GATE, SETTING)
+    assert fails_anyway([replace(GOOD, problems=("no logits",))], GATE, SETTING)
+
+
 def test_the_perplexity_of_a_quantized_model_is_held_against_the_models_own() -> None:
     found = [replace(GOOD, text=replace(TEXT, nll=18.0, reference_nll=18.0, own_nll=9.0))]
     assert check_perplexity(found, allowance(found, GATE, "float32")) == []
@@ -300,7 +328,9 @@ def test_nothing_compared_is_no_pass() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_worst_input_decides(order: int) -> None:
-    bad = replace(GOOD, kind="random", error=errors(math.nan), shortfalls=np.array([0.0, 1.0]), kl=math.nan)
+    bad = replace(
+        GOOD, kind="random", error=errors(math.nan), shortfalls=np.array([0.0, 1.0]), divergences=np.array([math.nan])
+    )
     row = row_of(*(GOOD, bad, replace(GOOD, kind="padded", error=errors(2.0)))[::order])
     assert not row.passed
     assert all(math.isnan(value) for value in row.error.model_dump().values())

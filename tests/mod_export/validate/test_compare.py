@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 from mod_export.runtime.generate.logits import negative_log_likelihood
 from mod_export.validate.compare import (
     Judged,
-    divergence,
+    divergences,
     error_between,
     farthest_from,
     next_token_shortfalls,
@@ -199,8 +199,8 @@ def test_logits_that_both_exclude_do_not_differ() -> None:
     found = error_between(candidate_NV, reference_NV)
     assert (found.max_abs, found.max_rel) == (0.5, pytest.approx(0.5 / math.sqrt(6 / 6)))
     assert next_token_shortfalls(candidate_NV, reference_NV).tolist() == [0.0, 0.0]
-    assert divergence(candidate_NV[1:], reference_NV[1:]) == pytest.approx(0.0, abs=1e-15)
-    assert divergence(candidate_NV, reference_NV) > 0.01
+    assert divergences(candidate_NV[1:], reference_NV[1:]).mean() == pytest.approx(0.0, abs=1e-15)
+    assert divergences(candidate_NV, reference_NV).mean() > 0.01
     # What one side alone excludes is an error.
     for one_NV, other_NV in ((candidate_NV, candidate_NV[::-1]), (np.nan_to_num(candidate_NV), reference_NV)):
         assert error_between(one_NV, other_NV).max_abs == math.inf
@@ -254,15 +254,15 @@ def test_divergence_in_nats() -> None:
     expected = float(np.sum(p * np.log(p / q)))
     # Logits are known up to a constant, and large ones must not overflow.
     logits_NV = [np.log(one)[None].astype(np.float32) + shift for one, shift in ((q, 5000.0), (p, -3.0))]
-    assert divergence(*logits_NV) == pytest.approx(expected, rel=1e-3)
-    assert divergence(logits_NV[1], logits_NV[1]) == 0.0
+    assert divergences(*logits_NV).mean() == pytest.approx(expected, rel=1e-3)
+    assert (divergences(logits_NV[1], logits_NV[1]) == 0.0).all()
     for bad in (np.nan, np.inf):
-        assert math.isnan(divergence(np.array([[bad, 0.0]]), np.zeros((1, 2))))
+        assert math.isnan(divergences(np.array([[bad, 0.0]]), np.zeros((1, 2)))[0])
 
 
 @given(arrays.arrays(np.float32, (3, 4), elements=st.floats(-30, 30, width=32)), st.integers(0, 3))
 def test_divergence_is_never_negative(logits_NV: np.ndarray, roll: int) -> None:
-    assert divergence(np.roll(logits_NV, roll, axis=0), logits_NV) >= -1e-12
+    assert (divergences(np.roll(logits_NV, roll, axis=0), logits_NV) >= -1e-12).all()
 
 
 def test_negative_log_likelihood_of_the_tokens_that_have_one_before_them() -> None:

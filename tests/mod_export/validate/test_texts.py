@@ -25,9 +25,9 @@ from mod_export.sources.model import Model
 from mod_export.sources.protocol import GeneratingModel
 from mod_export.types import Bucket, Engine, Setting
 from mod_export.validate import inputs
-from mod_export.validate.checks import failed_row
 from mod_export.validate.inputs import documentation, documentation_of, one_of_each_kind, parity_batches, prompts_of
 from mod_export.validate.parity import judge_runner, judge_runners
+from mod_export.validate.parity_row import failed_row
 from mod_export.validate.quality import quality_of
 from mod_export.validate.reference import Reference
 from mod_export.validate.texts import PromptRunner, decoding_parts, texts_of
