@@ -51,6 +51,10 @@ NO_FORMS: Forms = {}
 MomentsOf = Callable[[str], "torch.Tensor | None"]
 """Name of a weight (N, K) -> what it is multiplied with, float32 (K, K), as `rounding` takes it; None if unknown."""
 FLOATS_ALONE: tuple[Form, ...] = ("float",)
+BELOW = ".."
+"""Between the names of weights (N, K) that are stored as one, each below the one before it: no name in a state_dict has
+an empty part.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +88,16 @@ class WeightsFile:
             entries[name] = (item["dtype"], tuple(item["shape"]), 8 + size + begin, end - begin)
         return cls(path.name, entries)
 
-    @property
-    def bytes_in_blocks(self) -> dict[str, int]:
-        """Weight -> bytes of its numbers and scales, of those in blocks."""
+    def bytes_in_blocks(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Weight -> bytes of its numbers and scales, of those of `tensors` that stand here in blocks."""
         return {
-            name: self.entries[f"{name}.{form}"][3] + self.entries[f"{name}.{form}_scale"][3]
+            part: sum(
+                BYTES[kind] * math.prod(shape)
+                for kind, shape in quantized_tensors(part, tuple(tensors[part].shape), form).values()
+            )
             for name, forms in forms_of(self.entries).items()
             for form in forms & BITS.keys()
+            for part in name.split(BELOW)
         }
 
 
@@ -113,7 +120,7 @@ def quantized_tensors(name: str, shape: tuple[int, ...], form: Form) -> dict[str
 
 
 def forms_of(names: Iterable[str]) -> dict[str, set[Form]]:
-    """Which weights the tensors of these names hold, in a file or in a graph, and in which forms."""
+    """Which weights the tensors of these names hold, in a file or in a graph, and in which forms by themselves."""
     found: dict[str, set[Form]] = {}
     for stored in names:
         name, _, kind = stored.rpartition(".")
@@ -122,7 +129,9 @@ def forms_of(names: Iterable[str]) -> dict[str, set[Form]]:
             found.setdefault(name, set()).add(form)
         elif kind.removesuffix("_scale") not in FORMS:
             found.setdefault(stored, set()).add("float")
-    return found
+    # A weight that stands below others is stored there, and not by itself.
+    parts = [part for name in found if BELOW in name for part in name.split(BELOW)]
+    return found | {part: found.get(part, set()) for part in parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +155,18 @@ def _stored_tensors(
     tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Forms, moments: MomentsOf | None = None
 ) -> dict[str, _Stored]:
     found: dict[str, _Stored] = {}
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
+    for name in (*tensors, *(name for name in forms if BELOW in name)):
         for form in forms.get(name, FLOATS_ALONE):
             if form == "float":
-                kind = _kind(tensor, dtype)
-                found[name] = _Stored(kind, shape, partial(_plain_bytes, tensor, kind))
+                kind = _kind(tensors[name], dtype)
+                found[name] = _Stored(kind, tuple(tensors[name].shape), partial(_plain_bytes, tensors[name], kind))
                 continue
+            parts = {part: tensors[part] for part in name.split(BELOW)}
+            rows = sum(len(part_NK) for part_NK in parts.values())
+            shape = (rows, *next(iter(parts.values())).shape[1:])
             whole, scales = quantized_tensors(name, shape, form).items()
-            found[whole[0]] = _Stored(*whole[1], partial(_whole_bytes, name, tensor, form, moments))
-            found[scales[0]] = _Stored(*scales[1], partial(_scale_bytes, tensor, form))
+            found[whole[0]] = _Stored(*whole[1], partial(_whole_bytes, parts, form, moments))
+            found[scales[0]] = _Stored(*scales[1], partial(_scale_bytes, parts, form))
     return found
 
 
@@ -179,23 +190,25 @@ def _plain_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
     let_go([tensor])
 
 
-def _whole_bytes(name: str, weight_NK: torch.Tensor, form: Form, moments: MomentsOf | None) -> Iterator[memoryview]:
+def _whole_bytes(parts: Mapping[str, torch.Tensor], form: Form, moments: MomentsOf | None) -> Iterator[memoryview]:
     import torch
 
     from mod_export.export.rounding import whole_numbers
 
-    moments_KK = moments(name) if moments is not None and form == "int4" else None
-    yield whole_numbers(weight_NK.detach(), form, moments_KK).reshape(-1).view(torch.uint8).numpy().data
-    let_go([weight_NK])
+    for name, weight_NK in parts.items():
+        moments_KK = moments(name) if moments is not None and form == "int4" else None
+        yield whole_numbers(weight_NK.detach(), form, moments_KK).reshape(-1).view(torch.uint8).numpy().data
+        let_go([weight_NK])
 
 
-def _scale_bytes(weight_NK: torch.Tensor, form: Form) -> Iterator[memoryview]:
+def _scale_bytes(parts: Mapping[str, torch.Tensor], form: Form) -> Iterator[memoryview]:
     import torch
 
     from mod_export.export.rounding import scales_of
 
-    yield scales_of(weight_NK.detach(), form).reshape(-1).view(torch.uint8).numpy().data
-    let_go([weight_NK])
+    for weight_NK in parts.values():
+        yield scales_of(weight_NK.detach(), form).reshape(-1).view(torch.uint8).numpy().data
+        let_go([weight_NK])
 
 
 def write_weights(
@@ -268,7 +281,8 @@ def digests_expected(path: Path, tensors: Mapping[str, torch.Tensor], dtype: DTy
             _, shape, offset, length = entries[name]
             data = _part_of(path, offset, length)
             whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if whole.numel() == math.prod(shape) and is_rounded(whole.reshape(shape), tensors[weight], "int4"):
+            weight_NK = torch.cat([tensors[part].detach() for part in weight.split(BELOW)])
+            if whole.numel() == math.prod(shape) and is_rounded(whole.reshape(shape), weight_NK, "int4"):
                 expected[name] = hashlib.sha256(data).hexdigest()
                 continue
         expected[name] = stored.digest()

@@ -28,6 +28,7 @@ from mod_export.export.passes import PORTABLE, needs_rewrite, run_passes
 from mod_export.export.passes.quantize_weights import stored_forms
 from mod_export.export.routing_sites import RoutingSite
 from mod_export.export.weights import (
+    BELOW,
     NO_FORMS,
     Form,
     Forms,
@@ -114,9 +115,10 @@ def _with_stored_bytes(context: BuildContext, facts: GenerationFacts, dtypes: Se
             step_bytes[bucket][dtype] = {kind: one.stored_in(dtype) for kind, one in wide.items()}
             continue
         files = {kind: WeightsFile.open(context.root / context.weights_path(kind, dtype)) for kind in context.facts}
+        models = {kind: context.models.generating(kind) for kind in files}
+        stored = {kind: file.bytes_in_blocks(models[kind].loaded.weights) for kind, file in files.items()}
         step_bytes[bucket][dtype] = {
-            kind: step_bytes_of(context.models.generating(kind), Bucket.named(bucket), file.bytes_in_blocks)
-            for kind, file in files.items()
+            kind: step_bytes_of(models[kind], Bucket.named(bucket), stored[kind]) for kind in files
         }
     return facts.model_copy(update={"step_bytes": step_bytes})
 
@@ -257,7 +259,8 @@ def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, forms: 
     path = context.weights_path(kind, dtype)
 
     tensors = stored_state(context.plan.loaded[kind])
-    few_bits = {name: tuple(tensors[name].shape) for name, some in forms.items() if "int4" in some}
+    in_int4 = [part for name, some in forms.items() if "int4" in some for part in name.split(BELOW)]
+    few_bits = {name: tuple(tensors[name].shape) for name in in_int4}
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
         # The digests are of the tensors in memory, before they are written: what is in the file has to be these.

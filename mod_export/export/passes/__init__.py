@@ -21,6 +21,7 @@ from mod_export.export.passes.cast_floats import CastFloats
 from mod_export.export.passes.decompose_attention import DecomposeAttention
 from mod_export.export.passes.heads import FlatHeads, RotaryEmbedding
 from mod_export.export.passes.norm_operator import NormOperator
+from mod_export.export.passes.packed_attention import PackedAttention
 from mod_export.export.passes.plain_scatter import PlainScatter
 from mod_export.export.passes.products import StoredWeights
 from mod_export.export.passes.quantize_weights import QuantizeWeights
@@ -64,6 +65,7 @@ PASSES: tuple[GraphPass, ...] = (
     CachedAttention(),
     CastFloats(),
     QuantizeWeights(),
+    PackedAttention(),
     StoredWeights(),
 )
 

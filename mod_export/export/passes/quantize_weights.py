@@ -14,6 +14,7 @@ Shape legend: K the summed dimension, N columns of the result, V rows of a table
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -21,10 +22,18 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from mod_export.export.nodes import NodeWriter, is_standard, label_of, made_by, only_reader, require_static_shape
+from mod_export.export.nodes import (
+    NodeWriter,
+    is_standard,
+    label_of,
+    made_by,
+    only_reader,
+    require_static_shape,
+    substitute,
+)
 from mod_export.export.passes.cast_floats import float32_island
 from mod_export.export.passes.products import MICROSOFT, Product, product_of
-from mod_export.export.weights import BITS, BLOCK, ONNX_TYPES, Form, forms_of, quantized_tensors
+from mod_export.export.weights import BELOW, BITS, BLOCK, ONNX_TYPES, Form, forms_of, quantized_tensors
 from mod_export.types import QUANTIZED, Dialect, DType
 
 FLOAT = ir.DataType.FLOAT
@@ -61,11 +70,11 @@ class QuantizeWeights:
         tables = {product.weight for product, form in found if form == "int8_blocks"}
         lookups = [node for node in model.graph if _is_lookup(node) and node.inputs[0] in tables]
         rounded: dict[ir.Value, Sequence[ir.Value]] = {}
-        for product, form in found:
+        for products, form in _side_by_side(found):
             if form == "int8":
-                _multiply_integers(model.graph, product, rounded)
+                _multiply_integers(model.graph, products[0], rounded)
             else:
-                _multiply_blocks(model.graph, product, form)
+                _multiply_blocks(model.graph, products, form)
                 model.opset_imports[MICROSOFT] = 1
         for node in lookups:
             _look_up(model.graph, node)
@@ -97,6 +106,19 @@ def _quantizable(graph: ir.Graph, dialect: Dialect, dtype: DType) -> Iterator[_F
             yield _Found(product, "int8" if dtype == "int8" else "int4")
 
 
+def _side_by_side(found: Sequence[_Found]) -> list[tuple[list[Product], Form]]:
+    """The products, in blocks those of the same rows in one group: queries, keys and values, or gate and up. As one
+    product they round the rows once, and threads wait for each other once.
+    """
+    uses = Counter(product.weight for product, _ in found)
+    groups: dict[object, tuple[list[Product], Form]] = {}
+    for product, form in found:
+        alone = form not in BITS or uses[product.weight] > 1 or len(product.weight.uses()) > 1
+        key = (product.node,) if alone else (product.x, product.node.graph, form)
+        groups.setdefault(key, ([], form))[0].append(product)
+    return list(groups.values())
+
+
 def _is_head(node: ir.Node) -> bool:
     """Whether a product is an output of the graph, directly or through a change of shape or a choice of tokens."""
     value = node.outputs[0]
@@ -126,29 +148,43 @@ def _multiply_integers(graph: ir.Graph, product: Product, rounded: dict[ir.Value
     if x not in rounded:
         rounded[x] = writer.ops("DynamicQuantizeLinear", 3, x)
     x_int, x_scale, x_zero = rounded[x]
-    w_int, w_scale = _stored(graph, weight, sizes, "int8")
+    w_int, w_scale = _stored(graph, str(weight.name), sizes, "int8")
     summed = writer.op("MatMulInteger", x_int, w_int, x_zero)
     scale = writer.op("Mul", x_scale, w_scale)
     writer.replace(writer.op("Mul", writer.op("Cast", summed, to=FLOAT), scale))
 
 
-def _multiply_blocks(graph: ir.Graph, product: Product, form: Form) -> None:
-    node, x, weight, (N, K) = product
-    assert isinstance(node.graph, ir.Graph)
-    writer = NodeWriter(node.graph, node, form)
+def _multiply_blocks(graph: ir.Graph, products: Sequence[Product], form: Form) -> None:
+    """One product in the place of the first of them."""
+    first, K = products[0], products[0].sizes[1]
+    columns = [product.sizes[0] for product in products]
+    assert isinstance(first.node.graph, ir.Graph)
+    writer = NodeWriter(first.node.graph, first.node, form)
     # Level 4 allows the kernel to round activations to 8 bits, block by block; other levels are many times slower.
-    attributes = {"K": K, "N": N, "bits": BITS[form], "block_size": BLOCK, "accuracy_level": 4}
-    inputs = [x, *_stored(graph, weight, (N, K), form)]
-    writer.replace(writer.op("MatMulNBits", *inputs, domain=MICROSOFT, like=node.outputs[0], **attributes))
+    attributes = {"K": K, "N": sum(columns), "bits": BITS[form], "block_size": BLOCK, "accuracy_level": 4}
+    name = BELOW.join(str(product.weight.name) for product in products)
+    inputs = [first.x, *_stored(graph, name, (sum(columns), K), form)]
+    y = writer.op("MatMulNBits", *inputs, domain=MICROSOFT, like=first.node.outputs[0], **attributes)
+    if len(products) == 1:
+        writer.replace(y)
+        return
+    assert y.shape is not None
+    y.shape[-1] = sum(columns)
+    parts = writer.ops("Split", len(products), y, np.array(columns), axis=-1)
+    for product, part in zip(products, parts, strict=True):
+        substitute(product.node.outputs[0], part, product.node)
 
 
 def _look_up(graph: ir.Graph, node: ir.Node) -> None:
     """Rows of a table (V, K) that a product reads too. Only the rows that are asked for become floats."""
     table, ids = node.inputs
+    assert table is not None
     V, K = require_static_shape(table, node)
     writer = NodeWriter(graph, node, "lookup")
     form: Form = "int8_blocks"
-    whole_BTMU, scale_BTM = (writer.op("Gather", stored, ids, axis=0) for stored in _stored(graph, table, (V, K), form))
+    whole_BTMU, scale_BTM = (
+        writer.op("Gather", stored, ids, axis=0) for stored in _stored(graph, str(table.name), (V, K), form)
+    )
     *rows, blocks = require_static_shape(scale_BTM, node)
     zero = np.array(2 ** (BITS[form] - 1), np.float32)
     number_BTMU = writer.op("Sub", writer.op("Cast", whole_BTMU, to=FLOAT), zero)
@@ -157,11 +193,10 @@ def _look_up(graph: ir.Graph, node: ir.Node) -> None:
     writer.replace(row_BTK if blocks * BLOCK == K else writer.op("Slice", row_BTK, [0], [K], [len(rows)]))
 
 
-def _stored(graph: ir.Graph, weight: ir.Value | None, sizes: tuple[int, int], form: Form) -> list[ir.Value]:
+def _stored(graph: ir.Graph, weight: str, sizes: tuple[int, int], form: Form) -> list[ir.Value]:
     """The initializers that replace the weight; they get their values from the weights file of this dtype."""
-    assert weight is not None
     made = []
-    for name, (kind, shape) in quantized_tensors(str(weight.name), sizes, form).items():
+    for name, (kind, shape) in quantized_tensors(weight, sizes, form).items():
         if name not in graph.initializers:
             tensor_type = ir.TensorType(ir.DataType[ONNX_TYPES[kind]])
             graph.initializers.add(ir.Value(name=name, type=tensor_type, shape=ir.Shape(shape)))

@@ -116,7 +116,8 @@ class Generator:
         assert vocab_size is not None, "only a model of token ids writes text"
         self._vocab_size = vocab_size
         self._kv_bytes = {
-            length: size * FLOAT_BYTES[first.dtype] // FLOAT_BYTES["float32"]
+            # Beside weights in whole numbers it is float32.
+            length: size * FLOAT_BYTES.get(first.dtype, FLOAT_BYTES["float32"]) // FLOAT_BYTES["float32"]
             for length, size in manifest.generation.kv_bytes[first.model].items()
         }
         self._sites = manifest.generation.sites[first.model]

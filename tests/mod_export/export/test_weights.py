@@ -13,6 +13,7 @@ from small_graphs import parsed
 
 from mod_export.errors import BuildFolderError
 from mod_export.export.weights import (
+    BELOW,
     Form,
     WeightsFile,
     bind_weights,
@@ -153,3 +154,31 @@ def test_numbers_of_four_bits_may_be_rounded_either_way_and_no_further(tmp_path:
     other = weight.clone()
     other[7, 11] += 4 * weight[7, :32].abs().max() / 8
     assert digests_expected(tmp_path / "w.data", {"w": other}, "int4") != written
+
+
+def test_weights_below_each_other_hold_the_numbers_that_each_has_alone(tmp_path: Path) -> None:
+    state = {name: torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)) for name, rows in SIZES.items()}
+    rows_NK = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)) + 1
+    moments = lambda name: rows_NK.T @ rows_NK
+    joined = BELOW.join(SIZES)
+    for form, dtype in FORMS_OF_TEXT.items():
+        alone: dict[str, set[Form]] = {name: {form} for name in SIZES}
+        together = {joined: {form}, **{name: set[Form]() for name in SIZES}}
+        for path, forms in (("alone", alone), ("together", together)):
+            written = write_weights(tmp_path / path, state, dtype, forms, moments)
+            assert written == digests_expected(tmp_path / path, state, dtype) == digests_of_file(tmp_path / path)
+            assert forms_of(WeightsFile.open(tmp_path / path).entries) == forms
+        files = [WeightsFile.open(tmp_path / path) for path in ("alone", "together")]
+        assert files[0].bytes_in_blocks(state) == files[1].bytes_in_blocks(state)
+        for kind in (form, f"{form}_scale"):
+            parts = [part_of(tmp_path / "alone", f"{name}.{kind}") for name in SIZES]
+            assert b"".join(parts) == part_of(tmp_path / "together", f"{joined}.{kind}")
+
+
+SIZES = {"a.weight": 40, "b.weight": 8}
+FORMS_OF_TEXT: dict[Form, DType] = {"int8_blocks": "int8", "int4": "int4"}
+
+
+def part_of(path: Path, name: str) -> bytes:
+    _, _, offset, length = WeightsFile.open(path).entries[name]
+    return path.read_bytes()[offset : offset + length]
