@@ -357,7 +357,8 @@ def _files(structure: Sequence[StructureRow]) -> list[str]:
         return [f"files: {len(failed)} of {len(paths)} are not what they must be, see below"]
     if not paths:
         return []
-    return [f"files: all {len(paths)} are as they were built; weights are the checkpoint's, bit for bit"]
+    rounded = ", or rounded from them" if any("rounded" in what for row in structure for what in row.checked) else ""
+    return [f"files: all {len(paths)} are as they were built; weights are the checkpoint's, bit for bit{rounded}"]
 
 
 def _statements(causality: Sequence[CausalityRow]) -> list[str]:

@@ -18,7 +18,7 @@ from small_graphs import make_spec
 
 from mod_export.build_folder.files import FileEntry
 from mod_export.engines import ENGINES
-from mod_export.export.weights import digests_of_tensors, state_of
+from mod_export.export.weights import Form, digests_of_tensors, state_of, write_weights
 from mod_export.results.structure import StructureRow
 from mod_export.types import Bucket, Graph
 from mod_export.validate.candidates import Candidate
@@ -98,6 +98,17 @@ def test_weights_are_the_checkpoints_bit_for_bit(
     row = structure_of_weights(folder, WEIGHTS, digests_of_tensors(state, "float32"))
     assert (row.passed, row.reasons) == (not expected, expected)
     assert row.checked == (f"{len(state)} tensors are the checkpoint's, bit for bit",)
+
+
+def test_rounded_weights_are_not_called_bit_for_bit(tmp_path: Path) -> None:
+    state = {name: torch.ones(32, 32) for name in "abc"}
+    forms: dict[str, set[Form]] = {"a": {"int8"}, "b": {"int4", "float"}}
+    row = structure_of_weights(tmp_path, "w", write_weights(tmp_path / "w", state, "int4", forms))
+    assert row.checked == (
+        "2 tensors are the checkpoint's, bit for bit",
+        "4 are its weights, rounded to 8 or 4 bits, and their scales",
+    )
+    assert row.passed
 
 
 def test_what_is_no_weights_file(folder: Path) -> None:
