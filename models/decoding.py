@@ -15,7 +15,7 @@ from torch import Tensor
 from mod_models.cache import cache_layout, sites, slots_of_layer
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec, Site
-from mod_models.step import Prefill, Step, prefill_outputs, slots_of_step, step_inputs, step_outputs
+from mod_models.step import Prefill, Step, narrow_slots, prefill_outputs, slots_of_step, step_inputs, step_outputs
 from mod_models.transformer import Transformer
 
 META = torch.device("meta")
@@ -60,7 +60,7 @@ class DecodingGraphs:
     def prefill(self, rows: int, seq: int) -> GraphSource:
         """Prompts of up to `seq` tokens, and a cache for so many; see `Prefill` for inputs and outputs."""
         with META:
-            module = Prefill(self.spec, seq)
+            module = Prefill(self.spec, seq, narrow_slots(self.spec, seq, self.window))
             full, short = (
                 (torch.zeros(rows, seq, dtype=torch.int64), torch.full((rows,), length)) for length in (seq, 1)
             )

@@ -24,11 +24,39 @@ def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
     return names + (["wanted"] if sites(spec) else [])
 
 
-class Prefill(Transformer):
-    """The model of a prompt bucket, by the spec of `generation_spec.for_generation`. Static, without a condition."""
+ROOM = 1.5
+"""How many times its share of the tokens a routed part has room for in a short prompt."""
+MOST = 0.75
+"""The share of the tokens that it has room for where more want to run."""
 
-    def __init__(self, spec: ModelSpec, max_len: int) -> None:
-        """`max_len` is that of the cache it fills, at least as long as the bucket.
+
+def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, tuple[int, ...]]:
+    """How many slots each routed layer computes of a prompt of `seq` tokens, before it computes all of them.
+
+    A layer has the slots of a whole window (`spec` is from `for_generation` for this `window`), and in a short prompt
+    as many as tokens, of which few run: about as large a share as in the window.
+    """
+    found = {}
+    for layer, k in spec.k_of_layer(seq).items():
+        share = spec.k_of_layer(window)[layer] / window
+        widths = sorted({math.ceil(min(ROOM * share, MOST) * seq), math.ceil(MOST * seq)})
+        found[layer] = tuple(n for n in widths if n < k)
+    return found
+
+
+class Prefill(Transformer):
+    """The model of a prompt bucket, by the spec of `generation_spec.for_generation`. Static; a routed part can stand in
+    conditions, which compute fewer slots where fewer tokens run.
+    """
+
+    def __init__(self, spec: ModelSpec, max_len: int, narrow: Mapping[int, tuple[int, ...]] | None = None) -> None:
+        """The model of prompts.
+
+        Args:
+            spec: from `generation_spec.for_generation`.
+            max_len: of the cache it fills, at least as long as the bucket.
+            narrow: routed layer -> smaller numbers of slots that it may compute, see `RoutedBlock`; if it is not given
+                every layer computes all of its slots.
 
         Raises:
             GenerationError: not a spec from `for_generation`.
@@ -36,6 +64,10 @@ class Prefill(Transformer):
         check_generates(spec)
         super().__init__(spec, "last")
         self.slots = slots_of_layer(spec, max_len)
+        for layer, widths in (narrow or {}).items():
+            block = self.layers[layer]
+            assert isinstance(block, RoutedBlock)
+            block.narrow = widths
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
         """Reads a prompt in each row.
