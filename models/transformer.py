@@ -194,7 +194,6 @@ class RoutedBlock(Block):
         new_BKD = COMBINES[self.routing.combine](inner.x_BTD, *deltas, chosen.g_BK1)
         return torch.where(chosen.live_BK[..., None], new_BKD, inner.x_BTD)
 
-
     def run_few(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tensor:
         """`run`, which computes no more slots than it must: live ones come first. Keys and values beyond are zeros."""
 

@@ -21,7 +21,15 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from mod_export.export.nodes import NodeWriter, is_standard, label_of, made_by, only_reader, require_static_shape
+from mod_export.export.nodes import (
+    NodeWriter,
+    graph_around,
+    is_standard,
+    label_of,
+    made_by,
+    only_reader,
+    require_static_shape,
+)
 from mod_export.export.passes.cast_floats import float32_island
 from mod_export.export.passes.products import MICROSOFT, Product, product_of
 from mod_export.export.weights import BITS, BLOCK, ONNX_TYPES, Form, forms_of, quantized_tensors
@@ -134,8 +142,7 @@ def _multiply_integers(graph: ir.Graph, product: Product, rounded: dict[ir.Value
 
 def _multiply_blocks(graph: ir.Graph, product: Product, form: Form) -> None:
     node, x, weight, (N, K) = product
-    assert isinstance(node.graph, ir.Graph)
-    writer = NodeWriter(node.graph, node, form)
+    writer = NodeWriter(graph_around(node), node, form)
     # Level 4 allows the kernel to round activations to 8 bits, block by block; other levels are many times slower.
     attributes = {"K": K, "N": N, "bits": BITS[form], "block_size": BLOCK, "accuracy_level": 4}
     inputs = [x, *_stored(graph, weight, (N, K), form)]
