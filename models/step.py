@@ -34,13 +34,15 @@ def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, tuple[int,
     """How many slots each routed layer computes of a prompt of `seq` tokens, before it computes all of them.
 
     A layer has the slots of a whole window (`spec` is from `for_generation` for this `window`), and in a short prompt
-    as many as tokens, of which few run: about as large a share as in the window.
+    as many as tokens, of which few run: about as large a share as in the window. Layers with experts are left out.
     """
     found = {}
+    in_window = spec.k_of_layer(window)
     for layer, k in spec.k_of_layer(seq).items():
-        share = spec.k_of_layer(window)[layer] / window
-        widths = sorted({math.ceil(min(ROOM * share, MOST) * seq), math.ceil(MOST * seq)})
-        found[layer] = tuple(n for n in widths if n < k)
+        shares = (min(ROOM * in_window[layer] / window, MOST), MOST)
+        fewer = sorted({n for n in (math.ceil(share * seq) for share in shares) if n < k})
+        if fewer and layer not in spec.expert_layers:
+            found[layer] = tuple(fewer)
     return found
 
 
@@ -55,8 +57,8 @@ class Prefill(Transformer):
         Args:
             spec: from `generation_spec.for_generation`.
             max_len: of the cache it fills, at least as long as the bucket.
-            narrow: routed layer -> smaller numbers of slots that it may compute, see `RoutedBlock`; if it is not given
-                every layer computes all of its slots.
+            narrow: routed layer -> smaller numbers of slots that it may compute, see `RoutedBlock`; other layers always
+                compute all of theirs.
 
         Raises:
             GenerationError: not a spec from `for_generation`.

@@ -99,7 +99,8 @@ class RoutedBlock(Block):
 
     Attributes:
         narrow: smaller numbers of slots, ascending, of which the first that holds every token that runs is computed in
-            place of all k. What the block means does not depend on them. Ignored where experts are routed.
+            place of all k. What the block means does not depend on them. Not for a block with experts, whose slots
+            are counted by how many tokens they are given.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, routing: RoutingSpec) -> None:
@@ -138,7 +139,7 @@ class RoutedBlock(Block):
             return tokens.x_BTD
         chosen = self.choose(tokens, decisions, k, noise, part)
         inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
-        run = self.run_few if self.narrow and (part == "attention" or not hasattr(self, "experts")) else self.run
+        run = self.run_few if self.narrow else self.run
         return tokens.put(chosen.row_N, run(inner, decisions, chosen, part))
 
     def narrowed(self, tokens: Tokens, decisions: Decisions, k: int) -> tuple[Tokens, Tensor]:
@@ -215,7 +216,8 @@ class RoutedBlock(Block):
             # Where slot n is live, n slots are too few.
             return either(given[1][:, n], partial(smallest, wider), lambda *same: tuple(of_first(n, *same)), given)
 
-        widths = (*self.narrow, chosen.live_BK.shape[1])
+        k = chosen.live_BK.shape[1]
+        widths = (*(n for n in self.narrow if n < k), k)
         new_BKD, *cached = smallest(widths, inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
         if cached and decisions.keys_values is not None:
             k_BGTE, v_BGTE = cached
