@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
+import openvino  # noqa: TID253 - a test may load what it tests on.
 import pytest
 import torch
 from generating import GENERATING, WINDOW, generating_model
@@ -27,9 +30,28 @@ WITHOUT: dict[str, tuple[Dialect, DType, set[str]]] = {
     "portable": (Dialect(name="portable", max_opset=23, branches=True), "float32", set()),
     "ort-cpu": (ORT, "float32", {"MatMul", "Split"}),
     "tensorrt-rtx": (RTX, "float32", {"Attention"}),
-    "tensorrt-rtx, narrow": (RTX, "float16", set()),
+    "tensorrt-rtx in float16": (RTX, "float16", set()),
+    "openvino": (replace(ENGINES["openvino"].dialect, apart=True), "float32", set()),
 }
 """Name -> dialect, dtype, and operators that no branch has left once the passes have run."""
+Run = Callable[[dict[str, np.ndarray]], Sequence[np.ndarray]]
+
+
+def in_onnx_runtime(model: ir.Model) -> Run:
+    opened = session(model)
+    return lambda feeds: opened.run(None, feeds)
+
+
+def in_openvino(model: ir.Model) -> Run:
+    core = openvino.Core()
+    compiled = core.compile_model(
+        core.read_model(ir.to_proto(model).SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )
+    return lambda feeds: list(compiled(feeds).values())
+
+
+RUNTIMES: defaultdict[str, Callable[[ir.Model], Run]] = defaultdict(lambda: in_onnx_runtime, openvino=in_openvino)
+"""What runs the graph of a target here."""
 
 
 def branch_nodes(model: ir.Model) -> list[list[ir.Node]]:
@@ -54,7 +76,7 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
     branches = branch_nodes(graph)
     assert len(branches) == 3 * len(eager.spec.k_by_layer(SEQ))
     assert not {node.op_type for nodes in branches for node in nodes} & gone
-    running, names = session(graph), prefill_outputs(model.spec, SEQ)
+    running, names = RUNTIMES[target](graph), prefill_outputs(model.spec, SEQ)
     (widths,) = {*narrow_slots(model.spec, SEQ, WINDOW).values()}
     compared, most = 0, set()
     for seed in range(TEXTS):
@@ -63,7 +85,7 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
         with torch.no_grad():
             expected = dict(zip(names, eager(ids_BS, lengths_B), strict=True))
         feeds = {"input_ids": ids_BS.numpy(), "lengths": lengths_B.numpy()}
-        found = dict(zip([value.name for value in graph.graph.outputs], running.run(None, feeds), strict=True))
+        found = dict(zip([value.name for value in graph.graph.outputs], running(feeds), strict=True))
         if dtype == "float16" and not np.array_equal(found["wanted"], expected["wanted"].numpy()):
             continue  # A score within rounding of 0.
         compared += 1
