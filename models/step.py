@@ -24,41 +24,40 @@ def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
     return names + (["wanted"] if sites(spec) else [])
 
 
-ROOM = 1.5
-"""How many times its share of the tokens a routed part has room for in a short prompt."""
-MOST = 0.75
-"""The share of the tokens that it has room for where more want to run."""
+ROOM, MOST = 1.5, 0.75
+"""A routed layer first has room for so many times its share of the tokens of a short prompt, and at most for this share
+of them.
+"""
 
 
-def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, tuple[int, ...]]:
-    """How many slots each routed layer computes of a prompt of `seq` tokens, before it computes all of them.
+def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, int]:
+    """How many slots each routed layer computes of a prompt of `seq` tokens of which few run, if fewer than all.
 
     A layer has the slots of a whole window (`spec` is from `for_generation` for this `window`), and in a short prompt
     as many as tokens, of which few run: about as large a share as in the window. Layers with experts are left out.
     """
-    found = {}
     in_window = spec.k_of_layer(window)
-    for layer, k in spec.k_of_layer(seq).items():
-        shares = (min(ROOM * in_window[layer] / window, MOST), MOST)
-        fewer = sorted({n for n in (math.ceil(share * seq) for share in shares) if n < k})
-        if fewer and layer not in spec.expert_layers:
-            found[layer] = tuple(fewer)
-    return found
+    slots = {
+        layer: math.ceil(min(ROOM * in_window[layer] / window, MOST) * seq)
+        for layer in spec.routed_layers
+        if layer not in spec.expert_layers
+    }
+    return {layer: n for layer, n in slots.items() if n < spec.k_of_layer(seq)[layer]}
 
 
 class Prefill(Transformer):
     """The model of a prompt bucket, by the spec of `generation_spec.for_generation`. Static; a routed part can stand in
-    conditions, which compute fewer slots where fewer tokens run.
+    a condition, which computes fewer slots where few tokens run.
     """
 
-    def __init__(self, spec: ModelSpec, max_len: int, narrow: Mapping[int, tuple[int, ...]] | None = None) -> None:
+    def __init__(self, spec: ModelSpec, max_len: int, narrow: Mapping[int, int] | None = None) -> None:
         """The model of prompts.
 
         Args:
             spec: from `generation_spec.for_generation`.
             max_len: of the cache it fills, at least as long as the bucket.
-            narrow: routed layer -> smaller numbers of slots that it may compute, see `RoutedBlock`; other layers always
-                compute all of theirs.
+            narrow: routed layer -> a smaller number of slots that it may compute, see `RoutedBlock`; other layers
+                always compute all of theirs.
 
         Raises:
             GenerationError: not a spec from `for_generation`.
@@ -66,10 +65,10 @@ class Prefill(Transformer):
         check_generates(spec)
         super().__init__(spec, "last")
         self.slots = slots_of_layer(spec, max_len)
-        for layer, widths in (narrow or {}).items():
+        for layer, slots in (narrow or {}).items():
             block = self.layers[layer]
             assert isinstance(block, RoutedBlock)
-            block.narrow = widths
+            block.narrow = slots
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
         """Reads a prompt in each row.

@@ -98,15 +98,15 @@ class RoutedBlock(Block):
     """A Mixture-of-Depths block (Raposo et al., arXiv 2404.02258, equation 1): k of T tokens run.
 
     Attributes:
-        narrow: smaller numbers of slots, ascending, of which the first that holds every token that runs is computed in
-            place of all k. What the block means does not depend on them. Not for a block with experts, whose slots
-            are counted by how many tokens they are given.
+        narrow: a smaller number of slots that is computed in place of all k where it holds every token that runs; 0:
+            always all. What the block means does not depend on it. Not for a block with experts, whose slots are
+            counted by how many tokens they are given.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, routing: RoutingSpec) -> None:
         super().__init__(spec, layer)
         self.routing = routing
-        self.narrow: tuple[int, ...] = ()
+        self.narrow = 0
         self.router = ROUTERS[routing.router](spec, routing)
         self.mlp_router = ROUTERS[routing.router](spec, routing) if routing.parts == "separate" else None
         # Trained beside the model on the router's decisions. Top-k looks at future tokens, the predictor does not, so
@@ -139,7 +139,7 @@ class RoutedBlock(Block):
             return tokens.x_BTD
         chosen = self.choose(tokens, decisions, k, noise, part)
         inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
-        run = self.run_few if self.narrow else self.run
+        run = self.run_few if 0 < self.narrow < k else self.run
         return tokens.put(chosen.row_N, run(inner, decisions, chosen, part))
 
     def narrowed(self, tokens: Tokens, decisions: Decisions, k: int) -> tuple[Tokens, Tensor]:
@@ -196,9 +196,11 @@ class RoutedBlock(Block):
         return torch.where(chosen.live_BK[..., None], new_BKD, inner.x_BTD)
 
     def run_few(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tensor:
-        """`run`, which computes no more slots than it must: live ones come first. Keys and values beyond are zeros."""
+        """`run` of the first `narrow` slots, where no others are live, or else of all."""
 
-        def of_first(n: int, x_BKD: Tensor, live_BK: Tensor, g_BK1: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        def of_first(
+            n: int, x_BKD: Tensor, live_BK: Tensor, g_BK1: Tensor, cos: Tensor, sin: Tensor
+        ) -> tuple[Tensor, ...]:
             tokens = Tokens(x_BKD[:, :n], live_BK[:, :n], cos[..., :n, :], sin[..., :n, :], None, inner.seq)
             own = Decisions()
             own.keys_values = {}
@@ -207,18 +209,12 @@ class RoutedBlock(Block):
             for part_BGnE in own.keys_values.get(self.layer, ()):
                 B, G, _, E = part_BGnE.shape
                 found.append(torch.cat((part_BGnE, part_BGnE.new_zeros(B, G, x_BKD.shape[1] - n, E)), 2))
-            return found
+            return tuple(found)
 
-        def smallest(widths: tuple[int, ...], *given: Tensor) -> tuple[Tensor, ...]:
-            n, wider = widths[0], widths[1:]
-            if not wider:
-                return tuple(of_first(n, *given))
-            # Where slot n is live, n slots are too few.
-            return either(given[1][:, n], partial(smallest, wider), lambda *same: tuple(of_first(n, *same)), given)
-
-        k = chosen.live_BK.shape[1]
-        widths = (*(n for n in self.narrow if n < k), k)
-        new_BKD, *cached = smallest(widths, inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
+        given = (inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
+        # Live slots come first.
+        others_B, k = chosen.live_BK[:, self.narrow], chosen.live_BK.shape[1]
+        new_BKD, *cached = either(others_B, partial(of_first, k), partial(of_first, self.narrow), given)
         if cached and decisions.keys_values is not None:
             k_BGTE, v_BGTE = cached
             decisions.keys_values[self.layer] = k_BGTE, v_BGTE

@@ -28,7 +28,7 @@ each_kind = pytest.mark.parametrize("name", GENERATING)
 a_few_kinds = pytest.mark.parametrize("name", FEW)
 
 
-def assert_split(model: Transformer, ids_BS: Tensor, split: int, max_len: int, narrow: tuple[int, ...] = ()) -> Session:
+def assert_split(model: Transformer, ids_BS: Tensor, split: int, max_len: int, narrow: int = 0) -> Session:
     """Reads `split` tokens at once and the others one at a time, next to the causal model on all of them."""
     whole = meaning(model, ids_BS)
     assert whole.margin > 1e-5, "a decision too close for two ways of computing it; use another seed"

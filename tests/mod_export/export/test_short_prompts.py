@@ -56,8 +56,9 @@ RUNTIMES: defaultdict[str, Callable[[ir.Model], Run]] = defaultdict(lambda: in_o
 
 def branch_nodes(model: ir.Model) -> list[list[ir.Node]]:
     """The nodes of each branch that computes a routed part."""
-    every = [branch for node in model.graph.all_nodes() for branch in branches_of(node)]
-    return [list(branch) for branch in every if not any(branches_of(node) for node in branch)]
+    # No branch holds another: in one inside another, ONNX Runtime packs no weights.
+    assert not [node for node in model.graph.all_nodes() if branches_of(node) and node.graph is not model.graph]
+    return [list(branch) for node in model.graph for branch in branches_of(node)]
 
 
 @pytest.mark.parametrize("target", WITHOUT)
@@ -74,10 +75,10 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
     check_dialect(graph, dialect, dtype)
     assert set(run_passes(graph, dialect, dtype).values()) <= {0}
     branches = branch_nodes(graph)
-    assert len(branches) == 3 * len(eager.spec.k_by_layer(SEQ))
+    assert len(branches) == 2 * len(eager.spec.k_by_layer(SEQ))
     assert not {node.op_type for nodes in branches for node in nodes} & gone
     running, names = RUNTIMES[target](graph), prefill_outputs(model.spec, SEQ)
-    (widths,) = {*narrow_slots(model.spec, SEQ, WINDOW).values()}
+    (narrow,) = {*narrow_slots(model.spec, SEQ, WINDOW).values()}
     compared, most = 0, set()
     for seed in range(TEXTS):
         ids_BS = torch.randint(0, 16, (2, SEQ), generator=torch.Generator().manual_seed(seed))
@@ -95,7 +96,7 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
         tolerance = 2e-5 if dtype == "float32" else 3e-2
         np.testing.assert_allclose(found["last_logits"], expected["last_logits"], rtol=tolerance, atol=tolerance)
     assert compared > TEXTS // 2
-    assert min(most) <= widths[0] < widths[1] < max(most)
+    assert min(most) <= narrow < max(most)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
