@@ -99,7 +99,7 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
     assert min(most) <= narrow < max(most)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_products_in_branches_are_rounded(dtype: DType) -> None:
     """As many in each branch as the layer has, and of the same stored weights."""
     spec = replace(GENERATING["predictor"], d_model=32, d_ff=32, d_head=8)
