@@ -15,7 +15,7 @@ from torch import Tensor
 from mod_models.cache import cache_layout, sites, slots_of_layer
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec, Site
-from mod_models.step import Prefill, Step, prefill_outputs, slots_of_step, step_inputs, step_outputs
+from mod_models.step import Prefill, Step, narrow_slots, prefill_outputs, slots_of_step, step_inputs, step_outputs
 from mod_models.transformer import Transformer
 
 META = torch.device("meta")
@@ -26,13 +26,15 @@ PART = re.compile(r"layers\.(\d+)\.(attention_norm|attention|mlp_norm|mlp|expert
 @dataclass(frozen=True, slots=True)
 class GraphSource:
     """What one graph is made of: a module in eval mode on the meta device, two sets of inputs of equal shapes, and the
-    names of inputs and outputs, in order. The graph must be the same for both sets.
+    names of inputs and outputs, in order. The graph must be the same for both sets. `conditions` says whether parts of
+    the module stand in conditions.
     """
 
     module: Transformer
     examples: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    conditions: bool
 
 
 class DecodingGraphs:
@@ -60,12 +62,13 @@ class DecodingGraphs:
     def prefill(self, rows: int, seq: int) -> GraphSource:
         """Prompts of up to `seq` tokens, and a cache for so many; see `Prefill` for inputs and outputs."""
         with META:
-            module = Prefill(self.spec, seq)
+            narrow = narrow_slots(self.spec, seq, self.window)
+            module = Prefill(self.spec, seq, narrow)
             full, short = (
                 (torch.zeros(rows, seq, dtype=torch.int64), torch.full((rows,), length)) for length in (seq, 1)
             )
         outputs = tuple(prefill_outputs(self.spec, seq))
-        return GraphSource(_on_meta(module), (full, short), ("input_ids", "lengths"), outputs)
+        return GraphSource(_on_meta(module), (full, short), ("input_ids", "lengths"), outputs, bool(narrow))
 
     def step(self, rows: int, length: int, slots: str = "all", *, skip: bool = True) -> GraphSource:
         """One token of each row on a cache of texts of up to `length` tokens; see `Step` for inputs and outputs.
@@ -84,7 +87,7 @@ class DecodingGraphs:
                 for position in (0, -1)
             )
         inputs, outputs = tuple(step_inputs(self.spec, length)), tuple(step_outputs(self.spec))
-        return GraphSource(_on_meta(module), (first, second), inputs, outputs)
+        return GraphSource(_on_meta(module), (first, second), inputs, outputs, skip and bool(self.sites))
 
     def kv_bytes(self, length: int) -> dict[int, int]:
         """Float32 bytes of one row's keys and values in each layer."""

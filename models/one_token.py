@@ -9,12 +9,12 @@ rows (B, G, E); the owner of the cache writes them into their slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mod_models.conditions import either
 from mod_models.experts import Experts
 from mod_models.layers import Attention
 from mod_models.routing import COMBINES, GATES
@@ -23,7 +23,6 @@ from mod_models.transformer import Block, RoutedBlock
 
 EVERY_TOKEN = 2**24
 """More tokens than any window has: asks for the slots of an expert as declared, not for those of a short row."""
-Branch = Callable[..., tuple[Tensor, ...]]
 
 
 class Past(NamedTuple):
@@ -205,18 +204,9 @@ def routed_one(
         return given[0].clone(), *nothing(given[0])
 
     given = (x_B1D, *angles, decision.ran_B, decision.g_B11, *(past or ()), *(() if count_BN is None else (count_BN,)))
-    new_B1D, *found = _either(decision.ran_B, run, skipped, given) if skip else run(*given)
+    new_B1D, *found = either(decision.ran_B, run, skipped, given) if skip else run(*given)
     n_rows = 0 if past is None else 2
     return Ran(new_B1D, tuple(found[:n_rows]), tuple(found[n_rows:]))
-
-
-def _either(ran_B: Tensor, run: Branch, skipped: Branch, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`run` where any row runs. A graph holds both branches (ONNX If); eagerly only one of them is ever called."""
-    any_row = ran_B.reshape(()) if len(ran_B) == 1 else ran_B.any()
-    if torch.compiler.is_compiling():
-        found: tuple[Tensor, ...] = torch.cond(any_row, run, skipped, given)
-        return found
-    return run(*given) if bool(any_row) else skipped(*given)
 
 
 def _part(block: RoutedBlock, part: str, given: tuple[Tensor, ...], *, has_past: bool) -> tuple[Tensor, ...]:

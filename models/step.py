@@ -24,11 +24,40 @@ def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
     return names + (["wanted"] if sites(spec) else [])
 
 
-class Prefill(Transformer):
-    """The model of a prompt bucket, by the spec of `generation_spec.for_generation`. Static, without a condition."""
+ROOM, MOST = 1.5, 0.75
+"""A routed layer first has room for so many times its share of the tokens of a short prompt, and at most for this share
+of them.
+"""
 
-    def __init__(self, spec: ModelSpec, max_len: int) -> None:
-        """`max_len` is that of the cache it fills, at least as long as the bucket.
+
+def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, int]:
+    """How many slots each routed layer computes of a prompt of `seq` tokens of which few run, if fewer than all.
+
+    A layer has the slots of a whole window (`spec` is from `for_generation` for this `window`), and in a short prompt
+    as many as tokens, of which few run: about as large a share as in the window. Layers with experts are left out.
+    """
+    in_window = spec.k_of_layer(window)
+    slots = {
+        layer: math.ceil(min(ROOM * in_window[layer] / window, MOST) * seq)
+        for layer in spec.routed_layers
+        if layer not in spec.expert_layers
+    }
+    return {layer: n for layer, n in slots.items() if n < spec.k_of_layer(seq)[layer]}
+
+
+class Prefill(Transformer):
+    """The model of a prompt bucket, by the spec of `generation_spec.for_generation`. Static; a routed part can stand in
+    a condition, which computes fewer slots where few tokens run.
+    """
+
+    def __init__(self, spec: ModelSpec, max_len: int, narrow: Mapping[int, int] | None = None) -> None:
+        """The model of prompts.
+
+        Args:
+            spec: from `generation_spec.for_generation`.
+            max_len: of the cache it fills, at least as long as the bucket.
+            narrow: routed layer -> a smaller number of slots that it may compute, see `RoutedBlock`; other layers
+                always compute all of theirs.
 
         Raises:
             GenerationError: not a spec from `for_generation`.
@@ -36,6 +65,10 @@ class Prefill(Transformer):
         check_generates(spec)
         super().__init__(spec, "last")
         self.slots = slots_of_layer(spec, max_len)
+        for layer, slots in (narrow or {}).items():
+            block = self.layers[layer]
+            assert isinstance(block, RoutedBlock)
+            block.narrow = slots
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
         """Reads a prompt in each row.

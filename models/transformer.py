@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mod_models.conditions import either
 from mod_models.experts import Experts
 from mod_models.fixed_capacity import select_chosen
 from mod_models.layers import Attention, GatedMlp, RMSNorm, rope_tables
@@ -94,11 +95,18 @@ class Chosen(NamedTuple):
 
 
 class RoutedBlock(Block):
-    """A Mixture-of-Depths block (Raposo et al., arXiv 2404.02258, equation 1): k of T tokens run."""
+    """A Mixture-of-Depths block (Raposo et al., arXiv 2404.02258, equation 1): k of T tokens run.
+
+    Attributes:
+        narrow: a smaller number of slots that is computed in place of all k where it holds every token that runs; 0:
+            always all. What the block means does not depend on it. Not for a block with experts, whose slots are
+            counted by how many tokens they are given.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, routing: RoutingSpec) -> None:
         super().__init__(spec, layer)
         self.routing = routing
+        self.narrow = 0
         self.router = ROUTERS[routing.router](spec, routing)
         self.mlp_router = ROUTERS[routing.router](spec, routing) if routing.parts == "separate" else None
         # Trained beside the model on the router's decisions. Top-k looks at future tokens, the predictor does not, so
@@ -131,7 +139,8 @@ class RoutedBlock(Block):
             return tokens.x_BTD
         chosen = self.choose(tokens, decisions, k, noise, part)
         inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
-        return tokens.put(chosen.row_N, self.run(inner, decisions, chosen, part))
+        run = self.run_few if 0 < self.narrow < k else self.run
+        return tokens.put(chosen.row_N, run(inner, decisions, chosen, part))
 
     def narrowed(self, tokens: Tokens, decisions: Decisions, k: int) -> tuple[Tokens, Tensor]:
         """The k tokens that stay, after this block, and their rows among the given ones: the others exit."""
@@ -185,6 +194,31 @@ class RoutedBlock(Block):
             deltas = None, self.transformed(inner, decisions)
         new_BKD = COMBINES[self.routing.combine](inner.x_BTD, *deltas, chosen.g_BK1)
         return torch.where(chosen.live_BK[..., None], new_BKD, inner.x_BTD)
+
+    def run_few(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tensor:
+        """`run` of the first `narrow` slots, where no others are live, or else of all."""
+
+        def of_first(
+            n: int, x_BKD: Tensor, live_BK: Tensor, g_BK1: Tensor, cos: Tensor, sin: Tensor
+        ) -> tuple[Tensor, ...]:
+            tokens = Tokens(x_BKD[:, :n], live_BK[:, :n], cos[..., :n, :], sin[..., :n, :], None, inner.seq)
+            own = Decisions()
+            own.keys_values = {}
+            new_BnD = self.run(tokens, own, chosen._replace(live_BK=live_BK[:, :n], g_BK1=g_BK1[:, :n]), part)
+            found = [torch.cat((new_BnD, x_BKD[:, n:]), 1)]
+            for part_BGnE in own.keys_values.get(self.layer, ()):
+                B, G, _, E = part_BGnE.shape
+                found.append(torch.cat((part_BGnE, part_BGnE.new_zeros(B, G, x_BKD.shape[1] - n, E)), 2))
+            return tuple(found)
+
+        given = (inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
+        # Live slots come first.
+        others_B, k = chosen.live_BK[:, self.narrow], chosen.live_BK.shape[1]
+        new_BKD, *cached = either(others_B, partial(of_first, k), partial(of_first, self.narrow), given)
+        if cached and decisions.keys_values is not None:
+            k_BGTE, v_BGTE = cached
+            decisions.keys_values[self.layer] = k_BGTE, v_BGTE
+        return new_BKD
 
 
 class Transformer(nn.Module):

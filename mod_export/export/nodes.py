@@ -186,6 +186,12 @@ def branches_of(node: ir.Node) -> list[ir.Graph]:
     return found
 
 
+def graph_around(node: ir.Node) -> ir.Graph:
+    """The graph that a node is in: the main graph, or a branch."""
+    assert isinstance(node.graph, ir.Graph)
+    return node.graph
+
+
 class Branches:
     """Which output of a branch is which output of its If. Valid as long as no If is changed.
 

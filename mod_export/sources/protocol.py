@@ -34,6 +34,10 @@ class GraphSource(Protocol):
     def outputs(self) -> tuple[str, ...]:
         """Names of what it returns, in order."""
 
+    @property
+    def conditions(self) -> bool:
+        """Whether parts of it stand in conditions on the data."""
+
 
 class ExportableModel(Protocol):
     """What export itself needs, beside one of `TokenIds` and `SampledInputs`, which say what the model reads. Routing

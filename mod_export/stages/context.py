@@ -69,6 +69,7 @@ class _Source:
     examples: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    conditions: bool = False
 
 
 def _forward_source(model: ExportableModel, graph: Graph) -> GraphSource:

@@ -148,8 +148,7 @@ def _portable(context: Context, graph: Graph) -> tuple[ir.Model, dict[str, int],
     """
     source = context.models.source(graph)
     # Conditions are captured with everything else where strict; otherwise each is compiled alone, which takes longer.
-    conditions = graph.role == "decode" and bool(context.models.generating(graph.model).sites)
-    found = captured(source.module, source.examples[0], graph.stem, strict=conditions)
+    found = captured(source.module, source.examples[0], graph.stem, strict=source.conditions)
     model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
     # Passes read the values of small buffers, such as a causal mask.
     _bind(context, model, graph)

@@ -139,7 +139,7 @@ def _is_proven(builder: EngineBuilder, graph: Graph) -> bool:
 def _attention_bytes(model: ir.Model) -> int:
     """Most memory that one attention of a graph needs where scores and probabilities are held in full, as float32."""
     sizes = [0]
-    for node in model.graph:
+    for node in model.graph.all_nodes():
         if node.op_type == "Attention" and node.inputs[0] is not None and node.inputs[0].shape is not None:
             sizes.append(2 * 4 * attention_sizes(node, "attention").scores)
     return max(sizes)
@@ -167,7 +167,7 @@ def _chosen_dialect(context: BuildContext, builder: EngineBuilder, model: ir.Mod
 def attention_shapes(model: ir.Model) -> set[AttentionShape]:
     """The shapes of the causal attentions of a graph that can be split into blocks."""
     shapes = set()
-    for node in model.graph:
+    for node in model.graph.all_nodes():
         if splittable_tokens(node) is not None:
             # Of the portable graph, where heads are a dimension.
             (B, H, T, E), (_, G, _, _) = (value.shape.numpy() for value in node.inputs[:2] if value and value.shape)

@@ -144,7 +144,7 @@ def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
     A model may compute in float64, such as the angles of positions; where it does not, a fresh export tells.
     """
     allowed = {ir.DataType.DOUBLE, ir.DataType.FLOAT, NARROW.get(dtype, ir.DataType.FLOAT)}
-    for node in model.graph:
+    for node in model.graph.all_nodes():
         made = {value.dtype for value in node.outputs if value.dtype is not None}
         if is_standard(node, "Cast"):
             made.add(ir.DataType(node.attributes.get_int("to", 0)))
@@ -158,8 +158,8 @@ def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
 
 
 def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
-    # A decode graph skips layers by conditions, in every dialect.
-    portable = replace(PORTABLE, branches=graph.role == "decode")
+    # Graphs that write text skip what need not run by conditions, in every dialect.
+    portable = replace(PORTABLE, branches=graph.role != "forward")
     dialect = portable if graph.target is None else ENGINES[graph.target].dialect
     try:
         check_dialect(model, dialect, graph.dtype)

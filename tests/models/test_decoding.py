@@ -17,7 +17,7 @@ from mod_models.generate import Session, generate_eager
 from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.spec import Site
 from mod_models.step import Step, slots_of_step
-from mod_models.transformer import Transformer
+from mod_models.transformer import RoutedBlock, Transformer
 
 FEW = (
     "dense", "trained by rank", "routed apart by predictors", "MLP routed", "compact positions",
@@ -28,11 +28,14 @@ each_kind = pytest.mark.parametrize("name", GENERATING)
 a_few_kinds = pytest.mark.parametrize("name", FEW)
 
 
-def assert_split(model: Transformer, ids_BS: Tensor, split: int, max_len: int) -> Session:
+def assert_split(model: Transformer, ids_BS: Tensor, split: int, max_len: int, narrow: int = 0) -> Session:
     """Reads `split` tokens at once and the others one at a time, next to the causal model on all of them."""
     whole = meaning(model, ids_BS)
     assert whole.margin > 1e-5, "a decision too close for two ways of computing it; use another seed"
     session = Session(model, max_len, len(ids_BS))
+    for block in session.prefill.layers:
+        if isinstance(block, RoutedBlock):
+            block.narrow = narrow
     found = [session.read(ids_BS[:, :split], torch.full((len(ids_BS),), split))]
     found += [session.write(ids_BS[:, t]) for t in range(split, ids_BS.shape[1])]
     error = (torch.stack(found, 1) - whole.logits_BSV[:, split - 1 :]).abs().max()

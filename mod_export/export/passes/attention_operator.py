@@ -20,6 +20,7 @@ from onnx.reference import ReferenceEvaluator
 from mod_export.export.nodes import (
     NodeWriter,
     constant_array,
+    graph_around,
     is_standard,
     label_of,
     made_by,
@@ -66,7 +67,7 @@ class AttentionOperator:
         for one in _written_out(model, known):
             # At once: the next one may read its result.
             count += 1
-            writer = NodeWriter(model.graph, one.node, "operator")
+            writer = NodeWriter(graph_around(one.node), one.node, "operator")
             keys = _turned(writer, one.keys)
             mask = writer.op("Not", one.mask.value) if one.mask and one.mask.hides else one.mask and one.mask.value
             writer.replace(
@@ -105,7 +106,7 @@ class _Attention(NamedTuple):
 
 
 def _written_out(model: ir.Model, known: Known) -> Iterator[_Attention]:
-    for node in model.graph if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
+    for node in model.graph.all_nodes() if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
         softmax = made_by(node.inputs[0], "Softmax") if is_standard(node, "MatMul") else None
         if softmax is None or only_reader(softmax.outputs[0]) is not node:
             continue
@@ -188,7 +189,7 @@ def _causal(model: ir.Model, known: Known) -> list[ir.Node]:
     """Attentions whose only mask is a constant that hides from each query exactly the keys behind it."""
     return [
         node
-        for node in model.graph
+        for node in model.graph.all_nodes()
         if is_standard(node, "Attention")
         and len(node.inputs) > MASK
         and not any(value is not None for value in node.inputs[MASK + 1 :])

@@ -9,6 +9,7 @@ the keys and values, E head width, F that of the values.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -19,6 +20,7 @@ from mod_export.errors import GraphError
 from mod_export.export.nodes import (
     NodeWriter,
     constant_array,
+    graph_around,
     is_standard,
     is_used,
     label_of,
@@ -30,6 +32,8 @@ from mod_export.types import Dialect, DType
 INT32, BOOL = ir.DataType.INT32, ir.DataType.BOOL
 MASK = 3
 """The number of the input that is a mask."""
+Masks = dict[tuple[int, int], ir.Value]
+"""(T, U) -> where the queries see the keys."""
 KNOWN_ATTRIBUTES = frozenset({"is_causal", "scale", "softcap", "qk_matmul_output_mode"})
 
 
@@ -54,9 +58,10 @@ class DecomposeAttention:
             GraphError: an Attention with a cache, a soft cap or another feature that this pass cannot rewrite.
         """
         found = [(node, _sizes(node)) for node in _unwanted(model, dialect, dtype)]
-        visible: dict[tuple[int, int], ir.Value] = {}
+        # What is made in one branch is not there in another.
+        visible: defaultdict[ir.Graph, Masks] = defaultdict(dict)
         for node, sizes in found:
-            _rewrite(model.graph, node, sizes, visible)
+            _rewrite(node, sizes, visible[graph_around(node)])
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -65,7 +70,7 @@ class DecomposeAttention:
 
 def _unwanted(model: ir.Model, dialect: Dialect, dtype: DType) -> list[ir.Node]:
     """Attention operators for which the dialect has no kernel: by dtype, by the widths of a head, or with two masks."""
-    found = [node for node in model.graph if is_standard(node, "Attention")]
+    found = [node for node in model.graph.all_nodes() if is_standard(node, "Attention")]
     if dtype not in dialect.attention_dtypes:
         return found
     assert dialect.attention_widths is not None  # Otherwise this pass does not apply.
@@ -122,12 +127,12 @@ def _sizes(node: ir.Node) -> _Sizes:
     return _Sizes(B, H, G, T, U, E, F)
 
 
-def _rewrite(graph: ir.Graph, node: ir.Node, sizes: _Sizes, visible: dict[tuple[int, int], ir.Value]) -> None:
+def _rewrite(node: ir.Node, sizes: _Sizes, visible: Masks) -> None:
     (B, H, G, T, U, E, F), (q, k, v) = sizes, node.inputs[:3]
     assert q is not None
     assert q.dtype is not None
     number = q.dtype.numpy()
-    writer = NodeWriter(graph, node, "decomposed")
+    writer = NodeWriter(graph_around(node), node, "decomposed")
     if _is_causal(node) and (T, U) not in visible:
         visible[T, U] = _causal(writer, T, U, q)
     bias, hidden = _bias(writer, node, sizes, visible.get((T, U)) if _is_causal(node) else None)

@@ -23,6 +23,7 @@ from onnxscript.rewriter import pattern
 from mod_export.export.nodes import (
     NodeWriter,
     constant_array,
+    graph_around,
     is_standard,
     label_of,
     made_by,
@@ -58,8 +59,7 @@ class RotaryEmbedding:
         found = list(_rotations(model))
         tables: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
         for node, x, raw in found:
-            graph = node.graph
-            assert isinstance(graph, ir.Graph)
+            graph = graph_around(node)
             writer = NodeWriter(graph, node, "rotary")
             # What is made in one branch is not there in another.
             tables |= {(graph, value): _table(writer, value, x) for value in raw if (graph, value) not in tables}
@@ -102,9 +102,7 @@ def _rotations(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, list[ir.Val
 
 
 def _of_halves(model: ir.Model, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    graph = node.graph
-    assert isinstance(graph, ir.Graph)
-    match = WRITTEN_OUT.match(model, graph, node, check_nodes_are_removable=False)
+    match = WRITTEN_OUT.match(model, graph_around(node), node, check_nodes_are_removable=False)
     if not match or node.attributes.get_int("axis", 0) not in (-1, 3):
         return None
     x, cos, sin = (match.bindings[name] for name in ("x", "cos", "sin"))
@@ -223,7 +221,7 @@ class FlatHeads:
         found = list(_attentions(model))
         for node, inputs, result in found:
             # Where the attention is, all its inputs are computed.
-            writer = NodeWriter(model.graph, node, "flat")
+            writer = NodeWriter(graph_around(node), node, "flat")
             attributes = {name: value.value for name, value in node.attributes.items()}
             attributes |= {"q_num_heads": inputs[0].heads, "kv_num_heads": inputs[1].heads}
             widths = [require_static_shape(value, node)[-1] for value in node.inputs[:3]]
@@ -238,7 +236,7 @@ class FlatHeads:
 
 def _attentions(model: ir.Model) -> Iterator[tuple[ir.Node, list[Heads], tuple[ir.Node, ir.Node]]]:
     """(attention, its query, key and value, `_result` of what it returns)."""
-    for node in model.graph:
+    for node in model.graph.all_nodes():
         if not is_standard(node, "Attention") or any(value is not None for value in node.inputs[3:]):
             continue
         inputs, result = [heads_of(value) for value in node.inputs[:3]], _result(node.outputs[0])

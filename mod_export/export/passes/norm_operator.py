@@ -21,6 +21,7 @@ import onnx_ir as ir
 from mod_export.export.nodes import (
     NodeWriter,
     constant_array,
+    graph_around,
     is_standard,
     label_of,
     made_by,
@@ -49,7 +50,7 @@ class NormOperator:
         for one in _written_out(model):
             # At once: the next one may read its result.
             count += 1
-            writer, y = NodeWriter(model.graph, one.nodes[0], "operator"), one.nodes[0].outputs[0]
+            writer, y = NodeWriter(graph_around(one.nodes[0]), one.nodes[0], "operator"), one.nodes[0].outputs[0]
             D = (static_shape(one.x) or (0,))[-1]
             scale = writer.constant(np.ones(D, np.float32)) if one.weight is None else one.weight
             name = "LayerNormalization" if one.centred else "RMSNormalization"
@@ -77,7 +78,7 @@ class _Norm(NamedTuple):
 
 
 def _written_out(model: ir.Model) -> Iterator[_Norm]:
-    for node in model.graph if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
+    for node in model.graph.all_nodes() if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
         for over, root in _quotient(node):
             one = _norm(node, over, root)
             if one is not None:

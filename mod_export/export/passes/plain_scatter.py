@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mod_export.errors import LimitError
-from mod_export.export.nodes import NodeWriter, constant_array, is_standard, label_of, static_shape
+from mod_export.export.nodes import NodeWriter, constant_array, graph_around, is_standard, label_of, static_shape
 from mod_export.types import Dialect, DType
 
 ARITHMETIC = {"add": "Add", "mul": "Mul", "max": "Max", "min": "Min"}
@@ -58,7 +58,7 @@ class PlainScatter:
                     "back with index_put(accumulate=False) at the positions of one top-k, or build another target"
                 )
         for node in reducing:
-            _rewrite(model.graph, node)
+            _rewrite(node)
         return len(reducing)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -66,16 +66,16 @@ class PlainScatter:
 
 
 def _reducing(model: ir.Model) -> list[ir.Node]:
-    return [node for node in model.graph if is_standard(node, *GATHERS) and _reduction(node) != "none"]
+    return [node for node in model.graph.all_nodes() if is_standard(node, *GATHERS) and _reduction(node) != "none"]
 
 
 def _reduction(scatter: ir.Node) -> str:
     return scatter.attributes.get_string("reduction", "none")
 
 
-def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
+def _rewrite(node: ir.Node) -> None:
     data, indices, updates = node.inputs[:3]
-    writer = NodeWriter(graph, node, "plain")
+    writer = NodeWriter(graph_around(node), node, "plain")
     axis = {name: value.value for name, value in node.attributes.items() if name == "axis"}
     old = writer.op(GATHERS[node.op_type], data, indices, **axis)
     node.replace_input_with(2, writer.op(ARITHMETIC[_reduction(node)], old, updates))

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
 
-from mod_export.export.nodes import NodeWriter, is_standard, label_of, made_by, static_shape
+from mod_export.export.nodes import NodeWriter, graph_around, is_standard, label_of, made_by, static_shape
 from mod_export.types import Dialect, DType
 
 MICROSOFT = "com.microsoft"
@@ -74,8 +74,7 @@ class StoredWeights:
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         found = _float_products(model)
         for node, x, weight, _ in found:
-            assert isinstance(node.graph, ir.Graph)
-            writer = NodeWriter(node.graph, node, "stored")
+            writer = NodeWriter(graph_around(node), node, "stored")
             writer.replace(writer.op("FusedMatMul", x, weight, domain=MICROSOFT, like=node.outputs[0], transB=1))
             model.opset_imports[MICROSOFT] = 1
         return len(found)

@@ -14,7 +14,6 @@ Shape legend: K the summed dimension, N columns of the result, V rows of a table
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -24,6 +23,7 @@ from onnx_ir.passes import common
 
 from mod_export.export.nodes import (
     NodeWriter,
+    graph_around,
     is_standard,
     label_of,
     made_by,
@@ -110,11 +110,9 @@ def _side_by_side(found: Sequence[_Found]) -> list[tuple[list[Product], Form]]:
     """The products, in blocks those of the same rows in one group: queries, keys and values, or gate and up. As one
     product they round the rows once, and threads wait for each other once.
     """
-    uses = Counter(product.weight for product, _ in found)
     groups: dict[object, tuple[list[Product], Form]] = {}
     for product, form in found:
-        alone = form not in BITS or uses[product.weight] > 1 or len(product.weight.uses()) > 1
-        key = (product.node,) if alone else (product.x, product.node.graph, form)
+        key = (product.x, product.node.graph, form) if form in BITS else product.node
         groups.setdefault(key, ([], form))[0].append(product)
     return list(groups.values())
 
@@ -158,8 +156,7 @@ def _multiply_blocks(graph: ir.Graph, products: Sequence[Product], form: Form) -
     """One product in the place of the first of them."""
     first, K = products[0], products[0].sizes[1]
     columns = [product.sizes[0] for product in products]
-    assert isinstance(first.node.graph, ir.Graph)
-    writer = NodeWriter(first.node.graph, first.node, form)
+    writer = NodeWriter(graph_around(first.node), first.node, form)
     # Level 4 allows the kernel to round activations to 8 bits, block by block; other levels are many times slower.
     attributes = {"K": K, "N": sum(columns), "bits": BITS[form], "block_size": BLOCK, "accuracy_level": 4}
     name = BELOW.join(str(product.weight.name) for product in products)

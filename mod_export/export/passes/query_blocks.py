@@ -8,6 +8,7 @@ Shape legend: B batch, H query heads, G key/value heads, T tokens, E head width,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import ClassVar
@@ -15,9 +16,19 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from mod_export.export.nodes import NodeWriter, is_standard, label_of, late_zero, require_static_shape, static_shape
+from mod_export.export.nodes import (
+    NodeWriter,
+    graph_around,
+    is_standard,
+    label_of,
+    late_zero,
+    require_static_shape,
+    static_shape,
+)
 from mod_export.types import Dialect, DType
 
+Masks = dict[tuple[int, int], ir.Value]
+"""(T, e) -> the mask of the block that ends at key e."""
 SHARED_MASK_BYTES = 2**24
 """Masks up to this size are constants that all layers share. Larger ones are computed in each layer and freed again."""
 
@@ -32,9 +43,10 @@ class QueryBlocks:
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         found = _unsplit(model, dialect)
-        shared: dict[tuple[int, int], ir.Value] = {}
+        # What is made in one branch is not there in another.
+        shared: defaultdict[ir.Graph, Masks] = defaultdict(dict)
         for node, block in found:
-            _split(model.graph, node, block, shared)
+            _split(node, block, shared[graph_around(node)])
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -60,16 +72,16 @@ def splittable_tokens(node: ir.Node) -> int | None:
 def _unsplit(model: ir.Model, dialect: Dialect) -> list[tuple[ir.Node, int]]:
     """(node, queries of a block) of every Attention that has to be split."""
     block_of = dict(dialect.query_blocks)
-    tokens = [(node, splittable_tokens(node)) for node in model.graph]
+    tokens = [(node, splittable_tokens(node)) for node in model.graph.all_nodes()]
     return [(node, block_of[T]) for node, T in tokens if T is not None and block_of.get(T, T) < T]
 
 
-def _split(graph: ir.Graph, node: ir.Node, block: int, shared: dict[tuple[int, int], ir.Value]) -> None:
+def _split(node: ir.Node, block: int, shared: Masks) -> None:
     q, k, v = node.inputs[:3]
     T = require_static_shape(q, node)[-2]
     assert q is not None
     assert q.dtype is not None
-    writer = NodeWriter(graph, node, "blocks")
+    writer = NodeWriter(graph_around(node), node, "blocks")
     kept = {name: value.value for name, value in node.attributes.items() if name != "is_causal"}
     large = T * (T + block) // 2 * q.dtype.itemsize > SHARED_MASK_BYTES
     masks = {} if large else shared

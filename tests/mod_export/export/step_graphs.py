@@ -24,19 +24,31 @@ def step_graph(name: str, rows: int = 1, slots: str = "all", *, skip: bool = Tru
 
 def step_graph_of(spec: ModelSpec, rows: int = 1, slots: str = "all", *, skip: bool = True) -> ir.Model:
     """The same of a spec."""
-    return ir.from_proto(_proto(spec, rows, slots, skip))
+    return ir.from_proto(_step(spec, rows, slots, skip))
 
 
-def prefill_graph(name: str) -> ir.Model:
-    """The portable graph that reads a prompt of up to `WINDOW` tokens."""
-    return ir.from_proto(_proto(GENERATING[name], 0, "", False))
+def prefill_graph(name: str, seq: int = WINDOW, rows: int = 1) -> ir.Model:
+    """The portable graph that reads prompts of up to `seq` tokens."""
+    return prefill_graph_of(GENERATING[name], seq, rows)
+
+
+def prefill_graph_of(spec: ModelSpec, seq: int = WINDOW, rows: int = 1) -> ir.Model:
+    """The same of a spec."""
+    return ir.from_proto(_prefill(spec, seq, rows))
 
 
 @functools.cache
-def _proto(spec: ModelSpec, rows: int, slots: str, skip: bool) -> onnx.ModelProto:
-    graphs = DecodingGraphs(spec, WINDOW)
-    source: GraphSource = graphs.step(rows, WINDOW, slots, skip=skip) if rows else graphs.prefill(1, WINDOW)
-    program = captured(source.module, source.examples[0], "step")
+def _step(spec: ModelSpec, rows: int, slots: str, skip: bool) -> onnx.ModelProto:
+    return _proto(spec, DecodingGraphs(spec, WINDOW).step(rows, WINDOW, slots, skip=skip))
+
+
+@functools.cache
+def _prefill(spec: ModelSpec, seq: int, rows: int) -> onnx.ModelProto:
+    return _proto(spec, DecodingGraphs(spec, WINDOW).prefill(rows, seq))
+
+
+def _proto(spec: ModelSpec, source: GraphSource) -> onnx.ModelProto:
+    program = captured(source.module, source.examples[0], "text", strict=source.conditions)
     model = onnx_from_captured(program, state_of(source.module), source.inputs, source.outputs)
     run_passes(model, PORTABLE, "float32")
     state = state_of(lively_checkpoint(spec, 1).module())

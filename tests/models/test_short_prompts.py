@@ -1,0 +1,124 @@
+"""Prompts of which few tokens run: a routed layer computes few slots, and everything means the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from generating import GENERATING, WINDOW, generating_model, texts
+from test_decoding import assert_split
+from torch import Tensor
+
+from mod_models.decoding import DecodingGraphs
+from mod_models.generation_spec import for_generation
+from mod_models.routing import Decisions
+from mod_models.spec import ModelSpec, RoutingSpec
+from mod_models.step import Prefill, narrow_slots, prefill_outputs
+from mod_models.transformer import RoutedBlock, Transformer
+
+KINDS = (
+    "predictor", "routed apart by predictors", "attention routed", "MLP routed", "compact positions", "FFN gated",
+    "everybody may", "biases",
+)  # fmt: skip
+"""Of GENERATING: each part of a block with a decision of its own, and each form of positions and weights."""
+NARROW = 3
+
+
+def prefill_of(model: Transformer, narrow: int) -> Prefill:
+    with torch.device("meta"):
+        prefill = Prefill(model.spec, WINDOW, dict.fromkeys(model.spec.routed_layers, narrow))
+    return prefill.sharing(model)
+
+
+def read(prefill: Prefill, ids_BS: Tensor, lengths_B: Tensor) -> tuple[tuple[Tensor, ...], Decisions]:
+    decisions = Decisions()
+    with torch.no_grad():
+        return prefill.read(ids_BS, lengths_B, decisions), decisions
+
+
+def slots_in_use(output: str, decisions: Decisions, value: Tensor) -> Tensor:
+    """1 where a slot of keys or values holds a token: others hold any numbers."""
+    part, _, layer = output.rpartition("_")
+    sites = [
+        site
+        for site in (layer, f"{layer}.attention")
+        if part in ("keys", "values") and site in map(str, decisions.made)
+    ]
+    if not sites:
+        return torch.ones_like(value)
+    live_BK = next(one.live_BK for site, one in decisions.made.items() if str(site) == sites[0])
+    return torch.nn.functional.pad(live_BK, (0, value.shape[2] - live_BK.shape[1]))[:, None, :, None]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of every length, one alone and three together, of which the one that runs most decides for all."""
+    model, ids_BS = generating_model(name), texts(3)
+    few, every = prefill_of(model, NARROW), prefill_of(model, 0)
+    computed: list[int] = []
+    run = RoutedBlock.run
+    monkeypatch.setattr(
+        RoutedBlock,
+        "run",
+        lambda self, inner, *rest: (computed.append(inner.x_BTD.shape[1]), run(self, inner, *rest))[1],
+    )
+    widths = set()
+    for length in range(1, WINDOW + 1):
+        for rows in (1, 3):
+            lengths_B = torch.tensor([length, max(1, length - 4), max(1, length // 2)][:rows])
+            computed.clear()
+            found, decisions = read(few, ids_BS[:rows, :length], lengths_B)
+            slots = [(int(one.live_BK.sum(1).max()), one.live_BK.shape[1]) for one in decisions.made.values()]
+            assert computed == [NARROW if ran <= NARROW < k else k for ran, k in slots]
+            widths |= {NARROW if ran <= NARROW < k else "all" for ran, k in slots if k > NARROW}
+            expected, others = read(every, ids_BS[:rows, :length], lengths_B)
+            assert list(decisions.made) == list(others.made)
+            for (_, one), other in zip(decisions.made.items(), others.made.values(), strict=True):
+                assert torch.equal(one.position_BK, other.position_BK)
+                assert torch.equal(one.live_BK, other.live_BK)
+            for output, one, other in zip(prefill_outputs(few.spec, WINDOW), found, expected, strict=True):
+                used = slots_in_use(output, decisions, one)
+                torch.testing.assert_close(one * used, other * used, rtol=0, atol=1e-9)
+    assert widths == {NARROW, "all"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_split_of_a_text_gives_the_same(name: str) -> None:
+    """Rows of one prompt run different numbers of tokens."""
+    for split in range(1, WINDOW + 1):
+        assert_split(generating_model(name), texts(2), split, WINDOW, NARROW)
+
+
+def windows(capacity: float | tuple[float, ...], window: int = 1024, **routing: object) -> ModelSpec:
+    """Three layers, two of which are routed, by the spec of a window."""
+    sizes = {"vocab_size": 16, "d_model": 8, "n_layers": 3, "n_heads": 2, "n_kv_heads": 1, "d_head": 4, "d_ff": 12}
+    declared = RoutingSpec(layers=(0, 2), capacity=capacity, selection="threshold", **routing)  # type: ignore[arg-type]
+    return for_generation(ModelSpec(**sizes, max_positions=1024, routing=declared), window)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "seq", "slots"),
+    [
+        (0.125, 32, 6), (0.125, 128, 24), (0.125, 256, 48), (0.125, 512, 96), (0.125, 1024, 0), (0.25, 128, 48),
+        (0.5, 128, 96), (1.0, 128, 96),
+    ],
+)  # fmt: skip
+def test_slots_of_a_short_prompt(capacity: float, seq: int, slots: int) -> None:
+    """Half as many again as its share of the prompt, and at most three quarters of the prompt."""
+    assert narrow_slots(windows(capacity), seq, 1024) == ({0: slots, 2: slots} if slots else {})
+
+
+def test_each_layer_by_its_own_capacity() -> None:
+    assert narrow_slots(windows((0.125, 0.25)), 300, 1024) == {0: 57, 2: 113}
+
+
+def test_layers_with_experts_compute_all_of_their_slots() -> None:
+    spec = for_generation(GENERATING["experts in routed MLPs"], WINDOW)
+    assert spec.routed_layers == (0, 2)
+    assert spec.expert_layers == (1, 2)
+    assert list(narrow_slots(spec, 6, WINDOW)) == [0]
+
+
+@pytest.mark.parametrize(("name", "seq"), [("predictor", 6), ("dense", 6), ("predictor", WINDOW)])
+def test_a_source_says_whether_it_has_conditions(name: str, seq: int) -> None:
+    source = DecodingGraphs(GENERATING[name], WINDOW).prefill(1, seq)
+    assert source.conditions == (name == "predictor" and seq < WINDOW)
