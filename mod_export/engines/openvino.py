@@ -176,7 +176,16 @@ class OpenVino(EngineBuilder):
     extra = "openvino"
     suffix = ".blob"
     binds = True
-    dialect = Dialect(name="OpenVINO", max_opset=23, branches=True)
+    dialect = Dialect(
+        name="OpenVINO",
+        max_opset=23,
+        branches=True,
+        attention_dtypes=frozenset(),
+        query_block=128,
+        late_masks=True,
+        grouped_rows=True,
+        one_type_norms=True,
+    )
 
     def _installed(self) -> Availability:
         about = f"openvino {package_version('openvino')}"

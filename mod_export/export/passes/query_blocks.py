@@ -19,7 +19,9 @@ from mod_export.export.nodes import NodeWriter, is_standard, label_of, late_zero
 from mod_export.types import Dialect, DType
 
 SHARED_MASK_BYTES = 2**24
-"""Masks up to this size are constants that all layers share. Larger ones are computed in each layer and freed again."""
+"""Masks up to this size are shared by all layers. Larger ones are computed in each layer and freed again."""
+LEAVES_A_KEY = "leaves every query a key"
+"""In `meta` of a mask: nothing has to be done about queries that see no key."""
 
 
 class QueryBlocks:
@@ -34,7 +36,7 @@ class QueryBlocks:
         found = _unsplit(model, dialect)
         shared: dict[tuple[int, int], ir.Value] = {}
         for node, block in found:
-            _split(model.graph, node, block, shared)
+            _split(model.graph, node, block, shared, late=dialect.late_masks)
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -64,7 +66,7 @@ def _unsplit(model: ir.Model, dialect: Dialect) -> list[tuple[ir.Node, int]]:
     return [(node, block_of[T]) for node, T in tokens if T is not None and block_of.get(T, T) < T]
 
 
-def _split(graph: ir.Graph, node: ir.Node, block: int, shared: dict[tuple[int, int], ir.Value]) -> None:
+def _split(graph: ir.Graph, node: ir.Node, block: int, shared: dict[tuple[int, int], ir.Value], *, late: bool) -> None:
     q, k, v = node.inputs[:3]
     T = require_static_shape(q, node)[-2]
     assert q is not None
@@ -79,10 +81,11 @@ def _split(graph: ir.Graph, node: ir.Node, block: int, shared: dict[tuple[int, i
         queries = _cut(writer, q, start, end, axis=-2)
         keys, values = (_cut(writer, value, 0, end, axis=-2) for value in (k, v))
         if (T, end) not in masks:
-            band = _band(writer, q, T, block, hide=large) if band is None else band
+            band = _band(writer, q, T, block, hide=late or large) if band is None else band
             # The last rows of the band, shifted until its triangle ends where the block's keys end.
             rows = _cut(writer, band, block - (end - start), block, axis=0)
             masks[T, end] = _cut(writer, rows, T - end, T, axis=1)
+            masks[T, end].meta[LEAVES_A_KEY] = True
         parts.append(writer.op("Attention", queries, keys, values, masks[T, end], **kept))
     writer.replace(writer.op("Concat", *parts, axis=-2))
 
@@ -91,7 +94,7 @@ def _band(writer: NodeWriter, q: ir.Value, T: int, block: int, *, hide: bool) ->
     """What is added to the scores, (b, T): 0 where key <= T - b + query, else minus infinity.
 
     A comparison of two short ranges, which a runtime computes once while loading. With `hide` the ranges depend on the
-    data: then the result is computed when it is needed, and neither kept nor shared between layers.
+    data: then the result is computed when it is needed, and not kept.
     """
     assert q.dtype is not None
     query, key = np.arange(T - block, T)[:, None], np.arange(T)[None, :]
