@@ -61,7 +61,8 @@ class CastFloats:
     only changes its dtype. Infinite constants stay infinite.
 
     Operators keep their own precision attributes: RMSNormalization has `stash_type` 1 (float32) from the exporter, but
-    in dialects with `one_type_norms`, and Attention gets no `softmax_precision`, which TensorRT's parser refuses and whose kernels sum in float32 anyway.
+    in dialects with `one_type_norms`, and Attention gets no `softmax_precision`, which TensorRT's parser refuses and
+    whose kernels sum in float32 anyway.
     """
 
     name: ClassVar[str] = "cast_floats"

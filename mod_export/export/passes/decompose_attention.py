@@ -42,9 +42,9 @@ class DecomposeAttention:
 
     The queries are scaled before the product, as they expect. Grouped queries get an axis of their own, along which
     keys and values are broadcast without a copy; in dialects with `grouped_rows` they become more rows, (B, G, R * T,
-    E), because OpenVINO's fusion takes four dimensions, and masks repeat their rows. The causal mask compares two short ranges at run time: a stored
-    mask of T * U would be larger than the weights. All attentions over the same lengths share the comparison. A query
-    that a mask hides from every key gives zeros, as it does in the operator.
+    E), because OpenVINO's fusion takes four dimensions, and masks repeat their rows. The causal mask compares two short
+    ranges at run time: a stored mask of T * U would be larger than the weights. All attentions over the same lengths
+    share the comparison. A query that a mask hides from every key gives zeros, as it does in the operator.
     """
 
     name: ClassVar[str] = "decompose_attention"
@@ -170,9 +170,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node, sizes: _Sizes, shared: _Shared) -> 
     writer.replace(y if G == H else writer.op("Reshape", y, [B, H, T, F]))
 
 
-def _bias(
-    writer: NodeWriter, node: ir.Node, sizes: _Sizes, shared: _Shared
-) -> tuple[ir.Value | None, ir.Value | None]:
+def _bias(writer: NodeWriter, node: ir.Node, sizes: _Sizes, shared: _Shared) -> tuple[ir.Value | None, ir.Value | None]:
     """What a mask adds to the scores, in a shape that broadcasts to theirs; and the queries that it hides from every
     key, bool (..., 1), to which nothing is added.
     """
@@ -189,12 +187,15 @@ def _bias(
     if _is_causal(node):
         causal = _grouped(writer, shared.visible[sizes.T, sizes.U], sizes, shared)
         mask = writer.op("Where", causal, mask, never)
-    elif given.meta.get(LEAVES_A_KEY):
-        return mask, None
-    elif fixed is not None and (fixed if fixed.dtype == bool else fixed > -math.inf).any(-1).all():
+    elif given.meta.get(LEAVES_A_KEY) or (fixed is not None and _leaves_a_key(fixed)):
         return mask, None
     hidden = writer.op("Equal", writer.op("ReduceMax", mask, [-1], keepdims=1), never)
     return writer.op("Where", hidden, zero, mask), hidden
+
+
+def _leaves_a_key(mask: np.ndarray) -> bool:
+    """Whether every query sees a key."""
+    return bool((mask if mask.dtype == bool else mask > -math.inf).any(-1).all())
 
 
 def _grouped(writer: NodeWriter, mask: ir.Value, sizes: _Sizes, shared: _Shared) -> ir.Value:
