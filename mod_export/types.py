@@ -152,6 +152,11 @@ class Dialect:
         branches: whether If is supported, a condition around nodes of fixed shapes.
         cache_update: whether a step updates its cache itself, with TensorScatter.
         query_blocks: (T, b) for every number of tokens T whose causal attention is computed in blocks of b queries.
+        query_block: b of all of them, where it need not be measured.
+        late_masks: whether masks are computed when the graph runs: an engine would store them as constants.
+        grouped_rows: whether queries that share keys are multiplied as rows of one matrix.
+        one_type_norms: whether RMSNormalization computes in float32 whatever its `stash_type`, and is one kernel only
+            where that is the type of its input.
         cached_attention: whether com.microsoft::GroupQueryAttention attends to a cache and writes it in place.
         apart: whether what is computed for one token must depend on no other row and on no later token, as it must
             where text is written.
@@ -171,6 +176,10 @@ class Dialect:
     branches: bool = False
     cache_update: bool = False
     query_blocks: tuple[tuple[int, int], ...] = ()
+    query_block: int | None = None
+    late_masks: bool = False
+    grouped_rows: bool = False
+    one_type_norms: bool = False
     cached_attention: bool = False
     apart: bool = False
 

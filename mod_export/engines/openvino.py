@@ -5,6 +5,9 @@ What is exported refers to weights by their place in the weights file (CACHE_MOD
 buckets share one file on disk. It runs on the version of OpenVINO and on the instruction sets that it was made for, and
 nowhere else: OpenVINO checks that itself.
 
+Attention is written out in blocks of queries, with the queries that share keys as rows of one matrix, because OpenVINO
+makes one kernel of that, which copies no keys and computes little that the mask hides (docs/LOG.md).
+
 The types of the graph decide what is computed in bfloat16, so that routers stay in float32: a processor with bfloat16
 keeps them where no precision is asked for. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds
 the scores of routers too, and selects other tokens half as often again (docs/LOG.md).
@@ -176,7 +179,16 @@ class OpenVino(EngineBuilder):
     extra = "openvino"
     suffix = ".blob"
     binds = True
-    dialect = Dialect(name="OpenVINO", max_opset=23, branches=True)
+    dialect = Dialect(
+        name="OpenVINO",
+        max_opset=23,
+        branches=True,
+        attention_dtypes=frozenset(),
+        query_block=128,
+        late_masks=True,
+        grouped_rows=True,
+        one_type_norms=True,
+    )
 
     def _installed(self) -> Availability:
         about = f"openvino {package_version('openvino')}"

@@ -149,6 +149,10 @@ def _chosen_dialect(context: BuildContext, builder: EngineBuilder, model: ir.Mod
     """The dialect of a target for a portable graph: with the blocks that its attentions are computed in, where blocks
     help.
     """
+    fixed = builder.dialect.query_block
+    if fixed is not None:
+        tokens = {shape.tokens for shape in attention_shapes(model)}
+        return replace(builder.dialect, query_blocks=tuple((T, fixed) for T in sorted(tokens) if fixed < T))
     if not builder.dialect.whole_scores:
         return builder.dialect
     option = context.config.target.ort_cpu.query_block

@@ -60,8 +60,9 @@ class CastFloats:
     nodes use stay float32. An initializer keeps its name, and one without data (a weight that is bound to a file later)
     only changes its dtype. Infinite constants stay infinite.
 
-    Operators keep their own precision attributes: RMSNormalization has `stash_type` 1 (float32) from the exporter, and
-    Attention gets no `softmax_precision`, which TensorRT's parser refuses and whose kernels sum in float32 anyway.
+    Operators keep their own precision attributes: RMSNormalization has `stash_type` 1 (float32) from the exporter, but
+    in dialects with `one_type_norms`, and Attention gets no `softmax_precision`, which TensorRT's parser refuses and
+    whose kernels sum in float32 anyway.
     """
 
     name: ClassVar[str] = "cast_floats"
@@ -86,6 +87,10 @@ class CastFloats:
             if value.dtype == FLOAT and is_cache(value.name):
                 value.dtype = narrow
         count = _cast_nodes(graph, island, narrow, ChainMap())
+        if dialect.one_type_norms:
+            for node in graph.all_nodes():
+                if is_standard(node, "RMSNormalization") and _is_last(node) and node.outputs[0].dtype == narrow:
+                    node.attributes["stash_type"] = ir.AttrInt64("stash_type", int(narrow))
         for i in outputs:
             _cast_output(graph, i, narrow if is_cache(graph.outputs[i].name) else FLOAT)
         return count
@@ -113,6 +118,13 @@ class CastFloats:
                 if [value.dtype for value in branch.outputs] != [value.dtype for value in node.outputs]:
                     problems.append(f"{label_of(node)} returns other types than its branch {branch.name}")
         return problems
+
+
+def _is_last(norm: ir.Node) -> bool:
+    """Whether a norm is over the last dimension alone, with weights that are constants."""
+    x, weight = norm.inputs
+    rank = 0 if x is None or x.shape is None else len(x.shape)
+    return norm.attributes.get_int("axis", -1) in (-1, rank - 1) and weight is not None and weight.is_initializer()
 
 
 def _is_float(value: ir.Value | None) -> bool:

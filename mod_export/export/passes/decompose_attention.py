@@ -1,6 +1,8 @@
 """Attention in primitive operators, where a target has no kernel for the single operator.
 
-TensorRT takes the ONNX Attention operator only where it has a dedicated kernel, and it has none for float32.
+TensorRT takes the ONNX Attention operator only where it has a dedicated kernel, and it has none for float32. OpenVINO
+copies keys and values for every query head that shares them, and turns the copies, before its kernel for attention;
+written out as it is here, the same kernel reads them as they are.
 
 Shape legend: B batch, H query heads, G key/value heads (H a multiple of G, R = H / G), T tokens of the queries, U of
 the keys and values, E head width, F that of the values.
@@ -26,7 +28,9 @@ from mod_export.export.nodes import (
     label_of,
     late_zero,
     require_static_shape,
+    static_shape,
 )
+from mod_export.export.passes.query_blocks import LEAVES_A_KEY
 from mod_export.types import Dialect, DType
 
 INT32, BOOL = ir.DataType.INT32, ir.DataType.BOOL
@@ -38,12 +42,13 @@ KNOWN_ATTRIBUTES = frozenset({"is_causal", "scale", "softcap", "qk_matmul_output
 
 
 class DecomposeAttention:
-    """Replaces Attention by MatMul, mask, Softmax, MatMul, the order that TensorRT's fusion looks for.
+    """Replaces Attention by MatMul, mask, Softmax, MatMul, the order that fusions of TensorRT and OpenVINO look for.
 
-    The queries are scaled before the product, as that fusion expects. Grouped queries get an axis of their own, along
-    which keys and values are broadcast without a copy. The causal mask compares two short ranges at run time: a stored
-    mask of T * U would be larger than the weights. All attentions over the same lengths share the comparison. A query
-    that a mask hides from every key gives zeros, as it does in the operator.
+    The queries are scaled before the product, as they expect. Grouped queries get an axis of their own, along which
+    keys and values are broadcast without a copy; in dialects with `grouped_rows` they become more rows, (B, G, R * T,
+    E), because OpenVINO's fusion takes four dimensions, and masks repeat their rows. The causal mask compares two short
+    ranges at run time: a stored mask of T * U would be larger than the weights. All attentions over the same lengths
+    share the comparison. A query that a mask hides from every key gives zeros, as it does in the operator.
     """
 
     name: ClassVar[str] = "decompose_attention"
@@ -59,9 +64,9 @@ class DecomposeAttention:
         """
         found = [(node, _sizes(node)) for node in _unwanted(model, dialect, dtype)]
         # What is made in one branch is not there in another.
-        visible: defaultdict[ir.Graph, Masks] = defaultdict(dict)
+        shared: defaultdict[ir.Graph, _Shared] = defaultdict(lambda: _Shared({}, {}, dialect.grouped_rows))
         for node, sizes in found:
-            _rewrite(node, sizes, visible[graph_around(node)])
+            _rewrite(node, sizes, shared[graph_around(node)])
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -127,18 +132,34 @@ def _sizes(node: ir.Node) -> _Sizes:
     return _Sizes(B, H, G, T, U, E, F)
 
 
-def _rewrite(node: ir.Node, sizes: _Sizes, visible: Masks) -> None:
-    (B, H, G, T, U, E, F), (q, k, v) = sizes, node.inputs[:3]
+class _Shared(NamedTuple):
+    """What several attentions of one graph use.
+
+    Attributes:
+        visible: (T, U) -> bool (T, U), whether a query sees a key.
+        rows: (mask, R, T) -> it with the rows of the R heads that share keys one after the other.
+        grouped_rows: of the dialect.
+    """
+
+    visible: Masks
+    rows: dict[tuple[ir.Value, int, int], ir.Value]
+    grouped_rows: bool
+
+
+def _rewrite(node: ir.Node, sizes: _Sizes, shared: _Shared) -> None:
+    (B, H, G, T, U, E, F), (q, k, v), visible = sizes, node.inputs[:3], shared.visible
     assert q is not None
     assert q.dtype is not None
     number = q.dtype.numpy()
     writer = NodeWriter(graph_around(node), node, "decomposed")
     if _is_causal(node) and (T, U) not in visible:
         visible[T, U] = _causal(writer, T, U, q)
-    bias, hidden = _bias(writer, node, sizes, visible.get((T, U)) if _is_causal(node) else None)
+    bias, hidden = _bias(writer, node, sizes, shared)
     q = writer.op("Mul", q, np.array(node.attributes.get_float("scale", 1 / math.sqrt(E)), number))
     k = writer.op("Transpose", k, perm=[0, 1, 3, 2])
-    if G != H:
+    if G != H and shared.grouped_rows:
+        q = writer.op("Reshape", q, [B, G, H // G * T, E])
+    elif G != H:
         q = writer.op("Reshape", q, [B, G, H // G, T, E])
         k = writer.op("Reshape", k, [B, G, 1, E, U])
         v = writer.op("Reshape", v, [B, G, 1, U, F])
@@ -146,39 +167,60 @@ def _rewrite(node: ir.Node, sizes: _Sizes, visible: Masks) -> None:
     if bias is not None:
         weight = writer.op("Add", weight, bias)
     elif _is_causal(node):
-        weight = writer.op("Where", visible[T, U], weight, np.array(-math.inf, number))
+        seen = _grouped(writer, visible[T, U], sizes, shared)
+        weight = writer.op("Where", seen, weight, np.array(-math.inf, number))
     y = writer.op("MatMul", writer.op("Softmax", weight, axis=-1), v)
     if hidden is not None:
         y = writer.op("Where", hidden, np.array(0, number), y)
     writer.replace(y if G == H else writer.op("Reshape", y, [B, H, T, F]))
 
 
-def _bias(
-    writer: NodeWriter, node: ir.Node, sizes: _Sizes, causal: ir.Value | None
-) -> tuple[ir.Value | None, ir.Value | None]:
-    """What a mask adds to the scores, broadcast to (B, H, T, U), or to (B, G, R, T, U) where heads share keys; and the
-    queries that it hides from every key, bool (..., T, 1), to which nothing is added.
+def _bias(writer: NodeWriter, node: ir.Node, sizes: _Sizes, shared: _Shared) -> tuple[ir.Value | None, ir.Value | None]:
+    """What a mask adds to the scores, in a shape that broadcasts to theirs; and the queries that it hides from every
+    key, bool (..., 1), to which nothing is added.
     """
-    mask, q = _mask(node), node.inputs[0]
-    if mask is None:
+    given, q = _mask(node), node.inputs[0]
+    if given is None:
         return None, None
     assert q is not None
     assert q.dtype is not None
     zero, never = (np.array(number, q.dtype.numpy()) for number in (0, -math.inf))
-    H, G = sizes.H, sizes.G
-    shape = require_static_shape(mask, node)
-    if G != H:
-        b, h, t, u = (1,) * (4 - len(shape)) + shape
-        mask = writer.op("Reshape", mask, [b, *((1, 1) if h == 1 else (G, H // G)), t, u])
-    fixed = constant_array(_mask(node))
+    mask = _grouped(writer, given, sizes, shared)
+    fixed = constant_array(given)
     if mask.dtype == BOOL:
         mask = writer.op("Where", mask, zero, never)
-    if causal is not None:
+    if _is_causal(node):
+        causal = _grouped(writer, shared.visible[sizes.T, sizes.U], sizes, shared)
         mask = writer.op("Where", causal, mask, never)
-    elif fixed is not None and (fixed if fixed.dtype == bool else fixed > -math.inf).any(-1).all():
+    elif given.meta.get(LEAVES_A_KEY) or (fixed is not None and _leaves_a_key(fixed)):
         return mask, None
     hidden = writer.op("Equal", writer.op("ReduceMax", mask, [-1], keepdims=1), never)
     return writer.op("Where", hidden, zero, mask), hidden
+
+
+def _leaves_a_key(mask: np.ndarray) -> bool:
+    """Whether every query sees a key."""
+    return bool((mask if mask.dtype == bool else mask > -math.inf).any(-1).all())
+
+
+def _grouped(writer: NodeWriter, mask: ir.Value, sizes: _Sizes, shared: _Shared) -> ir.Value:
+    """A mask, broadcast to (B, H, T, U), as one that is broadcast to the scores: those have an axis of groups where
+    heads share keys, (B, G, R, T, U), or R times as many rows, (B, G, R * T, U).
+    """
+    G, R = sizes.G, sizes.H // sizes.G
+    shape = static_shape(mask)
+    assert shape is not None
+    b, h, t, u = (1,) * (4 - len(shape)) + shape
+    if R == 1 or (len(shape) == 2 and not shared.grouped_rows):
+        return mask
+    if not shared.grouped_rows:
+        return writer.op("Reshape", mask, [b, *((1, 1) if h == 1 else (G, R)), t, u])
+    key = (mask, R, sizes.T)
+    if key not in shared.rows:
+        heads = R if h == 1 else G * R
+        whole = writer.op("Expand", writer.op("Reshape", mask, [b, h, t, u]), [b, heads, sizes.T, u])
+        shared.rows[key] = writer.op("Reshape", whole, [b, heads // R, R * sizes.T, u])
+    return shared.rows[key]
 
 
 def _causal(writer: NodeWriter, T: int, U: int, q: ir.Value) -> ir.Value:

@@ -30,7 +30,9 @@ from mod_export.types import Dialect, DType
 Masks = dict[tuple[int, int], ir.Value]
 """(T, e) -> the mask of the block that ends at key e."""
 SHARED_MASK_BYTES = 2**24
-"""Masks up to this size are constants that all layers share. Larger ones are computed in each layer and freed again."""
+"""Masks up to this size are shared by all layers. Larger ones are computed in each layer and freed again."""
+LEAVES_A_KEY = "leaves every query a key"
+"""In `meta` of a mask: nothing has to be done about queries that see no key."""
 
 
 class QueryBlocks:
@@ -46,7 +48,7 @@ class QueryBlocks:
         # What is made in one branch is not there in another.
         shared: defaultdict[ir.Graph, Masks] = defaultdict(dict)
         for node, block in found:
-            _split(node, block, shared[graph_around(node)])
+            _split(node, block, shared[graph_around(node)], late=dialect.late_masks)
         return len(found)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -76,7 +78,7 @@ def _unsplit(model: ir.Model, dialect: Dialect) -> list[tuple[ir.Node, int]]:
     return [(node, block_of[T]) for node, T in tokens if T is not None and block_of.get(T, T) < T]
 
 
-def _split(node: ir.Node, block: int, shared: Masks) -> None:
+def _split(node: ir.Node, block: int, shared: Masks, *, late: bool) -> None:
     q, k, v = node.inputs[:3]
     T = require_static_shape(q, node)[-2]
     assert q is not None
@@ -91,10 +93,11 @@ def _split(node: ir.Node, block: int, shared: Masks) -> None:
         queries = _cut(writer, q, start, end, axis=-2)
         keys, values = (_cut(writer, value, 0, end, axis=-2) for value in (k, v))
         if (T, end) not in masks:
-            band = _band(writer, q, T, block, hide=large) if band is None else band
+            band = _band(writer, q, T, block, hide=late or large) if band is None else band
             # The last rows of the band, shifted until its triangle ends where the block's keys end.
             rows = _cut(writer, band, block - (end - start), block, axis=0)
             masks[T, end] = _cut(writer, rows, T - end, T, axis=1)
+            masks[T, end].meta[LEAVES_A_KEY] = True
         parts.append(writer.op("Attention", queries, keys, values, masks[T, end], **kept))
     writer.replace(writer.op("Concat", *parts, axis=-2))
 
@@ -103,7 +106,7 @@ def _band(writer: NodeWriter, q: ir.Value, T: int, block: int, *, hide: bool) ->
     """What is added to the scores, (b, T): 0 where key <= T - b + query, else minus infinity.
 
     A comparison of two short ranges, which a runtime computes once while loading. With `hide` the ranges depend on the
-    data: then the result is computed when it is needed, and neither kept nor shared between layers.
+    data: then the result is computed when it is needed, and not kept.
     """
     assert q.dtype is not None
     query, key = np.arange(T - block, T)[:, None], np.arange(T)[None, :]

@@ -206,8 +206,28 @@ def test_products_are_bfloat16_and_what_selects_is_float32(narrow_root: Path, ro
         ran = precisions(runner)
     assert {("FullyConnected", "bf16"), ("FullyConnected", "f32"), ("TopK", "f32")} <= ran
     assert ("TopK", "bf16") not in ran
+    # Norms are one kernel each, which computes in float32 inside.
+    assert ("RMS", "bf16") in ran
+    assert ("RMS", "f32") not in ran
     assert 1e-4 < np.abs(found["logits"] - wanted["logits"]).max() < 0.1 * np.abs(wanted["logits"]).max()
     assert found["logits"].dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_bfloat16)])
+def test_attention_is_one_kernel_that_reads_shared_keys_as_they_are(dtype: DType, tmp_path: Path) -> None:
+    """For each block of queries; and no engine stores their masks."""
+    dense = Bucket(1, 256)
+    (tmp_path / "engines").mkdir()
+    dialect = replace(OpenVino.dialect, query_blocks=((256, 128),))
+    job = write_graph(tmp_path, replace(make_spec().dense(), max_positions=256), dense, dialect, dtype)
+    engine = replace(engine_of(dtype), model="dense", bucket=dense)
+    OpenVino().build(job, Variant(dtype=dtype), tmp_path / engine.path, CONFIG)
+    with OpenVino().load(tmp_path, engine, CONFIG, 1) as runner:
+        ran = {operator for operator, _ in precisions(runner)}
+    # Not one of the operators that attention is written in, nor copies of keys.
+    assert "Subgraph" in ran
+    assert not {"MatMul", "Softmax", "Tile"} & ran
+    assert (tmp_path / engine.path).stat().st_size < 2 * 256 * 256 * 4
 
 
 @with_bfloat16

@@ -1,5 +1,6 @@
 """A 16-bit graph routes by float32 scores, returns float32, and is as close as its dtype allows, in branches too."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -246,6 +247,26 @@ def test_masks_keep_their_meaning(dtype: str) -> None:
     low, floor = (model.graph.initializers[name].const_value.numpy() for name in ("low", "floor"))
     assert low == -np.inf
     assert floor == ml_dtypes.finfo(floor.dtype).min
+
+
+def test_norms_of_one_type_where_the_dialect_computes_them_in_float32_anyway() -> None:
+    """Only over the last dimension with constant weights, which is what such kernels are for."""
+
+    def stashes(*, one_type: bool) -> list[int]:
+        model = parsed(
+            """g (float[2,3,4] x, float[4] given) => (float[2,3,4] a, float[2,3,4] b, float[2,3,4] c, float[2,3,4] d)
+            <float[4] w = {1,2,3,4}, float[3,4] m = {1,2,3,4,5,6,7,8,9,10,11,12}> {
+                a = RMSNormalization (x, w)
+                b = RMSNormalization <axis = 2, stash_type = 1> (x, w)
+                c = RMSNormalization <axis = 1> (x, m)
+                d = RMSNormalization (x, given)
+            }"""
+        )
+        CastFloats().run(model, replace(TENSORRT, one_type_norms=one_type), "bfloat16")
+        return [node.attributes.get_int("stash_type", 1) for node in model.graph if node.op_type == "RMSNormalization"]
+
+    assert stashes(one_type=False) == [1, 1, 1, 1]
+    assert stashes(one_type=True) == [16, 16, 1, 1]
 
 
 def test_constants_inside_the_graph_are_cast_too() -> None:

@@ -9,8 +9,14 @@ import pytest
 from small_graphs import TENSORRT, attention, feeds, make_spec, op_types, parsed, portable_graph, random_feeds, run
 
 from mod_export.errors import GraphError
+from mod_export.export.passes import run_passes
 from mod_export.export.passes.decompose_attention import DecomposeAttention
-from mod_export.types import FLOAT_DTYPES
+from mod_export.types import FLOAT_DTYPES, Dialect
+
+GROUPED = Dialect(
+    name="a target that takes rows of groups", max_opset=23, attention_dtypes=frozenset(), grouped_rows=True,
+    late_masks=True, query_blocks=((16, 6),),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -24,14 +30,17 @@ from mod_export.types import FLOAT_DTYPES
     ],
     ids=["gqa", "gqa, not causal", "mha", "mqa", "one"],
 )
-def test_gives_the_same_numbers(sizes: tuple[int, int, int, int, int], attributes: str) -> None:
+@pytest.mark.parametrize("dialect", [TENSORRT, GROUPED], ids=["groups", "rows"])
+def test_gives_the_same_numbers(sizes: tuple[int, int, int, int, int], attributes: str, dialect: Dialect) -> None:
     model = attention(*sizes, attributes)
     feeds = random_feeds(model)
     before = run(model, feeds)[0]
-    assert DecomposeAttention().ensures(model, TENSORRT, "float32") == ["Attention is still one Attention"]
-    assert DecomposeAttention().run(model, TENSORRT, "float32") == 1
-    assert DecomposeAttention().ensures(model, TENSORRT, "float32") == []
+    assert DecomposeAttention().ensures(model, dialect, "float32") == ["Attention is still one Attention"]
+    assert DecomposeAttention().run(model, dialect, "float32") == 1
+    assert DecomposeAttention().ensures(model, dialect, "float32") == []
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
+    ranks = {len(value.shape) for node in model.graph for value in node.outputs if value.shape is not None}
+    assert (5 in ranks) is (dialect is TENSORRT and sizes[1] != sizes[2])
 
 
 def masked(mask: str, attributes: str = "is_causal = 0", heads: int = 2, more: str = "") -> ir.Model:
@@ -42,12 +51,13 @@ def masked(mask: str, attributes: str = "is_causal = 0", heads: int = 2, more: s
     )
 
 
+@pytest.mark.parametrize("dialect", [TENSORRT, GROUPED], ids=["groups", "rows"])
 @pytest.mark.parametrize("heads", [2, 1])
 @pytest.mark.parametrize("attributes", ["is_causal = 0", "is_causal = 1, scale = 0.4"])
 @pytest.mark.parametrize(
     "mask", ["bool[3,5] m", "bool[2,1,3,5] m", "bool[2,3,5] m", "float[2,2,3,5] m", "float[1,1,3,5] m", "float[3,5] m"]
 )
-def test_a_mask_hides_the_same_keys(mask: str, attributes: str, heads: int) -> None:
+def test_a_mask_hides_the_same_keys(mask: str, attributes: str, heads: int, dialect: Dialect) -> None:
     model = masked(mask, attributes, heads)
     feeds = random_feeds(model)
     feeds["m"] = feeds["m"] > 0 if mask.startswith("bool") else feeds["m"]
@@ -55,8 +65,19 @@ def test_a_mask_hides_the_same_keys(mask: str, attributes: str, heads: int) -> N
     feeds["m"][..., 1, :] = False if mask.startswith("bool") else -np.inf
     before = run(model, feeds)[0]
     assert (before[..., 1, :] == 0).all()
-    assert DecomposeAttention().run(model, TENSORRT, "float32") == 1
+    assert DecomposeAttention().run(model, dialect, "float32") == 1
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dialect", [TENSORRT, GROUPED], ids=["groups", "rows"])
+@pytest.mark.parametrize("shape", [(1, 5), (2, 1, 1, 5), (2, 2, 1, 5)])
+def test_one_row_of_a_mask_is_for_all_queries(shape: tuple[int, ...], dialect: Dialect) -> None:
+    """Which ONNX Runtime's Attention does not take."""
+    narrow, whole = (masked(f"float{[*shape[:-2], rows, 5]} m", heads=1) for rows in (1, 3))
+    feeds = random_feeds(narrow)
+    wanted = run(whole, {**feeds, "m": np.repeat(feeds["m"], 3, axis=-2)})[0]
+    assert DecomposeAttention().run(narrow, dialect, "float32") == 1
+    np.testing.assert_allclose(run(narrow, feeds)[0], wanted, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(("hidden", "guarded"), [("0", True), ("1", False)])
@@ -95,6 +116,20 @@ def test_blocks_of_one_length_share_one_comparison_and_store_no_square_mask() ->
     dense = portable_graph(make_spec().dense())
     assert DecomposeAttention().run(dense, TENSORRT, "float32") == 2
     assert op_types(dense).count("GreaterOrEqual") == 1
+
+
+def test_blocks_of_queries_share_masks_that_no_engine_can_store() -> None:
+    """In rows of groups: each mask is made once, and known to leave every query a key."""
+    model = portable_graph(make_spec().dense())
+    before = run(model, feeds())
+    applied = run_passes(model, GROUPED, "float32")
+    assert (applied["query_blocks"], applied["decompose_attention"]) == (2, 2 * 3)
+    types = op_types(model)
+    # The masks of the three blocks of both layers.
+    assert (types.count("Less"), types.count("Where"), types.count("Expand")) == (1, 1, 3)
+    assert not {"Equal", "ReduceMax", "Attention"} & set(types)
+    for found, expected in zip(run(model, feeds()), before, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 def test_applies_where_the_dialect_has_no_kernel() -> None:

@@ -74,6 +74,12 @@ def test_layers_of_one_length_share_their_masks() -> None:
     assert all(np.prod(shape, dtype=int) <= 16 for shape in stored)
 
 
+def test_late_masks_are_shared_and_depend_on_the_data() -> None:
+    model = portable_graph(make_spec().dense())
+    assert QueryBlocks().run(model, replace(blocks(T16=4), late_masks=True), "float32") == 2
+    assert (op_types(model).count("Where"), op_types(model).count("Less")) == (1, 1)
+
+
 def test_only_the_lengths_that_are_named() -> None:
     model = portable_graph(make_spec())
     assert run_passes(model, blocks(T16=8), "float32")["query_blocks"] == 1
