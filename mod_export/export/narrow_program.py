@@ -5,8 +5,9 @@ float32, the residual stream too: a compiler that fuses it with the casts reads 
 those stay in float32 that lead to a selection, because scores that are rounded select other tokens.
 
 A weight that nothing but such products and embeddings read is stored in 16 bits. Any other operand is cast where it is
-multiplied. No value between products changes its type, so nothing else of the program has to be looked at. Products in
-the branches of conditions stay in float32.
+multiplied; a mask that is added to scores stays within the range of the 16 bits, because a row of nothing but minus
+infinity has no softmax. No value between products changes its type, so nothing else of the program has to be looked at.
+Products in the branches of conditions stay in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from mod_export.export.program_nodes import add_node
+from mod_export.errors import LimitError
+from mod_export.export.program_nodes import add_node, argument_of
 from mod_export.export.routing_sites import Marked, with_graph
 from mod_export.marker import MARKER
 from mod_export.types import DType
@@ -51,6 +53,9 @@ MOST_SCORES = 256
 def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
     """A copy of a program with the markers of its routing sites, whose products are in `dtype`. Its inputs and outputs,
     and the names of its weights, are the same.
+
+    Raises:
+        LimitError: a weight beyond the range of `dtype`.
     """
     wanted = NARROW[dtype]
     module = copy.deepcopy(program.graph_module)
@@ -69,7 +74,7 @@ def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
     for node in stored:
         name = weights[node.name]
         node.meta["val"] = node.meta["val"].to(wanted)
-        state[name] = torch.nn.Parameter(state[name].detach().to(wanted), requires_grad=False)
+        state[name] = torch.nn.Parameter(_narrow_weight(name, state[name].detach(), wanted), requires_grad=False)
     _infer_views(graph, stored)
     for node in graph.nodes:
         if node.target in TABLES and not _is_float32(node.args[0]):
@@ -77,12 +82,32 @@ def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
     casts: dict[fx.Node, fx.Node] = {}
     for node in products:
         with graph.inserting_before(node):
+            _limit_mask(graph, node, wanted)
             cast = _cast_by(graph, casts, wanted)
             node.args = fx.map_arg(node.args, cast)
             node.kwargs = fx.map_arg(node.kwargs, cast)
         _computed(graph, node)
     module.recompile()
     return with_graph(program, module, state)
+
+
+def _narrow_weight(name: str, tensor: Tensor, wanted: torch.dtype) -> Tensor:
+    narrow = tensor.to(wanted)
+    lost = tensor.isfinite() & ~narrow.isfinite()
+    if not tensor.is_meta and bool(lost.any()):
+        kind, largest = str(wanted).removeprefix("torch."), torch.finfo(wanted).max
+        raise LimitError(
+            f"{name}: contains {tensor[lost][0].item():g}, beyond the largest {kind} number {largest:g}; build this "
+            "model in bfloat16 or float32"
+        )
+    return narrow
+
+
+def _limit_mask(graph: fx.Graph, node: fx.Node, wanted: torch.dtype) -> None:
+    mask = argument_of(node, "attn_mask")
+    if isinstance(mask, fx.Node) and _is_float32(mask):
+        limits = torch.finfo(wanted)
+        node.replace_input_with(mask, add_node(graph, node, aten.clamp.default, mask, limits.min, limits.max))
 
 
 def _is_float32(node: Any) -> bool:

@@ -12,6 +12,7 @@ from small_graphs import make_model, make_spec
 from torch import nn
 
 import mod_export
+from mod_export.errors import LimitError
 from mod_export.export.capture import captured, exported
 from mod_export.export.narrow_program import NARROW, PRODUCTS, narrowed
 from mod_export.types import Bucket, DType
@@ -117,6 +118,40 @@ def test_weights_are_narrow_where_nothing_but_narrow_products_reads_them() -> No
     (found,) = (captured(module, (ids, lengths), "odd", dtype="bfloat16").program.module()(ids, lengths)[0],)
     wanted = module(ids, lengths)
     assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+class Masked(nn.Module):
+    """Attention with an added mask, whose first row hides everything as programs write it: the least float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        x_B1SD = self.table(ids_BS)[:, None]
+        mask_SS = torch.zeros(16, 16).masked_fill(torch.ones(16, 16).tril(-1) == 0, torch.finfo(torch.float32).min)
+        return nn.functional.scaled_dot_product_attention(x_B1SD, x_B1SD, x_B1SD, attn_mask=mask_SS)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_row_that_is_masked_whole_stays_finite(dtype: DType) -> None:
+    module, (_, lengths) = Masked(), bucket_example(Masked(), BUCKET, 16)
+    ids = torch.randint(0, 40, (2, 16))
+    (found,) = captured(module, (ids, lengths), "masked", dtype=dtype).program.module()(ids, lengths)
+    wanted = module(ids, lengths)
+    assert found.isfinite().all()
+    assert (found - wanted)[:, :, 1:].abs().max() < 0.05 * wanted.abs().max()
+
+
+def test_a_weight_beyond_the_range_is_refused() -> None:
+    module = make_model(make_spec())
+    with torch.no_grad():
+        module.layers[0].mlp.up_proj.weight[2, 3] = -7e4  # type: ignore[union-attr, index, operator]
+    program = exported(module, bucket_example(module, BUCKET, 16), "test")
+    message = r"^layers\.0\.mlp\.up_proj\.weight: contains -70000, beyond the largest float16 number 65504; build this"
+    with pytest.raises(LimitError, match=message):
+        narrowed(program, "float16")
+    narrowed(program, "bfloat16")
 
 
 @pytest.mark.parametrize(
