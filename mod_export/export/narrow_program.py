@@ -13,7 +13,7 @@ Products in the branches of conditions stay in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -62,13 +62,13 @@ def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
     graph, state = module.graph, dict(program.state_dict)
     for node in [one for one in graph.nodes if one.target is aten._assert_tensor_metadata.default]:
         graph.erase_node(node)
-    deciding = _deciding(graph)
-    products = [one for one in graph.nodes if one.target in PRODUCTS and one not in deciding and _is_float32(one)]
     weights = {
         spec.arg.name: str(spec.target)
         for spec in program.graph_signature.input_specs
         if spec.kind is InputKind.PARAMETER
     }
+    deciding = _deciding(graph, weights)
+    products = [one for one in graph.nodes if one.target in PRODUCTS and one not in deciding and _is_float32(one)]
     readers = {*products, *(one for one in graph.nodes if one.target in TABLES)}
     stored = [one for one in graph.nodes if one.name in weights and _is_float32(one) and _only_read_by(one, readers)]
     for node in stored:
@@ -115,8 +115,16 @@ def _is_float32(node: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.float32
 
 
-def _deciding(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that lead to a selection and to nothing else, and the products of few numbers next above its scores."""
+def _read_by(product: fx.Node) -> set[fx.Node]:
+    """Operands, before a cast."""
+    return {one.all_input_nodes[0] if one.target is aten.to.dtype else one for one in product.all_input_nodes}
+
+
+def _deciding(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
+    """The nodes that lead to a selection and to nothing else, and the products of few numbers next above its scores.
+
+    `weights` are the names of the placeholders that hold some.
+    """
     found: set[fx.Node] = set()
     above = [Marked(*node.args).scores for node in graph.nodes if node.target is MARKER]
     seen: set[fx.Node] = set()
@@ -129,6 +137,9 @@ def _deciding(graph: fx.Graph) -> set[fx.Node]:
             above += node.all_input_nodes
         elif node.meta["val"].shape[-1] <= MOST_SCORES:
             found.add(node)
+    # A router that is asked again, for a gate, gives the same numbers.
+    routers = {one for node in found for one in _read_by(node) if one.name in weights}
+    found |= {node for node in graph.nodes if node.target in PRODUCTS and not routers.isdisjoint(_read_by(node))}
     for node in reversed(graph.nodes):
         if node.users and all(user in found or user.target is MARKER for user in node.users):
             found.add(node)
