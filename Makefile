@@ -10,7 +10,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors study retrofit real figures test test-slice test-all check docs clean
+.PHONY: install demo-install demo bench faults floors study retrofit real gpu figures test test-slice test-all check docs clean
 
 install: .venv/dev
 
@@ -45,6 +45,10 @@ study: .venv/bench
 # Needs a dense checkpoint, which `mod-export convert` writes, and downloads nothing. `make retrofit ARGS="--help"`.
 retrofit: .venv/bench
 	$(BIN)/python tests/retrofit/run_retrofit.py $(ARGS)
+
+# Everything that a machine with an NVIDIA GPU can show, in less than eight minutes; goes on where it was stopped.
+gpu: .venv/demo
+	$(BIN)/python tests/gpu/run_gpu.py $(ARGS)
 
 # A trained model in a GGUF file next to transformers; downloads nothing. `make real MODEL=FILE.gguf TEXT=english.txt`.
 real: install

@@ -94,8 +94,20 @@ class OrtCudaOptions(_Section):
 class InductorOptions(_Section):
     """torch.compile, packaged ahead of time by AOTInductor for this machine's CPU."""
 
-    dtypes: Names[Literal["float32"]] = ("float32",)
-    """float32 is the only one."""
+    dtypes: Names[Literal["float32", "bfloat16"]] = ("float32",)
+    """One package each. bfloat16 is for processors with instructions for it."""
+
+
+class InductorCudaOptions(_Section):
+    """torch.compile, packaged ahead of time by AOTInductor for this machine's NVIDIA GPU."""
+
+    dtypes: Names[FloatDType] = ("bfloat16", "float32")
+    """One package each. In 16 bits matrix products and attention are; what stands between them, and routers, are
+    float32."""
+    device: Annotated[int, Field(ge=0)] = 0
+    """Number of the CUDA device."""
+    cuda_graph: bool = True
+    """Whether a run is recorded once as a CUDA graph and then replayed."""
 
 
 class TensorRTOptions(_Section):
@@ -127,6 +139,7 @@ class TargetOptions(_Section):
     openvino: OpenVinoOptions = OpenVinoOptions()
     ort_cuda: OrtCudaOptions = OrtCudaOptions()
     inductor: InductorOptions = InductorOptions()
+    inductor_cuda: InductorCudaOptions = InductorCudaOptions()
     tensorrt: TensorRTOptions = TensorRTOptions()
     tensorrt_rtx: TensorRTRTXOptions = TensorRTRTXOptions()
 

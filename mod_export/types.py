@@ -141,6 +141,7 @@ class Dialect:
         name: as in messages.
         max_opset: highest ai.onnx opset that the target's parser supports.
         topk_limit: largest K of a TopK, or None.
+        topk_saving: positions of an axis that a TopK in groups must spare to pay, or None where it never does.
         scatter_reduction: whether ScatterND and ScatterElements may reduce.
         whole_scores: whether attention holds all its (B, H, T, T) scores in this machine's memory at once.
         attention_dtypes: dtypes in which the ONNX Attention operator is supported; others get primitive operators.
@@ -165,6 +166,7 @@ class Dialect:
     name: str
     max_opset: int
     topk_limit: int | None = None
+    topk_saving: int | None = None
     whole_scores: bool = False
     scatter_reduction: bool = True
     attention_dtypes: frozenset[DType] = frozenset(DTYPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mod_export.engines.inductor import Inductor
+from mod_export.engines.inductor_cuda import InductorCuda
 from mod_export.engines.openvino import OpenVino
 from mod_export.engines.ort import OrtCpu, OrtCuda
 from mod_export.engines.protocol import EngineBuilder
@@ -11,5 +12,6 @@ from mod_export.engines.trt import TensorRT, TensorRTRTX
 __all__ = ["ENGINES"]
 
 ENGINES: dict[str, EngineBuilder] = {
-    engine.name: engine for engine in (OrtCpu(), OpenVino(), OrtCuda(), Inductor(), TensorRT(), TensorRTRTX())
+    engine.name: engine
+    for engine in (OrtCpu(), OpenVino(), OrtCuda(), Inductor(), InductorCuda(), TensorRT(), TensorRTRTX())
 }

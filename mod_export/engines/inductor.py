@@ -1,7 +1,8 @@
-"""torch.compile, packaged ahead of time by AOTInductor: native code for this machine's CPU, without weights.
+"""torch.compile, packaged ahead of time by AOTInductor: native code for this machine, without weights.
 
 A package contains code only. It gets its weights when it is loaded, so all buckets share one weights file on disk and,
-memory-mapped, in memory. The code includes the C++ source that it was compiled from, one call after the other without
+memory-mapped, in memory. In 16 bits matrix products are, and the weights that they read; the rest of the weights come
+from the float32 file. The code includes the C++ source that it was compiled from, one call after the other without
 branches: the i-th call that the profiler sees is the i-th call of the source, which says what weights it reads.
 """
 
@@ -33,6 +34,8 @@ CALL = re.compile(r"^\s*(?:AOTI_TORCH_ERROR_CODE_CHECK\()?(aoti_torch_cpu_\w+|cp
 CONSTANT = re.compile(r'constants_info_\[(\d+)\]\.(?:name|original_fqn) = "([^"]*)";')
 KERNEL = re.compile(r"(?:^|_)(aoti_torch_cpu_\w+|cpp_fused_\w+)$")
 
+NO_COMPILER = "no C++ compiler; install g++ to build, running needs none"
+
 Call = tuple[str, tuple[str, ...]]
 
 
@@ -40,14 +43,15 @@ class InductorRunner(EngineRunner):
     """A loaded package. Its metadata has the shapes of its inputs and the names of its outputs."""
 
     def __init__(
-        self, package: Any, metadata: Mapping[str, str], weights: Mapping[str, torch.Tensor], where: str, threads: int
-    ):
+        self, package: Any, metadata: Mapping[str, str], weights: Mapping[str, torch.Tensor], where: str, threads: int,
+        provider: str = "AOTInductor CPU",
+    ):  # fmt: skip
         import torch
 
         ports = json.loads(metadata["inputs"])
         inputs = {name: Port(tuple(shape), np.dtype(dtype)) for name, (dtype, shape) in ports.items()}
         outputs = metadata["outputs"].split(",")
-        super().__init__(where, inputs, outputs, ["AOTInductor CPU"], threads or torch.get_num_threads())
+        super().__init__(where, inputs, outputs, [provider], threads or torch.get_num_threads())
         self._package = package
         names = package.get_constant_fqns()
         missing = [name for name in names if name not in weights]
@@ -71,49 +75,32 @@ class InductorRunner(EngineRunner):
         del self._package
 
 
-class Inductor(EngineBuilder):
-    """AOTInductor for the CPU it is built on."""
+class AotInductor(EngineBuilder):
+    """What packages for the processor and for a GPU have in common."""
 
-    name = "inductor"
     packages = ("torch",)
     extra = "build"
     dialect = Dialect(name="AOTInductor", max_opset=0)
     suffix = ".pt2"
     from_onnx = False
 
-    def _installed(self) -> Availability:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            compiler = get_cpp_compiler()
-        except (InvalidCxxCompiler, OSError):
-            return Availability(
-                builds=False, runs=True, reason="no C++ compiler; install g++ to build, running needs none"
-            )
-        return Availability(builds=True, runs=True, reason=f"torch {package_version('torch')}, {compiler}")
-
-    def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        return [Variant(dtype=dtype) for dtype in config.target.inductor.dtypes]
-
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
         import torch
         from torch._inductor import exc
 
-        program = job.program()
+        program = self._placed(job.program(variant.dtype), config)
         outputs = [*job.graph.results, *(routed_output(site) for site, k in job.graph.k_by_layer.items() if k)]
         metadata = {
             "inputs": json.dumps(job.graph.inputs),
             "outputs": ",".join(outputs),
+            "weights": json.dumps({name: str(one.dtype) for name, one in _held(program).items()}),
             "cpu": ",".join(sorted(cpu_features())),
+            **self._machine(config),
         }
         options = {
             "aot_inductor.package_constants_in_so": False,
             "aot_inductor.metadata": metadata,
-            # Otherwise the kernels are compiled for the number of threads that this process happens to have.
-            "cpp.dynamic_threads": True,
-            # Marks every kernel for the profiler; without a profiler, a mark costs a fraction of a microsecond.
-            "cpp.enable_kernel_profile": True,
+            **self._compiler_options(),
         }
         _forget_sources(program)
         try:
@@ -126,15 +113,30 @@ class Inductor(EngineBuilder):
         except (exc.InductorError, exc.CppCompileError, RuntimeError) as error:
             raise EngineError(f"{destination.name}: AOTInductor failed: {str(error).splitlines()[0]}") from error
 
-    def load(
-        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
-    ) -> InductorRunner:
-        import torch
-        from safetensors.torch import load_file
+    def _placed(self, program: torch.export.ExportedProgram, config: BuildConfig) -> torch.export.ExportedProgram:
+        """The program on the device that it is compiled for."""
+        return program
 
-        assert engine.weights is not None
+    def _machine(self, config: BuildConfig) -> Mapping[str, str]:
+        """What the package says of the device it is for."""
+        return {}
+
+    def _compiler_options(self) -> Mapping[str, bool]:
+        return {}
+
+    def opened(
+        self, root: Path, engine: Engine, weights: OptionalArrays, device: str, **options: Any
+    ) -> tuple[Any, dict[str, str], dict[str, torch.Tensor]]:
+        """A package, its metadata, and its weights on a device.
+
+        Raises:
+            TargetError: it was compiled for another processor.
+            EngineError: no package, or a damaged one.
+        """
+        import torch
+
         try:
-            package = torch._inductor.aoti_load_package(str(root / engine.path))
+            package = torch._inductor.aoti_load_package(str(root / engine.path), **options)
         except RuntimeError as error:
             raise EngineError(f"{engine.path}: AOTInductor cannot load it: {str(error).splitlines()[0]}") from error
         metadata = package.get_metadata()
@@ -145,8 +147,35 @@ class Inductor(EngineBuilder):
                 f"{engine.path}: compiled for a CPU with {', '.join(sorted(missing))}, which this one lacks; build "
                 "again here"
             )
-        tensors = load_file(root / engine.weights)
-        tensors |= {name: torch.from_numpy(array) for name, array in (weights or {}).items()}
+        return package, metadata, _tensors(root, engine, json.loads(metadata["weights"]), weights or {}, device)
+
+
+class Inductor(AotInductor):
+    """AOTInductor for the CPU it is built on."""
+
+    name = "inductor"
+
+    def _installed(self) -> Availability:
+        compiler = compiler_found()
+        if compiler is None:
+            return Availability(builds=False, runs=True, reason=NO_COMPILER)
+        return Availability(builds=True, runs=True, reason=f"torch {package_version('torch')}, {compiler}")
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.inductor.dtypes]
+
+    def _compiler_options(self) -> Mapping[str, bool]:
+        return {
+            # Otherwise the kernels are compiled for the number of threads that this process happens to have.
+            "cpp.dynamic_threads": True,
+            # Marks every kernel for the profiler; without a profiler, a mark costs a fraction of a microsecond.
+            "cpp.enable_kernel_profile": True,
+        }
+
+    def load(
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
+    ) -> InductorRunner:
+        package, metadata, tensors = self.opened(root, engine, weights, "cpu")
         return InductorRunner(package, metadata, tensors, f"inductor {engine.path}", threads)
 
     def profile(
@@ -158,6 +187,49 @@ class Inductor(EngineBuilder):
             runner.run(used)
             kernels = kernels_of_calls(lambda: runner.run(used), runs, calls, f"inductor {engine.path}")
         return Profile(profiler=f"torch.profiler {package_version('torch')}", runs=runs, kernels=kernels)
+
+
+def compiler_found() -> str | None:
+    """The C++ compiler that torch would call."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except (InvalidCxxCompiler, OSError):
+        return None
+
+
+def _held(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+    """Weights and buffers of a program, those that a state_dict leaves out too."""
+    import torch
+
+    constants = {name: one for name, one in program.constants.items() if isinstance(one, torch.Tensor)}
+    return {**constants, **program.state_dict}
+
+
+def _tensors(
+    root: Path, engine: Engine, dtypes: Mapping[str, str], replaced: Arrays, device: str
+) -> dict[str, torch.Tensor]:
+    """What a package reads, by name, each from the first weights file that has it in the package's dtype."""
+    import torch
+    from safetensors import safe_open
+
+    assert engine.weights is not None
+    found = {
+        name: torch.from_numpy(array).to(getattr(torch, dtypes[name].removeprefix("torch.")))
+        for name, array in replaced.items()
+        if name in dtypes
+    }
+    narrow = engine.weights.removesuffix(f"{engine.dtype}.data")
+    paths = [engine.weights, *([] if engine.dtype == "float32" else [f"{narrow}float32.data"])]
+    for path in paths:
+        with safe_open(root / path, framework="pt") as file:
+            for name in set(file.keys()) & set(dtypes) - set(found):
+                tensor = file.get_tensor(name)
+                if str(tensor.dtype) == dtypes[name]:
+                    found[name] = tensor
+    return {name: tensor.to(device) for name, tensor in found.items()}
 
 
 def _forget_sources(program: torch.export.ExportedProgram) -> None:

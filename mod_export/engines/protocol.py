@@ -14,7 +14,7 @@ import numpy as np
 from mod_export.config import BuildConfig
 from mod_export.environment import package_version
 from mod_export.errors import EngineError
-from mod_export.types import Availability, Dialect, Engine, Graph, Profile, Variant
+from mod_export.types import Availability, Dialect, DType, Engine, Graph, Profile, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +37,12 @@ class EngineJob:
     Attributes:
         root: the build folder.
         graph: of the target's dialect; the portable one where they are the same.
-        program: captures the program that `graph` came from.
+        program: captures the program that `graph` came from, with its products in a dtype.
     """
 
     root: Path
     graph: Graph
-    program: Callable[[], torch.export.ExportedProgram]
+    program: Callable[[DType], torch.export.ExportedProgram]
 
 
 class Runner(Protocol):

@@ -30,10 +30,16 @@ from mod_export.types import Availability, Dialect, Engine, Variant
 ALIASED = "get_aliased_input_tensor"
 """A method of ICudaEngine since TensorRT 10.15."""
 PROBE_SECONDS = 120
+SAVED_POSITIONS = 4096
+"""Of an axis that a TopK in groups must spare. At 51 us for 24,000 positions, whatever k is
+(ultralytics/ultralytics#25666), these take 9 us; groups cost one more TopK, an addition and a gather, small kernels of
+2 to 3 us each. Not measured by us.
+"""
 DIALECT = Dialect(
     name="TensorRT",
     max_opset=24,
     topk_limit=3840,
+    topk_saving=SAVED_POSITIONS,
     scatter_reduction=False,
     branches=True,
     cache_update=True,

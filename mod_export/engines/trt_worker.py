@@ -42,7 +42,7 @@ def probe(job: Mapping[str, Any]) -> dict[str, Any]:
         `version`, `devices` (compute capabilities of the GPUs here, such as sm89), `architectures` that can be built
         ahead of time, and `build_problem` and `run_problem`, which are empty where there is none.
     """
-    found: dict[str, Any] = {"version": "", "devices": _devices(), "architectures": [], "build_problem": ""}
+    found: dict[str, Any] = {"version": "", "devices": cuda_devices(), "architectures": [], "build_problem": ""}
     found["run_problem"] = _run_problem() if found["devices"] else "no CUDA device to run on"
     try:
         trt = importlib.import_module(job["library"])
@@ -116,7 +116,7 @@ def _without_tf32(trt: Any, config: Any) -> None:
     config.clear_flag(trt.BuilderFlag.TF32)
 
 
-def _devices() -> list[str]:
+def cuda_devices() -> list[str]:
     """Compute capabilities of the CUDA devices here, from the driver alone, which needs no further library."""
     try:
         driver = ctypes.CDLL("libcuda.so.1" if os.name == "posix" else "nvcuda.dll")

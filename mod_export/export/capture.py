@@ -13,9 +13,10 @@ import torch
 
 from mod_export.errors import CaptureError
 from mod_export.export.find_sites import mark_found_sites
+from mod_export.export.narrow_program import NARROW, narrowed
 from mod_export.export.not_static import refusal, refuse_dynamic
 from mod_export.export.routing_sites import RoutingSite, name_sites, routing_sites, with_routed_outputs
-from mod_export.types import routed_output
+from mod_export.types import DType, routed_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -97,9 +98,18 @@ class Captured:
         return [routed_output(site.name) for site in self.sites]
 
 
-def captured(module: torch.nn.Module, example: Sequence[torch.Tensor], where: str, *, strict: bool = False) -> Captured:
-    """`exported` as what engines are made of: the markers of routing sites are erased."""
+def captured(
+    module: torch.nn.Module,
+    example: Sequence[torch.Tensor],
+    where: str,
+    *,
+    strict: bool = False,
+    dtype: DType = "float32",
+) -> Captured:
+    """`exported` as what engines are made of: its products in `dtype`, and the markers of routing sites erased."""
     program = exported(module, example, where, strict=strict)
+    if dtype in NARROW:
+        program = narrowed(program, dtype)
     return Captured(with_routed_outputs(program), tuple(routing_sites(program)))
 
 

@@ -143,7 +143,7 @@ def with_routed_outputs(program: ExportedProgram) -> ExportedProgram:
     output.args = (outputs,)
     graph.eliminate_dead_code()
     module.recompile()
-    return _with_outputs(program, module, outputs)
+    return with_graph(program, module)
 
 
 def _routed_node(graph: fx.Graph, marker: fx.Node, marked: Marked, n: int) -> fx.Node:
@@ -161,8 +161,13 @@ def _routed_node(graph: fx.Graph, marker: fx.Node, marked: Marked, n: int) -> fx
     return call(aten.where.ScalarOther, live, index, EMPTY)
 
 
-def _with_outputs(program: ExportedProgram, module: fx.GraphModule, outputs: Sequence[fx.Node]) -> ExportedProgram:
-    """The program of another graph with the same inputs and, after its own, further outputs."""
+def with_graph(
+    program: ExportedProgram, module: fx.GraphModule, state: Mapping[str, Tensor] | None = None
+) -> ExportedProgram:
+    """The program of another graph with the same inputs, for the program's own outputs and any further ones after them,
+    and with its weights unless others are given.
+    """
+    outputs: Sequence[fx.Node] = module.graph.output_node().args[0]  # type: ignore[assignment]  # As export leaves it.
     signature = program.graph_signature
     own = len(signature.output_specs)
     specs = [
@@ -182,7 +187,7 @@ def _with_outputs(program: ExportedProgram, module: fx.GraphModule, outputs: Seq
         root=module,
         graph=module.graph,
         graph_signature=ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=specs),
-        state_dict=program.state_dict,
+        state_dict=dict(program.state_dict if state is None else state),
         range_constraints=program.range_constraints,
         module_call_graph=[ModuleCallEntry(fqn=root.fqn, signature=call), *inner],
         example_inputs=program.example_inputs,

@@ -68,7 +68,7 @@ class Calibration:
             moments_KK.addmm_(rows_NK.T, rows_NK)
 
         graph = max((one for one in self._context.graphs if self._is_read(one)), key=lambda one: one.bucket.seq)
-        program = self._context.models.program(graph)
+        program = self._context.models.program(graph, "float32")
         for batch in self._batches(graph):
             run_sites(program, program.state_dict, tensors_of(batch.feeds), SiteRun(graph.bucket.seq), watch=watch)
             last = None

@@ -137,15 +137,15 @@ class Models:
             self._sources[key] = found
         return self._sources[key]
 
-    def program(self, graph: Graph) -> torch.export.ExportedProgram:
-        """The eager float32 module with its weights, captured for the bucket of a graph of whole rows. Not kept: the
-        one target that asks for it makes one engine of it.
+    def program(self, graph: Graph, dtype: DType) -> torch.export.ExportedProgram:
+        """The eager float32 module with its weights, captured for the bucket of a graph of whole rows, its products in
+        `dtype`. Not kept: a target that asks for it makes one engine of it.
         """
         from mod_export.export.capture import captured
 
         model = self.loaded(graph.model)
         example = tensors_of(sample_of(model, graph.bucket, 0))
-        return captured(model.module(graph.outputs), example, graph.stem).program
+        return captured(model.module(graph.outputs), example, graph.stem, dtype=dtype).program
 
 
 class Context:

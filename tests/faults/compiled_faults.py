@@ -97,5 +97,5 @@ def write_packages(folder: Path) -> None:
             k_by_layer=SPEC.k_by_layer(32),
             **ports(Bucket(2, 32), SPEC.vocab_size),
         )
-        job = EngineJob(root=folder, graph=graph, program=lambda program=program: program)
+        job = EngineJob(root=folder, graph=graph, program=lambda dtype, program=program: program)
         Inductor().build(job, Variant(dtype="float32"), folder / f"{name}.pt2", config_from_toml(None))

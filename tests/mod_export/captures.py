@@ -8,7 +8,7 @@ import torch
 
 from mod_export.export.capture import Captured, captured
 from mod_export.export.weights import state_of
-from mod_export.types import Bucket
+from mod_export.types import Bucket, DType
 
 
 def bucket_example(module: torch.nn.Module, bucket: Bucket, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,9 +19,9 @@ def bucket_example(module: torch.nn.Module, bucket: Bucket, length: int) -> tupl
     return ids_BS, torch.full((bucket.batch,), length, device=device)
 
 
-def captured_module(module: torch.nn.Module, bucket: Bucket, name: str) -> Captured:
+def captured_module(module: torch.nn.Module, bucket: Bucket, name: str, dtype: DType = "float32") -> Captured:
     """`capture.captured` of full rows."""
-    return captured(module, bucket_example(module, bucket, bucket.seq), f"{name} at {bucket.name}")
+    return captured(module, bucket_example(module, bucket, bucket.seq), f"{name} at {bucket.name}", dtype=dtype)
 
 
 def ports(bucket: Bucket, vocab_size: int) -> dict[str, Any]:

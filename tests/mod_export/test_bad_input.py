@@ -65,7 +65,8 @@ CASES |= {
     "baseline_that_is_none": (_file("base.pt", b"PK", "--baseline"), r"base\.pt: not a model\.pt"),
     "unknown_target": (
         _given("MODEL", "--target", "ort-cup"),
-        r"unknown target 'ort-cup', did you mean 'ort-cpu'\?; known: ort-cpu, openvino, ort-cuda, inductor, tensorrt",
+        r"unknown target 'ort-cup', did you mean 'ort-cpu'\?; known: ort-cpu, openvino, ort-cuda, inductor, "
+        "inductor-cuda, tensorrt",
     ),
     "unknown_target_like_no_other": (
         _given("MODEL", "--target", "abacus"),

@@ -152,7 +152,15 @@ def test_targets_lists_all_with_reasons() -> None:
     found = invoke("targets")
     assert found.exit_code == 0
     rows = [re.split(r"  +", line.strip(), maxsplit=2) for line in found.stdout.splitlines()]
-    assert [row[0] for row in rows] == ["ort-cpu", "openvino", "ort-cuda", "inductor", "tensorrt", "tensorrt-rtx"]
+    assert [row[0] for row in rows] == [
+        "ort-cpu",
+        "openvino",
+        "ort-cuda",
+        "inductor",
+        "inductor-cuda",
+        "tensorrt",
+        "tensorrt-rtx",
+    ]
     for name, can, reason in rows:
         availability = ENGINES[name].availability()
         verbs = [verb for verb, able in (("builds", availability.builds), ("runs", availability.runs)) if able]

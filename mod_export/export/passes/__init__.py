@@ -19,6 +19,7 @@ from mod_export.export.passes.cache_in_place import CacheInPlace
 from mod_export.export.passes.cached_attention import CachedAttention
 from mod_export.export.passes.cast_floats import CastFloats
 from mod_export.export.passes.decompose_attention import DecomposeAttention
+from mod_export.export.passes.grouped_topk import GroupedTopk
 from mod_export.export.passes.heads import FlatHeads, RotaryEmbedding
 from mod_export.export.passes.norm_operator import NormOperator
 from mod_export.export.passes.packed_attention import PackedAttention
@@ -64,6 +65,7 @@ PASSES: tuple[GraphPass, ...] = (
     CacheInPlace(),
     CachedAttention(),
     CastFloats(),
+    GroupedTopk(),
     QuantizeWeights(),
     PackedAttention(),
     StoredWeights(),

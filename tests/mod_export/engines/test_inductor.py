@@ -69,7 +69,7 @@ def compiled(root: Path, loaded: LoadedTransformer, bucket: Bucket) -> None:
         **ports(bucket, 256),
     )
     module = loaded.module()
-    job = EngineJob(root=root, graph=graph, program=lambda: captured_module(module, bucket, "").program)
+    job = EngineJob(root=root, graph=graph, program=lambda dtype: captured_module(module, bucket, "", dtype).program)
     Inductor().build(job, Variant(dtype="float32"), root / engine_of(bucket).path, CONFIG)
 
 
@@ -185,7 +185,7 @@ def test_a_model_that_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.Mon
     bucket = Bucket(1, 4)
     graph = Graph(path="", model="dense", bucket=bucket, dtype="float32", target=None, **ports(bucket, 1))
     program = captured_module(Doubles(), bucket, "dense").program
-    job = EngineJob(root=tmp_path, graph=graph, program=lambda: program)
+    job = EngineJob(root=tmp_path, graph=graph, program=lambda dtype: program)
     with (
         torch._inductor.config.patch({"cpp.cxx": (str(broken),)}),
         pytest.raises(EngineError, match=r"dense\.pt2: AOTInductor failed: "),

@@ -157,6 +157,19 @@ def test_selects_more_tokens_than_its_topk_can_in_the_order_of_their_scores(tmp_
 
 
 @needs_rtx
+@pytest.mark.parametrize(("S", "dtype"), [(24_000, "float32"), (24_001, "float16")], ids=["groups", "and some left"])
+def test_selects_from_a_long_axis_in_groups(tmp_path: Path, S: int, dtype: DType) -> None:
+    model = parsed(
+        f"""g (float[2,{S}] s) => (float[2,300] best, int64[2,300] index) <int64[1] k = {{300}}> {{
+            t = Neg (s) best, index = TopK (t, k)
+        }}"""
+    )
+    assert run_passes(model, RTX.dialect, dtype)["grouped_topk"] == 1
+    check_dialect(model, RTX.dialect, dtype)
+    assert build_plan(tmp_path, model, dtype) > 10_000
+
+
+@needs_rtx
 @pytest.mark.slow
 def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
     """40,960 tokens of which 5,120 are routed; the same graph on a CPU routes as the model does."""

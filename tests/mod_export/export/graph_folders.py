@@ -17,7 +17,7 @@ from mod_models.spec import ModelSpec
 
 def job_of(root: Path, graph: Graph) -> EngineJob:
     """Of an engine that is built from the graph alone."""
-    return EngineJob(root=root, graph=graph, program=lambda: pytest.fail("this engine is built from the graph"))
+    return EngineJob(root=root, graph=graph, program=lambda dtype: pytest.fail("this engine is built from the graph"))
 
 
 def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, dtype: DType) -> EngineJob:

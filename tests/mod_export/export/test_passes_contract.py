@@ -22,6 +22,7 @@ SMALL = Dialect(
     name="a target of few operators",
     max_opset=23,
     topk_limit=3,
+    topk_saving=2,
     scatter_reduction=False,
     attention_dtypes=frozenset(),
     cache_update=True,

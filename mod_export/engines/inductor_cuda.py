@@ -1,0 +1,203 @@
+"""torch.compile, packaged ahead of time by AOTInductor for the NVIDIA GPU that it is built on.
+
+It is a target of its own beside `inductor`, as `ort-cuda` is beside `ort-cpu`: what is built, judged, timed and served
+is told apart by its target, and a machine with a GPU can do both.
+
+A run is recorded once as a CUDA graph and then launched as a whole: a model of many small kernels otherwise waits for
+the processor, which starts them one by one. Every bucket has static shapes, so every package can be one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mod_export.config import BuildConfig
+from mod_export.engines.inductor import NO_COMPILER, AotInductor, InductorRunner, compiler_found
+from mod_export.engines.protocol import Arrays, OptionalArrays
+from mod_export.environment import package_version
+from mod_export.errors import EngineError, TargetError
+from mod_export.types import Availability, Engine, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+WARM_UPS = 3
+"""Runs before one is recorded: kernels are loaded, and libraries allocate, in the first."""
+
+
+class CudaRunner(InductorRunner):
+    """A loaded package whose inputs have fixed addresses on its device, as a CUDA graph needs.
+
+    `run` copies its feeds to the device and the wanted outputs back; one thread runs at a time. The graph is recorded
+    in the first run, with inputs that are the caller's own.
+    """
+
+    def __init__(
+        self, package: Any, metadata: Mapping[str, str], weights: Mapping[str, torch.Tensor], where: str,
+        device: str, *, cuda_graph: bool,
+    ) -> None:  # fmt: skip
+        import torch
+
+        super().__init__(package, metadata, weights, where, 0, f"AOTInductor {metadata.get('gpu') or device}")
+        self.threads = 0
+        self._turn = threading.Lock()
+        self._stream = _stream_on(device)
+        self._given = {
+            name: torch.zeros(port.shape, dtype=torch.from_numpy(np.zeros(0, port.dtype)).dtype, device=device)
+            for name, port in self._feeds.items()
+        }
+        self._records = cuda_graph
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._results: Sequence[torch.Tensor] = ()
+
+    def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
+        import torch
+
+        with self._turn, self._errors(), torch.no_grad(), torch.cuda.stream(self._stream):
+            for name, array in feeds.items():
+                self._given[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
+            if self._records and self._graph is None:
+                self._record()
+            if self._graph is None:
+                self._results = self._package(*self._given.values())
+            else:
+                self._graph.replay()
+            named = dict(zip(self.outputs, self._results, strict=True))
+            # Copies, which wait for the stream: the next run writes to the same addresses.
+            return {name: np.array(named[name].cpu().numpy()) for name in wanted}
+
+    def _record(self) -> None:
+        import torch
+
+        for _ in range(WARM_UPS):
+            self._package(*self._given.values())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self._stream):
+                self._results = self._package(*self._given.values())
+        except RuntimeError as error:
+            raise EngineError(
+                f"{self._where}: no CUDA graph can be recorded of it ({str(error).splitlines()[0]}); set "
+                "target.inductor-cuda.cuda_graph = false"
+            ) from error
+        self._graph = graph
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineError(f"{self._where}: torch failed: {str(error).splitlines()[0]}") from error
+
+    def close(self) -> None:
+        # A graph holds the addresses of what it was recorded with, so it goes first.
+        self._graph = None
+        self._results = ()
+        self._given.clear()
+        super().close()
+        self._weights.clear()
+
+
+class InductorCuda(AotInductor):
+    """AOTInductor for the NVIDIA GPU it is built on."""
+
+    name = "inductor-cuda"
+
+    def _installed(self) -> Availability:
+        problem = gpu_problem()
+        if problem:
+            return Availability(builds=False, runs=False, reason=problem)
+        compiler, missing = compiler_found(), no_triton()
+        about = f"torch {package_version('torch')} on {gpu_name(0)}"
+        if compiler is None or missing:
+            return Availability(builds=False, runs=True, reason=missing or NO_COMPILER)
+        return Availability(builds=True, runs=True, reason=f"{about}, {compiler}")
+
+    def variants(self, config: BuildConfig) -> Sequence[Variant]:
+        return [Variant(dtype=dtype) for dtype in config.target.inductor_cuda.dtypes]
+
+    def _placed(self, program: torch.export.ExportedProgram, config: BuildConfig) -> torch.export.ExportedProgram:
+        return placed(program, f"cuda:{config.target.inductor_cuda.device}")
+
+    def _machine(self, config: BuildConfig) -> Mapping[str, str]:
+        return {"gpu": architecture(config.target.inductor_cuda.device)}
+
+    def load(
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
+    ) -> CudaRunner:
+        options = config.target.inductor_cuda
+        if problem := gpu_problem(options.device):
+            raise TargetError(f"{self.name}: cannot run {engine.path} here: {problem}")
+        device = f"cuda:{options.device}"
+        # Without the locks and events by which several threads share a package: a CUDA graph cannot hold them.
+        package, metadata, tensors = self.opened(
+            root, engine, weights, device, run_single_threaded=True, device_index=options.device
+        )
+        where, here = f"{self.name} {engine.path}", architecture(options.device)
+        check_architecture(engine.path, metadata["gpu"], here)
+        # A probe with other weights runs once.
+        return CudaRunner(package, metadata, tensors, where, device, cuda_graph=options.cuda_graph and weights is None)
+
+
+def _stream_on(device: str) -> torch.cuda.Stream | None:
+    import torch
+
+    return torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+
+
+def placed(program: torch.export.ExportedProgram, device: str) -> torch.export.ExportedProgram:
+    """A program on a device: weights, constants, and the devices that its operations name."""
+    from torch.export.passes import move_to_device_pass
+
+    return move_to_device_pass(program, device)
+
+
+def check_architecture(path: str, built_for: str, here: str) -> None:
+    """A package has kernels for one architecture.
+
+    Raises:
+        TargetError: it is not this one.
+    """
+    if built_for != here:
+        raise TargetError(f"{path}: compiled for {built_for}, this GPU is {here}; build again here")
+
+
+def gpu_problem(device: int = 0) -> str:
+    """Why torch cannot use a CUDA device; empty where it can."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install one that is built with it"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no NVIDIA GPU"
+    count = torch.cuda.device_count()
+    return "" if device < count else f"there is no CUDA device {device}; torch finds {count}"
+
+
+def no_triton() -> str:
+    """Why kernels for a GPU cannot be compiled; empty where they can."""
+    from torch.utils._triton import has_triton
+
+    return "" if has_triton() else "no Triton for this GPU; install triton to build, running needs none"
+
+
+def architecture(device: int) -> str:
+    """As NVIDIA writes compute capabilities: sm90."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
+
+
+def gpu_name(device: int) -> str:
+    """As the driver calls it, and its architecture."""
+    import torch
+
+    return f"{torch.cuda.get_device_name(device)} ({architecture(device)})"
