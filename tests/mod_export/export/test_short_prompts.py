@@ -107,4 +107,5 @@ def test_products_in_branches_are_rounded(dtype: DType) -> None:
     run_passes(graph, ORT, dtype)
     for nodes in branch_nodes(graph):
         rounded = [node for node in nodes if node.op_type == "MatMulNBits"]
-        assert len(rounded) == 7 - 2
+        # Of queries, outputs, gate and up together, and down; keys and values are too narrow.
+        assert len(rounded) == 4
