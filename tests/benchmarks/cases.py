@@ -16,11 +16,12 @@ from mod_models.spec import ModelSpec, RoutingSpec
 
 KINDS = ("dense", "mod")
 SIZES: dict[str, dict[str, Any]] = {
+    "XS": {"d_model": 128, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_head": 64, "d_ff": 192},
     "S": {"d_model": 256, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ff": 704},
     "M": {"d_model": 512, "n_layers": 12, "n_heads": 8, "n_kv_heads": 4, "d_head": 64, "d_ff": 1408},
     "L": {"d_model": 1024, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8, "d_head": 64, "d_ff": 2816},
 }
-"""Llama-like decoders; every other block is routed at 12.5 %."""
+"""Llama-like decoders; every other block is routed at 12.5 %. XS is for tests."""
 
 
 @dataclass(frozen=True)

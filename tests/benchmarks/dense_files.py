@@ -1,6 +1,6 @@
 """A dense checkpoint in the files that other programs read: a Hugging Face folder of Llama, and a GGUF file.
 
-The numbers are the checkpoint's own, in float32, so all programs start from the same weights.
+The numbers are the checkpoint's own, so all programs start from the same weights.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ GGUF_NAMES = (
     (r"layers\.(\d+)\.mlp\.(gate|up|down)_proj\.(.*)", r"blk.\1.ffn_\2.\3"),
 )
 """Our name, as a pattern -> that of llama.cpp."""
+
+FILE_TYPES = {np.float32: gguf.LlamaFileType.ALL_F32, np.float16: gguf.LlamaFileType.MOSTLY_F16}
 
 
 def check_llama(spec: ModelSpec) -> None:
@@ -87,8 +89,8 @@ def _write_tokenizer_of_bytes(size: int, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def write_gguf(checkpoint: Checkpoint, path: Path) -> Path:
-    """A GGUF file in float32, of architecture `llama`, without a vocabulary: it is given ids."""
+def write_gguf(checkpoint: Checkpoint, path: Path, dtype: type[np.floating[Any]] = np.float32) -> Path:
+    """A GGUF file of architecture `llama`, its matrices in `dtype`, without a vocabulary: it is given ids."""
     spec = checkpoint.spec
     check_llama(spec)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +107,10 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> Path:
     writer.add_value_length(spec.d_head)
     writer.add_rope_dimension_count(spec.d_head)
     writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_file_type(FILE_TYPES[dtype])
     writer.add_tokenizer_model("no_vocab")
     for name, array in _gguf_tensors(checkpoint).items():
-        writer.add_tensor(name, array)
+        writer.add_tensor(name, array.astype(dtype) if array.ndim > 1 else array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -93,6 +94,7 @@ def _serve(pipe: Connection, log: str, opener: Opener, args: Sequence[Any]) -> N
             value = actions[name](*given)
             pipe.send((False, (time.perf_counter() - begin, value)))
     except Exception as error:  # Whatever a library raises is the reason why there is no time.
+        traceback.print_exc()
         pipe.send((True, reason_of(error)))
 
 
