@@ -13,9 +13,12 @@ from text_routes import BATCHES, MODELS, ROUTES, STEPS, TextRoute, opened
 from turns import RouteError, Worker, opened_workers, other_load, rounds, versions
 
 from mod_export.environment import describe_machine
+from mod_models.spec import ModelSpec
 
 WARMUP, FEWEST_ROUNDS = 1, 3
 ANCHOR = "mod-export, ort-cpu, dense"
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
+"""Of a weight; where it is a whole number, blocks of 32 have a scale."""
 PACKAGES = ("torch", "openvino", "onnxruntime", "onnxruntime-genai", "openvino-genai", "llama_cpp_python",
             "transformers", "nncf")  # fmt: skip
 
@@ -44,9 +47,11 @@ def measure(
         taken, failed_later = rounds(turns, WARMUP, FEWEST_ROUNDS, seconds)
     failed |= {name: reason for (name, _), reason in failed_later.items()}
     spec, machine = dense_checkpoint(case).spec, describe_machine()
+    ran = [one["ran"] for one in said.values() if one.get("ran")]
     return {
         "model": case.name, "trained": bool(case.model), "capacity": case.capacity,
-        "prompt": case.prompt, "new": case.new, "judged": case.judged,
+        "prompt": case.prompt, "new": case.new, "judged": case.judged, "window": case.window,
+        "predicted_bytes": gain_by_bytes(spec, precision, ran[0]) if ran else None,
         "d_model": spec.d_model, "n_layers": spec.n_layers, "vocab": spec.vocab_size,
         "precision": precision, "threads": threads,
         "routes": {
@@ -85,7 +90,18 @@ def _asked(workers: Mapping[str, Worker]) -> tuple[dict[str, Any], dict[str, str
     failed: dict[str, str] = {}
     for name, worker in workers.items():
         try:
-            found[name] = {"quality": worker.ask("quality")[1], "sample": worker.ask("sample")[1]}
+            found[name] = {"quality": worker.ask("quality")[1], **worker.ask("sample")[1]}
         except RouteError as error:
             failed[name] = str(error)
     return found, failed
+
+
+def gain_by_bytes(spec: ModelSpec, precision: str, ran: Mapping[str, float]) -> float:
+    """Bytes of weights that a step of the dense model reads over those that one of the MoD model reads, given the share of
+    tokens that ran in each routed layer. The head is in 8 bits where the others are in 4, as ours is.
+    """
+    heads = (2 * spec.n_heads + 2 * spec.n_kv_heads) * spec.d_head
+    layer = (heads + 3 * spec.d_ff) * spec.d_model * BYTES[precision]
+    head = spec.vocab_size * spec.d_model * BYTES["int8" if precision == "int4" else precision]
+    left_out = sum(1 - share for share in ran.values())
+    return (head + spec.n_layers * layer) / (head + (spec.n_layers - left_out) * layer)

@@ -34,12 +34,14 @@ class Written(NamedTuple):
         rest_s: seconds from then on.
         rest: tokens that were written in them, of all rows.
         rows: the ids that were written, by row.
+        ran: share of the tokens, those of the prompts among them, that ran at each routing site.
     """
 
     first_s: float
     rest_s: float
     rest: int
     rows: list[list[int]]
+    ran: dict[Any, float] = {}  # noqa: RUF012  # A NamedTuple copies no default, and nobody writes to it.
 
 
 class Writer(Protocol):

@@ -87,7 +87,9 @@ class OurWriter:
         end = time.perf_counter()
         rows = [list(one.ids) for one in stream.completions]
         last = max(first.values())
-        return Written(last - begin, end - last, sum(map(len, rows)) - early, rows)
+        read = ids_BS.size + sum(map(len, rows)) - len(rows)
+        ran = {site: sum(one.ran[site] for one in stream.completions) / read for site in stream.completions[0].ran}
+        return Written(last - begin, end - last, sum(map(len, rows)) - early, rows, ran)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         """Step by step, from the first token on."""
@@ -172,9 +174,9 @@ def opened(route: TextRoute, case: TextCase, folder: Path, threads: int) -> dict
         expected_SV = np.load(folder / f"{route.kind}.logits.npy", mmap_mode="r")
         return judged(writer.logits(ids), expected_SV, ids)._asdict()
 
-    def sample() -> list[int]:
-        ids_1S = prompts_of(case, folder, 1, 0)
-        return writer.write(ids_1S, min(SAMPLE_TOKENS, case.new)).rows[0]
+    def sample() -> dict[str, Any]:
+        found = writer.write(prompts_of(case, folder, 1, 0), min(SAMPLE_TOKENS, case.new))
+        return {"sample": found.rows[0], "ran": found.ran}
 
     return {"write": write, "quality": quality, "sample": sample}
 
