@@ -97,8 +97,8 @@ def _asked(workers: Mapping[str, Worker]) -> tuple[dict[str, Any], dict[str, str
 
 
 def gain_by_bytes(spec: ModelSpec, precision: str, ran: Mapping[str, float]) -> float:
-    """Bytes of weights that a step of the dense model reads over those that one of the MoD model reads, given the share of
-    tokens that ran in each routed layer. The head is in 8 bits where the others are in 4, as ours is.
+    """Bytes of weights that a step of the dense model reads over those that one of the MoD model reads, given the share
+    of tokens that ran in each routed layer. The head is in 8 bits where the others are in 4, as ours is.
     """
     heads = (2 * spec.n_heads + 2 * spec.n_kv_heads) * spec.d_head
     layer = (heads + 3 * spec.d_ff) * spec.d_model * BYTES[precision]

@@ -21,32 +21,44 @@ HEAD = """# Benchmarks
 The results of `make bench`: the time of whole rows (one prefill), and tokens per second of text, by route, at each
 precision, at one and at all cores. Written by `tests/benchmarks/render.py`; do not edit.
 
-* **Method.** Each route in a process of its own, because pools of threads of several libraries in one process disturb each
-  other. In every round each route runs once, in a new random order, after a pause in which the pool that ran last goes to
-  sleep. Times are medians of at least {rounds} rounds after one of warm-up. Compare ratios within a table, not times:
-  machines differ, and other work on a machine slows down all routes of a round alike. In each table the float32 engine of
-  `ort-cpu` takes turns with the others, so that the table says what its precision gains.
-* **Quality beside speed.** *Next token*: share of tokens after which the most probable next token is that of eager float32
-  PyTorch. *Error*: root mean square of the error of the logits over that of the logits, of the nine tokens in ten with the
-  least (where two scores of a router are within rounding of each other, another token is routed, and may be). *Perplexity*:
-  over that of eager float32, on a text of English. Initial weights give no perplexity, and their next tokens are closer to
-  ties than those of trained ones.
+    make bench ARGS="--text-model build/smollm2 --text english.txt"    # a dense checkpoint of `mod-export convert`
+    make bench ARGS="--only 'rows-M-s512-*,text-*-int4-*'"             # some cells; `--list` names them
+
+It installs the rivals, compiles llama.cpp, keeps every cell that it has finished, and goes on after an interruption.
+
+* **Method.** Each route in a process of its own, because pools of threads of several libraries in one process disturb
+  each other. In every round each route runs once, in a new random order, after a pause in which the pool that ran
+  last goes to sleep. Times are medians of at least {rounds} rounds after one of warm-up. Compare ratios within a
+  table, not times: machines differ, and other work on a machine slows down all routes of a round alike. In each table
+  the float32 engine of `ort-cpu` takes turns with the others, so that the table says what its precision gains.
+* **Quality beside speed.** *Next token*: share of tokens after which the most probable next token is that of eager
+  float32 PyTorch. *Error*: root mean square of the error of the logits over that of the logits, of the nine tokens in
+  ten with the least (where two scores of a router are within rounding of each other, another token is routed, and may
+  be). *Perplexity*: over that of eager float32, on a text of English. Initial weights have no perplexity, and what
+  they say of the next token is no forecast for trained ones.
 * **A star** at the number of threads: others took more than a tenth of the machine before this cell was sampled.
 * **Machine.** {cpu}, {cores} cores. {versions}.
 """
 ROWS = """## Whole rows
 
-* **Ours** is what `mod-export build` writes and `mod_export.load` serves, for each target. **ONNX Runtime**: `torch.onnx.export` at
-  opset 23 with its own optimiser, default settings; *dynamic*: `quantize_dynamic`, by channel; *MatMulNBits*:
-  `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4. **OpenVINO**: its CPU plug-in on that export, set for latency,
-  with a hint of float32 or bfloat16; *our graph*: the same on the portable graph that `mod-export build` writes; *weights*:
-  `nncf.compress_weights` (int8 by channel, int4 in groups of 64), activations quantized as they come; *quantized*:
-  `nncf.quantize`, weights and activations. **torch.compile**: the eager model, weights frozen. Rivals select with `torch.topk`.
-* **Models.** Llama-like decoders with initial weights: M d=512 L=12, L d=1024 L=16, heads of width 64, half as many key and value
-  heads, SwiGLU of 2.75 d; MoD with every other block routed at 12.5 %, dense without routers.
-* **Cases.** M with 512 tokens, and others with one thing changed: fewer tokens, more tokens, a larger vocabulary, a larger
-  model. All 36 combinations that earlier releases named would take a day now that there are four precisions and two numbers of
-  threads; `--cases` measures any of them.
+* **Ours** is what `mod-export build` writes and `mod_export.load` serves, for each target. **ONNX Runtime**:
+  `torch.onnx.export` at opset 23 with its own optimiser, default settings; *dynamic*: `quantize_dynamic`, by channel;
+  *MatMulNBits*: `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4. **OpenVINO**: its CPU plug-in on that
+  export, set for latency, with a hint of float32 or bfloat16; *our graph*: the same on the portable graph that
+  `mod-export build` writes; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups of 64), activations
+  quantized as they come; *quantized*: `nncf.quantize`, weights and activations. **torch.compile**: the eager model,
+  weights frozen. Rivals select with `torch.topk`.
+* **Models.** Llama-like decoders with initial weights: M d=512 L=12, L d=1024 L=16, heads of width 64, half as many
+  key and value heads, SwiGLU of 2.75 d; MoD with every other block routed at 12.5 %, dense without routers.
+* **Cases.** M with 512 tokens, and others with one thing changed: fewer tokens, more tokens, a larger vocabulary, a
+  larger model. All 36 combinations of three sizes, three lengths, two batches and two vocabularies would take many
+  hours, with four precisions and two numbers of threads; `--cases` measures any of them.
+"""
+RATES = """### Speed-up over dense, and from one core to all
+
+Of the fastest of ours. GFLOP/s count needed FLOPs, which leave out the half of the scores that a causal mask hides; the
+roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in the same rounds. Efficiency:
+speed-up over the dense baseline, divided by the ratio of their needed FLOPs. Scaling: time at one thread over this.
 """
 FIGURES = {
     "rows": "![Time of whole rows by route and precision](figures/latency.svg)\n",
@@ -130,22 +142,17 @@ def _row_tables(found: Sequence[Found]) -> Iterator[str]:
         chosen = [one for one in found if one["precision"] == precision]
         if chosen:
             yield from _precision(precision, chosen)
-    yield "### One core and all cores, and the work of the processor, in float32\n"
-    yield (
-        "Scaling: time at one thread over time at all. GFLOP/s: of the needed FLOPs, which leave out the half of the scores that a "
-        "causal mask hides, and of matrix products of a dense block's sizes on ONNX Runtime (roofline). Efficiency: speed-up "
-        "over the dense baseline, divided by the ratio of their needed FLOPs.\n"
-    )
+    yield RATES
     yield table(
-        ["case", "threads", "roofline", "dense", "MoD", "speed-up", "efficiency", "scaling dense", "scaling MoD"],
-        [_rates(one, found) for one in found if one["precision"] == "float32"],
+        ["precision", "case", "threads", "roofline", "dense", "MoD", "speed-up", "efficiency", "scaling dense", "MoD"],
+        [_rates(one, found) for precision in PRECISIONS for one in found if one["precision"] == precision],
     )
 
 
 def _precision(precision: str, found: Sequence[Found]) -> Iterator[str]:
     names = names_in(found)
     yield f"### Whole rows in {precision}\n"
-    yield "Milliseconds, and the fastest of ours over the fastest rival (below 1: ours is faster); of minima in brackets.\n"
+    yield "Milliseconds; fastest of ours over fastest rival (below 1: ours is faster), of minima in brackets.\n"
     yield table(
         ["case", "threads", "model", *names, "ours / rival"],
         [
@@ -190,7 +197,7 @@ def _rates(one: Found, found: Sequence[Found]) -> list[str]:
     roofline = float(one["gemm_flops"]) / medians(one["gemm_ms"]) / 1e6
     times = {kind: fastest(one, kind, ours=True) for kind in KINDS}
     if None in times.values():
-        return [one["name"], threads_of(one), f"{roofline:.0f}", *[""] * 6]
+        return [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}", *[""] * 6]
     ms = {kind: time[1] for kind, time in times.items() if time}
     rates = [f"{one['needed_flops'][kind] / ms[kind] / 1e6:.0f}" for kind in KINDS]
     gain, ideal = ms["dense"] / ms["mod"], one["needed_flops"]["dense"] / one["needed_flops"]["mod"]
@@ -202,9 +209,8 @@ def _rates(one: Found, found: Sequence[Found]) -> list[str]:
     if single is not None and one["threads"] > 1:
         before = {kind: fastest(single, kind, ours=True) for kind in KINDS}
         scaling = [f"{time[1] / ms[kind]:.2f}x" for kind, time in before.items() if time]
-    return [
-        one["name"], threads_of(one), f"{roofline:.0f}", *rates, f"{gain:.2f}x", f"{gain / ideal:.2f}", *scaling,
-    ]  # fmt: skip
+    gains = [f"{gain:.2f}x", f"{gain / ideal:.2f}"]
+    return [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}", *rates, *gains, *scaling]
 
 
 def _shown(value: float | None) -> str:

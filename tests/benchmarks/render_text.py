@@ -11,20 +11,22 @@ from tables import OURS, RIVAL, ROUTED, Found, bars, failures, medians, names_in
 
 TEXT = """## Text
 
-Tokens per second after the first token, with a prompt of {prompt} tokens, {new} tokens written, greedy, of one text and of eight
-at once; and milliseconds until the first token of one text. All programs have the same dense weights: as a Hugging Face
-folder, or as a GGUF file in float32. {models}
+Tokens per second after the first token, with a prompt of {prompt} tokens, {new} tokens written, greedy, of one text
+and of eight at once; and milliseconds until the first token of one text. All programs have the same dense weights: as
+a Hugging Face folder, or as a GGUF file in float32. {models}
 
-* **Ours**: `mod-export build` and `mod_export.load_generator`, window {window}; dense, and Mixture-of-Depths with every other block
-  routed, its routers at random and its predictors calibrated to them, so that as many tokens run as are declared. (What such a
-  model is worth after training is in [retrofit.md](retrofit.md); here only its speed counts.)
-* **llama.cpp** through `llama-cpp-python`, compiled for this processor: F32, BF16, Q8_0 and Q4_0 of its own `llama_model_quantize`;
-  the cache in float16, its default. **onnxruntime-genai**: its model builder, `accuracy_level` 4 and blocks of 32 in int8 and
-  int4. **OpenVINO GenAI**: its reader of GGUF files (which takes float16), `nncf.compress_weights` for int8 and int4, paged attention,
-  a whole batch of prompts at once, prefix cache off; whole-number weights with its default precision hint and cache.
-  **transformers**: eager. llama.cpp and OpenVINO GenAI have no MoD models.
-* **Predicted (bytes)**: weights that a step of the dense model reads over those that one of the MoD model reads, at one text, with
-  the share of tokens that ran in each routed layer.
+* **Ours**: `mod-export build` and `mod_export.load_generator`, window {window}; dense, and Mixture-of-Depths with
+  every other block routed, its routers at random and its predictors calibrated to them, so that as many tokens run as
+  are declared. (What such a model is worth after training is in [retrofit.md](retrofit.md); here only its speed
+  counts.)
+* **llama.cpp** through `llama-cpp-python`, compiled for this processor: F32, BF16, Q8_0 and Q4_0 of its own
+  `llama_model_quantize`; the cache in float16, its default. **onnxruntime-genai**: its model builder,
+  `accuracy_level` 4 and blocks of 32 in int8 and int4. **OpenVINO GenAI**: its reader of GGUF files (which takes
+  float16), `nncf.compress_weights` for int8 and int4, paged attention, a whole batch of prompts at once, prefix cache
+  off; whole-number weights with its default precision hint and cache. **transformers**: eager. llama.cpp and OpenVINO
+  GenAI have no MoD models.
+* **Predicted (bytes)**: weights that a step of the dense model reads over those that one of the MoD model reads, at
+  one text, with the share of tokens that ran in each routed layer.
 """
 
 

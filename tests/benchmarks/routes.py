@@ -1,7 +1,7 @@
 """The ways from a PyTorch model to logits of whole rows on a CPU: ours, and what a user would do instead.
 
-A route is made of files that a step writes, and of a function that opens them in the process that will be timed. Ours is
-what `mod-export build` writes and `mod_export.load` serves. The rivals get the model as a user would write it:
+A route is made of files that a step writes, and of a function that opens them in the process that will be timed. Ours
+is what `mod-export build` writes and `mod_export.load` serves. The rivals get the model as a user would write it:
 `torch.topk` selects (PyTorch's exporter has no translation of a stable sort), everything else is the same code.
 """
 
@@ -71,7 +71,7 @@ def our_dtypes(target: str) -> tuple[str, ...]:
 
 
 def built(case: Case, folder: Path, target: str, dtype: str) -> None:
-    """`mod-export build` of both models; with evidence left out, because every route is compared in the same way here."""
+    """`mod-export build` of both models; without evidence, because all routes are compared in the same way here."""
     config = folder / f"{target}-{dtype}.toml"
     text = OUR_BUILD.format(target=target, batch=case.batch, seq=case.seq, dtypes=f'"{dtype}"')
     config.write_text(text, encoding="utf-8")

@@ -1,11 +1,11 @@
 """What `make bench` runs: whole rows and text, every precision, at one and at all cores; then docs/benchmarks.md.
 
     python tests/benchmarks/run_benchmarks.py [--only PATTERN,...] [--text-model DIR] [--text FILE] [--cases NAME,...]
-                                   [--threads 1,2] [--results DIR] [--seconds N] [--again] [--list]
+                                              [--threads 1,2] [--results DIR] [--seconds N] [--again] [--list]
 
-A cell is one case, precision and number of threads, such as rows-M-s512-b1-v8192-float32-t1 or text-SmolLM2-int4-t2, and
---only takes patterns of such names ('text-*', '*-bfloat16-*'). Cells that were measured before are kept, so a run that was
-stopped goes on where it was; --again measures them anew. One that another program disturbed says so in its table.
+A cell is one case, precision and number of threads, such as rows-M-s512-b1-v8192-float32-t1 or text-SmolLM2-int4-t2,
+and --only takes patterns of such names ('text-*', '*-bfloat16-*'). Cells that were measured before are kept, so a run
+that was stopped goes on where it was; --again measures them anew. One that other programs disturbed is marked.
 """
 
 from __future__ import annotations

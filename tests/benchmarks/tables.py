@@ -1,4 +1,4 @@
-"""What the pages of the benchmark share: tables in Markdown, summaries, and figures whose bytes depend on the data alone."""
+"""What both parts of the benchmark's page share: tables in Markdown, summaries, and figures."""
 
 from __future__ import annotations
 

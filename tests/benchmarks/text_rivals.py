@@ -1,5 +1,5 @@
-"""What a user would write text with instead: llama.cpp, onnxruntime-genai, OpenVINO GenAI and transformers, each with the
-files that its own tools make of the dense model, on the CPU.
+"""What a user would write text with instead: llama.cpp, onnxruntime-genai, OpenVINO GenAI and transformers, each with
+the files that its own tools make of the dense model, on the CPU.
 
 All are given the same ids and choose the most probable token each time. Nothing of an earlier request is kept.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from text_models import TextCase
 
 BLOCK = 32
-"""Numbers that share a scale in onnxruntime-genai, what its kernels are fastest with; llama.cpp's blocks have as many."""
+"""Numbers that share a scale in onnxruntime-genai; as many as in a block of llama.cpp."""
 GROUP = 64
 """Of NNCF, whose default of 128 does not divide the width of a model of 135 M parameters."""
 GENAI_PRECISIONS = {"float32": "fp32", "int8": "int8", "int4": "int4"}
@@ -191,7 +191,7 @@ class OnnxRuntimeGenai:
 
 
 def write_openvino_genai(case: TextCase, folder: Path) -> None:
-    """OpenVINO GenAI's reader of GGUF files, which writes OpenVINO's own file; the reader takes float16, not float32."""
+    """OpenVINO GenAI's reader of GGUF files, which takes float16 and not float32, and writes OpenVINO's own file."""
     import openvino as ov
     import openvino_genai
     from openvino_tokenizers import convert_tokenizer

@@ -158,7 +158,10 @@ ROUTES: tuple[TextRoute, ...] = (
                   partial(rivals.OpenVinoGenai, dtype, batches=BATCHES))
         for dtype in PRECISIONS
     ),
-    *(TextRoute("transformers", dtype, MODELS, partial(rivals.Transformers, dtype)) for dtype in ("float32", "bfloat16")),
+    *(
+        TextRoute("transformers", dtype, MODELS, partial(rivals.Transformers, dtype))
+        for dtype in ("float32", "bfloat16")
+    ),
 )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Worker:
     """One route, open in a process of its own, which does one thing at a time when it is asked to."""
 
     def __init__(self, log: Path, opener: Opener, *args: Any) -> None:
-        """`opener(*args)` runs in the process and gives what it can do, by name. Its output goes to the end of `log`."""
+        """`opener(*args)` runs in the process and gives what it can do, by name. Its output is appended to `log`."""
         self._pipe, theirs = FRESH.Pipe()
         self._process = FRESH.Process(target=_serve, args=(theirs, str(log), opener, args), daemon=True)
         self._process.start()
