@@ -48,11 +48,12 @@ ROWS = """## Whole rows
   `mod-export build` writes; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups of 64), activations
   quantized as they come; *quantized*: `nncf.quantize`, weights and activations. **torch.compile**: the eager model,
   weights frozen. Rivals select with `torch.topk`.
-* **Models.** Llama-like decoders with initial weights: M d=512 L=12, L d=1024 L=16, heads of width 64, half as many
-  key and value heads, SwiGLU of 2.75 d; MoD with every other block routed at 12.5 %, dense without routers.
-* **Cases.** M with 512 tokens, and others with one thing changed: fewer tokens, more tokens, a larger vocabulary, a
-  larger model. All 36 combinations of three sizes, three lengths, two batches and two vocabularies would take many
-  hours, with four precisions and two numbers of threads; `--cases` measures any of them.
+* **Models.** Llama-like decoders with initial weights: S d=256 L=8, M d=512 L=12, L d=1024 L=16, heads of width 64,
+  half as many key and value heads, SwiGLU of 2.75 d; MoD with every other block routed at 12.5 %, dense without
+  routers.
+* **Cases.** M with 512 tokens, and others with one thing changed: fewer tokens, more tokens, a larger vocabulary. All
+  36 combinations of three sizes, three lengths, two batches and two vocabularies would take many hours, with four
+  precisions and two numbers of threads; `--cases` measures any of them.
 """
 RATES = """### Speed-up over dense, and from one core to all
 
