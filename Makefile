@@ -1,5 +1,6 @@
 # Everything runs inside .venv; nothing else on the machine is touched. Each stamp installs what its targets need, on top
 # of the stamp before it: .venv/demo (to build and to serve), .venv/bench (what is compared and drawn), .venv/dev (tests).
+# .venv/rivals is for `make bench` alone: llama.cpp is compiled for this processor, which takes ten minutes.
 
 PYTHON ?= python3.11
 BIN := .venv/bin
@@ -26,6 +27,13 @@ demo-install: .venv/demo
 	$(PIP) --editable ".[bench]"
 	touch $@
 
+# A program that cannot be installed is a row with the reason.
+.venv/rivals: .venv/bench
+	$(PIP) --editable ".[rivals]"
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(PIP) --no-binary llama-cpp-python llama-cpp-python \
+		|| echo "llama.cpp cannot be compiled here; the benchmark says so in its tables"
+	touch $@
+
 .venv/dev: .venv/bench
 	$(PIP) --editable ".[dev]"
 	for version in $(TENSORRT_BINDINGS); do \
@@ -36,8 +44,9 @@ demo-install: .venv/demo
 demo: .venv/demo
 	$(BIN)/mod-export demo --out build/demo
 
-bench: .venv/bench
-	$(BIN)/python tests/benchmarks/run.py
+# `make bench ARGS="--help"`; with a trained model: ARGS="--text-model build/smollm2 --text english.txt".
+bench: .venv/rivals
+	$(BIN)/python tests/benchmarks/run_benchmarks.py $(ARGS)
 
 study: .venv/bench
 	$(BIN)/python tests/study/run_study.py

@@ -1,127 +1,123 @@
-"""One case in one process: every route, dense and routed, and matrix products of the model's own sizes, all in turn."""
+"""Whole rows: one case, one precision and one number of threads, each route in a process of its own, taking turns."""
 
 from __future__ import annotations
 
-import gc
-import json
-import tempfile
-import time
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from routes import OURS, OURS_INT8, ROUTES, Case, Run, cost_of
+from cases import KINDS, Case
+from prepared import prepare
+from routes import ANCHOR, MODELS, PORTABLE, ROUTES, STEPS, Route, graph_of_ours, opened, write_reference
+from turns import RouteError, Worker, opened_workers, other_load, rounds, versions
 
+from mod_export.benchmark.cost import cost_row
 from mod_export.benchmark.roofline import product
-from mod_export.environment import describe_machine, package_version
-from mod_export.types import Bucket
-from mod_models.checkpoint import random_checkpoint
-from mod_models.spec import ModelSpec, RoutingSpec
+from mod_export.environment import describe_machine
+from mod_export.export.nodes import graph_from_file
 
-SIZES: dict[str, dict[str, Any]] = {
-    "S": {"d_model": 256, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ff": 704},
-    "M": {"d_model": 512, "n_layers": 12, "n_heads": 8, "n_kv_heads": 4, "d_head": 64, "d_ff": 1408},
-    "L": {"d_model": 1024, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8, "d_head": 64, "d_ff": 2816},
-}
-"""Llama-like decoders; every other block is routed at 12.5 %."""
-WARMUP = 1
-FEWEST_ROUNDS = 5
-LAST = "mod-export, last token"
+WARMUP, FEWEST_ROUNDS = 1, 5
+REFERENCE = "reference"
+GEMM = "GEMM"
+PACKAGES = ("torch", "openvino", "onnxruntime", "nncf")
+ALL_STEPS = {**STEPS, REFERENCE: (MODELS, write_reference)}
 
 
 def measure(
-    size: str, seq: int, batch: int, vocab: int, threads: int, seconds: float, routes: tuple[str, ...] = tuple(ROUTES)
+    case: Case, precision: str, threads: int, seconds: float, folder: Path, routes: Sequence[Route] = ROUTES
 ) -> dict[str, Any]:
-    """Milliseconds of every round, by kind and route; FLOPs; and matrix products of the model's sizes in between."""
-    spec = ModelSpec(vocab_size=vocab, max_positions=max(seq, 128), routing=RoutingSpec(), **SIZES[size])
-    checkpoint = random_checkpoint(spec, 0)
-    bucket = Bucket(batch, seq)
-    checkpoints = {"mod": checkpoint, "dense": checkpoint.dense()}
-    costs = {kind: cost_of(Case(one, bucket), kind) for kind, one in checkpoints.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        runs: dict[tuple[str, str], Run] = {}
-        for kind, one in checkpoints.items():
-            for route, outputs in [*((route, "logits") for route in routes), (LAST, "last")]:
-                make = ROUTES[OURS if route == LAST else route]
-                runs[kind, route] = make(Case(one, bucket, outputs), f"{kind}-{outputs}", Path(folder), threads)
-        feeds = Case(checkpoint, bucket).feeds
-        difference = _largest_difference(runs, feeds, routes)
-        flops, multiply = _products(spec, batch * seq, threads)
-        timed = {key: _fed(run, feeds) for key, run in runs.items()}
-        taken = _rounds({**timed, ("roofline", "GEMM"): multiply}, seconds)
+    """Milliseconds of every round by route and kind, what each route computes, and matrix products of the model's own
+    sizes in between. A route that could not be prepared, opened or run has the reason in place of times.
+    """
+    chosen = [one for one in routes if one.precision == precision]
+    anchor = [one for one in routes if (one.name, one.precision) == (ANCHOR, "float32") and precision != "float32"]
+    steps = [REFERENCE, PORTABLE, *(one.step for one in (*chosen, *anchor))]
+    missing = prepare(ALL_STEPS, dict.fromkeys(steps), case, folder)
+    if reason := missing.get(REFERENCE) or missing.get(PORTABLE):
+        raise RuntimeError(f"{case.name}: {reason}")
+    names = {**{one.name: one for one in chosen}, **{_title(one, precision): one for one in anchor}}
+    openers: dict[str, Any] = {
+        name: (opened, (route, case, folder, threads)) for name, route in names.items() if route.step not in missing
+    }
+    openers[GEMM] = (_products, (case, threads))
+    with opened_workers(folder / "measured.log", openers) as (workers, failed):
+        failed |= {name: missing[route.step] for name, route in names.items() if route.step in missing}
+        quality, failed_here = _quality(workers)
+        failed |= failed_here
+        turns = _turns({name: worker for name, worker in workers.items() if name not in failed})
+        load = other_load()
+        taken, failed_later = rounds(turns, WARMUP, FEWEST_ROUNDS, seconds)
+    failed |= {name: reason for (name, _), reason in failed_later.items()}
+    ms = {key: [1e3 * took for took, _ in found] for key, found in taken.items()}
     machine = describe_machine()
     return {
-        "size": size, "seq": seq, "batch": batch, "vocab": vocab, "threads": threads,
-        "parameters": sum(tensor.numel() for tensor in checkpoint.weights.values()),
-        "flops": {kind: row.flops for kind, row in costs.items()},
-        "needed_flops": {kind: row.needed_flops for kind, row in costs.items()},
-        "largest_difference": difference,
-        "gemm_flops": flops, "gemm_ms": taken.pop(("roofline", "GEMM")),
-        "ms": {kind: {route: taken[kind, route] for k, route in runs if k == kind} for kind in checkpoints},
-        "machine": {key: machine[key] for key in ("cpu", "cores", "memory_bytes") if key in machine},
-        "versions": {
-            "torch": version("torch"), "openvino": version("openvino"), "onnxruntime": package_version("onnxruntime"),
+        "size": case.size, "seq": case.seq, "batch": case.batch, "vocab": case.vocab,
+        "precision": precision, "threads": threads, **_costs(case, folder),
+        "routes": {
+            name: {
+                "ours": route.ours, "precision": route.precision, "failed": failed.get(name),
+                "ms": {} if name in failed else {kind: ms[name, kind] for kind in KINDS},
+                "quality": quality.get(name, {}),
+            }
+            for name, route in names.items()
         },
+        "gemm_flops": sum(2 * a * b * c for a, b, c in _sizes(case)), "gemm_ms": ms[GEMM, GEMM],
+        "other_load": load,
+        "machine": {key: machine[key] for key in ("cpu", "cores", "memory_bytes")},
+        "versions": versions(PACKAGES),
     }  # fmt: skip
 
 
-def _fed(run: Run, feeds: dict[str, np.ndarray]) -> Callable[[], object]:
-    return lambda: run(feeds)
+def _title(route: Route, precision: str) -> str:
+    return route.name if route.precision == precision else f"{route.name}, {route.precision}"
 
 
-def _rounds(runs: dict[tuple[str, str], Callable[[], object]], seconds: float) -> dict[tuple[str, str], list[float]]:
-    """Milliseconds of every round after the warm-up, in which all take turns in an order that is drawn anew."""
-    taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    keys, rng = list(runs), np.random.default_rng(0)
-    gc.disable()
-    deadline = np.inf
-    done = 0
-    while done < WARMUP + FEWEST_ROUNDS or time.perf_counter() < deadline:
-        for index in rng.permutation(len(keys)):
-            begin = time.perf_counter()
-            runs[keys[index]]()
-            taken[keys[index]].append(1e3 * (time.perf_counter() - begin))
-        done += 1
-        deadline = time.perf_counter() + seconds if done == WARMUP else deadline
-    return {key: ms[WARMUP:] for key, ms in taken.items()}
+def _turns(workers: Mapping[str, Worker]) -> dict[tuple[str, str], Callable[[], tuple[float, Any]]]:
+    """Both models of every route, and the products."""
+    kinds = {name: (GEMM,) if name == GEMM else KINDS for name in workers}
+    return {(name, kind): partial(workers[name].ask, kind) for name in workers for kind in kinds[name]}
 
 
-def _products(spec: ModelSpec, rows: int, threads: int) -> tuple[int, Callable[[], None]]:
-    """Matrix products as a block of the dense model has them, on ONNX Runtime: FLOPs, and what runs them."""
-    sizes = [
+def _quality(workers: Mapping[str, Worker]) -> tuple[dict[str, Any], dict[str, str]]:
+    found: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for name, worker in workers.items():
+        if name != GEMM:
+            try:
+                found[name] = {kind: worker.ask("quality", kind)[1] for kind in KINDS}
+            except RouteError as error:
+                failed[name] = str(error)
+    return found, failed
+
+
+def _costs(case: Case, folder: Path) -> dict[str, Any]:
+    """FLOPs of the portable graphs, and those that nobody can do without."""
+    rows = {
+        kind: cost_row(graph_from_file(graph_of_ours(folder, kind, case)), kind, case.bucket)  # type: ignore[arg-type]
+        for kind in KINDS
+    }
+    return {
+        "flops": {kind: row.flops for kind, row in rows.items()},
+        "needed_flops": {kind: row.needed_flops for kind, row in rows.items()},
+    }
+
+
+def _sizes(case: Case) -> list[tuple[int, int, int]]:
+    """Matrix products as a block of the dense model has them."""
+    spec, rows = case.spec, case.batch * case.seq
+    return [
         (rows, spec.d_model, spec.n_heads * spec.d_head),
         (rows, spec.d_model, spec.d_ff),
         (rows, spec.d_ff, spec.d_model),
     ]
-    each = [product("onnxruntime", threads, *one) for one in sizes]
+
+
+def _products(case: Case, threads: int) -> dict[str, Callable[[], None]]:
+    each = [product("onnxruntime", threads, *one) for one in _sizes(case)]
 
     def run() -> None:
         for one in each:
             one()
 
-    return sum(2 * a * b * c for a, b, c in sizes), run
-
-
-def _largest_difference(
-    runs: dict[tuple[str, str], Run], feeds: dict[str, np.ndarray], routes: tuple[str, ...]
-) -> dict[str, float]:
-    """Of any float32 rival's logits from ours: a route that computes something else would be no rival.
-
-    Of nine tokens in ten: where two scores are within rounding of each other, another token is routed, and may be.
-    """
-    found = {}
-    for kind in ("mod", "dense"):
-        ours = np.array(runs[kind, OURS](feeds))
-        others = [np.array(runs[kind, route](feeds)) for route in routes if route not in (OURS, OURS_INT8)]
-        found[kind] = max((float(np.quantile(np.abs(one - ours).max(-1), 0.9)) for one in others), default=0.0)
-    return found
-
-
-def save(path: Path, *case: Any) -> None:
-    """Measures a case into a file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(measure(*case)), encoding="utf-8")
-    part.replace(path)
+    return {GEMM: run}

@@ -6,213 +6,239 @@ python tests/benchmarks/render.py [RESULTS] [DOCS]
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from measure_case import LAST
-from routes import OURS, OURS_INT8, ROUTES
+from cases import KINDS
+from render_text import text_figure, text_tables
+from routes import ANCHOR, PRECISIONS
+from tables import OURS, RIVAL, ROUTED, Found, Summary, bars, failures, medians, names_in, table, threads_of
 
-RIVALS = tuple(route for route in ROUTES if route not in (OURS, OURS_INT8))
-SHORT = {
-    "torch.onnx.export, ONNX Runtime": "plain ORT",
-    "torch.onnx.export, OpenVINO": "OpenVINO",
-    "torch.compile": "torch.compile",
-}
-KINDS = ("dense", "mod")
-COLOURS = {OURS: "#0b6e4f", **dict(zip(RIVALS, ("#8a8f98", "#5b7db1", "#c98b3c"), strict=True))}
-
-Found = dict[str, Any]
-Summary = Callable[[Sequence[float]], float]
-
+MOST_ERRORS = 2
 HEAD = """# Benchmarks
 
-The results of `make bench`: the time of one prefill, by route, for models with initial weights. Written by
-`tests/benchmarks/render.py`; do not edit.
+The results of `make bench`: the time of whole rows (one prefill), and tokens per second of text, by route, at each
+precision, at one and at all cores. Written by `tests/benchmarks/render.py`; do not edit.
 
-* **Routes.** *mod-export*: what `mod-export build` makes for `ort-cpu`, run as `mod_export.load` runs it. *plain ORT*:
-  `torch.onnx.export` at opset 23 with its own optimiser, on ONNX Runtime with default settings. *OpenVINO*: its CPU
-  plug-in on the same file, float32, set for latency. *torch.compile*: the eager model, with default settings. Dense and
-  MoD models run the same code, and all routes the same weights and tokens. Their logits agree (90th percentile of the
-  largest difference of a token, over all cases: {difference:.1e}).
-* **Models.** Llama-like decoders: S d=256 L=8, M d=512 L=12, L d=1024 L=16, heads of width 64, half as many key and
-  value heads, SwiGLU of 2.75 d; MoD with every other block routed at 12.5 %, `dense` without routers.
-* **Method.** One process for each case, {threads} thread. In every round each route runs once, in a new random order.
-  Times are medians of at least five rounds after one round of warm-up, or minima where the heading says so. Compare
-  ratios, not times: machines differ, and other work on the same machine slows down all routes of a round alike.
-* **Roofline.** Matrix products of the sizes of a dense block, on ONNX Runtime, in the same rounds: {gemm:.0f} GFLOP/s
-  in the median over cases. *Needed* FLOPs leave out the half of the scores that a causal mask hides. A MoD block
-  multiplies an eighth of the rows. Matrix products of that size are slower, but are compared with the same roofline.
-* **Efficiency.** Measured speed-up over the dense baseline on the same route, divided by predicted (FLOPs), which is
-  the ratio of the needed FLOPs.
-* **Cases.** {cases} were measured for this page; `make bench` measures 36, and continues after an interruption.
+    make bench ARGS="--text-model build/smollm2 --text english.txt"    # a dense checkpoint of `mod-export convert`
+    make bench ARGS="--only 'rows-M-s512-*,text-*-int4-*'"             # some cells; `--list` names them
+
+It installs the rivals, compiles llama.cpp, keeps every cell that it has finished, and goes on after an interruption.
+
+* **Method.** Each route in a process of its own, because pools of threads of several libraries in one process disturb
+  each other. In every round each route runs once, in a new random order, after a pause in which the pool that ran
+  last goes to sleep. Times are medians of at least {rounds} rounds after one of warm-up. Compare ratios within a
+  table, not times: machines differ, and other work on a machine slows down all routes of a round alike. In each table
+  the float32 engine of `ort-cpu` takes turns with the others, so that the table says what its precision gains.
+* **Quality beside speed.** *Next token*: share of tokens after which the most probable next token is that of eager
+  float32 PyTorch. *Error*: root mean square of the error of the logits over that of the logits, of the nine tokens in
+  ten with the least (where two scores of a router are within rounding of each other, another token is routed, and may
+  be). *Perplexity*: over that of eager float32, on a text of English. Initial weights have no perplexity, and what
+  they say of the next token is no forecast for trained ones.
+* **A star** at the number of threads: others took more than a tenth of the machine before this cell was sampled.
 * **Machine.** {cpu}, {cores} cores. {versions}.
 """
-FIGURES = """![Latency by route, divided by that of mod-export](figures/latency.svg)
+ROWS = """## Whole rows
 
-![GFLOP/s of mod-export beside the roofline](figures/gflops.svg)
+* **Ours** is what `mod-export build` writes and `mod_export.load` serves, for each target. **ONNX Runtime**:
+  `torch.onnx.export` at opset 23 with its own optimiser, default settings; *dynamic*: `quantize_dynamic`, by channel;
+  *MatMulNBits*: `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4. **OpenVINO**: its CPU plug-in on that
+  export, set for latency, with a hint of float32 or bfloat16; *our graph*: the same on the portable graph that
+  `mod-export build` writes; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups of 64), activations
+  quantized as they come; *quantized*: `nncf.quantize`, weights and activations. **torch.compile**: the eager model,
+  weights frozen. Rivals select with `torch.topk`.
+* **Models.** Llama-like decoders with initial weights: S d=256 L=8, M d=512 L=12, L d=1024 L=16, heads of width 64,
+  half as many key and value heads, SwiGLU of 2.75 d; MoD with every other block routed at 12.5 %, dense without
+  routers.
+* **Cases.** M with 512 tokens, and others with one thing changed: fewer tokens, more tokens, a larger vocabulary. All
+  36 combinations of three sizes, three lengths, two batches and two vocabularies would take many hours, with four
+  precisions and two numbers of threads; `--cases` measures any of them.
 """
-VARIANTS = """## int8, and `outputs = "last"`
+RATES = """### Speed-up over dense, and from one core to all
 
-Speed of int8 weights against float32, and time of graphs that return the last token's logits over that of all logits. \
-What int8 does to quality is measured on trained weights: see [numerics.md](numerics.md)."""
+Of the fastest of ours. GFLOP/s count needed FLOPs, which leave out the half of the scores that a causal mask hides; the
+roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in the same rounds. Efficiency:
+speed-up over the dense baseline, divided by the ratio of their needed FLOPs. Scaling: time at one thread over this.
+"""
+FIGURES = {
+    "rows": "![Time of whole rows by route and precision](figures/latency.svg)\n",
+    "text": "![Tokens per second by program and precision](figures/text.svg)\n",
+}
 
 
 def render(results: Path, docs: Path) -> None:
     """Writes docs/benchmarks.md and docs/figures/, if anything was measured."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
-    found.sort(key=lambda one: ("SML".index(one["size"]), one["vocab"], one["batch"], one["seq"]))
-    if not found:
+    rows, texts = (_read(results, kind) for kind in ("rows", "text"))
+    if not rows and not texts:
         return
     figures = docs / "figures"
     figures.mkdir(parents=True, exist_ok=True)
-    _latency_figure(found, figures / "latency.svg")
-    _rate_figure(found, figures / "gflops.svg")
-    (docs / "benchmarks.md").write_text("\n".join([_head(found), FIGURES, *_tables(found)]), encoding="utf-8")
+    parts = [_head([*rows, *texts])]
+    if rows:
+        _rows_figure(rows, figures / "latency.svg")
+        parts += [ROWS, FIGURES["rows"], *_row_tables(rows)]
+    if texts:
+        text_figure(texts, figures / "text.svg")
+        parts += text_tables(texts, FIGURES["text"])
+    (docs / "benchmarks.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _read(results: Path, kind: str) -> list[Found]:
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"{kind}-*.json"))]
+    for one in found:
+        one["name"] = one["model"] if kind == "text" else case_name(one)
+    return sorted(
+        found, key=_place if kind == "rows" else lambda one: (one["name"] == "M", one["name"], one["threads"])
+    )
+
+
+def _place(one: Found) -> tuple[object, ...]:
+    return "XSML".index(one["size"]), one["vocab"], one["batch"], one["seq"], one["threads"]
 
 
 def case_name(one: Found) -> str:
-    return f"{one['size']}, {one['seq']:,} tokens, batch {one['batch']}, vocabulary {one['vocab']:,}"
+    batch = f", batch {one['batch']}" if one["batch"] > 1 else ""
+    return f"{one['size']}, {one['seq']:,} tokens{batch}, vocabulary {one['vocab']:,}"
 
 
-def ratio(one: Found, kind: str, above: str, below: str, summary: Summary = statistics.median) -> float:
-    """Time of one route over that of another."""
-    return summary(one["ms"][kind][above]) / summary(one["ms"][kind][below])
+def time_of(one: Found, kind: str, name: str, summary: Summary = medians) -> float | None:
+    """Milliseconds of a route; None where it has none."""
+    route = one["routes"].get(name)
+    return None if route is None or route["failed"] else summary(route["ms"][kind])
 
 
-def best_rival(one: Found, kind: str, summary: Summary = statistics.median) -> str:
-    return min(RIVALS, key=lambda route: summary(one["ms"][kind][route]))
+def fastest(one: Found, kind: str, *, ours: bool, summary: Summary = medians) -> tuple[str, float] | None:
+    """Of the routes of this precision, ours or the rivals'."""
+    times = {
+        name: time_of(one, kind, name, summary)
+        for name, route in one["routes"].items()
+        if route["ours"] == ours and route["precision"] == one["precision"]
+    }
+    known = {name: time for name, time in times.items() if time is not None}
+    return min(known.items(), key=lambda item: item[1], default=None)
 
 
 def _head(found: Sequence[Found]) -> str:
     machine = found[0]["machine"]
     versions = sorted({(name, version) for one in found for name, version in one["versions"].items()})
+    rounds = min(len(ms) for ms in _samples(found))
     return HEAD.format(
-        difference=max(max(one["largest_difference"].values()) for one in found),
-        threads=" or ".join(str(count) for count in sorted({one["threads"] for one in found})),
-        gemm=statistics.median(_roofline(one) for one in found),
-        cases=len(found),
+        rounds=rounds,
         cpu=machine["cpu"],
         cores=machine["cores"],
         versions=", ".join(f"{name} {version}" for name, version in versions),
     )
 
 
-def _tables(found: Sequence[Found]) -> Iterator[str]:
-    by_kind = [(one, kind) for one in found for kind in KINDS]
-    rivals = [SHORT[rival] for rival in RIVALS]
-    yield _table(
-        "## Time of mod-export divided by that of a rival (below 1: mod-export is faster)",
-        ["case", "model", *(f"/ {rival}" for rival in rivals), "/ fastest rival", "minima"],
-        [[case_name(one), kind, *_against_rivals(one, kind)] for one, kind in by_kind],
+def _samples(found: Sequence[Found]) -> Iterator[Sequence[float]]:
+    for one in found:
+        for route in one["routes"].values():
+            yield from route.get("ms", {}).values()
+            yield from (batch["tokens_per_s"] for batch in route.get("batches", {}).values())
+
+
+def _row_tables(found: Sequence[Found]) -> Iterator[str]:
+    for precision in PRECISIONS:
+        chosen = [one for one in found if one["precision"] == precision]
+        if chosen:
+            yield from _precision(precision, chosen)
+    yield RATES
+    yield table(
+        ["precision", "case", "threads", "roofline", "dense", "MoD", "speed-up", "efficiency", "scaling dense", "MoD"],
+        [_rates(one, found) for precision in PRECISIONS for one in found if one["precision"] == precision],
     )
-    yield _table(
-        "## Milliseconds, median (fastest)",
-        ["case", "model", "mod-export", *rivals, "rounds"],
-        [[case_name(one), kind, *_times(one["ms"][kind])] for one, kind in by_kind],
+
+
+def _precision(precision: str, found: Sequence[Found]) -> Iterator[str]:
+    names = names_in(found)
+    yield f"### Whole rows in {precision}\n"
+    yield "Milliseconds; fastest of ours over fastest rival (below 1: ours is faster), of minima in brackets.\n"
+    yield table(
+        ["case", "threads", "model", *names, "ours / rival"],
+        [
+            [
+                one["name"],
+                threads_of(one),
+                kind,
+                *(_shown(time_of(one, kind, name)) for name in names),
+                _ratio(one, kind),
+            ]
+            for one in found
+            for kind in KINDS
+        ],
     )
-    yield _table(
-        "## GFLOP/s of mod-export, needed FLOPs only, and efficiency",
-        ["case", "roofline", "dense", "MoD", "speed-up over dense", "predicted (FLOPs)", "efficiency"],
-        [[case_name(one), *_rates(one)] for one in found],
+    yield table(
+        ["route", *(f"next token, {kind}" for kind in KINDS), *(f"error, {kind}" for kind in KINDS)],
+        [[name, *_quality(found, name)] for name in names],
     )
-    yield _table(VARIANTS, ["case", "model", "int8 speed", "last / all"], [
-        [case_name(one), kind, f"{1 / ratio(one, kind, OURS_INT8, OURS):.2f}x", f"{ratio(one, kind, LAST, OURS):.2f}"]
-        for one, kind in by_kind
-    ])  # fmt: skip
+    yield "\n".join([*failures(found), ""])
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([title, "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines]) + "\n"
+def _ratio(one: Found, kind: str) -> str:
+    found = []
+    for summary in (medians, min):
+        own, other = (fastest(one, kind, ours=side, summary=summary) for side in (True, False))
+        if own is None or other is None:
+            return ""
+        found.append((own[1] / other[1], other[0]))
+    return f"{found[0][0]:.2f} ({found[1][0]:.2f}), {found[0][1]}"
 
 
-def _against_rivals(one: Found, kind: str) -> list[str]:
-    best, fastest = best_rival(one, kind), best_rival(one, kind, min)
-    ratios = [f"{ratio(one, kind, OURS, rival):.2f}" for rival in RIVALS]
-    return [
-        *ratios,
-        f"{ratio(one, kind, OURS, best):.2f} ({SHORT[best]})",
-        f"{ratio(one, kind, OURS, fastest, min):.2f}",
-    ]
+def _quality(found: Sequence[Found], name: str) -> list[str]:
+    """The least agreement and the largest error over all cases."""
+    qualities = [one["routes"][name]["quality"] for one in found if one["routes"].get(name, {}).get("quality")]
+    if not qualities:
+        return [""] * 4
+    least = [f"{min(one[kind]['agreement'] for one in qualities):.2%}" for kind in KINDS]
+    return [*least, *(f"{max(one[kind]['error'] for one in qualities):.2g}" for kind in KINDS)]
 
 
-def _times(taken: dict[str, list[float]]) -> list[str]:
-    shown = [taken[route] for route in (OURS, *RIVALS)]
-    return [*(f"{statistics.median(ms):,.4g} ({min(ms):,.4g})" for ms in shown), str(len(taken[OURS]))]
+def _rates(one: Found, found: Sequence[Found]) -> list[str]:
+    roofline = float(one["gemm_flops"]) / medians(one["gemm_ms"]) / 1e6
+    times = {kind: fastest(one, kind, ours=True) for kind in KINDS}
+    if None in times.values():
+        return [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}", *[""] * 6]
+    ms = {kind: time[1] for kind, time in times.items() if time}
+    rates = [f"{one['needed_flops'][kind] / ms[kind] / 1e6:.0f}" for kind in KINDS]
+    gain, ideal = ms["dense"] / ms["mod"], one["needed_flops"]["dense"] / one["needed_flops"]["mod"]
+    single = next(
+        (other for other in found
+         if (other["name"], other["precision"], other["threads"]) == (one["name"], one["precision"], 1)), None
+    )  # fmt: skip
+    scaling = [""] * len(KINDS)
+    if single is not None and one["threads"] > 1:
+        before = {kind: fastest(single, kind, ours=True) for kind in KINDS}
+        scaling = [f"{time[1] / ms[kind]:.2f}x" for kind, time in before.items() if time]
+    gains = [f"{gain:.2f}x", f"{gain / ideal:.2f}"]
+    return [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}", *rates, *gains, *scaling]
 
 
-def _rates(one: Found) -> list[str]:
-    roofline = _roofline(one)
-    ideal = one["needed_flops"]["dense"] / one["needed_flops"]["mod"]
-    gain = statistics.median(one["ms"]["dense"][OURS]) / statistics.median(one["ms"]["mod"][OURS])
-    rates = [f"{_rate(one, kind):.0f} ({_rate(one, kind) / roofline:.0%})" for kind in KINDS]
-    return [f"{roofline:.0f}", *rates, f"{gain:.2f}x", f"{ideal:.2f}x", f"{gain / ideal:.2f}"]
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}"
 
 
-def _rate(one: Found, kind: str) -> float:
-    return float(one["needed_flops"][kind]) / statistics.median(one["ms"][kind][OURS]) / 1e6
-
-
-def _roofline(one: Found) -> float:
-    return float(one["gemm_flops"]) / statistics.median(one["gemm_ms"]) / 1e6
-
-
-def _latency_figure(found: Sequence[Found], path: Path) -> None:
-    plot = _plot()
-    figure, axes = plot.subplots(1, 2, figsize=(11, 1.3 + 0.42 * len(found)), sharey=True, layout="constrained")
-    for axis, kind in zip(axes, KINDS, strict=True):
-        for index, one in enumerate(found):
-            for step, route in enumerate((OURS, *RIVALS)):
-                length = ratio(one, kind, route, OURS)
-                axis.barh(index + 0.2 * step, length, 0.18, color=COLOURS[route], label=SHORT.get(route, route))
-        axis.axvline(1, color="#0b6e4f", linewidth=0.8)
-        axis.set_title(f"{kind}: time, mod-export = 1")
-        axis.set_yticks([index + 0.3 for index in range(len(found))], [_label(one) for one in found])
-    axes[0].invert_yaxis()
-    handles, labels = axes[0].get_legend_handles_labels()
-    count = 1 + len(RIVALS)
-    figure.legend(handles[:count], labels[:count], loc="outside lower center", ncols=count, fontsize=9)
-    _save(figure, path)
-
-
-def _rate_figure(found: Sequence[Found], path: Path) -> None:
-    plot = _plot()
-    figure, axis = plot.subplots(figsize=(9, 1.3 + 0.34 * len(found)), layout="constrained")
-    for index, one in enumerate(found):
-        axis.barh(index, _rate(one, "dense"), 0.34, color="#5b7db1", label="dense")
-        axis.barh(index + 0.36, _rate(one, "mod"), 0.34, color="#0b6e4f", label="MoD")
-        limit = [_roofline(one)] * 2
-        axis.plot(limit, [index - 0.25, index + 0.6], color="black", linewidth=1.4, label="roofline")
-    axis.set_yticks([index + 0.18 for index in range(len(found))], [_label(one) for one in found])
-    axis.invert_yaxis()
-    axis.set_title("GFLOP/s of mod-export, needed FLOPs only")
-    handles, labels = axis.get_legend_handles_labels()
-    kept = dict(zip(labels, handles, strict=True))
-    figure.legend(list(kept.values()), list(kept), loc="outside lower center", ncols=len(kept), fontsize=9)
-    _save(figure, path)
-
-
-def _label(one: Found) -> str:
-    return f"{one['size']} s{one['seq']} b{one['batch']} v{one['vocab'] // 1000}k"
-
-
-def _plot() -> Any:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "mod-export"  # The same figures give the same bytes.
-    matplotlib.rcParams["svg.fonttype"] = "none"  # Text stays text.
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None})
-    _plot().close(figure)
+def _rows_figure(found: Sequence[Found], path: Path) -> None:
+    """The routes of the first case, at the most threads, for each precision; MoD."""
+    case = found[0]["name"]
+    most = max(one["threads"] for one in found if one["name"] == case)
+    groups = []
+    for precision in PRECISIONS:
+        for one in found:
+            if (one["name"], one["precision"], one["threads"]) == (case, precision, most):
+                rows = [
+                    (
+                        f"{name}, {kind}",
+                        time,
+                        (ROUTED if kind == "mod" else OURS) if one["routes"][name]["ours"] else RIVAL,
+                    )
+                    for name in names_in([one])
+                    if not name.startswith(ANCHOR) or precision == "float32" or name == ANCHOR
+                    for kind in KINDS
+                    if (time := time_of(one, kind, name)) is not None
+                ]
+                groups.append((precision, rows))
+    bars(path, groups, f"Milliseconds: {case}, {most} threads")
 
 
 if __name__ == "__main__":

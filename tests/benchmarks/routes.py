@@ -1,210 +1,195 @@
-"""The ways from a PyTorch model to something that runs on a CPU: ours, and what a user would do instead.
+"""The ways from a PyTorch model to logits of whole rows on a CPU: ours, and what a user would do instead.
 
-Every route gives a function that runs one batch and returns the logits. `ours` is what `mod-export build` makes for
-ort-cpu. The rivals are PyTorch's own exporter on ONNX Runtime, OpenVINO on that same file, and torch.compile. They get
-the model as a user would write it: `torch.topk` selects (the exporter has no translation of a stable sort), everything
-else is the same code.
+A route is made of files that a step writes, and of a function that opens them in the process that will be timed. Ours
+is what `mod-export build` writes and `mod_export.load` serves. The rivals get the model as a user would write it:
+`torch.topk` selects (PyTorch's exporter has no translation of a stable sort), everything else is the same code.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
-import onnx_ir as ir
-import torch
-from captures import captured_module
+import rivals
+from cases import KINDS, Case, case_of, checkpoints, write_models
 
-from mod_export.benchmark.cost import cost_row
-from mod_export.engines.ort import OrtCpu
-from mod_export.engines.ort_attention import fastest_block, time_blocks
-from mod_export.engines.ort_c import ort_c
-from mod_export.engines.ort_shared import shared_runner
-from mod_export.export.onnx_export import onnx_from_captured
-from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.weights import WeightsFile, bind_weights, forms_of, state_of, write_weights
-from mod_export.results.cost import CostRow
-from mod_export.stages.passes import attention_shapes
-from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, DType, Outputs, primary_output
-from mod_models import transformer
-from mod_models.checkpoint import Checkpoint
+from mod_export import load
+from mod_export.config import TargetOptions
 
 Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]
-Route = Callable[["Case", str, Path, int], Run]
+Opened = Callable[[Path, str, int], Run]
+"""(files of the case, kind, threads) -> what runs a batch."""
+PRECISIONS = ("float32", "bfloat16", "int8", "int4")
+TARGETS = ("ort-cpu", "openvino", "inductor")
+ANCHOR = "mod-export, ort-cpu"
+"""The float32 route that takes turns with those of every precision, so that each table says what is gained over it."""
+OUR_BUILD = """\
+targets = ["{target}"]
+buckets = [[{batch}, {seq}]]
+outputs = "logits"
+
+[target.{target}]
+dtypes = [{dtypes}]
+
+[generation]
+build = "never"
+"""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One model, dense or routed, at one shape."""
+class Route:
+    """One way, at one precision.
 
-    checkpoint: Checkpoint
-    bucket: Bucket
-    outputs: Outputs = "logits"
+    Attributes:
+        name: of the way; unique within a precision.
+        precision: of the products.
+        step: writes its files; a name of STEPS.
+        open: opens them.
+        ours: whether it is of this project.
+    """
 
-    @property
-    def feeds(self) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng(0)
-        shape = (self.bucket.batch, self.bucket.seq)
-        ids_BS = rng.integers(0, self.checkpoint.spec.vocab_size, shape, dtype=np.int64)
-        return {"input_ids": ids_BS, "lengths": np.full(self.bucket.batch, self.bucket.seq, np.int64)}
-
-
-def _portable(case: Case) -> ir.Model:
-    skeleton = case.checkpoint.skeleton(case.outputs).to("meta")
-    model = onnx_from_captured(
-        captured_module(skeleton, case.bucket, "bench"), state_of(skeleton), TOKEN_INPUTS, [PRIMARY[case.outputs]]
-    )
-    run_passes(model, PORTABLE, "float32")
-    return model
+    name: str
+    precision: str
+    step: str
+    open: Opened
+    ours: bool = False
 
 
-def cost_of(case: Case, kind: Any) -> CostRow:
-    """FLOPs of the portable graph, and those that nobody can do without."""
-    return cost_row(_portable(case), kind, case.bucket)
+def our_dtypes(target: str) -> tuple[str, ...]:
+    """Those that a target can be configured to have, of those that are compared."""
+    options = TargetOptions.model_fields[target.replace("-", "_")].annotation
+    assert options is not None
+    offered = get_args(get_args(options.model_fields["dtypes"].annotation)[0])
+    return tuple(dtype for dtype in PRECISIONS if dtype in offered)
 
 
-def ours(case: Case, name: str, folder: Path, threads: int, dtype: DType = "float32") -> Run:
-    """What `mod-export build` makes for ort-cpu, its blocks of attention chosen by measurement, run as it is served."""
-    model = _portable(case)
-    shapes = attention_shapes(model)
-    blocks = {shape.tokens: fastest_block(shape, time_blocks(shape, threads)) for shape in shapes}
-    dialect = replace(OrtCpu.dialect, query_blocks=tuple((T, b) for T, b in sorted(blocks.items()) if b < T))
-    run_passes(model, dialect, dtype)
-    weights = folder / f"{name}.{dtype}.data"
-    forms = forms_of(model.graph.initializers) if dtype in QUANTIZED else {}
-    write_weights(weights, state_of(case.checkpoint.module()), dtype, forms)
-    bind_weights(model, [WeightsFile.open(weights)], folder)
-    path = folder / f"{name}.{dtype}.onnx"
-    path.write_bytes(ir.to_proto(model).SerializeToString())
-    api = ort_c()
-    assert api is not None, "the wheel of ONNX Runtime brings its C library along"
-    runner = shared_runner(api, path, weights, name, threads)
-    primary = primary_output(runner.outputs)
-    return lambda feeds: runner.run({key: feeds[key] for key in runner.inputs}, [primary])[primary]
+def built(case: Case, folder: Path, target: str, dtype: str) -> None:
+    """`mod-export build` of both models; without evidence, because all routes are compared in the same way here."""
+    config = folder / f"{target}-{dtype}.toml"
+    text = OUR_BUILD.format(target=target, batch=case.batch, seq=case.seq, dtypes=f'"{dtype}"')
+    config.write_text(text, encoding="utf-8")
+    words = ["build", str(folder / "mod.pt"), "-c", str(config), "-o", str(_built(folder, target, dtype))]
+    run_ours([*words, "--no-evidence", "-q"])
 
 
-def plain_onnx(case: Case, name: str, folder: Path, threads: int) -> Run:
-    """torch.onnx.export at opset 23 with its own optimiser, on ONNX Runtime as it comes."""
-    return _ort(_plain_file(case, name, folder), threads)
+def run_ours(words: list[str]) -> None:
+    """The command `mod-export`.
+
+    Raises:
+        RuntimeError: it refused or failed, with what it said.
+    """
+    done = subprocess.run([sys.executable, "-m", "mod_export", *words], capture_output=True, text=True, check=False)
+    sys.stdout.write(done.stdout + done.stderr)
+    if done.returncode:
+        raise RuntimeError(f"mod-export {words[0]} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
 
 
-def openvino(case: Case, name: str, folder: Path, threads: int) -> Run:
-    """OpenVINO's CPU plug-in on the plain export, in float32, set for latency."""
-    import openvino as ov
-
-    options = {
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-        "NUM_STREAMS": 1,
-        "INFERENCE_PRECISION_HINT": "f32",
-    }
-    compiled = ov.Core().compile_model(_plain_file(case, name, folder), "CPU", options)
-    names = [port.get_any_name() for port in compiled.inputs]
-    primary = next(port for port in compiled.outputs if "logits" in port.get_names())
-    request = compiled.create_infer_request()
-
-    def run(feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-        request.infer({key: value for key, value in feeds.items() if key in names}, share_inputs=True)
-        found: np.ndarray = request.get_tensor(primary).data
-        return found
-
-    return run
+def served(target: str, dtype: str, folder: Path, kind: str, threads: int) -> Run:
+    """`mod_export.load`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That nothing was verified is what was asked for.
+        opened = load(_built(folder, target, dtype), target, dtype, model=kind, threads=threads)  # type: ignore[arg-type]
+    return lambda feeds: opened.run(feeds["input_ids"])
 
 
-def compiled_torch(case: Case, name: str, folder: Path, threads: int) -> Run:
-    """torch.compile of the eager model, everything else as it comes."""
-    torch.set_num_threads(threads)
-    with _topk_selects():
-        module = torch.compile(case.checkpoint.module(case.outputs), dynamic=False)
-        _torch_run(module, case.feeds)
-
-    return lambda feeds: _torch_run(module, feeds)
+def graph_of_ours(folder: Path, kind: str, case: Case) -> Path:
+    """The portable graph of a model, as `mod-export build` writes it."""
+    return _built(folder, "ort-cpu", "float32") / "graphs" / f"{kind}-{case.bucket.name}.onnx"
 
 
-def _torch_run(module: Callable[..., Any], feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-    with torch.no_grad():
-        found: np.ndarray = module(*(torch.from_numpy(array) for array in feeds.values()))[0].numpy()
-    return found
+def _built(folder: Path, target: str, dtype: str) -> Path:
+    return folder / f"ours-{target}-{dtype}"
 
 
-OURS, OURS_INT8 = "mod-export", "mod-export, int8"
-ROUTES: dict[str, Route] = {
-    OURS: ours,
-    OURS_INT8: partial(ours, dtype="int8"),
-    "torch.onnx.export, ONNX Runtime": plain_onnx,
-    "torch.onnx.export, OpenVINO": openvino,
-    "torch.compile": compiled_torch,
+def _hinted(folder: Path, kind: str, threads: int) -> Run:
+    return rivals.openvino("bf16", graph_of_ours(folder, kind, case_of(folder)), threads)
+
+
+def _file(open_file: Callable[[Path, int], Run], name: str, folder: Path, kind: str, threads: int) -> Run:
+    return open_file(folder / name.format(kind=kind), threads)
+
+
+MODELS, PLAIN, PORTABLE = "models", "torch.onnx.export", "ours-ort-cpu-float32"
+STEPS: dict[str, tuple[str | None, Callable[[Case, Path], None]]] = {
+    MODELS: (None, write_models),
+    PLAIN: (MODELS, rivals.write_plain),
+    "quantize_dynamic": (PLAIN, rivals.write_dynamic_int8),
+    "matmul_nbits": (PLAIN, rivals.write_nbits_int4),
+    "nncf-int8-weights": (PLAIN, partial(rivals.write_compressed, "int8")),
+    "nncf-int4-weights": (PLAIN, partial(rivals.write_compressed, "int4")),
+    "nncf-int8": (PLAIN, rivals.write_quantized),
+    **{
+        f"ours-{target}-{dtype}": (MODELS, partial(built, target=target, dtype=dtype))
+        for target in TARGETS
+        for dtype in our_dtypes(target)
+    },
 }
+"""Name -> the step before it, and what writes the files."""
+ROUTES: tuple[Route, ...] = (
+    *(
+        Route(f"mod-export, {target}", dtype, f"ours-{target}-{dtype}", partial(served, target, dtype), ours=True)
+        for dtype in PRECISIONS
+        for target in TARGETS
+        if dtype in our_dtypes(target)
+    ),
+    Route("ONNX Runtime", "float32", PLAIN, partial(_file, rivals.onnx_runtime, "{kind}.plain.onnx")),
+    Route("OpenVINO", "float32", PLAIN, partial(_file, partial(rivals.openvino, "f32"), "{kind}.plain.onnx")),
+    Route("torch.compile", "float32", MODELS, partial(rivals.compiled_torch, "float32")),
+    Route("OpenVINO", "bfloat16", PLAIN, partial(_file, partial(rivals.openvino, "bf16"), "{kind}.plain.onnx")),
+    Route("OpenVINO, our graph", "bfloat16", PORTABLE, _hinted),
+    Route("torch.compile", "bfloat16", MODELS, partial(rivals.compiled_torch, "bfloat16")),
+    Route("ONNX Runtime, dynamic", "int8", "quantize_dynamic",
+          partial(_file, rivals.onnx_runtime, "{kind}.dynamic-int8.onnx")),
+    Route("OpenVINO, weights", "int8", "nncf-int8-weights",
+          partial(_file, partial(rivals.openvino, "bf16"), "{kind}.int8-weights.xml")),
+    Route("OpenVINO, quantized", "int8", "nncf-int8",
+          partial(_file, partial(rivals.openvino, "bf16"), "{kind}.int8.xml")),
+    Route("ONNX Runtime, MatMulNBits", "int4", "matmul_nbits",
+          partial(_file, rivals.onnx_runtime, "{kind}.nbits-int4.onnx")),
+    Route("OpenVINO, weights", "int4", "nncf-int4-weights",
+          partial(_file, partial(rivals.openvino, "bf16"), "{kind}.int4-weights.xml")),
+)  # fmt: skip
 
 
-def _ort(path: Path, threads: int) -> Run:
-    import onnxruntime as ort
+def opened(route: Route, case: Case, folder: Path, threads: int) -> dict[str, Callable[..., Any]]:
+    """Both models of a route, for a `turns.Worker`: by kind, what runs once; and `quality`, what it computes."""
+    feeds = case.feeds
+    runs = {kind: route.open(folder, kind, threads) for kind in KINDS}
 
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    names = [item.name for item in session.get_inputs()]
-    primary = session.get_outputs()[0].name
+    def once(kind: str) -> None:
+        runs[kind](feeds)
 
-    def run(feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-        found: np.ndarray = session.run([primary], {key: value for key, value in feeds.items() if key in names})[0]
-        return found
+    def quality(kind: str) -> dict[str, float]:
+        expected_BSV = np.load(folder / f"{kind}.logits.npy", mmap_mode="r")
+        return compared(np.asarray(runs[kind](feeds)), expected_BSV)
 
-    return run
+    return {**{kind: partial(once, kind) for kind in KINDS}, "quality": quality}
 
 
-def _plain_file(case: Case, name: str, folder: Path) -> Path:
-    path = folder / f"{name}.plain.onnx"
-    if path.exists():
-        return path
-    with _topk_selects(), _quiet(), torch.no_grad():
-        torch.onnx.export(
-            case.checkpoint.module(case.outputs),
-            tuple(torch.from_numpy(array) for array in case.feeds.values()),
-            path,
-            dynamo=True,
-            opset_version=23,
-            external_data=True,
-            input_names=["input_ids", "lengths"],
-            output_names=["logits"],
-        )
-    return path
+def compared(found_BSV: np.ndarray, expected_BSV: np.ndarray) -> dict[str, float]:
+    """Share of tokens after which the same token is the most probable, and the root mean square of the error of the
+    logits over that of the logits, of the nine tokens in ten that have the least: where two scores of a router are
+    within rounding of each other, another token is routed, and may be.
+    """
+    same_BS = found_BSV.argmax(-1) == expected_BSV.argmax(-1)
+    square_BS = np.square(found_BSV.astype(np.float64) - expected_BSV).mean(-1)
+    kept = np.sort(square_BS, axis=None)[: max(1, square_BS.size * 9 // 10)]
+    rms = float(np.sqrt(np.square(expected_BSV.astype(np.float64)).mean()))
+    return {"agreement": float(same_BS.mean()), "error": float(np.sqrt(kept.mean())) / rms}
 
 
-@contextlib.contextmanager
-def _topk_selects() -> Iterator[None]:
-    """The selection as public implementations have it."""
+def write_reference(case: Case, folder: Path) -> None:
+    """Logits of the eager float32 models, which every route is compared with."""
+    import torch
 
-    def select(score_BS: torch.Tensor, real_BS: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        masked_BS = torch.where(real_BS, score_BS, float("-inf"))
-        index_BK = torch.sort(torch.topk(masked_BS, k, dim=-1).indices, dim=-1).values
-        return index_BK, torch.gather(real_BS, 1, index_BK)
-
-    kept = transformer.select_topk
-    transformer.select_topk = select  # type: ignore[attr-defined]  # It is imported there, not defined.
-    try:
-        yield
-    finally:
-        transformer.select_topk = kept  # type: ignore[attr-defined]  # As above.
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+    for kind, checkpoint in checkpoints(folder).items():
+        with torch.no_grad():
+            (logits_BSV,) = checkpoint.module()(*(torch.from_numpy(array) for array in case.feeds.values()))
+        np.save(folder / f"{kind}.logits.npy", logits_BSV.numpy())

@@ -1,56 +1,172 @@
-"""The benchmark's parts on the smallest models: routes compute the same, and what was measured is rendered."""
+"""The benchmark's parts on the smallest models: routes compute the same, and what was measured is rendered.
+
+Rivals that only `make bench` installs are measured where they are installed; where they are not, the reason says so.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import measure_case
+import measure_text
 import pytest
-from measure_case import LAST, measure
+import run_benchmarks
+from cases import KINDS, Case
+from example_routes import doubles, first, second
+from prepared import prepare
 from render import render
-from routes import OURS, OURS_INT8, ROUTES
+from routes import PRECISIONS, ROUTES
+from text_models import TextCase
+from text_routes import ROUTES as TEXT_ROUTES
+from turns import RouteError, Worker, opened_workers, rounds
 
-# The rivals warn of their own insides.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+CASE = Case("XS", 64, vocab=256)
+TEXT = TextCase("XS", prompt=16, new=8, window=64, judged=32)
+FARTHEST = {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.1, "int4": 0.3}
+"""Error of the logits of whole rows that any route of a precision may have."""
+NEAREST = {"float32": 1.001, "bfloat16": 1.05, "int8": 1.1, "int4": 1.5}
+"""Ratio of perplexities of random ids, either way."""
+REFUSALS = ("not installed", "OpenVINO names no BF16", "mod-export build ended with 2")
+"""Reasons that a machine may have for a route without times."""
+
+
+def test_a_worker_answers_and_says_why_it_cannot(tmp_path: Path) -> None:
+    openers = {"one": (doubles, (1,)), "two": (doubles, (-1,))}
+    with opened_workers(tmp_path / "log", openers) as (workers, failed):
+        assert failed == {"two": "ValueError: start: expected 0 or more, got -1"}
+        seconds, value = workers["one"].ask("double", 4)
+        assert value == 9
+        assert 0 < seconds < 5
+        with pytest.raises(RouteError, match="ZeroDivisionError: division by zero"):
+            workers["one"].ask("fail")
+    assert "ValueError" in (tmp_path / "log").read_text()
+
+
+def test_a_worker_that_dies_is_a_reason(tmp_path: Path) -> None:
+    worker = Worker(tmp_path / "log", doubles, 0)
+    worker.opened()
+    with pytest.raises(RouteError, match="its process ended with code 3"):
+        worker.ask("exit")
+    worker.close()
+
+
+def test_a_route_that_fails_in_a_later_round_leaves_the_others_their_times() -> None:
+    count = {"good": 0, "bad": 0}
+
+    def turn(name: str) -> tuple[float, int]:
+        count[name] += 1
+        if name == "bad" and count[name] == 3:
+            raise RouteError("out of memory")
+        return 0.5, count[name]
+
+    taken, failed = rounds({name: lambda name=name: turn(name) for name in count}, 1, 4, 0.0)  # type: ignore[misc]
+    assert taken == {"good": [(0.5, 2), (0.5, 3), (0.5, 4), (0.5, 5)]}
+    assert failed == {"bad": "out of memory"}
+
+
+def test_steps_are_done_once_and_in_order(tmp_path: Path) -> None:
+    steps = {"two": ("one", second), "one": (None, first)}
+    assert prepare(steps, ["two"], "right", tmp_path) == {}
+    assert prepare(steps, ["one", "two"], "right", tmp_path) == {}
+    assert (tmp_path / "written").read_text() == "12"
+    assert prepare(steps, ["two"], "wrong", tmp_path / "other") == {"one": "ValueError: 1", "two": "ValueError: 1"}
+
+
+def test_cells_are_named_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_benchmarks.main(["--list", "--threads", "1,2", "--cases", "M-s512-b1-v8192", "--only", "*-int8-*"]) == 0
+    assert capsys.readouterr().out.split() == [
+        "rows-M-s512-b1-v8192-int8-t1", "rows-M-s512-b1-v8192-int8-t2", "text-M-int8-t1", "text-M-int8-t2",
+    ]  # fmt: skip
+    words = ["--list", "--threads", "1", "--text-model", "smol", "--text-name", "Smol", "--only", "text-*-int4-*"]
+    assert run_benchmarks.main(words) == 0
+    assert capsys.readouterr().out.split() == ["text-Smol-int4-t1", "text-M-int4-t1"]
+    with pytest.raises(SystemExit):
+        run_benchmarks.main(["--cases", "Q-s1-b1-v1"])
+    assert "expected a case such as M-s512-b1-v8192, of XS, S, M, L" in capsys.readouterr().err
+
+
+def test_what_bytes_predict() -> None:
+    spec = CASE.spec
+    layer = (2 * 128 + 2 * 64) * 128 + 3 * 192 * 128
+    head = 256 * 128
+    found = measure_text.gain_by_bytes(spec, "float32", {"1": 0.25})
+    assert found == pytest.approx((head + 2 * layer) / (head + 1.25 * layer))
+    assert measure_text.gain_by_bytes(spec, "int4", {"1": 0.25}) < found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"d_model": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_head": 32, "d_ff": 96}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(measure_case.SIZES, "S", sizes)
-        patch.setattr(measure_case, "FEWEST_ROUNDS", 2)
-        measured = measure("S", 128, 1, 64, 1, 0.0)
-    path = tmp_path_factory.mktemp("results") / "S-s128-b1-v64.json"
-    path.write_text(json.dumps(measured), encoding="utf-8")
-    return path
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
 
 
-def test_every_route_computes_the_same(found: Path) -> None:
-    measured = json.loads(found.read_text())
-    assert max(measured["largest_difference"].values()) < 1e-4
-    for kind in ("mod", "dense"):
-        assert set(measured["ms"][kind]) == {*ROUTES, LAST}
-        assert {len(times) for times in measured["ms"][kind].values()} == {2}
-        assert measured["needed_flops"][kind] < measured["flops"][kind]
-    assert measured["versions"].keys() >= {"torch", "openvino"}
+# The rivals warn of their own insides.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+class TestMeasured:
+    @pytest.fixture(scope="class")
+    def results(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("results")
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_whole_rows(
+        self, precision: str, files: Path, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measure_case, "FEWEST_ROUNDS", 2)
+        found = measure_case.measure(CASE, precision, 1, 0.0, files / "rows")
+        names = {route.name for route in ROUTES if route.precision == precision}
+        assert names <= set(found["routes"])
+        for name, route in found["routes"].items():
+            if refused(route["failed"]):
+                continue
+            assert {kind: len(ms) for kind, ms in route["ms"].items()} == dict.fromkeys(KINDS, 2), name
+            for kind in KINDS:
+                assert route["quality"][kind]["error"] < FARTHEST[route["precision"]], (name, kind)
+        assert found["needed_flops"]["mod"] < found["needed_flops"]["dense"]
+        text = rendered(found, f"rows-{precision}", tmp_path)
+        assert f"### Whole rows in {precision}" in text
+        assert all(f"| {name}" in text for name in names)
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_text(self, precision: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(measure_text, "FEWEST_ROUNDS", 2)
+        found = measure_text.measure(TEXT, precision, 1, 0.0, files / "text")
+        names = {route.name for route in TEXT_ROUTES if route.precision == precision}
+        assert names <= set(found["routes"])
+        for name, route in found["routes"].items():
+            if refused(route["failed"]):
+                continue
+            assert {batch: len(each["tokens_per_s"]) for batch, each in route["batches"].items()} == {"1": 2, "8": 2}
+            assert len(route["sample"]) == TEXT.new
+            ratio = route["quality"]["perplexity_ratio"]
+            assert max(ratio, 1 / ratio) < NEAREST[route["precision"]], name
+        text = rendered(found, f"text-{precision}", tmp_path)
+        assert f"### Text in {precision}" in text
+        assert all(f"| {name} |" in text for name in names)
 
 
-def test_what_was_measured_is_rendered(found: Path, tmp_path: Path) -> None:
-    render(found.parent, tmp_path)
-    text = (tmp_path / "benchmarks.md").read_text()
-    assert "S, 128 tokens, batch 1, vocabulary 64" in text
-    assert all(name in text for name in ("plain ORT", "OpenVINO", "torch.compile", "roofline", "int8"))
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"latency.svg", "gflops.svg"}
-    render(found.parent, tmp_path)
-    assert (tmp_path / "benchmarks.md").read_text() == text
+def refused(reason: str | None) -> bool:
+    """Whether a route has no times; the reason must be one that a machine may have."""
+    assert reason is None or reason.startswith(REFUSALS), reason
+    return reason is not None
+
+
+def rendered(found: dict[str, Any], name: str, folder: Path) -> str:
+    results, docs = folder / "results", folder / "docs"
+    results.mkdir()
+    (results / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
+    render(results, docs)
+    text = (docs / "benchmarks.md").read_text()
+    figure = "latency.svg" if name.startswith("rows") else "text.svg"
+    assert [path.name for path in (docs / "figures").iterdir()] == [figure]
+    bytes_before = (docs / "figures" / figure).read_bytes()
+    render(results, docs)
+    assert (docs / "benchmarks.md").read_text() == text
+    assert (docs / "figures" / figure).read_bytes() == bytes_before
+    return text
 
 
 def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:
     render(tmp_path, tmp_path / "docs")
     assert not (tmp_path / "docs").exists()
-
-
-def test_the_routes_that_are_ours_come_first() -> None:
-    assert list(ROUTES)[:2] == [OURS, OURS_INT8]
