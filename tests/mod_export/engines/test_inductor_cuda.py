@@ -25,9 +25,9 @@ from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
 from mod_export.export.weights import state_of, write_weights
 from mod_export.types import Bucket, Engine, Graph, Variant
-from mod_export.validate.checks import judge
 from mod_export.validate.inputs import parity_batches
 from mod_export.validate.parity import compare_runner
+from mod_export.validate.parity_row import judge
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
