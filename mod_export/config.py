@@ -76,8 +76,9 @@ class OrtCpuOptions(_Section):
 class OpenVinoOptions(_Section):
     """OpenVINO on the CPU."""
 
-    dtypes: Names[Literal["float32", "bfloat16"]] = ("float32",)
-    """One engine each. bfloat16 is faster, and only built on a processor with instructions for it."""
+    dtypes: Names[Literal["float32", "bfloat16", "int8", "int4"]] = ("float32",)
+    """One engine each. bfloat16 is faster, int8 faster still, and int4 smaller. They are only built on a processor with
+    instructions for bfloat16: with int8 and int4, all that is not a weight is bfloat16."""
 
 
 class OrtCudaOptions(_Section):

@@ -159,8 +159,9 @@ class Dialect:
         one_type_norms: whether RMSNormalization computes in float32 whatever its `stash_type`, and is one kernel only
             where that is the type of its input.
         cached_attention: whether com.microsoft::GroupQueryAttention attends to a cache and writes it in place.
-        apart: whether what is computed for one token must depend on no other row and on no later token, as it must
-            where text is written.
+        rounds_activations: whether the engine itself rounds what a weight of whole numbers is multiplied with, a part
+            of one token at a time; the graph then says only what the weight's numbers mean.
+        quantized_beside: dtype of everything else in its graphs of whole numbers.
     """
 
     name: str
@@ -183,7 +184,12 @@ class Dialect:
     grouped_rows: bool = False
     one_type_norms: bool = False
     cached_attention: bool = False
-    apart: bool = False
+    rounds_activations: bool = False
+    quantized_beside: FloatDType = "float32"
+
+    def floats(self, dtype: DType) -> FloatDType:
+        """The dtype of products, and of what is between them, in a graph of `dtype`."""
+        return self.quantized_beside if dtype == "int8" or dtype == "int4" else dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +238,7 @@ class Graph:
     def dialect(self, target: Dialect) -> Dialect:
         """The dialect of its target, with what holds for this graph alone."""
         blocks = tuple(sorted(self.query_blocks.items()))
-        return replace(target, query_blocks=blocks, apart=self.role != "forward")
+        return replace(target, query_blocks=blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

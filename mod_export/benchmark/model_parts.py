@@ -71,7 +71,7 @@ MICROSOFT = "com.microsoft"
 PRODUCTS = frozenset(
     {
         ("", "Conv"), ("", "Gemm"), ("", "MatMul"), ("", "MatMulInteger"), (MICROSOFT, "FusedMatMul"),
-        (MICROSOFT, "MatMulNBits"),
+        (MICROSOFT, "MatMulIntegerToFloat"), (MICROSOFT, "MatMulNBits"),
     }
 )  # fmt: skip
 """(domain, operator) of what multiplies two matrices, activations on the left; a convolution is such a product."""

@@ -8,6 +8,9 @@ nowhere else: OpenVINO checks that itself.
 Attention is written out in blocks of queries, with the queries that share keys as rows of one matrix, because OpenVINO
 makes one kernel of that, which copies no keys and computes little that the mask hides (docs/LOG.md).
 
+Weights of int8 and int4 stay whole numbers, and OpenVINO rounds what they are multiplied with to 8 bits while it runs
+(DYNAMIC_QUANTIZATION_GROUP_SIZE).
+
 The types of the graph decide what is computed in bfloat16, so that routers stay in float32: a processor with bfloat16
 keeps them where no precision is asked for. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds
 the scores of routers too, and selects other tokens half as often again (docs/LOG.md).
@@ -39,6 +42,7 @@ from mod_export.engines.protocol import (
 )
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
+from mod_export.export.weights import BLOCK
 from mod_export.types import Availability, Dialect, DType, Engine, Variant
 
 if TYPE_CHECKING:
@@ -47,8 +51,9 @@ if TYPE_CHECKING:
 CPU = "CPU"
 BFLOAT16 = "BF16"
 """Among a device's OPTIMIZATION_CAPABILITIES."""
-PRECISIONS: Mapping[DType, str] = {"float32": "f32", "bfloat16": "dynamic"}
-"""`f32` asks for float32, `dynamic` for the types of the graph."""
+GROUP = 128
+"""Numbers of a token that are rounded to 8 bits together, with one scale, beside weights that have one for each column:
+the fastest of what was tried (docs/LOG.md). Beside weights in blocks it is the block."""
 WEIGHTLESS = "WeightlessCacheAttribute_0"
 """Marks a constant that stands in a file of weights, with its place there; OpenVINO's reader of ONNX files sets it."""
 WIDE = ("f32", "f64")
@@ -188,6 +193,9 @@ class OpenVino(EngineBuilder):
         late_masks=True,
         grouped_rows=True,
         one_type_norms=True,
+        extra_domains=frozenset({"com.microsoft"}),
+        rounds_activations=True,
+        quantized_beside="bfloat16",
     )
 
     def _installed(self) -> Availability:
@@ -200,26 +208,30 @@ class OpenVino(EngineBuilder):
         return [Variant(dtype=dtype) for dtype in config.target.openvino.dtypes]
 
     def problems(self, config: BuildConfig) -> Sequence[str]:
-        if "bfloat16" not in config.target.openvino.dtypes or BFLOAT16 in _capabilities():
+        narrow = [dtype for dtype in config.target.openvino.dtypes if dtype != "float32"]
+        if not narrow or BFLOAT16 in _capabilities():
             return []
         return [
-            f"target.openvino.dtypes: bfloat16, but {_cpu()} has no instructions for it (OpenVINO names "
-            f"{', '.join(_capabilities())}); build float32 here, and bfloat16 on the processor that will run it"
+            f"target.openvino.dtypes: {', '.join(narrow)}, but {_cpu()} has no instructions for bfloat16 (OpenVINO "
+            f"names {', '.join(_capabilities())}); build float32 here, and the others on the processor that will run "
+            "them"
         ]
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
         from mod_export.export.nodes import graph_from_file
 
         graph = job.root / job.graph.path
+        names = graph_from_file(graph).graph
+        group = BLOCK if any(node.op_type == "MatMulNBits" for node in names.all_nodes()) else GROUP
         try:
-            blob = _compiled(graph, variant.dtype, 1).export_model().getvalue()
+            blob = _compiled(graph, variant.dtype, 1, group).export_model().getvalue()
         except RuntimeError as error:
             raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_said(error)}") from error
-        names = graph_from_file(graph).graph
         made = {
             "openvino": package_version("openvino"),
             "cpu": _cpu(),
             "graph": job.graph.path,
+            "group": group,
             "inputs": [value.name for value in names.inputs],
             "outputs": [value.name for value in names.outputs],
         }
@@ -236,10 +248,11 @@ class OpenVino(EngineBuilder):
             raise EngineError(f"{engine.path}: no engine of OpenVINO, or damaged ({error}); build again") from error
         try:
             if weights is not None:  # A compiled model reads them from its file; a probe compiles the graph again.
-                model = _compiled(root / made["graph"], engine.dtype, threads, weights)
+                model = _compiled(root / made["graph"], engine.dtype, threads, made["group"], weights)
             else:
-                options = {**_options(engine.dtype, threads), "WEIGHTS_PATH": str((root / engine.weights).resolve())}
-                model = _core().import_model(blob, CPU, options)
+                options = _options(engine.dtype, threads, made["group"])
+                where = str((root / engine.weights).resolve())
+                model = _core().import_model(blob, CPU, {**options, "WEIGHTS_PATH": where})
         except RuntimeError as error:
             raise _refused(engine, made, error) from error
         return OpenVinoRunner(model, made["inputs"], made["outputs"], f"{self.name} {engine.path}", threads)
@@ -262,17 +275,23 @@ def _cpu() -> str:
     return str(_core().get_property(CPU, "FULL_DEVICE_NAME"))
 
 
-def _options(dtype: DType, threads: int) -> dict[str, Any]:
-    """Of compiling and of loading; with 0 threads OpenVINO chooses."""
+def _options(dtype: DType, threads: int, group: int) -> dict[str, Any]:
+    """Of compiling and of loading; with 0 threads OpenVINO chooses. What is rounded is only what a weight of whole
+    numbers is multiplied with.
+    """
     options: dict[str, Any] = {
-        "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
+        # `dynamic` asks for the types of the graph.
+        "INFERENCE_PRECISION_HINT": "f32" if dtype == "float32" else "dynamic",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
         "CACHE_MODE": "OPTIMIZE_SIZE",
         "NUM_STREAMS": 1,
     }
     return {**options, "INFERENCE_NUM_THREADS": threads} if threads else options
 
 
-def _compiled(graph: Path, dtype: DType, threads: int, weights: OptionalArrays = None) -> openvino.CompiledModel:
+def _compiled(
+    graph: Path, dtype: DType, threads: int, group: int, weights: OptionalArrays = None
+) -> openvino.CompiledModel:
     """A graph, compiled for this processor, with `weights` in the place of those of the same name.
 
     Raises:
@@ -286,12 +305,12 @@ def _compiled(graph: Path, dtype: DType, threads: int, weights: OptionalArrays =
             raise EngineError(f"{graph.name}: has no weight {name}, so it cannot be replaced")
         for node in found:
             _replace(node, array)
-    if dtype != "float32":
+    if dtype == "bfloat16":
         # What stays float32 stands in another file than the one that is read when the engine is loaded: in the engine.
         for node in constants:
             if node.get_element_type().get_type_name() in WIDE and WEIGHTLESS in (about := node.get_rt_info()):
                 del about[WEIGHTLESS]
-    return _core().compile_model(model, CPU, _options(dtype, threads))
+    return _core().compile_model(model, CPU, _options(dtype, threads, group))
 
 
 def _constants(model: openvino.Model) -> Iterator[openvino.Node]:

@@ -88,17 +88,17 @@ class WeightsFile:
             entries[name] = (item["dtype"], tuple(item["shape"]), 8 + size + begin, end - begin)
         return cls(path.name, entries)
 
-    def bytes_in_blocks(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Weight -> bytes of its numbers and scales, of those of `tensors` that stand here in blocks."""
-        return {
-            part: sum(
-                BYTES[kind] * math.prod(shape)
-                for kind, shape in quantized_tensors(part, tuple(tensors[part].shape), form).values()
-            )
-            for name, forms in forms_of(self.entries).items()
-            for form in forms & BITS.keys()
-            for part in name.split(BELOW)
-        }
+    def quantized_bytes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Weight -> bytes of its numbers and scales, of those of `tensors` that stand here as whole numbers; in blocks,
+        where both forms of int8 do.
+        """
+        found: dict[str, int] = {}
+        for name, forms in forms_of(self.entries).items():
+            for form in sorted(forms - {"float"}):  # int8_blocks after int8.
+                for part in name.split(BELOW):
+                    stored = quantized_tensors(part, tuple(tensors[part].shape), form).values()
+                    found[part] = sum(BYTES[kind] * math.prod(shape) for kind, shape in stored)
+        return found
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -116,7 +116,7 @@ def _with_stored_bytes(context: BuildContext, facts: GenerationFacts, dtypes: Se
             continue
         files = {kind: WeightsFile.open(context.root / context.weights_path(kind, dtype)) for kind in context.facts}
         models = {kind: context.models.generating(kind) for kind in files}
-        stored = {kind: file.bytes_in_blocks(models[kind].loaded.weights) for kind, file in files.items()}
+        stored = {kind: file.quantized_bytes(models[kind].loaded.weights) for kind, file in files.items()}
         step_bytes[bucket][dtype] = {
             kind: step_bytes_of(models[kind], Bucket.named(bucket), stored[kind]) for kind in files
         }

@@ -111,8 +111,8 @@ def _prove_rewrite(context: BuildContext, builder: EngineBuilder, graph: Graph, 
         return "not run: the stage validate judges it token by token"
     if not _is_proven(builder, graph):
         return "not run: the engine is this graph, and is validated here"
-    if graph.dtype == "bfloat16":
-        return "not run: ONNX Runtime has no bfloat16 kernels on CPU; the float16 graph is rewritten by the same passes"
+    if builder.dialect.floats(graph.dtype) == "bfloat16":
+        return "not run: ONNX Runtime has no bfloat16 kernels on CPU; the engine is judged where it runs"
     if package_version("onnxruntime") is None:
         return "not run: onnxruntime is not installed"
     if needed > free_bytes() // 2:

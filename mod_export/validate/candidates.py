@@ -107,7 +107,8 @@ def candidates_from_graphs(
 
 
 def _is_runnable(graph: Graph) -> bool:
-    if graph.dtype == "bfloat16":
+    floats = graph.dtype if graph.target is None else ENGINES[graph.target].dialect.floats(graph.dtype)
+    if floats == "bfloat16":
         return False  # There are no bfloat16 kernels for CPUs.
     if graph.role != "forward":
         # Portable ones are judged by the engines that are made of them on this CPU.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 
@@ -40,6 +41,8 @@ FEWEST_LOGITS = 1000
 """The root mean square of fewer rounding errors varies too much to be a bound."""
 FEWEST_POSITIONS = 1000
 """A share of fewer is no measurement of a percent."""
+CHANCE = NormalDist().cdf(-2.0)
+"""What is less probable is not taken for chance: two standard deviations, where there are many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,12 +207,16 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
             return []
         same = np.concatenate(shortfalls) <= allowed.next_token_slack
         positions, agreed, how = len(same), int(same.sum()), "agree given the same routing"
-    # In fewer bits some differ, and of a few positions how many is chance: two standard deviations are allowed.
-    luck = allowed.narrow and positions < FEWEST_POSITIONS
-    more = 2 * math.sqrt(positions * least * (1 - least)) if luck else 0.0
-    if not (agreed + more) / positions >= least:
+    # In fewer bits some differ, and of a few positions how many is chance.
+    luck = allowed.narrow and positions < FEWEST_POSITIONS and _at_most(agreed, positions, least) >= CHANCE
+    if not (luck or agreed / positions >= least):
         return [f"next token: {agreed / positions:.4%} {how}, at least {least:.4%} must"]
     return []
+
+
+def _at_most(agreed: int, positions: int, share: float) -> float:
+    """The probability of no more agreeing positions than these, where each agrees with probability `share`."""
+    return sum(math.comb(positions, n) * share**n * (1 - share) ** (positions - n) for n in range(agreed + 1))
 
 
 def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:

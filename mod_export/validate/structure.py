@@ -26,7 +26,7 @@ from mod_export.export.passes.cast_floats import NARROW
 from mod_export.export.weights import FORMS, ONNX_TYPES, WeightsFile, digests_of_file
 from mod_export.results.structure import StructureRow
 from mod_export.sources.program_files import changed_files
-from mod_export.types import DType, Graph, ModelKind, routed_output
+from mod_export.types import Dialect, Graph, ModelKind, routed_output
 
 SHOWN = 4
 FRESH = ("what a fresh export gives",)
@@ -78,7 +78,7 @@ def structure_of_graph(root: Path, path: str, graph: Graph, weights: Collection[
             # Those of prefill and decode graphs follow from the cache, and were checked when they were exported.
             *(_outputs(model, graph) if graph.role == "forward" else ()),
             *_references(model, root, weights),
-            *_precision(model, graph.dtype),
+            *_precision(model, graph),
             *_operators(model, graph),
             *_hidden(onnx.load(root / path, load_external_data=False)),
         ]
@@ -138,12 +138,13 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
             yield f"{name}: is {value.dtype} {shape} in the graph and {stored} {stored_shape} in {tensor.location}"
 
 
-def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
+def _precision(model: ir.Model, graph: Graph) -> Iterator[str]:
     """No float narrower than the graph's; and scores are compared in float32.
 
     A model may compute in float64, such as the angles of positions; where it does not, a fresh export tells.
     """
-    allowed = {ir.DataType.DOUBLE, ir.DataType.FLOAT, NARROW.get(dtype, ir.DataType.FLOAT)}
+    floats = _dialect(graph).floats(graph.dtype)
+    allowed = {ir.DataType.DOUBLE, ir.DataType.FLOAT, NARROW.get(floats, ir.DataType.FLOAT)}
     for node in model.graph.all_nodes():
         made = {value.dtype for value in node.outputs if value.dtype is not None}
         if is_standard(node, "Cast"):
@@ -151,21 +152,25 @@ def _precision(model: ir.Model, dtype: DType) -> Iterator[str]:
         wrong = {one for one in made if one.is_floating_point()} - allowed
         if wrong:
             listed = _listed(sorted(map(str, wrong)))
-            yield f"{label_of(node)}: {node.op_type} computes in {listed}, this graph is {dtype}"
+            yield f"{label_of(node)}: {node.op_type} computes in {listed}, this graph is {graph.dtype}"
         scores = node.inputs[0] if is_standard(node, "TopK") else None
         if scores is not None and scores.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
             yield f"{label_of(node)}: TopK compares {scores.dtype} scores, expected float32"
 
 
 def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
-    # Graphs that write text skip what need not run by conditions, in every dialect.
-    portable = replace(PORTABLE, branches=graph.role != "forward")
-    dialect = portable if graph.target is None else ENGINES[graph.target].dialect
     try:
-        check_dialect(model, dialect, graph.dtype)
+        check_dialect(model, _dialect(graph), graph.dtype)
     except BuildError as error:
         return str(error).splitlines()
     return []
+
+
+def _dialect(graph: Graph) -> Dialect:
+    """What a graph may contain."""
+    # Graphs that write text skip what need not run by conditions, in every dialect.
+    portable = replace(PORTABLE, branches=graph.role != "forward")
+    return portable if graph.target is None else ENGINES[graph.target].dialect
 
 
 def _row(path: str, checked: tuple[str, ...], reasons: Sequence[str]) -> StructureRow:

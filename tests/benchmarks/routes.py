@@ -112,6 +112,11 @@ def _hinted(folder: Path, kind: str, threads: int) -> Run:
     return rivals.openvino("bf16", graph_of_ours(folder, kind, case_of(folder)), threads)
 
 
+def _compressed(precision: str, folder: Path, kind: str, threads: int) -> Run:
+    path = folder / f"{kind}.{precision}-weights.xml"
+    return rivals.openvino("bf16", path, threads, rivals.OPENVINO_GROUP[precision])
+
+
 def _file(open_file: Callable[[Path, int], Run], name: str, folder: Path, kind: str, threads: int) -> Run:
     return open_file(folder / name.format(kind=kind), threads)
 
@@ -148,13 +153,13 @@ ROUTES: tuple[Route, ...] = (
     Route("ONNX Runtime, dynamic", "int8", "quantize_dynamic",
           partial(_file, rivals.onnx_runtime, "{kind}.dynamic-int8.onnx")),
     Route("OpenVINO, weights", "int8", "nncf-int8-weights",
-          partial(_file, partial(rivals.openvino, "bf16"), "{kind}.int8-weights.xml")),
+          partial(_compressed, "int8")),
     Route("OpenVINO, quantized", "int8", "nncf-int8",
           partial(_file, partial(rivals.openvino, "bf16"), "{kind}.int8.xml")),
     Route("ONNX Runtime, MatMulNBits", "int4", "matmul_nbits",
           partial(_file, rivals.onnx_runtime, "{kind}.nbits-int4.onnx")),
     Route("OpenVINO, weights", "int4", "nncf-int4-weights",
-          partial(_file, partial(rivals.openvino, "bf16"), "{kind}.int4-weights.xml")),
+          partial(_compressed, "int4")),
 )  # fmt: skip
 
 

@@ -64,9 +64,9 @@ PASSES: tuple[GraphPass, ...] = (
     DecomposeAttention(),
     CacheInPlace(),
     CachedAttention(),
+    QuantizeWeights(),
     CastFloats(),
     GroupedTopk(),
-    QuantizeWeights(),
     PackedAttention(),
     StoredWeights(),
 )

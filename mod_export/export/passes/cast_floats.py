@@ -32,7 +32,7 @@ from mod_export.export.nodes import (
     static_shape,
 )
 from mod_export.export.passes.cache_in_place import is_cache
-from mod_export.types import Dialect, DType
+from mod_export.types import QUANTIZED, Dialect, DType
 
 FLOAT = ir.DataType.FLOAT
 NARROW: dict[DType, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
@@ -58,7 +58,8 @@ class CastFloats:
     Graph inputs and outputs keep their dtype, so a caller always gets float32 logits. Keys and values, known by their
     names, are the exception: only the next step reads them, and they are most of its memory. Weights that only float32
     nodes use stay float32. An initializer keeps its name, and one without data (a weight that is bound to a file later)
-    only changes its dtype. Infinite constants stay infinite.
+    only changes its dtype. Beside weights of whole numbers, where the file's floats are float32, it keeps that too and
+    is cast when it is used. Infinite constants stay infinite.
 
     Operators keep their own precision attributes: RMSNormalization has `stash_type` 1 (float32) from the exporter, but
     in dialects with `one_type_norms`, and Attention gets no `softmax_precision`, which TensorRT's parser refuses and
@@ -68,7 +69,7 @@ class CastFloats:
     name: ClassVar[str] = "cast_floats"
 
     def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dtype in NARROW
+        return dialect.floats(dtype) in NARROW
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         """Returns how many nodes now compute in 16 bit.
@@ -77,12 +78,15 @@ class CastFloats:
             GraphError: a loop, or a value without a type.
             LimitError: a weight beyond the range of `dtype`.
         """
-        graph, narrow = model.graph, NARROW[dtype]
+        graph, narrow = model.graph, NARROW[dialect.floats(dtype)]
         _require_typed(graph)
         outputs = [i for i, value in enumerate(graph.outputs) if _is_float(value)]
         island = float32_island(graph)
+        files_are_wide = dtype in QUANTIZED
+        if files_are_wide:  # Only the rows of a table that are looked up are cast, not the table.
+            island |= {node for node in graph.all_nodes() if is_standard(node, "Gather") and _is_weight(node.inputs[0])}
         for each in (graph, *graph.subgraphs()):
-            _narrow_initializers(each, island, narrow)
+            _narrow_initializers(each, island, narrow, files_are_wide=files_are_wide)
         for value in graph.inputs:
             if value.dtype == FLOAT and is_cache(value.name):
                 value.dtype = narrow
@@ -96,7 +100,7 @@ class CastFloats:
         return count
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        narrow = NARROW[dtype]
+        narrow = NARROW[dialect.floats(dtype)]
         problems = [
             f"{kind} {value.name} is {value.dtype}"
             for kind, values in (("input", model.graph.inputs), ("output", model.graph.outputs))
@@ -123,6 +127,8 @@ class CastFloats:
 def _is_last(norm: ir.Node) -> bool:
     """Whether a norm is over the last dimension alone, with weights that are constants."""
     x, weight = norm.inputs
+    cast = made_by(weight, "Cast")
+    weight = weight if cast is None else cast.inputs[0]
     rank = 0 if x is None or x.shape is None else len(x.shape)
     return norm.attributes.get_int("axis", -1) in (-1, rank - 1) and weight is not None and weight.is_initializer()
 
@@ -244,10 +250,16 @@ def _is_computed(value: ir.Value) -> bool:
     return _is_float(value) and not value.is_initializer() and made_by(value, "Constant") is None
 
 
-def _narrow_initializers(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType) -> None:
+def _is_weight(value: ir.Value | None) -> bool:
+    """Whether the numbers of a value stand in a weights file, or will."""
+    held = None if value is None else value.const_value
+    return value is not None and value.is_initializer() and (held is None or isinstance(held, ir.ExternalTensor))
+
+
+def _narrow_initializers(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType, *, files_are_wide: bool) -> None:
     for name, value in list(graph.initializers.items()):
         outside = [use for use in value.uses() if use.node not in island]
-        if value.dtype != FLOAT or not outside:
+        if value.dtype != FLOAT or not outside or (files_are_wide and _is_weight(value)):
             continue
         array = constant_array(value)
         if array is not None and array.size == 1 and len(outside) < len(value.uses()):

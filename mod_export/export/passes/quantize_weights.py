@@ -1,19 +1,24 @@
-"""Weights as numbers of 8 or 4 bits, in the two ways that are fast on a CPU.
+"""Weights as numbers of 8 or 4 bits, in the ways that are fast on a CPU. No token depends on the tokens beside it.
 
-Whole rows (`forward`). int8: activations are rounded to 8 bits too, with one scale for the whole tensor that is
-computed at run time, and the product is computed in integers. int4: weights are stored in blocks of 32 with one scale
-each, and unpacked when they are used; this saves memory, not arithmetic.
+Of many rows, int8: activations are rounded to 8 bits too, each token with a scale and a zero point of its own that are
+computed at run time, and the product is computed in integers. Of few rows, as in a step of text, every weight is read
+once and next to nothing is computed, so bytes are what counts: both dtypes store blocks of 32 with one scale each, and
+the kernel of MatMulNBits rounds activations block by block. Its errors are the smallest, and it is faster than float32
+for many rows as well, so int8 stores two kinds of weights so everywhere: the head's, because no later layer averages
+its errors, which has 8 bits in int4 too; and those that read the product of two activations, such as SwiGLU's, whose
+few large elements would use up the range of a token's scale. Where the head's weight is the table of ids too, both read
+it in blocks.
 
-Where text is written (`Dialect.apart`) one scale for a whole tensor would let texts depend on the texts beside them,
-and a prompt's tokens on later ones. There both dtypes store blocks of 32, and the kernel of MatMulNBits rounds
-activations block by block too, each token for itself. A step reads every weight once and computes next to nothing, so
-bytes are what counts: the head is stored in bits as well, and so is the table of ids where it is the same weight.
+An engine that rounds activations itself (`Dialect.rounds_activations`) gets the int8 weights of a graph in which some
+product has many rows as DequantizeLinear and MatMul, the head's too. OpenVINO rounds groups of a token's numbers, so
+its errors are near those of blocks, at the speed of whole columns.
 
-Shape legend: K the summed dimension, N columns of the result, V rows of a table, B and T those of token ids.
+Shape legend: K the summed dimension, N columns of the result, R rows, V rows of a table, B and T those of token ids.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -40,6 +45,8 @@ FLOAT = ir.DataType.FLOAT
 VIEWS = ("Reshape", "Squeeze", "Transpose", "Unsqueeze")
 TAKEN = (*VIEWS, "Gather", "Slice")
 """What may stand between a head and the logits that a graph returns: a prompt returns those of its last token."""
+MANY = 32
+"""Rows of which a product in integers is worth its rounding."""
 SMALLEST = 32
 """Columns or summed elements below which a product gains nothing: a router's projection has one column."""
 
@@ -51,13 +58,18 @@ class _Found(NamedTuple):
     form: Form
 
 
-class QuantizeWeights:
-    """Replaces products with weights by DynamicQuantizeLinear and MatMulInteger, or by MatMulNBits.
+class _Rounded(NamedTuple):
+    """Rows as whole numbers, and what they stand for: x = scale (x_int + below)."""
 
-    The router's stays float32, because a selection compares scores (`cast_floats` has the same rule). Of whole rows two
-    more do: the head's, because no later layer averages its errors; and for int8 those that read the product of two
-    activations, such as SwiGLU's, whose few large elements would use up the range of a shared scale (docs/numerics.md
-    has the figures).
+    x_int_RK: ir.Value
+    scale_R1: ir.Value
+    below_R1: ir.Value
+
+
+class QuantizeWeights:
+    """Replaces products with weights by MatMulIntegerToFloat, MatMulNBits, or DequantizeLinear and MatMul.
+
+    The router's stays float32, because a selection compares scores (`cast_floats` has the same rule).
     """
 
     name: ClassVar[str] = "quantize_weights"
@@ -68,14 +80,18 @@ class QuantizeWeights:
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         found = list(_quantizable(model.graph, dialect, dtype))
         tables = {product.weight for product, form in found if form == "int8_blocks"}
+        tables = set() if dialect.rounds_activations else tables  # Another graph of it reads the table as it is.
         lookups = [node for node in model.graph if _is_lookup(node) and node.inputs[0] in tables]
-        rounded: dict[ir.Value, Sequence[ir.Value]] = {}
+        rounded: dict[tuple[ir.Value, ir.Graph], _Rounded] = {}
         for products, form in _side_by_side(found):
-            if form == "int8":
+            if form == "int8" and dialect.rounds_activations:
+                _multiply_dequantized(model.graph, products[0])
+            elif form == "int8":
                 _multiply_integers(model.graph, products[0], rounded)
             else:
                 _multiply_blocks(model.graph, products, form)
-                model.opset_imports[MICROSOFT] = 1
+        if found:
+            model.opset_imports[MICROSOFT] = 1
         for node in lookups:
             _look_up(model.graph, node)
         return len(found) + len(lookups)
@@ -94,16 +110,23 @@ def stored_forms(model: ir.Model, dialect: Dialect, dtype: DType) -> dict[str, s
 
 def _quantizable(graph: ir.Graph, dialect: Dialect, dtype: DType) -> Iterator[_Found]:
     island = float32_island(graph)
-    for node in list(graph.all_nodes() if dialect.apart else graph):
-        product = None if node in island else product_of(node)
-        if product is None or product.weight.dtype != FLOAT or min(product.sizes) < SMALLEST:
+    products = [found for node in graph.all_nodes() if node not in island and (found := product_of(node)) is not None]
+    most = max((_rows(product) for product in products), default=0)
+    for product in products:
+        if product.weight.dtype != FLOAT or min(product.sizes) < SMALLEST:
             continue
-        is_head = node.graph is graph and _is_head(node)
-        if dialect.apart:
-            # No later layer averages the errors of the head.
-            yield _Found(product, "int4" if dtype == "int4" and not is_head else "int8_blocks")
-        elif not is_head and is_standard(node, "MatMul") and not (dtype == "int8" and _is_gated(product.x)):
-            yield _Found(product, "int8" if dtype == "int8" else "int4")
+        is_head = product.node.graph is graph and _is_head(product.node)
+        if dtype == "int4" and not is_head:
+            form: Form = "int4"
+        elif dialect.rounds_activations:
+            form = "int8" if most >= MANY else "int8_blocks"
+        else:
+            form = "int8_blocks" if is_head or _rows(product) < MANY or _is_gated(product.x) else "int8"
+        yield _Found(product, form)
+
+
+def _rows(product: Product) -> int:
+    return math.prod(require_static_shape(product.x, product.node)[:-1])
 
 
 def _side_by_side(found: Sequence[_Found]) -> list[tuple[list[Product], Form]]:
@@ -140,16 +163,44 @@ def _is_lookup(node: ir.Node) -> bool:
     return is_standard(node, "Gather") and node.attributes.get_int("axis", 0) == 0
 
 
-def _multiply_integers(graph: ir.Graph, product: Product, rounded: dict[ir.Value, Sequence[ir.Value]]) -> None:
+def _round(writer: NodeWriter, product: Product) -> _Rounded:
+    """Each row's scale spans from the smallest of its numbers, or zero, to the largest."""
+    *rows, K = require_static_shape(product.x, product.node)
+    x_RK = writer.op("Reshape", product.x, [math.prod(rows), K])
+    low_R = writer.op("Min", writer.op("ReduceMin", x_RK, [1], keepdims=0), np.array(0, np.float32))
+    high_R = writer.op("Max", writer.op("ReduceMax", x_RK, [1], keepdims=0), np.array(0, np.float32))
+    width_R = writer.op("Mul", writer.op("Sub", high_R, low_R), np.array(1 / 255, np.float32))
+    scale_R = writer.op("Max", width_R, np.array(np.finfo(np.float32).tiny))  # Where all numbers are zero.
+    below_R = writer.op("Round", writer.op("Div", low_R, scale_R))
+    zero_R = writer.op("Cast", writer.op("Neg", below_R), to=ir.DataType.UINT8)
+    x_int_RK = writer.op("QuantizeLinear", x_RK, scale_R, zero_R, axis=0)
+    return _Rounded(x_int_RK, writer.op("Unsqueeze", scale_R, [1]), writer.op("Unsqueeze", below_R, [1]))
+
+
+def _multiply_integers(graph: ir.Graph, product: Product, rounded: dict[tuple[ir.Value, ir.Graph], _Rounded]) -> None:
     node, x, weight, sizes = product
-    writer = NodeWriter(graph, node, "int8")
-    if x not in rounded:
-        rounded[x] = writer.ops("DynamicQuantizeLinear", 3, x)
-    x_int, x_scale, x_zero = rounded[x]
+    around = graph_around(node)
+    writer = NodeWriter(around, node, "int8")
+    if (x, around) not in rounded:
+        rounded[x, around] = _round(writer, product)
+    x_int_RK, scale_R1, below_R1 = rounded[x, around]
+    w_int_KN, w_scale_N = _stored(graph, str(weight.name), sizes, "int8")
+    numbers = (x_int_RK, w_int_KN, np.array(1, np.float32), w_scale_N)
+    y_RN = writer.op("MatMulIntegerToFloat", *numbers, domain=MICROSOFT, like=node.outputs[0])
+    y_RN.shape = ir.Shape([require_static_shape(x_int_RK, node)[0], sizes[0]])
+    # What the zero points add to every sum; a session computes the sums of columns once, while it is loaded.
+    column_1N = writer.op("ReduceSum", writer.op("Cast", w_int_KN, to=ir.DataType.INT32), [0])
+    column_1N = writer.op("Mul", writer.op("Cast", column_1N, to=FLOAT), w_scale_N)
+    y_RN = writer.op("Mul", writer.op("Gemm", below_R1, column_1N, y_RN), scale_R1)
+    writer.replace(writer.op("Reshape", y_RN, list(require_static_shape(node.outputs[0], node))))
+
+
+def _multiply_dequantized(graph: ir.Graph, product: Product) -> None:
+    node, x, weight, sizes = product
+    writer = NodeWriter(graph_around(node), node, "int8")
     w_int, w_scale = _stored(graph, str(weight.name), sizes, "int8")
-    summed = writer.op("MatMulInteger", x_int, w_int, x_zero)
-    scale = writer.op("Mul", x_scale, w_scale)
-    writer.replace(writer.op("Mul", writer.op("Cast", summed, to=FLOAT), scale))
+    weight_KN = writer.op("DequantizeLinear", w_int, w_scale, axis=1)
+    writer.replace(writer.op("MatMul", x, weight_KN, like=node.outputs[0]))
 
 
 def _multiply_blocks(graph: ir.Graph, products: Sequence[Product], form: Form) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from graph_folders import write_graph
 from small_graphs import make_model, make_spec
@@ -20,6 +21,7 @@ from mod_export.engines.openvino import OpenVino, OpenVinoRunner
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import BindableRunner, EngineJob, Port
 from mod_export.errors import EngineError, TargetError
+from mod_export.export.nodes import graph_from_file
 from mod_export.export.weights import WeightsFile
 from mod_export.types import Bucket, DType, Engine, Variant
 from mod_export.validate.near_ties import batches_of
@@ -27,6 +29,7 @@ from mod_export.validate.parity import judge_runner
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
+from mod_models.spec import ModelSpec
 
 CONFIG = config_from_toml(None)
 BUCKET = Bucket(2, 16)
@@ -34,6 +37,7 @@ with_bfloat16 = pytest.mark.skipif(
     "BF16" not in target._capabilities(), reason="this processor has no instructions for bfloat16"
 )
 SITE = "routed_1"
+DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8", "int4")
 
 
 def engine_of(dtype: DType = "float32", path: str | None = None) -> Engine:
@@ -43,10 +47,10 @@ def engine_of(dtype: DType = "float32", path: str | None = None) -> Engine:
     )  # fmt: skip
 
 
-def written(root: Path, dtype: DType) -> EngineJob:
+def written(root: Path, dtype: DType, spec: ModelSpec | None = None) -> EngineJob:
     """The folder of a model of two blocks, the second one routed, with its engine."""
     (root / "engines").mkdir()
-    job = write_graph(root, make_spec(), BUCKET, OpenVino.dialect, dtype)
+    job = write_graph(root, spec or make_spec(), BUCKET, OpenVino.dialect, dtype)
     OpenVino().build(job, Variant(dtype=dtype), root / engine_of(dtype).path, CONFIG)
     return job
 
@@ -241,6 +245,60 @@ def test_a_router_of_a_bfloat16_engine_can_be_replaced(narrow_root: Path) -> Non
         assert np.ptp(silenced.run(feeds())["logits"]) == 0
 
 
+# Whole numbers.
+
+WIDE = replace(make_spec(), d_model=64, d_head=32, d_ff=96)
+"""So wide that no product is too small to be rounded, apart from the router's, which has one column."""
+KINDS_OF_PRODUCT = {"int8": {"i8", "f32"}, "int4": {"u4", "i8", "f32"}}
+
+
+@pytest.fixture(scope="module", params=KINDS_OF_PRODUCT)
+def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DType]:
+    root = tmp_path_factory.mktemp(request.param)
+    written(root, request.param, WIDE)
+    return root, request.param
+
+
+@with_bfloat16
+def test_products_of_whole_numbers_and_a_router_in_float32(rounded: tuple[Path, DType], tmp_path: Path) -> None:
+    folder, dtype = rounded
+    written(tmp_path, "float32", WIDE)
+    with OpenVino().load(folder, engine_of(dtype), CONFIG, 1) as runner:
+        found, wanted = runner.run(feeds()), expected(tmp_path)
+        ran = precisions(runner)
+    # The head has eight bits in both.
+    assert {precision for operator, precision in ran if operator == "FullyConnected"} == KINDS_OF_PRODUCT[dtype]
+    assert ("TopK", "f32") in ran
+    assert ("TopK", "bf16") not in ran
+    assert ("RMS", "bf16") in ran
+    same_B = (found[SITE] == wanted[SITE]).all(-1)
+    assert same_B.any()
+    error = np.abs(found["logits"] - wanted["logits"])[same_B].max() / np.abs(wanted["logits"]).max()
+    assert 1e-3 < error < {"int8": 0.05, "int4": 0.4}[dtype]
+    if dtype == "int8":  # The numbers stay in their file.
+        path = folder / "graphs/weights-int8.data"
+        _, _, offset, length = WeightsFile.open(path).entries["layers.0.mlp.up_proj.weight.int8"]
+        assert path.read_bytes()[offset : offset + length] not in (folder / engine_of(dtype).path).read_bytes()
+
+
+@with_bfloat16
+def test_what_is_rounded_of_a_token_depends_on_no_other(rounded: tuple[Path, DType]) -> None:
+    """Of the dense model: with a router, another token may be taken."""
+    folder, dtype = rounded
+    (folder / "dense" / "engines").mkdir(parents=True, exist_ok=True)
+    job = write_graph(folder / "dense", WIDE.dense(), BUCKET, OpenVino.dialect, dtype)
+    engine = replace(engine_of(dtype), model="dense")
+    OpenVino().build(job, Variant(dtype=dtype), folder / "dense" / engine.path, CONFIG)
+    with OpenVino().load(folder / "dense", engine, CONFIG, 1) as runner:
+        first = runner.run(feeds(), ["logits"])["logits"]
+        changed = feeds()
+        changed["input_ids"][0, 9:] = 7
+        second = runner.run(changed, ["logits"])["logits"]
+    np.testing.assert_array_equal(first[0, :9], second[0, :9])
+    np.testing.assert_array_equal(first[1], second[1])
+    assert (first[0, 9:] != second[0, 9:]).any()
+
+
 def configured(folder: Path, *dtypes: str) -> BuildConfig:
     path = folder / "c.toml"
     path.write_text(f"[target.openvino]\ndtypes = {list(dtypes)}\n")
@@ -248,19 +306,19 @@ def configured(folder: Path, *dtypes: str) -> BuildConfig:
 
 
 @with_bfloat16
-def test_bfloat16_is_offered_here(tmp_path: Path) -> None:
-    config = configured(tmp_path, "float32", "bfloat16")
+def test_every_dtype_is_offered_here(tmp_path: Path) -> None:
+    config = configured(tmp_path, *DTYPES)
     assert list(OpenVino().problems(config)) == []
-    assert [one.dtype for one in OpenVino().variants(config)] == ["float32", "bfloat16"]
+    assert tuple(one.dtype for one in OpenVino().variants(config)) == DTYPES
 
 
 def test_bfloat16_is_refused_without_instructions_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the processor can do is the environment of an engine.
     monkeypatch.setattr(target, "_capabilities", lambda: ["FP32", "INT8"])
-    (problem,) = OpenVino().problems(configured(tmp_path, "bfloat16"))
+    (problem,) = OpenVino().problems(configured(tmp_path, *DTYPES))
     assert re.fullmatch(
-        r"target\.openvino\.dtypes: bfloat16, but .+ has no instructions for it \(OpenVINO names FP32, INT8\); build "
-        "float32 here, and bfloat16 on the processor that will run it",
+        r"target\.openvino\.dtypes: bfloat16, int8, int4, but .+ has no instructions for bfloat16 \(OpenVINO names "
+        r"FP32, INT8\); build float32 here, and the others on the processor that will run them",
         problem,
     )
     assert list(OpenVino().problems(CONFIG)) == []
@@ -322,7 +380,9 @@ def test_a_weights_file_that_is_not_there(copy: Path) -> None:
 
 def test_a_graph_that_it_cannot_take(root: Path, tmp_path: Path) -> None:
     job = write_graph(tmp_path, make_spec(), BUCKET, OpenVino.dialect, "float32")
-    (tmp_path / job.graph.path).write_bytes(b"no graph")
+    model = graph_from_file(tmp_path / job.graph.path)
+    next(node for node in model.graph if node.op_type == "TopK").op_type = "NoOperator"
+    (tmp_path / job.graph.path).write_bytes(ir.to_proto(model).SerializeToString())
     with pytest.raises(EngineError, match=r"^e\.blob: OpenVINO cannot compile mod-b2s16\.float32\.onnx: .+"):
         OpenVino().build(job, Variant(dtype="float32"), tmp_path / "e.blob", CONFIG)
     assert not (tmp_path / "e.blob").exists()

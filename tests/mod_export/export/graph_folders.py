@@ -10,8 +10,16 @@ from small_graphs import make_model, portable_graph
 from mod_export.engines.protocol import EngineJob
 from mod_export.export.dialect import check_dialect
 from mod_export.export.passes import run_passes
-from mod_export.export.weights import WeightsFile, bind_weights, files_for, state_of, write_weights
-from mod_export.types import Bucket, Dialect, DType, Graph
+from mod_export.export.weights import (
+    NO_FORMS,
+    WeightsFile,
+    bind_weights,
+    files_for,
+    forms_of,
+    state_of,
+    write_weights,
+)
+from mod_export.types import QUANTIZED, Bucket, Dialect, DType, Graph
 from mod_models.spec import ModelSpec
 
 
@@ -20,9 +28,17 @@ def job_of(root: Path, graph: Graph) -> EngineJob:
     return EngineJob(root=root, graph=graph, program=lambda dtype: pytest.fail("this engine is built from the graph"))
 
 
+def unbound_graph(spec: ModelSpec, bucket: Bucket) -> ir.Model:
+    """The portable graph of `make_model(spec)`, its weights without values, which stand in files."""
+    model = portable_graph(spec, bucket.batch, bucket.seq)
+    for name in state_of(make_model(spec)).keys() & model.graph.initializers.keys():
+        model.graph.initializers[name].const_value = None
+    return model
+
+
 def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, dtype: DType) -> EngineJob:
     """Exports `make_model(spec)`, rewrites it for the dialect, checks it, and writes it and its weights to graphs/."""
-    model = portable_graph(spec, bucket.batch, bucket.seq)
+    model = unbound_graph(spec, bucket)
     run_passes(model, dialect, dtype)
     check_dialect(model, dialect, dtype)
     folder = root / "graphs"
@@ -30,7 +46,8 @@ def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, d
     files = []
     for held in files_for(dtype):
         path = folder / f"weights-{held}.data"
-        write_weights(path, state_of(make_model(spec)), held)
+        forms = forms_of(model.graph.initializers) if dtype in QUANTIZED else NO_FORMS
+        write_weights(path, state_of(make_model(spec)), held, forms)
         files.append(WeightsFile.open(path))
     bind_weights(model, files, folder)
     kind = "dense" if spec.routing is None else "mod"

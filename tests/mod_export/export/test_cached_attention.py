@@ -28,7 +28,6 @@ from mod_models.spec import ModelSpec
 from mod_models.step import Step, step_inputs, step_outputs
 from mod_models.transformer import Transformer
 
-APART = dataclasses.replace(OrtCpu.dialect, apart=True)
 STATES = 9
 CACHES = ("keys_", "values_")
 
@@ -40,9 +39,9 @@ def wide(name: str, width: int = 8) -> ModelSpec:
 
 def rewritten(name: str, rows: int, width: int, dtype: DType = "float32") -> ir.Model:
     model = step_graph_of(wide(name, width), rows)
-    applied = run_passes(model, APART, dtype)
+    applied = run_passes(model, OrtCpu.dialect, dtype)
     assert (applied["cached_attention"], applied["packed_attention"]) == (3, 3 if width == 16 else 0)
-    assert set(run_passes(model, APART, dtype).values()) <= {0}
+    assert set(run_passes(model, OrtCpu.dialect, dtype).values()) <= {0}
     return model
 
 
@@ -121,6 +120,6 @@ def test_what_the_operator_does_not_do_stays(name: str, slots: str) -> None:
     """Heads that are too narrow for it; and layers of which some rows have no slot, whose caches are gathered."""
     spec = GENERATING[name] if slots == "all" else wide(name)
     model = step_graph_of(spec, 4, slots)
-    assert run_passes(model, APART, "float32")["cached_attention"] == (0 if slots == "all" else 1)
-    assert list(CachedAttention().ensures(model, APART, "float32")) == []
+    assert run_passes(model, OrtCpu.dialect, "float32")["cached_attention"] == (0 if slots == "all" else 1)
+    assert list(CachedAttention().ensures(model, OrtCpu.dialect, "float32")) == []
     session(model)

@@ -24,14 +24,14 @@ from mod_models.step import Prefill, narrow_slots, prefill_outputs
 
 SEQ = 5
 TEXTS = 40
-ORT = replace(ENGINES["ort-cpu"].dialect, apart=True, query_blocks=((4, 2), (5, 2)))
-RTX = replace(ENGINES["tensorrt-rtx"].dialect, apart=True)
+ORT = replace(ENGINES["ort-cpu"].dialect, query_blocks=((4, 2), (5, 2)))
+RTX = ENGINES["tensorrt-rtx"].dialect
 WITHOUT: dict[str, tuple[Dialect, DType, set[str]]] = {
     "portable": (Dialect(name="portable", max_opset=23, branches=True), "float32", set()),
     "ort-cpu": (ORT, "float32", {"MatMul", "Split"}),
     "tensorrt-rtx": (RTX, "float32", {"Attention"}),
     "tensorrt-rtx in float16": (RTX, "float16", set()),
-    "openvino": (replace(ENGINES["openvino"].dialect, apart=True), "float32", set()),
+    "openvino": (ENGINES["openvino"].dialect, "float32", set()),
 }
 """Name -> dialect, dtype, and operators that no branch has left once the passes have run."""
 Run = Callable[[dict[str, np.ndarray]], Sequence[np.ndarray]]

@@ -169,7 +169,7 @@ def test_weights_below_each_other_hold_the_numbers_that_each_has_alone(tmp_path:
             assert written == digests_expected(tmp_path / path, state, dtype) == digests_of_file(tmp_path / path)
             assert forms_of(WeightsFile.open(tmp_path / path).entries) == forms
         files = [WeightsFile.open(tmp_path / path) for path in ("alone", "together")]
-        assert files[0].bytes_in_blocks(state) == files[1].bytes_in_blocks(state)
+        assert files[0].quantized_bytes(state) == files[1].quantized_bytes(state)
         for kind in (form, f"{form}_scale"):
             parts = [part_of(tmp_path / "alone", f"{name}.{kind}") for name in SIZES]
             assert b"".join(parts) == part_of(tmp_path / "together", f"{joined}.{kind}")

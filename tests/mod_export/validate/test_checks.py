@@ -237,8 +237,8 @@ def test_the_gates_are_those_of_the_configuration() -> None:
         (1980, 2000, []),
         (1979, 2000, ["next token: 98.9500% agree on text, each with its own routing, at least 99.0000% must"]),
         # Of few positions, luck decides how many differ.
-        (98, 100, []),
-        (97, 100, ["next token: 97.0000% agree on text, each with its own routing, at least 99.0000% must"]),
+        (97, 100, []),
+        (96, 100, ["next token: 96.0000% agree on text, each with its own routing, at least 99.0000% must"]),
     ],
 )
 def test_a_quantized_model_is_judged_by_what_it_makes_of_text(agreed: int, positions: int, expected: list[str]) -> None:
