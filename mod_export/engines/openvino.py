@@ -9,7 +9,7 @@ Attention is written out in blocks of queries, with the queries that share keys 
 makes one kernel of that, which copies no keys and computes little that the mask hides (docs/LOG.md).
 
 Weights of int8 and int4 stay whole numbers, and OpenVINO rounds what they are multiplied with to 8 bits while it runs
-(DYNAMIC_QUANTIZATION_GROUP_SIZE).
+(DYNAMIC_QUANTIZATION_GROUP_SIZE), but not in a step.
 
 The types of the graph decide what is computed in bfloat16, so that routers stay in float32: a processor with bfloat16
 keeps them where no precision is asked for. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds
@@ -53,7 +53,8 @@ BFLOAT16 = "BF16"
 """Among a device's OPTIMIZATION_CAPABILITIES."""
 GROUP = 128
 """Numbers of a token that are rounded to 8 bits together, with one scale, beside weights that have one for each column:
-the fastest of what was tried (docs/LOG.md). Beside weights in blocks it is the block."""
+the fastest of what was tried (docs/LOG.md). Beside weights in blocks it is the block, and in a step, which is no faster
+for it, nothing is rounded."""
 WEIGHTLESS = "WeightlessCacheAttribute_0"
 """Marks a constant that stands in a file of weights, with its place there; OpenVINO's reader of ONNX files sets it."""
 WIDE = ("f32", "f64")
@@ -222,7 +223,8 @@ class OpenVino(EngineBuilder):
 
         graph = job.root / job.graph.path
         names = graph_from_file(graph).graph
-        group = BLOCK if any(node.op_type == "MatMulNBits" for node in names.all_nodes()) else GROUP
+        in_blocks = any(node.op_type == "MatMulNBits" for node in names.all_nodes())
+        group = 0 if job.graph.role == "decode" else BLOCK if in_blocks else GROUP
         try:
             blob = _compiled(graph, variant.dtype, 1, group).export_model().getvalue()
         except RuntimeError as error:

@@ -45,6 +45,8 @@ TAIL = 16
 FULL_ROWS = ("text", "random")
 TEXT_TOKENS = 1024
 """Of the text that engines with weights in whole numbers are judged by."""
+LEAST_PROMPTS = 4
+"""Further prompts that such engines are judged by, if they have so much text: each has one next token."""
 NARROW_TOKENS = 200
 """New tokens of the texts that such engines continue."""
 PROMPT_TOKENS = 32
@@ -70,6 +72,9 @@ def parity_of_decoding(
         if engine.role == "prefill":
             ks = reference.k_by_layer(engine.bucket).values()
             batches = _given_texts(reference, engine.bucket, ks, found.config.seed, text_of)
+            if engine.dtype in QUANTIZED:
+                length, count = engine.bucket.seq, max(LEAST_PROMPTS, TEXT_TOKENS // engine.bucket.seq)
+                batches += _texts(reference, 1, length, count, found.config, text_of)
             with found.load(engine) as runner:
                 return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
         with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
@@ -89,12 +94,17 @@ def _text_parts(
     length = min(decoder.length, -(-TEXT_TOKENS // decoder.batch))
     bucket = Bucket(decoder.batch, length)
     runner = TokenByToken(prompts, decoder, reference.k_by_layer(bucket), in_turns=config.generation.slots == "fair")
-    batches = []
-    for i in range(-(-TEXT_TOKENS // (decoder.batch * length))):
-        text_BS = text_ids(reference.loaded, decoder.batch, length, config.seed + 1 + i, text_of)
-        if text_BS is not None:
-            batches.append(Batch.of_tokens("text", text_BS, np.full(decoder.batch, length, dtype=np.int64)))
-    return [(runner, batches)]
+    count = -(-TEXT_TOKENS // (decoder.batch * length))
+    return [(runner, _texts(reference, decoder.batch, length, count, config, text_of))]
+
+
+def _texts(
+    reference: Reference, rows: int, length: int, count: int, config: BuildConfig, text_of: TextOf | None
+) -> list[Batch]:
+    """That many batches of text, none where the model has none; others than those of `_given_texts`."""
+    found = (text_ids(reference.loaded, rows, length, config.seed + 1 + i, text_of) for i in range(count))
+    whole = np.full(rows, length, dtype=np.int64)
+    return [Batch.of_tokens("text", text_BS, whole) for text_BS in found if text_BS is not None]
 
 
 def decoding_parts(
