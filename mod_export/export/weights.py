@@ -39,12 +39,13 @@ ONNX_TYPES = {
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FLOATS: dict[DType, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 NARROW = ("float16", "bfloat16")
-BLOCK = 32
-Form = Literal["float", "int8", "int8_blocks", "int4"]
+Form = Literal["float", "int8", "int8_blocks", "int8_blocks64", "int4"]
 """How a file of whole numbers stores a weight (N, K): as floats, or as `rounding` says."""
 FORMS: tuple[Form, ...] = get_args(Form)
-BITS: Mapping[Form, int] = {"int8_blocks": 8, "int4": 4}
+BITS: Mapping[Form, int] = {"int8_blocks": 8, "int8_blocks64": 8, "int4": 4}
 """Of a number, in the forms that have a scale for each block."""
+BLOCKS: Mapping[Form, int] = {"int8_blocks": 32, "int8_blocks64": 64, "int4": 32}
+"""Numbers of a block. Longer ones are faster, and lose more (docs/LOG.md)."""
 Forms = Mapping[str, Collection[Form]]
 """Name of a weight -> the forms that it is stored in, floats alone where it is not named."""
 NO_FORMS: Forms = {}
@@ -114,8 +115,8 @@ def quantized_tensors(name: str, shape: tuple[int, ...], form: Form) -> dict[str
     N, K = shape
     if form == "int8":
         return {f"{name}.int8": ("I8", (K, N)), f"{name}.int8_scale": ("F32", (N,))}
-    blocks = -(-K // BLOCK)
-    whole = (N, blocks, BLOCK * BITS[form] // 8)
+    blocks = -(-K // BLOCKS[form])
+    whole = (N, blocks, BLOCKS[form] * BITS[form] // 8)
     return {f"{name}.{form}": ("U8", whole), f"{name}.{form}_scale": ("F32", (N, blocks))}
 
 

@@ -7,6 +7,7 @@ the rows that each weight is multiplied with are summed. Of a routed layer these
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from mod_export.types import Graph, ModelKind
 from mod_export.validate.inputs import Batch, prompts_of
 from mod_export.validate.reference import tensors_of
 
-TOKENS = 4096
+TOKENS = 8192
 """That are read at least."""
 ROOM = 2**30
 """Bytes of second moments that are summed in one pass."""
@@ -67,14 +68,17 @@ class Calibration:
             moments_KK = self._found.setdefault(name, torch.zeros(2 * x.shape[-1:]))
             moments_KK.addmm_(rows_NK.T, rows_NK)
 
-        graph = max((one for one in self._context.graphs if self._is_read(one)), key=lambda one: one.bucket.seq)
+        graph = self._longest()
         program = self._context.models.program(graph, "float32")
         for batch in self._batches(graph):
             run_sites(program, program.state_dict, tensors_of(batch.feeds), SiteRun(graph.bucket.seq), watch=watch)
             last = None
 
-    def _is_read(self, graph: Graph) -> bool:
-        return graph.role == "forward" and graph.model == self._kind and graph.target is None
+    def _longest(self) -> Graph:
+        """A graph of whole rows as long as the longest prompt: what short rows hold is mostly their first tokens."""
+        graphs = [one for one in self._context.graphs if one.model == self._kind and one.target is None]
+        longest = max((one for one in graphs if one.role != "decode"), key=lambda one: one.bucket.seq)
+        return replace(next(one for one in graphs if one.role == "forward"), bucket=longest.bucket)
 
     def _batches(self, graph: Graph) -> Iterator[Batch]:
         context, (B, S) = self._context, (graph.bucket.batch, graph.bucket.seq)

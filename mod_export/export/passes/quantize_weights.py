@@ -2,7 +2,7 @@
 
 Of many rows, int8: activations are rounded to 8 bits too, each token with a scale and a zero point of its own that are
 computed at run time, and the product is computed in integers. Of few rows, as in a step of text, every weight is read
-once and next to nothing is computed, so bytes are what counts: both dtypes store blocks of 32 with one scale each, and
+once and next to nothing is computed, so bytes are what counts: both dtypes store blocks with one scale each, and
 the kernel of MatMulNBits rounds activations block by block. Its errors are the smallest, and it is faster than float32
 for many rows as well, so int8 stores two kinds of weights so everywhere: the head's, because no later layer averages
 its errors, which has 8 bits in int4 too; and those that read the product of two activations, such as SwiGLU's, whose
@@ -38,7 +38,7 @@ from mod_export.export.nodes import (
 )
 from mod_export.export.passes.cast_floats import float32_island
 from mod_export.export.passes.products import MICROSOFT, Product, product_of
-from mod_export.export.weights import BELOW, BITS, BLOCK, ONNX_TYPES, Form, forms_of, quantized_tensors
+from mod_export.export.weights import BELOW, BITS, BLOCKS, ONNX_TYPES, Form, forms_of, quantized_tensors
 from mod_export.types import QUANTIZED, Dialect, DType
 
 FLOAT = ir.DataType.FLOAT
@@ -79,8 +79,8 @@ class QuantizeWeights:
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         found = list(_quantizable(model.graph, dialect, dtype))
-        tables = {product.weight for product, form in found if form == "int8_blocks"}
-        tables = set() if dialect.rounds_activations else tables  # Another graph of it reads the table as it is.
+        tables = {product.weight: form for product, form in found if form in BITS and BITS[form] == 8}
+        tables = {} if dialect.rounds_activations else tables  # Another graph of it reads the table as it is.
         lookups = [node for node in model.graph if _is_lookup(node) and node.inputs[0] in tables]
         rounded: dict[tuple[ir.Value, ir.Graph], _Rounded] = {}
         for products, form in _side_by_side(found):
@@ -93,7 +93,8 @@ class QuantizeWeights:
         if found:
             model.opset_imports[MICROSOFT] = 1
         for node in lookups:
-            _look_up(model.graph, node)
+            assert node.inputs[0] is not None
+            _look_up(model.graph, node, tables[node.inputs[0]])
         return len(found) + len(lookups)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
@@ -110,6 +111,8 @@ def stored_forms(model: ir.Model, dialect: Dialect, dtype: DType) -> dict[str, s
 
 def _quantizable(graph: ir.Graph, dialect: Dialect, dtype: DType) -> Iterator[_Found]:
     island = float32_island(graph)
+    # Beside weights of four bits it is the head's alone, whose errors are small there.
+    in_blocks: Form = "int8_blocks64" if dtype == "int4" else "int8_blocks"
     products = [found for node in graph.all_nodes() if node not in island and (found := product_of(node)) is not None]
     most = max((_rows(product) for product in products), default=0)
     for product in products:
@@ -119,9 +122,9 @@ def _quantizable(graph: ir.Graph, dialect: Dialect, dtype: DType) -> Iterator[_F
         if dtype == "int4" and not is_head:
             form: Form = "int4"
         elif dialect.rounds_activations:
-            form = "int8" if most >= MANY else "int8_blocks"
+            form = "int8" if most >= MANY else in_blocks
         else:
-            form = "int8_blocks" if is_head or _rows(product) < MANY or _is_gated(product.x) else "int8"
+            form = in_blocks if is_head or _rows(product) < MANY or _is_gated(product.x) else "int8"
         yield _Found(product, form)
 
 
@@ -209,7 +212,7 @@ def _multiply_blocks(graph: ir.Graph, products: Sequence[Product], form: Form) -
     columns = [product.sizes[0] for product in products]
     writer = NodeWriter(graph_around(first.node), first.node, form)
     # Level 4 allows the kernel to round activations to 8 bits, block by block; other levels are many times slower.
-    attributes = {"K": K, "N": sum(columns), "bits": BITS[form], "block_size": BLOCK, "accuracy_level": 4}
+    attributes = {"K": K, "N": sum(columns), "bits": BITS[form], "block_size": BLOCKS[form], "accuracy_level": 4}
     name = BELOW.join(str(product.weight.name) for product in products)
     inputs = [first.x, *_stored(graph, name, (sum(columns), K), form)]
     y = writer.op("MatMulNBits", *inputs, domain=MICROSOFT, like=first.node.outputs[0], **attributes)
@@ -223,13 +226,12 @@ def _multiply_blocks(graph: ir.Graph, products: Sequence[Product], form: Form) -
         substitute(product.node.outputs[0], part, product.node)
 
 
-def _look_up(graph: ir.Graph, node: ir.Node) -> None:
+def _look_up(graph: ir.Graph, node: ir.Node, form: Form) -> None:
     """Rows of a table (V, K) that a product reads too. Only the rows that are asked for become floats."""
     table, ids = node.inputs
     assert table is not None
     V, K = require_static_shape(table, node)
     writer = NodeWriter(graph, node, "lookup")
-    form: Form = "int8_blocks"
     whole_BTMU, scale_BTM = (
         writer.op("Gather", stored, ids, axis=0) for stored in _stored(graph, str(table.name), (V, K), form)
     )
@@ -237,8 +239,8 @@ def _look_up(graph: ir.Graph, node: ir.Node) -> None:
     zero = np.array(2 ** (BITS[form] - 1), np.float32)
     number_BTMU = writer.op("Sub", writer.op("Cast", whole_BTMU, to=FLOAT), zero)
     row_BTMU = writer.op("Mul", number_BTMU, writer.op("Reshape", scale_BTM, [*rows, blocks, 1]))
-    row_BTK = writer.op("Reshape", row_BTMU, [*rows, blocks * BLOCK])
-    writer.replace(row_BTK if blocks * BLOCK == K else writer.op("Slice", row_BTK, [0], [K], [len(rows)]))
+    row_BTK = writer.op("Reshape", row_BTMU, [*rows, blocks * BLOCKS[form]])
+    writer.replace(row_BTK if blocks * BLOCKS[form] == K else writer.op("Slice", row_BTK, [0], [K], [len(rows)]))
 
 
 def _stored(graph: ir.Graph, weight: str, sizes: tuple[int, int], form: Form) -> list[ir.Value]:

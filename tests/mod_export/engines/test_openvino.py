@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from mod_export.engines.protocol import BindableRunner, EngineJob, Port
 from mod_export.errors import EngineError, TargetError
 from mod_export.export.nodes import graph_from_file
 from mod_export.export.weights import WeightsFile
-from mod_export.types import Bucket, DType, Engine, Variant
+from mod_export.types import Bucket, DType, Engine, Role, Variant
 from mod_export.validate.near_ties import batches_of
 from mod_export.validate.parity import judge_runner
 from mod_export.validate.reference import Reference
@@ -279,6 +280,24 @@ def test_products_of_whole_numbers_and_a_router_in_float32(rounded: tuple[Path, 
         path = folder / "graphs/weights-int8.data"
         _, _, offset, length = WeightsFile.open(path).entries["layers.0.mlp.up_proj.weight.int8"]
         assert path.read_bytes()[offset : offset + length] not in (folder / engine_of(dtype).path).read_bytes()
+
+
+@with_bfloat16
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_how_many_numbers_are_rounded_together(dtype: DType, tmp_path: Path) -> None:
+    """A prompt of many rows, one of few, a step of one text, and one of several; 0 rounds nothing."""
+    found = []
+    (tmp_path / "engines").mkdir()
+    cases: list[tuple[Role, Bucket]] = [
+        ("forward", BUCKET), ("forward", Bucket(1, 16)), ("decode", Bucket(1, 16)), ("decode", Bucket(8, 2)),
+    ]  # fmt: skip
+    for role, bucket in cases:
+        job = write_graph(tmp_path, WIDE.dense(), bucket, OpenVino.dialect, dtype)
+        job = replace(job, graph=replace(job.graph, role=role))
+        OpenVino().build(job, Variant(dtype=dtype), tmp_path / "engines/one.blob", CONFIG)
+        head, _, _ = (tmp_path / "engines/one.blob").read_bytes().partition(b"\n")
+        found.append(json.loads(head)["group"])
+    assert found == {"int8": [128, 16, 0, 16], "int4": [32, 32, 32, 32]}[dtype]
 
 
 @with_bfloat16

@@ -60,7 +60,7 @@ def stored(dialect: Dialect, dtype: QuantizedDType, spec: ModelSpec, rows: int) 
 def test_products_of_many_rows_are_of_whole_columns_but_those_that_need_blocks() -> None:
     assert stored(OrtCpu.dialect, "int8", SPEC.dense(), ROWS) == {"int8": INT8, "int8_blocks": GATED | HEAD}
     assert stored(OrtCpu.dialect, "int8", SPEC.dense(), ROWS - 1) == {"int8_blocks": INT8 | GATED | HEAD}
-    assert stored(OrtCpu.dialect, "int4", SPEC.dense(), ROWS) == {"int4": INT8 | GATED, "int8_blocks": HEAD}
+    assert stored(OrtCpu.dialect, "int4", SPEC.dense(), ROWS) == {"int4": INT8 | GATED, "int8_blocks64": HEAD}
     # A routed layer has fewer rows.
     second = {name for name in INT8 if name.startswith("layers.1.")}
     assert stored(OrtCpu.dialect, "int8", SPEC, ROWS) == {"int8": INT8 - second, "int8_blocks": second | GATED | HEAD}
@@ -204,16 +204,19 @@ def step_of_text(
     return model, lambda ids, flag: session.run(["logits"], {"ids": np.array(ids), "flag": np.array(flag)})[0]
 
 
-@pytest.mark.parametrize(("dtype", "most", "forms"), [("int8", 0.03, "int8_blocks"), ("int4", 0.3, "int4")])
+@pytest.mark.parametrize(
+    ("dtype", "most", "head", "branch"),
+    [("int8", 0.03, "int8_blocks", "int8_blocks"), ("int4", 0.3, "int8_blocks64", "int4")],
+)
 def test_where_text_is_written_head_table_and_branches_are_in_blocks(
-    dtype: QuantizedDType, most: float, forms: Form, tmp_path: Path
+    dtype: QuantizedDType, most: float, head: Form, branch: Form, tmp_path: Path
 ) -> None:
     for name in ("float32", dtype):
         (tmp_path / name).mkdir()
     model, found = step_of_text(dtype, tmp_path / dtype)
     _, expected = step_of_text(None, tmp_path / "float32")
     # One table for lookup and head, in eight bits: no later layer averages the errors of the head.
-    assert forms_of(WeightsFile.open(tmp_path / dtype / "w.data").entries) == {"w": {"int8_blocks"}, "v": {forms}}
+    assert forms_of(WeightsFile.open(tmp_path / dtype / "w.data").entries) == {"w": {head}, "v": {branch}}
     bits = {node.attributes.get_int("bits") for node in model.graph.all_nodes() if node.op_type == "MatMulNBits"}
     assert bits == {8, 8 if dtype == "int8" else 4}
     assert {node.attributes.get_int("accuracy_level") for node in model.graph.all_nodes() if node.domain} == {4}

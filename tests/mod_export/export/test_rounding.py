@@ -10,20 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mod_export.export.rounding import is_rounded, scales_of, whole_numbers
-from mod_export.export.weights import BLOCK, Form, quantized_tensors
+from mod_export.export.weights import BLOCKS, Form, quantized_tensors
 
 
-def restored(whole: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], form: Form) -> torch.Tensor:
+def restored(whole: torch.Tensor, weight_NK: torch.Tensor, form: Form) -> torch.Tensor:
     """The weight (N, K) that the stored numbers stand for."""
-    N, K = shape
+    N, K = weight_NK.shape
+    scale = scales_of(weight_NK, form)
     if form == "int8":
         return whole.float().T * scale[:, None]
     numbers = torch.stack((whole & 15, whole >> 4), -1) if form == "int4" else whole
-    centred = numbers.reshape(N, -1, BLOCK).float() - (8 if form == "int4" else 128)
+    centred = numbers.reshape(N, -1, BLOCKS[form]).float() - (8 if form == "int4" else 128)
     return (centred * scale[..., None]).reshape(N, -1)[:, :K]
 
 
-@pytest.mark.parametrize("form", ["int8", "int8_blocks", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int8_blocks", "int8_blocks64", "int4"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 32), (48, 33), (40, 100)])
 def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], form: Form) -> None:
     weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -34,10 +35,27 @@ def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], form: Form
     assert whole.is_contiguous()
     assert scale.dtype == torch.float32
     assert scale.is_contiguous()
-    # Half a step; in blocks a whole one at the end of the range that has one number less.
-    steps = scale.abs()[:, None] if form == "int8" else scale.abs().repeat_interleave(BLOCK, 1)[:, : shape[1]]
-    error = (restored(whole, scale, shape, form) - weight_NK).abs()
-    assert bool((error <= (0.5 if form == "int8" else 1.0) * steps * 1.0001).all())
+    # Half a step; in blocks a whole one at the end of the range that has one number less, and of four bits three more,
+    # by which a range of eight can have been made shorter.
+    steps = scale.abs()[:, None] if form == "int8" else scale.abs().repeat_interleave(BLOCKS[form], 1)[:, : shape[1]]
+    error = (restored(whole, weight_NK, form) - weight_NK).abs()
+    allowed = {"int8": 0.5, "int8_blocks": 1.0, "int8_blocks64": 1.0, "int4": 4.0}[form] * steps * 1.0001
+    assert bool((error <= allowed).all())
+
+
+def test_blocks_of_four_bits_have_the_scale_of_the_least_error() -> None:
+    """Of one large weight and many small ones it is shorter than the large one needs."""
+    U = BLOCKS["int4"]
+    weight_NK = torch.cat([torch.full((1, U - 1), 0.9), torch.tensor([[8.0]])], 1)
+    assert float(scales_of(weight_NK, "int4")) == pytest.approx(-0.95, rel=1e-6)
+    weight_NK = torch.randn((64, 256), generator=torch.Generator().manual_seed(0))
+    error = restored(whole_numbers(weight_NK, "int4"), weight_NK, "int4") - weight_NK
+    blocks_NMU = weight_NK.reshape(64, -1, U)
+    largest_NM1 = blocks_NMU.gather(-1, blocks_NMU.abs().argmax(-1, keepdim=True))
+    whole_NMU = (blocks_NMU / largest_NM1 * -8).round().clamp(-8, 7)
+    unshortened = (whole_NMU * largest_NM1 / -8 - blocks_NMU).square().sum(-1)
+    assert bool((error.reshape(blocks_NMU.shape).square().sum(-1) <= unshortened + 1e-6).all())
+    assert error.square().sum() < 0.97 * unshortened.sum()
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40))
@@ -58,10 +76,9 @@ def test_finer_than_seven_bits_where_no_two_large_ones_meet() -> None:
 
 @pytest.mark.parametrize("form", ["int4", "int8_blocks"])
 def test_the_largest_of_a_block_is_exact(form: Form) -> None:
-    weight_NK = torch.zeros(2, 2 * BLOCK)
-    weight_NK[0, 3], weight_NK[1, BLOCK] = -7.25, 3.5
-    found = restored(whole_numbers(weight_NK, form), scales_of(weight_NK, form), (2, 2 * BLOCK), form)
-    assert torch.equal(found, weight_NK)
+    weight_NK = torch.zeros(2, 2 * BLOCKS[form])
+    weight_NK[0, 3], weight_NK[1, BLOCKS[form]] = -7.25, 3.5
+    torch.testing.assert_close(restored(whole_numbers(weight_NK, form), weight_NK, form), weight_NK)
 
 
 def correlated(rows: int, width: int) -> torch.Tensor:
@@ -80,7 +97,7 @@ def test_products_change_less_than_by_the_nearest_numbers(shape: tuple[int, int]
     for moments_KK in (None, x.T @ x):
         whole = whole_numbers(weight_NK, "int4", moments_KK)
         assert is_rounded(whole, weight_NK, "int4")
-        found = restored(whole, scales_of(weight_NK, "int4"), shape, "int4")
+        found = restored(whole, weight_NK, "int4")
         errors.append(float((correlated(400, shape[1]) @ (found - weight_NK).T).square().mean()))
     assert errors[1] < 0.5 * errors[0]
 
