@@ -38,7 +38,7 @@ class TextCase:
         capacity: of the routed half of the Mixture-of-Depths model's blocks.
         prompt: tokens of each prompt.
         new: tokens that are written after it.
-        window: that the engines of this project are built for.
+        window: that the routed layers' slots in the engines of this project are for.
         judged: tokens on which the next token is compared.
     """
 
@@ -50,6 +50,11 @@ class TextCase:
     new: int = 64
     window: int = 1024
     judged: int = 512
+
+    @property
+    def cache(self) -> int:
+        """Tokens that a cache has room for: a request, and the text on which next tokens are compared."""
+        return max(self.prompt + self.new, self.judged)
 
     @property
     def tokenizer(self) -> Path | None:

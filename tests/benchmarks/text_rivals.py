@@ -83,8 +83,7 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot read {precision}.gguf")
         options = ll.llama_context_default_params()
-        self._longest = max(case.prompt + case.new, case.judged)
-        options.n_ctx = self._longest * rows
+        options.n_ctx = case.cache * rows
         options.n_seq_max = rows
         options.n_batch = max(case.prompt, case.judged)
         options.n_threads = options.n_threads_batch = threads
@@ -140,6 +139,8 @@ class LlamaCpp:
 
 def write_onnxruntime_genai(precision: str, case: TextCase, folder: Path) -> None:
     """onnxruntime-genai's model builder; in int8 and int4 activations are int8 (accuracy_level 4), which is faster."""
+    import onnxruntime_genai  # noqa: F401  Where it is not installed, this says so.
+
     options = ["prune_lm_head=true"]
     if precision != "float32":
         options += ["accuracy_level=4", f"block_size={BLOCK}"]

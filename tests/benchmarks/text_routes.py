@@ -5,6 +5,7 @@ Each route gives a `Writer`, open in the process that is timed. Each is made by 
 
 from __future__ import annotations
 
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -41,8 +42,11 @@ build = "always"
 targets = ["{target}"]
 window = {window}
 prompts = [{prompt}]
+caches = [{cache}]
 batches = {batches}
 """
+FIRST = ("ort-cpu", "float32")
+"""The build that the others begin with a copy of: what is captured and exported is the same for all."""
 
 
 class Judged(NamedTuple):
@@ -74,7 +78,7 @@ class OurWriter:
             warnings.simplefilter("ignore")  # That nothing was verified is what was asked for.
             built = folder / f"ours-{target}-{dtype}"
             self._generator = load_generator(built, target, dtype, model=kind, threads=threads)  # type: ignore[arg-type]
-        self._window = case.window
+        self._cache = case.cache
 
     def write(self, ids_BS: np.ndarray, new: int) -> Written:
         prompts = [row.tolist() for row in ids_BS]
@@ -94,7 +98,7 @@ class OurWriter:
     def logits(self, ids: np.ndarray) -> np.ndarray:
         """Step by step, from the first token on."""
         found = []
-        with self._generator._exclusive(Bucket(1, self._window)) as decoder:
+        with self._generator._exclusive(Bucket(1, self._cache)) as decoder:
             assert isinstance(decoder, Decoder)
             decoder.clear(0)
             for position, token in enumerate(ids):
@@ -104,11 +108,14 @@ class OurWriter:
 
 def built(case: TextCase, folder: Path, target: str, dtype: str) -> None:
     """`mod-export build` of the Mixture-of-Depths model, whose dense baseline has the weights that the others have."""
-    config = folder / f"{target}-{dtype}.toml"
-    made = {"target": target, "dtype": dtype, "window": case.window, "prompt": case.prompt, "batches": list(BATCHES)}
-    config.write_text(OUR_BUILD.format(**made), encoding="utf-8")
-    words = ["build", str(folder / "mod.pt"), "-c", str(config), "-o", str(folder / f"ours-{target}-{dtype}")]
-    run_ours([*words, "--no-evidence", "-q"])
+    config, out = folder / f"{target}-{dtype}.toml", folder / f"ours-{target}-{dtype}"
+    if (target, dtype) != FIRST:
+        shutil.copytree(folder / "-".join(["ours", *FIRST]), out, dirs_exist_ok=True)
+    made = {"target": target, "dtype": dtype, "window": case.window, "prompt": case.prompt, "cache": case.cache}
+    config.write_text(OUR_BUILD.format(**made, batches=list(BATCHES)), encoding="utf-8")
+    words = ["build", str(folder / "mod.pt"), "-c", str(config), "-o", str(out)]
+    given = ["--tokenizer", str(case.tokenizer / "tokenizer.json")] if case.tokenizer else []
+    run_ours([*words, *given, "--no-evidence", "-q"])
 
 
 def our_targets() -> tuple[str, ...]:
@@ -129,7 +136,10 @@ STEPS: dict[str, tuple[str | None, Callable[[TextCase, Path], None]]] = {
         for one in ("int8", "int4")
     },
     **{
-        f"ours-{target}-{dtype}": (MODELS, partial(built, target=target, dtype=dtype))
+        f"ours-{target}-{dtype}": (
+            MODELS if (target, dtype) == FIRST else "-".join(["ours", *FIRST]),
+            partial(built, target=target, dtype=dtype),
+        )
         for target in our_targets()
         for dtype in our_dtypes(target)
     },
