@@ -111,13 +111,21 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def quantized_tensors(name: str, shape: tuple[int, ...], form: Form) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (safetensors dtype, shape) of what a weight (N, K) becomes: the whole numbers, then their scales."""
+    """Name -> (safetensors dtype, shape) of what a weight (N, K) becomes: the whole numbers, their scales, and of four
+    bits their zero points.
+    """
     N, K = shape
     if form == "int8":
         return {f"{name}.int8": ("I8", (K, N)), f"{name}.int8_scale": ("F32", (N,))}
     blocks = -(-K // BLOCKS[form])
     whole = (N, blocks, BLOCKS[form] * BITS[form] // 8)
-    return {f"{name}.{form}": ("U8", whole), f"{name}.{form}_scale": ("F32", (N, blocks))}
+    found = {f"{name}.{form}": ("U8", whole), f"{name}.{form}_scale": ("F32", (N, blocks))}
+    return found | {f"{name}.{form}_zero": ("U8", (N, -(-blocks // 2)))} if form == "int4" else found
+
+
+def is_of_quantized(name: str) -> bool:
+    """Whether a tensor of this name holds whole numbers that stand for a weight, their scales, or their zero points."""
+    return name.rpartition(".")[2].removesuffix("_scale").removesuffix("_zero") in FORMS
 
 
 def forms_of(names: Iterable[str]) -> dict[str, set[Form]]:
@@ -128,7 +136,7 @@ def forms_of(names: Iterable[str]) -> dict[str, set[Form]]:
         form = next((form for form in FORMS if kind == form), None)
         if form is not None:
             found.setdefault(name, set()).add(form)
-        elif kind.removesuffix("_scale") not in FORMS:
+        elif not is_of_quantized(stored):
             found.setdefault(stored, set()).add("float")
     # A weight that stands below others is stored there, and not by itself.
     parts = [part for name in found if BELOW in name for part in name.split(BELOW)]
@@ -165,9 +173,10 @@ def _stored_tensors(
             parts = {part: tensors[part] for part in name.split(BELOW)}
             rows = sum(len(part_NK) for part_NK in parts.values())
             shape = (rows, *next(iter(parts.values())).shape[1:])
-            whole, scales = quantized_tensors(name, shape, form).items()
-            found[whole[0]] = _Stored(*whole[1], partial(_whole_bytes, parts, form, moments))
-            found[scales[0]] = _Stored(*scales[1], partial(_scale_bytes, parts, form))
+            (whole, of_whole), *ranges = quantized_tensors(name, shape, form).items()
+            found[whole] = _Stored(*of_whole, partial(_whole_bytes, parts, form, moments))
+            for index, (stored, of_range) in enumerate(ranges):
+                found[stored] = _Stored(*of_range, partial(_range_bytes, parts, form, index))
     return found
 
 
@@ -202,13 +211,14 @@ def _whole_bytes(parts: Mapping[str, torch.Tensor], form: Form, moments: Moments
         let_go([weight_NK])
 
 
-def _scale_bytes(parts: Mapping[str, torch.Tensor], form: Form) -> Iterator[memoryview]:
+def _range_bytes(parts: Mapping[str, torch.Tensor], form: Form, index: int) -> Iterator[memoryview]:
+    """Of the scales, 0, or of the zero points, 1."""
     import torch
 
-    from mod_export.export.rounding import scales_of
+    from mod_export.export.rounding import range_of
 
     for weight_NK in parts.values():
-        yield scales_of(weight_NK.detach(), form).reshape(-1).view(torch.uint8).numpy().data
+        yield range_of(weight_NK.detach(), form)[index].reshape(-1).view(torch.uint8).numpy().data
         let_go([weight_NK])
 
 

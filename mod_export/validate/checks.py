@@ -39,10 +39,10 @@ ROUNDOFF: dict[DType, float] = {
 """Half the distance between 1 and the next number; of whole numbers half a step, as a share of the largest of them."""
 FEWEST_LOGITS = 1000
 """The root mean square of fewer rounding errors varies too much to be a bound."""
-FEWEST_POSITIONS = 1000
-"""A share of fewer is no measurement of a percent."""
-CHANCE = NormalDist().cdf(-2.0)
-"""What is less probable is not taken for chance: two standard deviations, where there are many."""
+MANY_POSITIONS = 1000
+"""Of so many how many agree is nearly normal."""
+DEVIATIONS = 2.0
+"""Standard deviations below what is expected that are taken for chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,16 +207,21 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
             return []
         same = np.concatenate(shortfalls) <= allowed.next_token_slack
         positions, agreed, how = len(same), int(same.sum()), "agree given the same routing"
-    # In fewer bits some differ, and of a few positions how many is chance.
-    luck = allowed.narrow and positions < FEWEST_POSITIONS and _at_most(agreed, positions, least) >= CHANCE
+    # In fewer bits some differ, and how many of these positions is chance.
+    luck = allowed.narrow and _is_chance(agreed, positions, least)
     if not (luck or agreed / positions >= least):
         return [f"next token: {agreed / positions:.4%} {how}, at least {least:.4%} must"]
     return []
 
 
-def _at_most(agreed: int, positions: int, share: float) -> float:
-    """The probability of no more agreeing positions than these, where each agrees with probability `share`."""
-    return sum(math.comb(positions, n) * share**n * (1 - share) ** (positions - n) for n in range(agreed + 1))
+def _is_chance(agreed: int, positions: int, share: float) -> bool:
+    """Whether so few may agree where each does with probability `share`: of few positions by the binomial distribution,
+    of many by the normal one, which is no different and can be computed.
+    """
+    if positions >= MANY_POSITIONS:
+        return agreed >= positions * share - DEVIATIONS * math.sqrt(positions * share * (1 - share))
+    at_most = sum(math.comb(positions, n) * share**n * (1 - share) ** (positions - n) for n in range(agreed + 1))
+    return at_most >= NormalDist().cdf(-DEVIATIONS)
 
 
 def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:

@@ -23,7 +23,7 @@ from mod_export.export.dialect import check_dialect
 from mod_export.export.nodes import graph_from_bytes, graph_from_file, is_standard, label_of, module_of, static_shape
 from mod_export.export.passes import PORTABLE
 from mod_export.export.passes.cast_floats import NARROW
-from mod_export.export.weights import FORMS, ONNX_TYPES, WeightsFile, digests_of_file
+from mod_export.export.weights import ONNX_TYPES, WeightsFile, digests_of_file, is_of_quantized
 from mod_export.results.structure import StructureRow
 from mod_export.sources.program_files import changed_files
 from mod_export.types import Dialect, Graph, ModelKind, routed_output
@@ -60,10 +60,10 @@ def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> 
         "not a tensor of the checkpoint": [name for name in found if name not in expected],
     }
     reasons = [f"{_listed(names)}: {what}" for what, names in problems.items() if names]
-    rounded = [name for name in expected if name.rpartition(".")[2].removesuffix("_scale") in FORMS]
+    rounded = [name for name in expected if is_of_quantized(name)]
     checked = [f"{len(expected) - len(rounded)} tensors are the checkpoint's, bit for bit"]
     if rounded:
-        checked.append(f"{len(rounded)} are its weights, rounded to 8 or 4 bits, and their scales")
+        checked.append(f"{len(rounded)} are its weights, rounded to 8 or 4 bits, their scales and zero points")
     return _row(path, tuple(checked), reasons)
 
 

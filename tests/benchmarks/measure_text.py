@@ -19,6 +19,8 @@ WARMUP, FEWEST_ROUNDS = 1, 3
 ANCHOR = "mod-export, ort-cpu, dense"
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
 """Of a weight; where it is a whole number, blocks of 32 have a scale."""
+HEAD_BYTES = BYTES | {"int4": 1 + 4 / 64}
+"""Of a weight of the head."""
 PACKAGES = ("torch", "openvino", "onnxruntime", "onnxruntime-genai", "openvino-genai", "llama_cpp_python",
             "transformers", "nncf")  # fmt: skip
 
@@ -98,10 +100,10 @@ def _asked(workers: Mapping[str, Worker]) -> tuple[dict[str, Any], dict[str, str
 
 def gain_by_bytes(spec: ModelSpec, precision: str, ran: Mapping[str, float]) -> float:
     """Bytes of weights that a step of the dense model reads over those that one of the MoD model reads, given the share
-    of tokens that ran in each routed layer. The head is in 8 bits where the others are in 4, as ours is.
+    of tokens that ran in each routed layer.
     """
     heads = (2 * spec.n_heads + 2 * spec.n_kv_heads) * spec.d_head
     layer = (heads + 3 * spec.d_ff) * spec.d_model * BYTES[precision]
-    head = spec.vocab_size * spec.d_model * BYTES["int8" if precision == "int4" else precision]
+    head = spec.vocab_size * spec.d_model * HEAD_BYTES[precision]
     left_out = sum(1 - share for share in ran.values())
     return (head + spec.n_layers * layer) / (head + (spec.n_layers - left_out) * layer)

@@ -106,7 +106,7 @@ def test_rounded_weights_are_not_called_bit_for_bit(tmp_path: Path) -> None:
     row = structure_of_weights(tmp_path, "w", write_weights(tmp_path / "w", state, "int4", forms))
     assert row.checked == (
         "2 tensors are the checkpoint's, bit for bit",
-        "4 are its weights, rounded to 8 or 4 bits, and their scales",
+        "5 are its weights, rounded to 8 or 4 bits, their scales and zero points",
     )
     assert row.passed
 
