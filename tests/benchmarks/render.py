@@ -1,11 +1,15 @@
 """docs/benchmarks.md and its figures, from what was measured.
 
 python tests/benchmarks/render.py [RESULTS] [DOCS]
+
+The samples are kept beside the page, in docs/benchmarks/, and the page can be made from there.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +19,8 @@ from render_text import text_figure, text_tables
 from routes import ANCHOR, PRECISIONS
 from tables import OURS, RIVAL, ROUTED, Found, Summary, bars, failures, medians, names_in, table, threads_of
 
-MOST_ERRORS = 2
+WORSE, ROUNDING = 2, 1e-4
+"""A rival has not the same quality if its error is more than so many times ours, and more than float32 rounds."""
 HEAD = """# Benchmarks
 
 The results of `make bench`: the time of whole rows (one prefill), and tokens per second of text, by route, at each
@@ -36,6 +41,7 @@ It installs the rivals, compiles llama.cpp, keeps every cell that it has finishe
   ten with the least (where two scores of a router are within rounding of each other, another token is routed, and may
   be). *Perplexity*: over that of eager float32, on a text of English. Initial weights have no perplexity, and what
   they say of the next token is no forecast for trained ones.
+* **Samples** of every cell, and what each program wrote: [benchmarks/](benchmarks), a file in JSON for each.
 * **A star** at the number of threads: others took more than a tenth of the machine before this cell was sampled.
 * **Machine.** {cpu}, {cores} cores. {versions}.
 """
@@ -82,6 +88,17 @@ def render(results: Path, docs: Path) -> None:
         text_figure(texts, figures / "text.svg")
         parts += text_tables(texts, FIGURES["text"])
     (docs / "benchmarks.md").write_text("\n".join(parts), encoding="utf-8")
+    _keep(results, docs / "benchmarks")
+
+
+def _keep(results: Path, samples: Path) -> None:
+    """The samples of the page's cells, and of no others."""
+    if results.resolve() == samples.resolve():
+        return
+    shutil.rmtree(samples, ignore_errors=True)
+    samples.mkdir()
+    for path in sorted([*results.glob("rows-*.json"), *results.glob("text-*.json")]):
+        shutil.copyfile(path, samples / path.name)
 
 
 def _read(results: Path, kind: str) -> list[Found]:
@@ -108,15 +125,21 @@ def time_of(one: Found, kind: str, name: str, summary: Summary = medians) -> flo
     return None if route is None or route["failed"] else summary(route["ms"][kind])
 
 
-def fastest(one: Found, kind: str, *, ours: bool, summary: Summary = medians) -> tuple[str, float] | None:
-    """Of the routes of this precision, ours or the rivals'."""
+def fastest(
+    one: Found, kind: str, *, ours: bool, summary: Summary = medians, most_error: float = math.inf
+) -> tuple[str, float] | None:
+    """Of the routes of this precision, ours or the rivals', that have no larger error."""
     times = {
         name: time_of(one, kind, name, summary)
         for name, route in one["routes"].items()
-        if route["ours"] == ours and route["precision"] == one["precision"]
+        if route["ours"] == ours and route["precision"] == one["precision"] and not _exceeds(route, kind, most_error)
     }
     known = {name: time for name, time in times.items() if time is not None}
     return min(known.items(), key=lambda item: item[1], default=None)
+
+
+def _exceeds(route: Found, kind: str, most_error: float) -> bool:
+    return not route["failed"] and route["quality"][kind]["error"] > most_error
 
 
 def _head(found: Sequence[Found]) -> str:
@@ -153,16 +176,20 @@ def _row_tables(found: Sequence[Found]) -> Iterator[str]:
 def _precision(precision: str, found: Sequence[Found]) -> Iterator[str]:
     names = names_in(found)
     yield f"### Whole rows in {precision}\n"
-    yield "Milliseconds; fastest of ours over fastest rival (below 1: ours is faster), of minima in brackets.\n"
+    yield (
+        "Milliseconds; fastest of ours over fastest rival (below 1: ours is faster), of minima in brackets. *Same "
+        f"quality*: over the fastest rival whose error is at most {WORSE} times ours, where that is another one.\n"
+    )
     yield table(
-        ["case", "threads", "model", *names, "ours / rival"],
+        ["case", "threads", "model", *names, "ours / rival", "same quality"],
         [
             [
                 one["name"],
                 threads_of(one),
                 kind,
                 *(_shown(time_of(one, kind, name)) for name in names),
-                _ratio(one, kind),
+                (ratio := _ratio(one, kind)),
+                "" if (equal := _ratio(one, kind, WORSE)) == ratio else equal,
             ]
             for one in found
             for kind in KINDS
@@ -175,11 +202,15 @@ def _precision(precision: str, found: Sequence[Found]) -> Iterator[str]:
     yield "\n".join([*failures(found), ""])
 
 
-def _ratio(one: Found, kind: str) -> str:
+def _ratio(one: Found, kind: str, worse: float = math.inf) -> str:
     found = []
     for summary in (medians, min):
-        own, other = (fastest(one, kind, ours=side, summary=summary) for side in (True, False))
-        if own is None or other is None:
+        own = fastest(one, kind, ours=True, summary=summary)
+        if own is None:
+            return ""
+        error = max(one["routes"][own[0]]["quality"][kind]["error"] * worse, ROUNDING)
+        other = fastest(one, kind, ours=False, summary=summary, most_error=error)
+        if other is None:
             return ""
         found.append((own[1] / other[1], other[0]))
     return f"{found[0][0]:.2f} ({found[1][0]:.2f}), {found[0][1]}"

@@ -161,9 +161,10 @@ def rendered(found: dict[str, Any], name: str, folder: Path) -> str:
     figure = "latency.svg" if name.startswith("rows") else "text.svg"
     assert [path.name for path in (docs / "figures").iterdir()] == [figure]
     bytes_before = (docs / "figures" / figure).read_bytes()
-    render(results, docs)
+    render(docs / "benchmarks", docs)
     assert (docs / "benchmarks.md").read_text() == text
     assert (docs / "figures" / figure).read_bytes() == bytes_before
+    assert [path.name for path in (docs / "benchmarks").iterdir()] == [f"{name}.json"]
     return text
 
 
