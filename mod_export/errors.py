@@ -5,6 +5,7 @@
     |   |-- ConfigError             configuration: every problem at once
     |   |-- CheckpointError         the model file
     |   |-- BuildFolderError        the output folder: foreign, unwritable, locked, damaged
+    |   |-- TooLongError            a text that is longer than the window of the model that would write it
     |   `-- TargetError             unknown target, or one that cannot work on this machine
     `-- BuildError              3   a stage could not build; the message names what was whole before it
         |-- CaptureError            torch.compile or torch.export refused the model
@@ -32,6 +33,7 @@ __all__ = [
     "LimitError",
     "ModExportError",
     "TargetError",
+    "TooLongError",
     "UsageError",
 ]
 
@@ -66,6 +68,10 @@ class CheckpointError(UsageError):
 
 class BuildFolderError(UsageError):
     """The build folder is foreign, unwritable, in use by another build, or damaged."""
+
+
+class TooLongError(UsageError):
+    """A text is longer than the window of the model that would write it."""
 
 
 class TargetError(UsageError):

@@ -16,7 +16,8 @@ from mod_export.cli.boundary import PATH, command, folder_argument
 from mod_export.errors import UsageError
 
 if TYPE_CHECKING:
-    from mod_export.runtime.generate.generator import Generator, Prompt
+    from mod_export.runtime.generate.generator import Generator
+    from mod_export.runtime.generate.request import Prompt
     from mod_export.runtime.generate.stream import Stream
     from mod_export.types import ModelKind
 

@@ -187,6 +187,11 @@ class Deployment:
         """Of each bucket: name of an input -> its dtype and shape, what `infer` takes."""
         return {bucket: dict(graph.inputs) for bucket, graph in self._graphs.items() if graph is not None}
 
+    @property
+    def outputs(self) -> dict[Bucket, dict[str, tuple[int, ...]]]:
+        """Of each bucket: name of an output of the model -> its shape."""
+        return {bucket: dict(graph.results) for bucket, graph in self._graphs.items() if graph is not None}
+
     def __repr__(self) -> str:
         buckets = ", ".join(bucket.name for bucket in self.buckets)
         return f"<Deployment of {self.target} in {self.dtype}: {buckets}>"

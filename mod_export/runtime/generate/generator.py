@@ -20,28 +20,22 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
-
-import numpy as np
+from typing import Any, Self
 
 from mod_export.build_folder.files import verify_files
 from mod_export.build_folder.manifest import GenerationFacts, Manifest, open_folder
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import free_bytes
-from mod_export.errors import EngineError, UsageError
+from mod_export.errors import EngineError, TooLongError, UsageError
 from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
 from mod_export.runtime.generate.decoder import Decoder, DecodingEngines, Prompts
 from mod_export.runtime.generate.defaults import GENERATION_CONFIG, defaults_of
-from mod_export.runtime.generate.logits import rng_of
-from mod_export.runtime.generate.stream import Completion, Prefix, Stream, Text
-from mod_export.runtime.generate.texts import StopText, vocabulary_of
+from mod_export.runtime.generate.request import Prompt, RequestReader
+from mod_export.runtime.generate.rows import Completion, Prefix, Rows, Text
+from mod_export.runtime.generate.stream import Stream
+from mod_export.runtime.generate.texts import vocabulary_of
 from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind
-
-Message = Mapping[str, Any]
-"""`role` and `content` of one turn of a conversation."""
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or the messages of a conversation that the model answers."""
 
 
 def load_generator(
@@ -71,15 +65,6 @@ def load_generator(
     warn_unverified(folder, manifest)
     verify_files(folder, manifest.entries(sorted({path for engine in chosen for path in engine.files})))
     return Generator(folder, manifest, chosen, threads_to_use(threads))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_conversation(value: object) -> bool:
-    """Whether these are the messages of one."""
-    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(one, Mapping) for one in value)
 
 
 class Generator:
@@ -114,7 +99,7 @@ class Generator:
         self._root, self._config, self._model = root, manifest.config, first.model
         vocab_size = manifest.models[first.model].vocab_size
         assert vocab_size is not None, "only a model of token ids writes text"
-        self._vocab_size = vocab_size
+        self._requests = RequestReader(self.vocabulary, vocab_size, self.defaults)
         self._kv_bytes = {
             # Beside weights in whole numbers it is float32.
             length: size * FLOAT_BYTES.get(first.dtype, FLOAT_BYTES["float32"]) // FLOAT_BYTES["float32"]
@@ -146,10 +131,10 @@ class Generator:
         with the fewest rows that hold all texts at once, or else the one with the most rows.
 
         Raises:
-            UsageError: the texts are longer than every cache.
+            TooLongError: the texts are longer than every cache.
         """
         if tokens > self.window:
-            raise UsageError(
+            raise TooLongError(
                 f"a text of {tokens} tokens, prompt and answer together, is longer than the window of {self.window}; "
                 "ask for fewer new tokens, build a longer window (generation.window), or let the text roll "
                 "(rolling=True, --roll), which goes on from its second half"
@@ -172,22 +157,19 @@ class Generator:
         prompts: Prompt | Sequence[Prompt],
         max_new_tokens: int = 128,
         *,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        stop: Sequence[str | int] = (),
-        ignore_eos: bool = False,
-        add_special_tokens: bool = True,
-        template: Mapping[str, Any] | None = None,
         prefix: Prefix | None = None,
         rolling: bool = False,
+        **options: Any,
     ) -> Stream:
         """Writes texts piece by piece.
 
         Args:
             prompts: one prompt, or several of any lengths; each text, token ids, or a list of messages.
-            max_new_tokens: of each text.
+            max_new_tokens: of each text; with `prompt_logprobs` it may be 0.
+            prefix: a result of `prefix`, which every prompt continues.
+            rolling: a text that fills the window continues as if its second half were the whole text, instead of
+                being refused.
+            options: as follows.
             temperature: 0 always chooses the most probable token; see `Sampling`. None: that of `defaults`, which is 0
                 unless the model's generation_config.json says `do_sample`.
             top_k: sample among this many most probable tokens; 0 is all. None: that of `defaults`, which is that of
@@ -199,34 +181,65 @@ class Generator:
             add_special_tokens: whether a text begins and ends as the tokenizer says, such as with `<s>`; not one that
                 continues a prefix. The template of a conversation says so itself.
             template: further variables of the chat template, of plain data, such as {"enable_thinking": False}.
-            prefix: a result of `prefix`, which every prompt continues.
-            rolling: a text that fills the window continues as if its second half were the whole text, instead of
-                being refused.
+            logprobs: how many of the most probable tokens are recorded beside each new token; None records nothing.
+            prompt_logprobs: whether the same is recorded of the tokens of the prompt, which are then read one by one.
 
         Raises:
             UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
         """
-        found = self._prompt_list(prompts, template or {}, special=add_special_tokens, continued=prefix is not None)
-        if not _is_whole(max_new_tokens) or max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
-        bucket = self._bucket(found, prefix, max_new_tokens, rolling)
-        sampling = self.defaults.sampling_of(temperature, top_k, top_p)
-        stop_ids = self._stop_ids(stop) | (frozenset() if ignore_eos else self.defaults.stop_ids)
-        texts = [
-            Text(
-                row=row,
-                ids=ids,
-                prefix=prefix,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                rng=rng_of(seed, row),
-                stop_ids=stop_ids,
-                reader=self.vocabulary.reader() if self.vocabulary else None,
-                stops=StopText([one for one in stop if isinstance(one, str)]),
+        texts = self.texts(prompts, max_new_tokens, prefix=prefix, rolling=rolling, **options)
+        tokens = max(len(text.completion.prompt_ids) for text in texts) + max_new_tokens - 1
+        bucket = self.bucket_for(len(texts), min(tokens, self.window) if rolling else tokens)
+        return Stream(texts, lambda: self.open_rows(bucket, rolling=rolling), bucket)
+
+    def ids(
+        self, prompts: Prompt | Sequence[Prompt], template: Mapping[str, Any] | None = None, *, special: bool = True
+    ) -> list[list[int]]:
+        """The tokens of each prompt as `stream` reads them.
+
+        Raises:
+            UsageError: a prompt cannot be read by this model.
+        """
+        return self._requests.ids(prompts, template or {}, special=special)
+
+    def texts(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        prefix: Prefix | None = None,
+        rolling: bool = False,
+        **options: Any,
+    ) -> list[Text]:
+        """What `stream` would write, for callers that write it in rows of their own (`open_rows`).
+
+        Raises:
+            UsageError: as those of `stream`.
+        """
+        if prefix is not None and prefix.engines != self._identity:
+            raise UsageError(
+                f"prefix: was read by {prefix.engines}, and this generator is {self._identity}; read it again here"
             )
-            for row, ids in enumerate(found)
-        ]
-        return Stream(texts, self._reads(), lambda: self._exclusive(bucket), self._sites, bucket, rolling=rolling)
+        texts = self._requests.texts(prompts, max_new_tokens, prefix=prefix, **options)
+        longest = max(len(text.completion.prompt_ids) for text in texts)
+        if rolling and longest > self.window:
+            raise UsageError(
+                f"a prompt of {longest} tokens does not fit the window of {self.window}, also where texts roll; give "
+                f"its last {self.window} tokens, or build a longer window (generation.window)"
+            )
+        if not rolling:
+            self.bucket_for(1, longest + max_new_tokens - 1)  # The last token that is written is never read.
+        return texts
+
+    @contextlib.contextmanager
+    def open_rows(self, bucket: Bucket, *, rolling: bool = False) -> Iterator[Rows]:
+        """The rows of a decode bucket, for one caller at a time.
+
+        Raises:
+            UsageError: they are in use, or there is no memory for their cache.
+        """
+        with self._exclusive(bucket) as decoder:
+            yield Rows(decoder, self._reads(), self._sites, rolling=rolling)
 
     def prefix(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prefix:
         """Reads the common beginning of several texts once. The prompts after it are read token by token, so this
@@ -235,7 +248,7 @@ class Generator:
         Raises:
             UsageError: the prompt is empty, or fills the window.
         """
-        (ids,) = self._prompt_list([prompt], {}, special=add_special_tokens)
+        (ids,) = self.ids([prompt], special=add_special_tokens)
         if not ids or len(ids) >= self.window:
             raise UsageError(f"a prefix has 1 to {self.window - 1} tokens, got {len(ids)}")
         prompts = self._reads()
@@ -244,81 +257,6 @@ class Generator:
             with self._exclusive(self.bucket_for(1, len(ids))) as decoder:
                 kept = decoder.read_on(kept, ids[prompts.longest :])
         return Prefix(tuple(ids), kept, self._identity)
-
-    def _prompt_list(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        template: Mapping[str, Any],
-        *,
-        special: bool = True,
-        continued: bool = False,
-    ) -> list[list[int]]:
-        if not isinstance(prompts, str | Sequence | np.ndarray):
-            raise UsageError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
-        if not isinstance(prompts, str) and len(prompts) == 0:
-            raise UsageError("expected at least one prompt")
-        # A single prompt, text, ids or messages, need not be in a list.
-        one = isinstance(prompts, str) or all(map(_is_whole, prompts)) or _is_conversation(prompts)
-        several = cast("Sequence[Prompt]", [prompts] if one else prompts)
-        if continued and any(map(_is_conversation, several)):
-            raise UsageError("a conversation is a whole text, which cannot continue a prefix; leave the prefix out")
-        special = special and not continued
-        return [self._ids(row, prompt, template, special=special) for row, prompt in enumerate(several)]
-
-    def _ids(self, row: int, prompt: Prompt, template: Mapping[str, Any], *, special: bool) -> list[int]:
-        if isinstance(prompt, str) or _is_conversation(prompt):
-            if self.vocabulary is None:
-                raise UsageError("this model's ids stand for no text; give prompts as ids, or build with a tokenizer")
-            if isinstance(prompt, str):
-                ids = self.vocabulary.ids(prompt, special)
-            else:
-                # The template writes every special token itself.
-                told = self.vocabulary.chat_template.render(cast("Sequence[Message]", prompt), template)
-                ids = self.vocabulary.ids(told, special=False)
-        else:
-            given: Any = prompt
-            ids = list(given) if isinstance(given, Sequence | np.ndarray) else [given]
-        wrong = [one for one in ids if not self._is_id(one)]
-        if wrong:
-            raise UsageError(
-                f"prompt {row}: expected text, or token ids from 0 to {self._vocab_size - 1}, got {wrong[0]!r}"
-            )
-        return [int(one) for one in ids]
-
-    def _is_id(self, value: Any) -> bool:
-        return _is_whole(value) and 0 <= value < self._vocab_size
-
-    def _bucket(
-        self, prompts: Sequence[Sequence[int]], prefix: Prefix | None, max_new_tokens: int, rolling: bool
-    ) -> Bucket:
-        """The bucket of a request; refuses prompts that are empty or too long, and a prefix of other engines."""
-        if prefix is not None and prefix.engines != self._identity:
-            raise UsageError(
-                f"prefix: was read by {prefix.engines}, and this generator is {self._identity}; read it again here"
-            )
-        lengths = [(len(prefix.ids) if prefix else 0) + len(ids) for ids in prompts]
-        if 0 in lengths:
-            raise UsageError(f"prompt {lengths.index(0)} is empty; expected at least one token")
-        longest = max(lengths)
-        if rolling and longest > self.window:
-            raise UsageError(
-                f"a prompt of {longest} tokens does not fit the window of {self.window}, also where texts roll; give "
-                f"its last {self.window} tokens, or build a longer window (generation.window)"
-            )
-        needed = longest + max_new_tokens - 1  # The last token that is written is never read.
-        return self.bucket_for(len(prompts), min(needed, self.window) if rolling else needed)
-
-    def _stop_ids(self, stop: Sequence[str | int]) -> frozenset[int]:
-        """The ids among the stops, and those of special tokens, which no text shows."""
-        if isinstance(stop, str):
-            raise UsageError(f"stop: got the string {stop!r}, expected a list of strings and ids; write [{stop!r}]")
-        odd = [one for one in stop if not isinstance(one, str) and not self._is_id(one)]
-        if odd:
-            raise UsageError(f"stop: expected strings and ids from 0 to {self._vocab_size - 1}, got {odd[0]!r}")
-        if self.vocabulary is None and any(isinstance(one, str) for one in stop):
-            raise UsageError("stop: this model's ids stand for no text; give ids to stop at")
-        ids = [self.vocabulary.special_id(one) if isinstance(one, str) and self.vocabulary else one for one in stop]
-        return frozenset(one for one in ids if one is not None and not isinstance(one, str))
 
     def _reads(self) -> Prompts:
         if self._prompts is None:

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -141,6 +141,29 @@ def _nucleus(logits_V: np.ndarray, weight_V: np.ndarray, top_p: float) -> np.nda
     kept_V = np.zeros(len(weight_V), dtype=bool)
     kept_V[order_N[:count]] = True
     return kept_V
+
+
+class Logprob(NamedTuple):
+    """How probable a token was, before temperature and cuts.
+
+    Attributes:
+        token: its id.
+        logprob: natural logarithm of its probability.
+        top: (id, logprob) of the most probable tokens, the lowest ids first among equals.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def logprob_of(logits_V: np.ndarray, token: int, top: int) -> Logprob:
+    """Of a token, with that of the `top` most probable ones."""
+    found_V = log_softmax(logits_V)
+    # Ranked by the logits, as greedy text is: different logits may have equal logarithms.
+    largest = np.flatnonzero(_largest(logits_V, min(top, len(logits_V)))) if top else np.zeros(0, dtype=np.int64)
+    best = largest[np.argsort(-logits_V[largest], kind="stable")]
+    return Logprob(token, float(found_V[token]), tuple((int(one), float(found_V[one])) for one in best))
 
 
 @dataclass(frozen=True, slots=True)

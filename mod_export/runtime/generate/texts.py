@@ -66,6 +66,10 @@ class Bytes:
     def special_id(self, text: str) -> int | None:
         return None
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """What a token stands for; None for an id that is no byte."""
+        return bytes([token]) if 0 <= token < 256 else None
+
     def reader(self) -> Reader:
         return _ByteReader()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,26 @@ class TokenizersFile:
         token = self._tokenizer.token_to_id(text)
         return token if token in self._special_ids else None
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """UTF-8 of what a token stands for inside a text, which may be a part of a character; of a special token its
+        name; None for an id that is not in the file.
+        """
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return None
+        if token in self._special_ids:
+            return str(name).encode()
+        if self.is_byte(token):
+            return bytes([int(name[3:-1], 16)])
+        if self._is_byte_level:
+            # Every character of a name is one byte (GPT-2's `bytes_to_unicode`).
+            table = _byte_of_character()
+            if all(one in table for one in name):
+                return bytes(table[one] for one in name)
+        # Alone it would lose the space that a decoder drops before the first word of a text.
+        before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        return self.decode([*before, token]).removeprefix(self.decode(before)).encode()
+
     def reader(self) -> FileReader:
         """Of a text that is written."""
         return FileReader(self)
@@ -115,6 +135,12 @@ class TokenizersFile:
     def _has_bytes(self) -> bool:
         decoder = self._tokenizer.decoder
         return decoder is not None and decoder.decode(["<0x41>"]) == "A"
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether the characters of a token's name are bytes."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and decoder.decode(["\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}a"]) == " a"
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -181,6 +207,16 @@ class FileReader:
         rest = self._file.decode(self._ids)[self._shown :]
         self._ids, self._before, self._shown = [], 0, 0
         return rest
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """The characters that byte-level vocabularies write for bytes, as GPT-2 chose them: printable ones for themselves,
+    the others in their order from U+0100.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def test_sampling_is_as_the_model_says(generator: Generator) -> None:
 
 def test_special_tokens_stop_a_text_by_name(generator: Generator) -> None:
     """No text shows them, so their names become ids."""
-    assert generator._stop_ids(["<|eot_id|>", "x"]) == {404}
+    assert generator.texts("x", stop=["<|eot_id|>", "x"], ignore_eos=True)[0].stop_ids == {404}
 
 
 def test_a_conversation_continues_no_prefix(generator: Generator) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_folders import FAMILIES, SAID, write_folder
+from tokenizer_folders import FAMILIES, SAID, TEXTS, write_folder
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
@@ -182,6 +182,21 @@ def test_special_tokens_are_not_shown_and_others_are(files: dict[str, Tokenizers
     ids = files["qwen3"].ids("<|im_start|>a <think>\nb</think> c<|im_end|>")
     assert "".join(pieces(files["qwen3"], ids)) == "a <think>\nb</think> c"
     assert pieces(files["llama2"], files["llama2"].ids("a b</s>"))[-2:] == ["", ""]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_tokens_joined_are_the_text(files: dict[str, TokenizersFile], family: str) -> None:
+    """Each token alone, be it a word with its space or a part of a character."""
+    file = files[family]
+    for text in TEXTS:
+        ids = file.ids(text, special=False)
+        alone = [file.token_bytes(token) for token in ids]
+        assert all(isinstance(one, bytes) for one in alone)
+        joined = b"".join(one or b"" for one in alone).decode()
+        assert joined in (file.decode(ids), f" {file.decode(ids)}")
+    special = next(iter(file.special.values()))
+    assert file.token_bytes(file.special_id(special)) == special.encode()
+    assert file.token_bytes(file.size) is None
 
 
 @pytest.fixture
