@@ -50,6 +50,7 @@ EXTRAS = {
     "tensorrt-rtx": ("tensorrt_rtx", "polygraphy"),
     "convert": ("gguf", "huggingface_hub"),
     "generate": ("tokenizers",),
+    "serve": ("starlette", "uvicorn", "prometheus_client"),
     "figures": ("matplotlib",),
     "ray": ("ray",),
 }

@@ -17,6 +17,7 @@ from mod_export.cli.build import build, sweep
 from mod_export.cli.convert import convert
 from mod_export.cli.demo import demo
 from mod_export.cli.generate import generate
+from mod_export.cli.serve import serve
 from mod_export.cli.show import config, inspect, report, targets
 from mod_export.cli.verify import bench, validate
 
@@ -29,7 +30,7 @@ def cli() -> None:
     """Puts Mixture-of-Depths models into production: export, engines, parity, and speed-up over the dense baseline."""
 
 
-for command in (build, convert, generate, sweep, validate, bench, report, inspect, targets, config, demo):
+for command in (build, convert, generate, serve, sweep, validate, bench, report, inspect, targets, config, demo):
     cli.add_command(command)
 
 

@@ -108,9 +108,9 @@ def _without_null(value: Mapping[str, JsonValue]) -> dict[str, Any]:
     }
 
 
-def render_page(package: str, template: str, **values: Any) -> str:
-    """A page of `template`, a file of `package` that extends shell.html.j2 and gets `values`."""
-    return _template(package, template).render(**_shell(), **values).lstrip() + "\n"
+def render_page(package: str, template: str, *, script: str | None = None, **values: Any) -> str:
+    """A page of `template`, a file of `package` that extends shell.html.j2 and gets `values`; `script` is its own one."""
+    return _template(package, template).render(**_shell(script), **values).lstrip() + "\n"
 
 
 def light_colours() -> Mapping[str, str]:
@@ -118,8 +118,8 @@ def light_colours() -> Mapping[str, str]:
     return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6})\b", _part("page.css").split(DARK)[0]))
 
 
-def _shell() -> dict[str, Any]:
-    script = _part("page.js")
+def _shell(script: str | None) -> dict[str, Any]:
+    script = _part("page.js") if script is None else script
     return {
         "style": Markup(_part("page.css")),  # noqa: S704 - a file of this package.
         "script": Markup(script),  # noqa: S704 - a file of this package.

@@ -1,0 +1,61 @@
+"""The command serve: a build folder as a server, until a signal ends it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mod_export.cli.boundary import PATH, command, folder_argument
+
+
+@click.command()
+@folder_argument
+@click.option("--host", metavar="H", default="127.0.0.1", show_default=True, help="Another needs --api-key-file.")
+@click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any.")
+@click.option("--name", metavar="NAME", help="Of the model, as clients name it; default: as the checkpoint is called.")
+@click.option("--rows", metavar="N", type=int, help="Texts written at once; default: as many as the engines can.")
+@click.option(
+    "--max-queue", metavar="N", type=int, default=64, show_default=True, help="Texts that may wait for a row."
+)
+@click.option(
+    "--max-wait", "max_wait_s", metavar="S", type=float, default=30.0, show_default=True, help="Seconds they may wait."
+)
+@click.option(
+    "--drain", "drain_s", metavar="S", type=float, default=30.0, show_default=True,
+    help="Seconds that texts have to end after a signal.",
+)  # fmt: skip
+@click.option("--api-key-file", "key_file", metavar="FILE", type=PATH, help="API keys, one a line; requests bring one.")
+@click.option("--target", metavar="T", help="Target whose engines run; default: the fastest here.")
+@click.option("--dtype", metavar="D", help="Of the engines; default: of the fastest.")
+@click.option("--model", type=click.Choice(["mod", "dense"]), default="mod", show_default=True)
+@click.option("--threads", metavar="N", type=int, help="CPU threads of an engine; default: every physical core.")
+@command
+def serve(
+    folder: Path,
+    host: str,
+    port: int,
+    drain_s: float,
+    key_file: Path | None,
+    verbosity: int,
+    **options: Any,
+) -> int:
+    """Serve a build folder: OpenAI's API, the Open Inference Protocol, and metrics.
+
+    A signal ends it when its texts are done, a second one at once. -v logs every request.
+    """
+    from mod_export.serve.server import read_keys, serve_folder
+    from mod_export.serve.service import ServiceOptions
+
+    return serve_folder(
+        folder,
+        ServiceOptions(**options),
+        host=host,
+        port=port,
+        drain_s=drain_s,
+        keys=read_keys(key_file) if key_file else frozenset(),
+        access_log=verbosity > 0,
+        say=partial(click.echo, err=True),
+    )

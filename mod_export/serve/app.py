@@ -1,0 +1,124 @@
+"""The ASGI application of an open build folder: which address does what, who may use it, and how errors are told."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Collection
+from functools import wraps
+from importlib.resources import files
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from mod_export.report.pages import render_page
+from mod_export.serve import inference_protocol, openai_api
+from mod_export.serve.metrics import CONTENT_TYPE, Metrics
+from mod_export.serve.problems import ApiError, problem_of
+from mod_export.serve.service import Service
+
+CLIENT_LEFT = 499
+"""The status that nginx logs; nobody receives it."""
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[str] | None = None) -> Starlette:
+    """The application.
+
+    Args:
+        service: an open build folder, which stays open as long as the application is used.
+        keys: API keys, of which a request has to bring one; empty: it needs none.
+        hosts: names under which the server may be addressed; None: any. A page of somebody else that has its name point
+            at this machine is addressed by that name, so this keeps it out of a server that asks for no key.
+    """
+    secured, open_to_all = _Guard(keys, hosts), _Guard((), hosts)
+    routes = [
+        ("GET", "/v1/models", secured, openai_api.list_models),
+        ("GET", "/v1/models/{name:path}", secured, openai_api.one_model),
+        ("POST", "/v1/completions", secured, openai_api.completions),
+        ("POST", "/v1/chat/completions", secured, openai_api.chat_completions),
+        ("GET", "/v2", secured, inference_protocol.server_metadata),
+        ("GET", "/v2/health/live", open_to_all, inference_protocol.live),
+        ("GET", "/v2/health/ready", open_to_all, inference_protocol.ready),
+        ("GET", "/metrics", secured, _metrics),
+        ("GET", "/", open_to_all, _page),
+    ]
+    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        routes += [
+            ("GET", model, secured, inference_protocol.model_metadata),
+            ("GET", f"{model}/ready", secured, inference_protocol.model_ready),
+            ("POST", f"{model}/infer", secured, inference_protocol.infer),
+        ]
+    app = Starlette(
+        routes=[Route(path, guard(path, endpoint), methods=[method]) for method, path, guard, endpoint in routes],
+        exception_handlers={HTTPException: _no_such_address},
+    )
+    app.state.service = service
+    return app
+
+
+class _Guard:
+    """Lets requests through to an endpoint, and turns its errors into answers."""
+
+    def __init__(self, keys: Collection[str], hosts: Collection[str] | None) -> None:
+        self._keys = [key.encode() for key in keys]
+        self._hosts = hosts
+
+    def __call__(self, path: str, endpoint: Endpoint) -> Endpoint:
+        """The endpoint of a path, guarded."""
+
+        @wraps(endpoint)
+        async def guarded(request: Request) -> Response:
+            metrics: Metrics = request.app.state.service.metrics
+            try:
+                self._check(request)
+                response = await endpoint(request)
+            except ClientDisconnect:
+                response = Response(status_code=CLIENT_LEFT)
+            except Exception as error:  # Whatever it is, the client gets an answer in its API's shape.
+                problem = problem_of(error)
+                metrics.refused(problem.code or str(problem.status))
+                response = problem.response(request.url.path)
+            metrics.answered(path, response.status_code)
+            return response
+
+        return guarded
+
+    def _check(self, request: Request) -> None:
+        if self._hosts is not None and request.url.hostname not in self._hosts:
+            raise ApiError(
+                403,
+                f"Host {str(request.url.hostname)[:80]!r}: without an API key this server answers as "
+                f"{', '.join(sorted(self._hosts))} only; start it with --api-key-file to be reached by other names",
+            )
+        if not self._keys:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        found = given.strip().encode()
+        # Every key is compared, in constant time, so that the time tells nothing.
+        known = [hmac.compare_digest(found, key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(known):
+            raise ApiError(401, "this server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+async def _no_such_address(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: "no such address", 405: f"{request.method}: not a method of this address"}
+    message = f"{request.url.path[:80]}: {said.get(error.status_code, error.detail)}"
+    response = ApiError(error.status_code, message).response(request.url.path)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _metrics(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _page(request: Request) -> Response:
+    service: Service = request.app.state.service
+    script = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
+    return HTMLResponse(render_page(__package__, "page.html.j2", script=script, service=service))

@@ -1,0 +1,103 @@
+"""What a server tells Prometheus. Each server has a registry of its own, so several can be in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from mod_export.runtime.generate.rows import Text
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+SHORT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """Observes a scheduler, and counts what HTTP refuses."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Callable[[], float]] = {}
+        self._read: dict[str, int] = {}
+        self._selected: dict[str, int] = {}
+        self._registry.register(_Live(self._gauges, self._shares))
+        self._queued = self._histogram("queue_seconds", "From a request to the row of its text", SECONDS)
+        self._first = self._histogram("time_to_first_token_seconds", "From a request to the first token", SECONDS)
+        self._between = self._histogram("time_between_tokens_seconds", "Between tokens of a text", SHORT_SECONDS)
+        self._tokens = self._counter("tokens", "Tokens that were read as prompts, and written", "kind")
+        self._ended = self._counter("texts", "Texts that are over, by how they ended", "finish")
+        self._refused = self._counter("refused_requests", "Requests that got no text, by reason", "reason")
+        self._requests = self._counter("http_requests", "Answered requests", "path", "status")
+        self._at_site = self._counter("site_tokens", "Tokens that were selected at a routing site", "site")
+        self._all_read = self._counter("read_tokens", "Tokens that the model has read, whose share is selected")
+
+    def gauge(self, name: str, explained: str, value: Callable[[], float]) -> None:
+        """Adds a number that is looked up whenever somebody asks."""
+        self._gauges[f"mod_export_{name}\n{explained}"] = value
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+    def answered(self, path: str, status: int) -> None:
+        """A request got its status; `path` is that of the route, or empty for none of ours."""
+        self._requests.labels(path, str(status)).inc()
+
+    def refused(self, reason: str) -> None:
+        """A request got no text."""
+        self._refused.labels(reason).inc()
+
+    # Of the scheduler's thread.
+
+    def began(self, text: Text, waited_s: float) -> None:
+        self._queued.observe(waited_s)
+        self._tokens.labels("prompt").inc(len(text.completion.prompt_ids))
+
+    def wrote(self, text: Text, since_s: float | None) -> None:
+        self._tokens.labels("new").inc()
+        if since_s is not None:
+            self._between.observe(since_s)
+        elif text.completion.first_token_s is not None:
+            self._first.observe(text.completion.first_token_s)
+
+    def ended(self, text: Text) -> None:
+        done = text.completion
+        self._ended.labels(done.finish).inc()
+        self._all_read.inc(done.read)
+        for site, count in done.ran.items():
+            self._at_site.labels(str(site)).inc(count)
+            self._read[str(site)] = self._read.get(str(site), 0) + done.read
+            self._selected[str(site)] = self._selected.get(str(site), 0) + count
+
+    def failed(self, error: Exception, texts: int) -> None:
+        self._ended.labels("failed").inc(texts)
+
+    def _shares(self) -> dict[str, float]:
+        return {site: self._selected[site] / read for site, read in list(self._read.items()) if read}
+
+    def _counter(self, name: str, explained: str, *labels: str) -> Counter:
+        return Counter(f"mod_export_{name}", explained, labels, registry=self._registry)
+
+    def _histogram(self, name: str, explained: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"mod_export_{name}", explained, buckets=buckets, registry=self._registry)
+
+
+class _Live(Collector):
+    """Numbers that are looked up when somebody asks."""
+
+    def __init__(self, gauges: dict[str, Callable[[], float]], shares: Callable[[], dict[str, float]]) -> None:
+        self._gauges, self._shares = gauges, shares
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        for named, value in self._gauges.items():
+            name, _, explained = named.partition("\n")
+            yield GaugeMetricFamily(name, explained, value())
+        share = GaugeMetricFamily(
+            "mod_export_site_selected_share", "Share of the read tokens that a routing site ran", labels=["site"]
+        )
+        for site, found in self._shares().items():
+            share.add_metric([site], found)
+        yield share

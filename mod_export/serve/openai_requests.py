@@ -1,0 +1,199 @@
+"""What clients of OpenAI's API send, checked field by field.
+
+Of fields that are not supported, a value that changes nothing is accepted, because client libraries send those. Any
+other value is refused, because an answer that ignores it would not be what was asked for.
+
+Source: https://platform.openai.com/docs/api-reference/completions and .../chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MOST_LOGPROBS = 20
+MOST_STOPS = 16
+LARGEST_SEED = 2**63 - 1
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+)
+"""Fields that say nothing about the text."""
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Fields that are not supported -> their values that change nothing, beside null."""
+
+Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class StreamOptions(BaseModel):
+    """`include_usage` asks for a last chunk with the number of tokens."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation is not supported; leave it out")
+        return self
+
+
+class OpenAIRequest(BaseModel):
+    """What completions and conversations have in common. A null is a field that was left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    model: str | None = None
+    max_tokens: Tokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None = None
+    stop: Annotated[list[str], Field(max_length=MOST_STOPS)] = []
+    n: Annotated[int, Field(ge=1)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simplify(cls, given: Any) -> Any:
+        """Leaves out what changes nothing, and refuses what is not supported."""
+        if not isinstance(given, dict):
+            raise ValueError("expected a JSON object")
+        found = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
+        for name in found.keys() - cls.model_fields.keys():
+            neutral = NEUTRAL.get(name)
+            if name == "best_of" and found[name] in (1, found.get("n", 1)):
+                continue
+            if neutral is None and name != "best_of":
+                raise ValueError(f"{name[:80]}: no such field is known here; leave it out")
+            if found[name] not in (neutral or ()):
+                raise ValueError(f"{name}: is not supported, and this value would change the answer; leave it out")
+        found = {name: value for name, value in found.items() if name in cls.model_fields}
+        if isinstance(found.get("stop"), str):
+            found["stop"] = [found["stop"]]
+        return found
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is about streams; give stream with it, or leave it out")
+        return self
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a stream ends with the number of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def cut(self) -> int | None:
+        """top_k as generators read it: -1 is how vLLM says all."""
+        return 0 if self.top_k == -1 else self.top_k
+
+
+class CompletionRequest(OpenAIRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_prompt(cls, given: Any) -> Any:
+        """One sentence where pydantic would have one for each of four types."""
+        if isinstance(given, dict) and not _is_prompt(given.get("prompt")):
+            raise ValueError("prompt: expected a text, a list of texts, a list of token ids, or a list of such lists")
+        return given
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: expected at least 1; 0 only gives back the prompt, with echo")
+        return self
+
+    @property
+    def several(self) -> list[str] | list[list[int]]:
+        """The prompts, a list of them even if there is one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return cast("list[list[int]]", [self.prompt]) if isinstance(self.prompt[0], int) else cast("Any", self.prompt)
+
+
+class Message(BaseModel):
+    """One turn of a conversation. What else a client says of it (`name`, `refusal`) is given to no template."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    role: str
+    content: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simplify(cls, given: Any) -> Any:
+        """Parts of text become one text; `developer` is what `system` is called since o1."""
+        if not isinstance(given, dict):
+            return given
+        for name in ("tool_calls", "function_call", "audio"):
+            if given.get(name):
+                raise ValueError(f"{name}: is not supported in a message; leave it out")
+        content = given.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+                raise ValueError("content: only parts of type text are supported")
+            content = "".join(str(part.get("text", "")) for part in content)
+        role = "system" if given.get("role") == "developer" else given.get("role")
+        return {"role": role, "content": "" if content is None else content}
+
+
+class ChatRequest(OpenAIRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: is about logprobs; give logprobs: true with it")
+        if 0 in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens: expected at least 1")
+        return self
+
+
+def _is_prompt(value: object) -> bool:
+    if isinstance(value, str):
+        return True
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(one, str) for one in value) or _are_ids(value) or all(map(_are_ids, value))
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)

@@ -1,0 +1,85 @@
+"""Everything that a client is refused with, as an HTTP status and a body in the shape of the API that it uses."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
+
+from mod_export.errors import TooLongError, UsageError
+from mod_export.serve.scheduler import ClosingError, QueueFullError, WaitedTooLongError
+
+LOG = logging.getLogger("mod_export.serve")
+RETRY_S = 1
+"""Told to clients that a server has no row for, or that is about to end: another replica may have one."""
+
+
+class ApiError(Exception):
+    """A request that cannot be answered.
+
+    Attributes:
+        status: of HTTP.
+        kind: `type` of OpenAI's error object.
+        param: the field that is wrong.
+        code: what a program may look at.
+        retry_after_s: when to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
+
+    @property
+    def kind(self) -> str:
+        named = {401: "authentication_error", 429: "rate_limit_error"}
+        return named.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def openai(self) -> dict[str, dict[str, str | None]]:
+        """The body as OpenAI's API has it."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self, path: str) -> Response:
+        """The body of the Open Inference Protocol under /v2, OpenAI's elsewhere."""
+        body = {"error": str(self)} if path.startswith("/v2") else self.openai()
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(body, self.status, headers)
+
+
+def problem_of(error: Exception) -> ApiError:
+    """What an error means to a client. One that is no client's fault is logged, and told without its text."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            return ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s)
+        case WaitedTooLongError():
+            return ApiError(503, str(error), code="waited_too_long", retry_after_s=RETRY_S)
+        case ClosingError():
+            return ApiError(503, str(error), code="shutting_down", retry_after_s=RETRY_S)
+        case TooLongError():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case UsageError():
+            return ApiError(400, str(error))
+        case ValidationError():
+            return _invalid(error)
+    LOG.error("a request failed: %s", error, exc_info=error)
+    return ApiError(500, "the server failed to answer this request; its log says why", code="failed")
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}" if param else message, param=param)

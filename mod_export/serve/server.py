@@ -1,0 +1,158 @@
+"""Serves one build folder over HTTP until a signal ends it.
+
+The first SIGTERM or SIGINT makes the server not ready. It keeps listening meanwhile, so that new requests get a 503 and
+no closed port, until the texts that it has are done. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from mod_export.errors import UsageError
+from mod_export.serve.app import create_app
+from mod_export.serve.service import Service, ServiceOptions, open_service
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MOST_CONNECTIONS = 4096
+STALLED_MS = 60_000
+"""A client that takes nothing for so long is cut off: what it was sent would stay in memory."""
+WATCH_S = 1.0
+TERMINATED = 143
+"""The exit code of a server that a second signal ended: that of a program which SIGTERM ends."""
+BROKEN = 1
+
+
+def read_keys(path: Path) -> frozenset[str]:
+    """The API keys of a file, one a line.
+
+    Raises:
+        UsageError: it cannot be read, or holds none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as API keys ({error})") from error
+    keys = frozenset(line.strip() for line in lines) - {""}
+    if not keys:
+        raise UsageError(f"{path}: expected API keys, one a line, and it has none")
+    return keys
+
+
+def serve_folder(
+    folder: Path,
+    options: ServiceOptions,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    drain_s: float = 30.0,
+    keys: frozenset[str] = frozenset(),
+    access_log: bool = False,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Serves until a signal ends it, and returns the exit code.
+
+    Args:
+        folder: a build folder.
+        options: how it is served.
+        host: address to listen at.
+        port: likewise; 0 is any free one.
+        drain_s: seconds that texts have to end after the first signal.
+        keys: API keys.
+        access_log: whether every request is logged.
+        say: is told where the server is, once it is ready.
+
+    Raises:
+        UsageError: an option is out of range, the address cannot be listened at, or others could use it without a key.
+        BuildFolderError: the folder is damaged.
+    """
+    if host not in LOOPBACK and not keys:
+        raise UsageError(
+            f"--host {host}: whoever reaches this machine could use the server; give --api-key-file with it, or listen "
+            "at 127.0.0.1 behind a proxy that asks who is there"
+        )
+    if not drain_s >= 0:
+        raise UsageError(f"--drain: expected a number of seconds of at least 0, got {drain_s:g}")
+    # First, because opening a folder takes longer than to see that the port is taken.
+    with _listening(host, port) as listener, open_service(folder, options) as service:
+        app = create_app(service, keys, None if keys else {*LOOPBACK, host})
+        config = uvicorn.Config(
+            app,
+            log_level="info" if access_log else "warning",
+            access_log=access_log,
+            lifespan="off",
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
+        server = _Server(config, service, drain_s)
+        name = f"[{host}]" if ":" in host else host
+        say(
+            f"{service.describe()}\nhttp://{name}:{listener.getsockname()[1]}  (Ctrl-C ends it when its texts are done)"
+        )
+        server.run(sockets=[listener])
+        return server.exit_code
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, port), family=family, backlog=1024) as listener:
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Of Linux. Connections inherit it.
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
+            yield listener
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"--host {host} --port {port}: cannot listen there ({error}); name another port") from error
+
+
+class _Server(uvicorn.Server):
+    """Answers while it drains.
+
+    Attributes:
+        exit_code: 0 if it ended as it was told to.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+        super().__init__(config)
+        self.exit_code = 0
+        self._service, self._drain_s = service, drain_s
+        self._signals = 0
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """In place of uvicorn's, which closes the port at the first signal."""
+        loop = asyncio.get_running_loop()
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(one, self._on_signal)
+        watching = loop.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            # At once: a step of the engine may take long, and nothing on disk is being written.
+            os._exit(TERMINATED)
+
+    async def _drain(self) -> None:
+        await asyncio.to_thread(self._service.drain, self._drain_s)
+        self.should_exit = True
+
+    async def _watch(self) -> None:
+        """Ends the server when its scheduler has ended by a bug, so that whoever supervises it starts another one."""
+        while self._service.live:
+            await asyncio.sleep(WATCH_S)
+        self.exit_code = BROKEN
+        self.should_exit = True

@@ -1,0 +1,338 @@
+"""The scheduler's thread: which text begins when, what it is refused, and how it ends."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving import PATIENCE_S, Events, held, submitted
+from writing import WINDOW, prompts_of_lengths
+
+from mod_export.errors import EngineError, UsageError
+from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_export.runtime.generate.rows import Piece, Text
+from mod_export.serve.scheduler import (
+    ClosingError,
+    Ended,
+    Event,
+    QueueFullError,
+    Scheduler,
+    WaitedTooLongError,
+)
+
+ROWS = 3
+SAMPLED = {"temperature": 1.3, "top_k": 50, "top_p": 0.95}
+
+
+@pytest.fixture(scope="module")
+def generator(written: Path) -> Iterator[Generator]:
+    with load_generator(written) as found:
+        yield found
+
+
+@pytest.fixture
+def scheduler(generator: Generator) -> Iterator[Scheduler]:
+    with Scheduler(generator) as found:
+        assert found.bucket.batch == ROWS
+        yield found
+
+
+def alone(scheduler: Scheduler, generator: Generator, prompt: list[int], tokens: int, **options: Any) -> list[int]:
+    """What a text is where no other one is written."""
+    return submitted(scheduler, generator, [prompt], tokens, **options).completions()[0].ids
+
+
+def test_texts_are_those_of_the_generator(scheduler: Scheduler, written: Path, generator: Generator) -> None:
+    prompts = prompts_of_lengths([1, 4, 9, 17, 20])
+    found = submitted(scheduler, generator, prompts, 20).completions()
+    with load_generator(written) as other:
+        expected = other.generate(prompts, 20)
+    for row, one in enumerate(expected):
+        done = found[row]
+        assert (done.ids, done.text, done.finish, done.read) == (one.ids, one.text, one.finish, one.read)
+        assert (done.ran, done.overflow) == (one.ran, one.overflow)
+
+
+def test_a_seed_gives_the_same_text_alone_and_beside_seven_others(scheduler: Scheduler, generator: Generator) -> None:
+    prompts = prompts_of_lengths([5, 2, 11, 17, 8, 3, 1, 13])
+    options = [{**SAMPLED, "seed": seed} for seed in range(8)]
+    expected = [alone(scheduler, generator, *one, **more) for one, more in zip(
+        [(prompt, 12) for prompt in prompts], options, strict=True)]  # fmt: skip
+    together = [
+        submitted(scheduler, generator, [prompt], 12, **more) for prompt, more in zip(prompts, options, strict=True)
+    ]
+    assert [one.completions()[0].ids for one in together] == expected
+    assert alone(scheduler, generator, prompts[0], 12, **SAMPLED, seed=99) != expected[0]
+
+
+def test_every_request_has_its_own_settings(scheduler: Scheduler, generator: Generator) -> None:
+    (prompt,) = prompts_of_lengths([5], seed=2)
+    whole = submitted(scheduler, generator, [prompt], 30).completions()[0]
+    end = len(whole.text) // 2
+    stop = whole.text[end - 2 : end + 1]
+    requests: list[dict[str, Any]] = [{"stop": [stop]}, {"stop": [whole.ids[7]]}, {**SAMPLED, "seed": 3}, {}]
+    found = [submitted(scheduler, generator, [prompt], 30, **one) for one in requests]
+    by_string, by_id, sampled, greedy = (one.completions()[0] for one in found)
+    assert (by_string.text, by_string.finish) == (whole.text[: whole.text.index(stop)], "stop")
+    assert by_id.ids == whole.ids[: whole.ids.index(whole.ids[7])]
+    assert sampled.ids != greedy.ids == whole.ids
+
+
+def test_a_late_short_text_ends_before_an_early_long_one(scheduler: Scheduler, generator: Generator) -> None:
+    ends: list[str] = []
+    early, late = prompts_of_lengths([4, 3])
+
+    def ending(name: str, done: threading.Event) -> Any:
+        def tell(event: Event) -> None:
+            if isinstance(event, Ended):
+                ends.append(name)
+                done.set()
+
+        return tell
+
+    done = [threading.Event(), threading.Event()]
+    with held(scheduler, generator, [[1]], 2):
+        scheduler.submit(generator.texts([early], 40), ending("early and long", done[0]))
+        scheduler.submit(generator.texts([late], 3), ending("late and short", done[1]))
+    assert all(one.wait(PATIENCE_S) for one in done)
+    assert ends == ["late and short", "early and long"]
+
+
+def test_requests_take_turns(scheduler: Scheduler, generator: Generator) -> None:
+    """One with many texts does not make one that came after it wait for all of them."""
+    began: list[str] = []
+
+    class Began:
+        def began(self, text: Text, waited_s: float) -> None:
+            assert waited_s >= 0
+            began.append({1: "first", 2: "many", 3: "one", 4: "two"}[text.ids[0]])
+
+        def wrote(self, text: Text, since_s: float | None) -> None: ...
+        def ended(self, text: Text) -> None: ...
+        def failed(self, error: Exception, texts: int) -> None: ...
+
+    scheduler._observer = Began()
+    with held(scheduler, generator, [[1]], 2):
+        many = submitted(scheduler, generator, [[2]] * 5, 6)
+        one = submitted(scheduler, generator, [[3]], 6)
+        two = submitted(scheduler, generator, [[4]] * 2, 6)
+    for events in (many, one, two):
+        events.completions()
+    assert began == ["first", "many", "one", "two", "many", "two", "many", "many", "many"]
+
+
+def test_texts_that_are_written_wait_for_one_prompt_at_a_time(scheduler: Scheduler, generator: Generator) -> None:
+    """Between the first tokens of two prompts that came at once, the running text has a token of its own."""
+    order: list[int] = []
+    with held(scheduler, generator, [[1, 2, 3]], 30) as running:
+        told = running.tell
+        others = [submitted(scheduler, generator, [prompt], 5) for prompt in prompts_of_lengths([16, 16])]
+        running.tell = lambda event: (order.append(0), told(event))[1]  # type: ignore[method-assign]
+        assert running.job is not None
+        running.job.tell = running.tell
+        for number, events in enumerate(others, 1):
+
+            def tell(event: Event, number: int = number, events: Events = events) -> None:
+                order.append(number)
+                events.tell(event)
+
+            assert events.job is not None
+            events.job.tell = tell
+    for events in others:
+        events.completions()
+    running.completions()
+    assert 0 in order[order.index(1) : order.index(2)]
+
+
+def test_the_queue_is_bounded(generator: Generator) -> None:
+    with Scheduler(generator, max_queue=2) as scheduler:
+        assert scheduler.most_texts == 2 + ROWS
+        with held(scheduler, generator, [[1]], 4):
+            waiting = submitted(scheduler, generator, [[2]] * 4, 4)
+            assert (scheduler.busy, scheduler.waiting) == (
+                1,
+                4,
+            )  # Two of them have a row as soon as the thread goes on.
+            message = "4 texts are waiting for a row and at most 2 may; try again in 2 s"
+            with pytest.raises(QueueFullError, match=message) as refused:
+                scheduler.submit(generator.texts([[3]], 4), lambda _: None)
+            assert refused.value.retry_after_s == math.ceil(5 / ROWS)
+            with pytest.raises(QueueFullError):
+                scheduler.check_room(1)
+        assert len(waiting.completions()) == 4
+        assert submitted(scheduler, generator, [[3]], 4).completions()[0].ids
+
+
+def test_a_queue_of_none(generator: Generator) -> None:
+    with Scheduler(generator, max_queue=0) as scheduler:
+        found = submitted(scheduler, generator, [[1]] * ROWS, 4)
+        assert len(found.completions()) == ROWS
+        with pytest.raises(QueueFullError):
+            scheduler.check_room(ROWS + 1)
+
+
+def test_a_request_waits_no_longer_than_it_may(generator: Generator) -> None:
+    with Scheduler(generator, max_wait_s=0.05) as scheduler:
+        with held(scheduler, generator, [[1]] * ROWS, 4) as first:
+            late = submitted(scheduler, generator, [[2]] * 2, 4)
+            time.sleep(0.1)
+        error = late.failure()
+        assert isinstance(error, WaitedTooLongError)
+        assert str(error) == "no row was free within 0.05 s; try again later"
+        assert late.found.empty()
+        assert len(first.completions()) == ROWS
+
+
+def test_cancelled_in_a_row_and_in_the_queue(scheduler: Scheduler, generator: Generator) -> None:
+    with held(scheduler, generator, [[1]] * ROWS, 40) as running:
+        waiting = submitted(scheduler, generator, [[2]] * 2, 4)
+        for events in (running, waiting):
+            assert events.job is not None
+            events.job.cancel()
+            events.job.cancel()
+    assert [one.finish for one in waiting.completions().values()] == ["cancelled"] * 2
+    assert {one.finish for one in running.completions().values()} == {"cancelled"}
+    assert scheduler.drain(PATIENCE_S)
+    assert (scheduler.busy, scheduler.waiting) == (0, 0)
+
+
+def test_draining_finishes_what_has_come_and_takes_nothing_more(generator: Generator) -> None:
+    with Scheduler(generator) as scheduler:
+        with held(scheduler, generator, [[1]] * 5, 4) as events:
+            assert not scheduler.drain(0.01)
+            for refused in (lambda: scheduler.check_room(1), lambda: submitted(scheduler, generator, [[1]], 1)):
+                with pytest.raises(ClosingError, match="this server is shutting down and takes no more requests"):
+                    refused()
+        assert scheduler.drain(PATIENCE_S)
+        assert [one.finish for one in events.completions().values()] == ["length"] * 5
+
+
+def test_what_is_not_done_fails_when_it_is_closed(generator: Generator) -> None:
+    with Scheduler(generator) as scheduler, held(scheduler, generator, [[1]], 40) as running:
+        waiting = submitted(scheduler, generator, [[2]] * 9, 4)
+        scheduler._stopping = True
+    for events in (running, waiting):
+        error = events.failure()
+        assert isinstance(error, ClosingError)
+        assert str(error) == "this server shut down before the request was done"
+        assert events.found.empty()
+    # Its rows are free for somebody else.
+    assert generator.generate([[1]], 2)[0].ids
+
+
+def test_a_failed_step_fails_the_texts_in_rows_and_no_others(scheduler: Scheduler, generator: Generator) -> None:
+    expected = alone(scheduler, generator, [5, 6], 6)
+    with held(scheduler, generator, [[1]] * ROWS, 20) as running:
+        waiting = submitted(scheduler, generator, [[5, 6]], 6)
+        for name, array in generator._decoders[scheduler.bucket].cache.items():
+            if name != "counts":
+                array.fill(np.nan)
+    error = running.failure()
+    assert isinstance(error, EngineError)
+    assert re.search(r"the logits of token \d+ of prompt \d are not finite", str(error))
+    assert waiting.completions()[0].ids == expected
+    assert scheduler.healthy
+
+
+def test_an_engine_that_keeps_failing_is_not_healthy(scheduler: Scheduler, generator: Generator) -> None:
+    for failures in range(1, 4):
+        with held(scheduler, generator, [[1]], 20) as running:
+            for name, array in generator._decoders[scheduler.bucket].cache.items():
+                if name != "counts":
+                    array.fill(np.nan)
+        assert isinstance(running.failure(), EngineError)
+        deadline = time.monotonic() + PATIENCE_S
+        while scheduler._failures < failures and time.monotonic() < deadline:
+            time.sleep(0.001)
+        scheduler._failures = failures  # A first token, which was still right, counts as a success.
+        assert scheduler.healthy == (failures < 3)
+    assert submitted(scheduler, generator, [[1]], 3).completions()
+    assert scheduler.healthy
+
+
+def test_a_bug_leaves_nobody_waiting(generator: Generator) -> None:
+    class Bug(Exception):
+        pass
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Piece):
+            raise Bug("one")
+
+    with Scheduler(generator) as scheduler:
+        with held(scheduler, generator, [[1]], 30) as running:
+            scheduler.submit(generator.texts([[2]], 4), tell)
+        assert isinstance(running.failure(), Bug)
+        scheduler._thread.join(PATIENCE_S)
+        assert not scheduler.healthy
+        with pytest.raises(ClosingError):
+            scheduler.check_room(1)
+
+
+def test_a_decoder_that_cannot_be_opened_is_said_at_once(written: Path) -> None:
+    with load_generator(written) as closed:
+        pass
+    with pytest.raises(UsageError, match="this generator is closed"), Scheduler(closed):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 4}, r"rows: no engine writes 4 texts at once; built: 1, 3 \(generation.batches\)"),
+        ({"rows": 0}, "rows: no engine writes 0 texts at once"),
+        ({"max_queue": -1}, "max_queue: expected at least 0, got -1"),
+        ({"max_wait_s": 0.0}, "max_wait: expected a number of seconds above 0, got 0"),
+        ({"max_wait_s": math.nan}, "max_wait: expected a number of seconds above 0, got nan"),
+    ],
+)
+def test_bounds_out_of_range(generator: Generator, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Scheduler(generator, **options)
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (2, 3), (3, 3), (None, 3)])
+def test_the_fewest_rows_that_are_enough(generator: Generator, rows: int | None, batch: int) -> None:
+    assert Scheduler(generator, rows).bucket.batch == batch
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_comes_every_text_ends_once(generator: Generator, seed: int) -> None:
+    """Random requests, some of them cancelled, from several threads: nothing is lost, and what is whole is right."""
+    rng = random.Random(seed)
+    known = {n: prompts_of_lengths([n], seed=n)[0] for n in range(1, 12)}
+    with Scheduler(generator, max_queue=1000) as scheduler:
+        expected = {n: alone(scheduler, generator, prompt, 30) for n, prompt in known.items()}
+        plans = [[(rng.randrange(1, 12), rng.randrange(1, 31), rng.choice((0, 0, 0.001, 0.01)), rng.randrange(1, 4))
+                  for _ in range(12)] for _ in range(4)]  # fmt: skip
+        problems: list[object] = []
+
+        def client(plan: list[tuple[int, int, float, int]]) -> None:
+            for n, tokens, cancelled_after, texts in plan:
+                events = submitted(scheduler, generator, [known[n]] * texts, tokens)
+                if cancelled_after:
+                    time.sleep(cancelled_after)
+                    assert events.job is not None
+                    events.job.cancel()
+                for one in events.completions().values():
+                    right = expected[n][: len(one.ids)] == one.ids
+                    whole = one.finish == "length" and len(one.ids) == tokens
+                    if not right or not (whole or (one.finish == "cancelled" and cancelled_after)):
+                        problems.append((n, tokens, one))
+                assert events.found.empty()
+
+        threads = [threading.Thread(target=client, args=(plan,)) for plan in plans]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert problems == []
+        assert (scheduler.busy, scheduler.waiting) == (0, 0)
+        assert WINDOW > 30

@@ -1,0 +1,118 @@
+"""Servers of build folders inside this process, and requests whose events are waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from mod_export.runtime.generate.generator import Generator
+from mod_export.runtime.generate.rows import Completion, Piece
+from mod_export.serve.app import create_app
+from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
+from mod_export.serve.service import Service, ServiceOptions, open_service
+
+PATIENCE_S = 60
+
+
+@dataclass
+class Events:
+    """Keeps what a scheduler tells."""
+
+    found: queue.Queue[Event] = field(default_factory=queue.Queue)
+    job: Job | None = None
+
+    def tell(self, event: Event) -> None:
+        self.found.put(event)
+
+    def next(self) -> Event:
+        return self.found.get(timeout=PATIENCE_S)
+
+    def completions(self) -> dict[int, Completion]:
+        """All of them, when all texts of the job have ended."""
+        assert self.job is not None
+        found: dict[int, Completion] = {}
+        while len(found) < len(self.job.texts):
+            event = self.next()
+            assert not isinstance(event, Failed), event
+            if isinstance(event, Ended):
+                assert event.row not in found
+                found[event.row] = event.completion
+        return found
+
+    def failure(self) -> Exception:
+        while True:
+            event = self.next()
+            if isinstance(event, Failed):
+                return event.error
+
+
+def submitted(scheduler: Scheduler, generator: Generator, prompts: Any, tokens: int = 8, **options: Any) -> Events:
+    """A request, whose events are kept."""
+    events = Events()
+    events.job = scheduler.submit(generator.texts(prompts, tokens, **options), events.tell)
+    return events
+
+
+class Held(Events):
+    """Holds the scheduler's thread at the first event, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def tell(self, event: Event) -> None:
+        super().tell(event)
+        self.reached.set()
+        assert self.go.wait(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def held(scheduler: Scheduler, generator: Generator, prompts: Any, tokens: int = 8, **options: Any) -> Iterator[Held]:
+    """A request that keeps the thread busy inside the block."""
+    events = Held()
+    events.job = scheduler.submit(generator.texts(prompts, tokens, **options), events.tell)
+    assert events.reached.wait(PATIENCE_S)
+    try:
+        yield events
+    finally:
+        events.go.set()
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that listens."""
+
+    url: str
+    port: int
+    service: Service
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, keys: Sequence[str] = (), hosts: Sequence[str] | None = None, **options: Any
+) -> Iterator[Server]:
+    """A server of a build folder on a thread of this process."""
+    with open_service(folder, ServiceOptions(**options)) as service, socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(create_app(service, keys, hosts), log_level="warning", lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        port = listener.getsockname()[1]
+        try:
+            yield Server(f"http://127.0.0.1:{port}", port, service)
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE_S)
+
+
+def pieces_of(events: Events) -> list[Piece]:
+    """Those that have been told so far."""
+    return [event for event in list(events.found.queue) if isinstance(event, Piece)]
