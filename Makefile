@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors study retrofit real gpu figures test test-slice test-all check docs clean
+.PHONY: install demo-install demo bench faults floors study retrofit real gpu load triton figures test test-slice test-all check docs clean
 
 install: .venv/dev
 
@@ -66,6 +66,25 @@ real: install
 # The pictures of the README, from what `make demo` has built. Run it on a quiet machine, after a demo.
 figures: install
 	PYTHONPATH=tests/mod_export $(BIN)/python tests/figures/make_figures.py
+
+# Locust pins another HTTP library than Triton's client, so it has an environment of its own.
+.venv/load/installed: .venv/dev
+	$(PYTHON) -m venv .venv/load
+	.venv/load/bin/pip install --quiet "locust>=2.40"
+	touch $@
+
+# A server under load, overload, clients that leave, and kill -9. Half an hour; `make load ARGS="--help"`.
+load: install .venv/load/installed
+	$(BIN)/python tests/load/run_load.py $(ARGS)
+
+# A real Triton Inference Server, of PyPI, with the Python backend only. It needs an older numpy.
+.venv/triton/installed: .venv/dev
+	$(PYTHON) -m venv .venv/triton
+	.venv/triton/bin/pip install --quiet "nvidia-pytriton==0.7.0" "numpy<2" --editable ".[ort,generate]"
+	touch $@
+
+triton: install .venv/triton/installed
+	$(BIN)/pytest tests/triton -m triton
 
 faults: install
 	PYTHONPATH=tests/mod_export:tests/mod_export/export $(BIN)/python tests/faults/rates.py

@@ -1,6 +1,7 @@
 """Every test runs on one thread and starts from the same seed, so that a failure can be seen again. One marker, `slow`
 (pyproject.toml), says which tests `make test` leaves out; `--slice COMMIT` keeps a part of what was collected. Tests
-marked `real` need a model that is no part of the project, and are only there with `--real-model FILE`.
+marked `real` need a model that is no part of the project, and are only there with `--real-model FILE`; those marked
+`triton` need a server of others, and are only there with `-m triton`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     real = config.getoption("--real-model") is not None
     _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker("real") is not None) == real})
+    triton = config.getoption("markexpr") == "triton"
+    _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker("triton") is not None) == triton})
     commit: int | None = config.getoption("--slice")
     if commit is None:
         return

@@ -19,6 +19,7 @@ from mod_export.cli.demo import demo
 from mod_export.cli.generate import generate
 from mod_export.cli.serve import serve
 from mod_export.cli.show import config, inspect, report, targets
+from mod_export.cli.triton import triton
 from mod_export.cli.verify import bench, validate
 
 __all__ = ["cli", "main"]
@@ -30,7 +31,21 @@ def cli() -> None:
     """Puts Mixture-of-Depths models into production: export, engines, parity, and speed-up over the dense baseline."""
 
 
-for command in (build, convert, generate, serve, sweep, validate, bench, report, inspect, targets, config, demo):
+for command in (
+    build,
+    convert,
+    generate,
+    serve,
+    triton,
+    sweep,
+    validate,
+    bench,
+    report,
+    inspect,
+    targets,
+    config,
+    demo,
+):
     cli.add_command(command)
 
 

@@ -31,8 +31,9 @@ def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[s
     Args:
         service: an open build folder, which stays open as long as the application is used.
         keys: API keys, of which a request has to bring one; empty: it needs none.
-        hosts: names under which the server may be addressed; None: any. A page of somebody else that has its name point
-            at this machine is addressed by that name, so this keeps it out of a server that asks for no key.
+        hosts: names under which the server may be addressed; None: any. Of a server that asks for no key this keeps out
+            foreign web pages that the reader's browser shows: those whose name points at this machine, and by the
+            header Origin all others.
     """
     secured, open_to_all = _Guard(keys, hosts), _Guard((), hosts)
     routes = [
@@ -88,20 +89,30 @@ class _Guard:
         return guarded
 
     def _check(self, request: Request) -> None:
-        if self._hosts is not None and request.url.hostname not in self._hosts:
-            raise ApiError(
-                403,
-                f"Host {str(request.url.hostname)[:80]!r}: without an API key this server answers as "
-                f"{', '.join(sorted(self._hosts))} only; start it with --api-key-file to be reached by other names",
-            )
+        if self._hosts is not None:
+            self._check_hosts(request, self._hosts)
         if not self._keys:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        found = given.strip().encode()
+        found = given.strip().encode("latin-1")  # As it came: headers are bytes.
         # Every key is compared, in constant time, so that the time tells nothing.
         known = [hmac.compare_digest(found, key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(known):
             raise ApiError(401, "this server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
+
+    def _check_hosts(self, request: Request, hosts: Collection[str]) -> None:
+        with_key = "start it with --api-key-file"
+        if request.url.hostname not in hosts:
+            raise ApiError(
+                403,
+                f"Host {str(request.url.hostname)[:80]!r}: without an API key this server answers as "
+                f"{', '.join(sorted(hosts))} only; {with_key} to be reached by other names",
+            )
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+            raise ApiError(
+                403, f"Origin {origin[:80]!r}: without an API key this server answers no other web page; {with_key}"
+            )
 
 
 async def _no_such_address(request: Request, error: Exception) -> Response:

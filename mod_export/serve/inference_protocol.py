@@ -24,6 +24,7 @@ from mod_export.runtime.deployment import Deployment
 from mod_export.serve.body import read_body, unless_gone
 from mod_export.serve.problems import ApiError
 from mod_export.serve.service import Scoring, Service
+from mod_export.types import Bucket
 
 DTYPES: Mapping[str, str] = {
     "BOOL": "bool",
@@ -93,20 +94,19 @@ async def model_metadata(request: Request) -> Response:
     """GET /v2/models/NAME. A size of -1 is whatever fits a bucket."""
     service, scoring = _scoring(request)
     deployment = scoring.deployment
-    inputs = [
-        {"name": name, "datatype": NAMES.get(dtype, dtype), "shape": shape}
-        for name, (dtype, shape) in _merged(deployment.inputs.values()).items()
-    ]
-    shapes = [{name: ("float32", shape) for name, shape in found.items()} for found in deployment.outputs.values()]
-    outputs = [{"name": name, "datatype": "FP32", "shape": shape} for name, (_, shape) in _merged(shapes).items()]
+    outputs = {
+        bucket: {name: ("float32", shape) for name, shape in found.items()}
+        for bucket, found in deployment.outputs.items()
+    }
     about = {"name": service.name, "versions": ["1"], "platform": f"mod_export_{deployment.target}"}
-    return JSONResponse({**about, "inputs": inputs, "outputs": outputs})
+    ids = deployment.vocab_size is not None
+    return JSONResponse({**about, "inputs": _ports(deployment.inputs, ids=ids), "outputs": _ports(outputs, ids=ids)})
 
 
 async def infer(request: Request) -> Response:
     """POST /v2/models/NAME/infer."""
     service, scoring = _scoring(request)
-    body = await read_body(request, _most_bytes(scoring.deployment), "application/json", "application/octet-stream")
+    body = await read_body(request, _most_bytes(scoring.deployment))
     asked, rest = _parsed(body, request.headers.get(JSON_LENGTH))
 
     def run() -> tuple[bytes, int | None]:
@@ -133,16 +133,20 @@ def _scoring(request: Request) -> tuple[Service, Scoring]:
     return service, service.scoring
 
 
-def _merged(
-    buckets: Sequence[Mapping[str, tuple[str, tuple[int, ...]]]] | Any,
-) -> dict[str, tuple[str, list[int]]]:
-    """The ports of all buckets as one: -1 where their sizes differ. Ids may always be fewer than a bucket has."""
+def _ports(buckets: Mapping[Bucket, Mapping[str, tuple[str, tuple[int, ...]]]], *, ids: bool) -> list[dict[str, Any]]:
+    """Inputs or outputs of all buckets as one: -1 where sizes differ, and for rows of `ids`, which may be fewer and
+    shorter than any bucket.
+    """
     found: dict[str, tuple[str, list[int]]] = {}
-    for ports in buckets:
+    for bucket, ports in buckets.items():
         for name, (dtype, shape) in ports.items():
-            before = found.get(name, (dtype, list(shape)))[1]
-            found[name] = dtype, [a if a == b else -1 for a, b in zip(before, shape, strict=True)]
-    return found
+            sizes = [-1 if ids and axis < 2 and size == (bucket.batch, bucket.seq)[axis] else size
+                     for axis, size in enumerate(shape)]  # fmt: skip
+            before = found.get(name, (dtype, sizes))[1]
+            found[name] = dtype, [a if a == b else -1 for a, b in zip(before, sizes, strict=True)]
+    return [
+        {"name": name, "datatype": NAMES.get(dtype, dtype), "shape": shape} for name, (dtype, shape) in found.items()
+    ]
 
 
 def _most_bytes(deployment: Deployment) -> int:
@@ -227,7 +231,7 @@ def _encoded(model: str, asked: _InferRequest, results: Mapping[str, np.ndarray]
             blobs.append(array.tobytes())
             outputs.append({**about, "parameters": {"binary_data_size": array.nbytes}})
         elif not np.isfinite(array).all():
-            raise ApiError(400, f"{one.name}: has numbers that are not finite, which JSON has not; ask for binary_data")
+            raise ApiError(400, f"{one.name}: has numbers that are not finite, which JSON lacks; ask for binary_data")
         else:
             outputs.append({**about, "data": array.reshape(-1).tolist()})
     head = {"model_name": model, "model_version": "1", "outputs": outputs}

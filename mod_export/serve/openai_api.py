@@ -86,7 +86,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 async def _asked(request: Request, kind: type[Asked]) -> Asked:
-    return kind.model_validate_json(await read_body(request, MOST_BODY_BYTES, "application/json"))
+    return kind.model_validate_json(await read_body(request, MOST_BODY_BYTES))
 
 
 def _check_model(service: Service, name: str | None) -> None:

@@ -248,7 +248,10 @@ class Scheduler:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Ends every request that is not done with `Failed(ClosingError)`."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends every request that is not done with `Failed(ClosingError)`, and the thread."""
         with self._changed:
             self._draining = self._stopping = True
             self._changed.notify_all()

@@ -128,16 +128,15 @@ class Service:
         """Whether it takes requests."""
         return self.live and not self.draining
 
-    def drain(self, within_s: float) -> bool:
-        """Takes no more requests and waits until those that it has are done; False if that took too long."""
+    def drain(self, within_s: float) -> None:
+        """Takes no more requests, waits until those that it has are done, and then ends what is left of them."""
         self.draining = True
         end = time.monotonic() + within_s
-        parts = [part for part in (self.scoring, self.writing) if not isinstance(part, str)]
-        drained = True
-        for part in parts:
-            one = part.scheduler if isinstance(part, Writing) else part
-            drained = one.drain(max(0.0, end - time.monotonic())) and drained
-        return drained
+        if isinstance(self.scoring, Scoring):
+            self.scoring.drain(within_s)
+        if isinstance(self.writing, Writing):
+            self.writing.scheduler.drain(max(0.0, end - time.monotonic()))
+            self.writing.scheduler.stop()
 
     def describe(self) -> str:
         """One line for whoever started it."""

@@ -82,12 +82,15 @@ class Chromium:
         return found["result"].get("value")
 
     def open(self, page: Path, width: int, scheme: str) -> None:
+        self.visit(page.as_uri(), width, scheme)
+
+    def visit(self, url: str, width: int, scheme: str) -> None:
         for domain in ("Page", "Network", "Log", "Runtime"):
             self(f"{domain}.enable")
         self("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width == PHONE)
         self("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
-        self("Page.navigate", url=page.as_uri())
+        self("Page.navigate", url=url)
         self.wait_for("Page.loadEventFired")
 
     def complaints(self) -> list[dict[str, Any]]:

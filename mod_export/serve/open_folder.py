@@ -1,0 +1,77 @@
+"""A build folder that is open in a process that may have to close it while it has requests."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Self
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mod_export.errors import EngineError
+from mod_export.serve.app import create_app
+from mod_export.serve.service import Service, ServiceOptions, open_service
+
+
+class OpenFolder:
+    """The application of a build folder, which is closed when the requests that it has are answered.
+
+    Attributes:
+        service: what the application serves.
+        closed: whether it was closed.
+    """
+
+    def __init__(self, opened: contextlib.ExitStack, service: Service, app: ASGIApp, drain_s: float) -> None:
+        """`opened` closes the service; `drain_s`: seconds that requests have to end before it does."""
+        self._changed = threading.Condition()
+        self._requests = 0
+        self._opened, self._app, self._drain_s = opened, app, drain_s
+        self.service, self.closed = service, False
+
+    @classmethod
+    def of(
+        cls, folder: Path, options: ServiceOptions, keys: Collection[str], hosts: Collection[str] | None, drain_s: float
+    ) -> Self:
+        """Opens a build folder; see `open_service` and `create_app`."""
+        opened = contextlib.ExitStack()
+        service = opened.enter_context(open_service(folder, options))
+        return cls(opened, service, create_app(service, keys, hosts), drain_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        with self._changed:
+            self._requests += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            with self._changed:
+                self._requests -= 1
+                self._changed.notify_all()
+
+    def check(self) -> None:
+        """Finds out whether only a new process would help.
+
+        Raises:
+            EngineError: its engine failed several times in a row, or its scheduler ended.
+        """
+        if not self.closed and not self.service.live:
+            raise EngineError(f"{self.service.name}: writes no text any more; the log says why. Start another process")
+
+    def close(self) -> None:
+        """Waits for its requests, as long as they may take, and closes the build folder. Blocks."""
+        end = time.monotonic() + self._drain_s
+        with self._changed:
+            self._changed.wait_for(lambda: not self._requests, self._drain_s)
+            if self.closed:
+                return
+            self.closed = True
+        # A prompt is scored to its end although the client has left, and needs the engine as long.
+        self.service.drain(max(0.0, end - time.monotonic()))
+        self._opened.close()
+
+    # Ray Serve calls it when it takes a folder out of its cache, and Python when a load was given up.
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,217 @@
+"""The models of a repository that Triton's own backends run: one for each bucket, and a router that asks it."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mod_export.errors import TargetError, UsageError
+from mod_export.triton.config import Port, TritonModel, Warmup
+from mod_export.triton.models import MODEL_PY, any_rows, any_size, by_size, names_of, results_of
+from mod_export.triton.onnx_ports import ports_of
+from mod_export.triton.request import VERSION, RepositoryRequest
+from mod_export.types import PRIMARY, TOKEN_INPUTS, Bucket, DType, Engine, Graph, Role, graph_of
+
+LENGTHS = TOKEN_INPUTS[1]
+PLANS = "tensorrt"
+
+
+def portable_models(request: RepositoryRequest) -> list[TritonModel]:
+    """A router, and for each bucket the portable graph on Triton's backend of ONNX Runtime.
+
+    Raises:
+        UsageError: there is no portable graph of whole rows.
+        TargetError: one missed its gates.
+    """
+    manifest, folder = request.manifest, request.folder
+    found = [one for one in manifest.graphs if (one.model, one.role, one.target) == ("mod", "forward", None)]
+    if not found:
+        raise UsageError(f"{folder}: holds no portable graph of whole rows; build again, or use --forward python")
+    _check_gates(request, [one.path for one in found], "portable graphs")
+    graphs = by_size({one.bucket: one for one in found})
+    weights = manifest.models["mod"].weights
+    threads = {} if request.threads is None else {"intra_op_thread_count": str(request.threads)}
+    models = [
+        _bucket_model(
+            request,
+            graph,
+            backend="onnxruntime",
+            about=f"The portable graph of bucket {bucket.name}, in float32.",
+            # A graph names its weights as a file beside it, and ONNX Runtime follows no link out of its folder.
+            placed={
+                f"{VERSION}/model.onnx": folder / graph.path,
+                f"{VERSION}/{Path(weights).name}": folder / weights,
+            },
+            parameters=threads,
+        )
+        for bucket, graph in graphs.items()
+    ]
+    return [_router(request, graphs), *models]
+
+
+def plan_models(request: RepositoryRequest) -> list[TritonModel]:
+    """A router, and for each bucket its plans on Triton's backend of TensorRT; plans that read prompts beside them.
+
+    Plans that write text are not among them: their outputs lie at the addresses of their inputs, which Triton's
+    backend does not offer.
+
+    Raises:
+        UsageError: there are no plans of TensorRT for whole rows, or not of this dtype.
+        TargetError: some missed their gates.
+    """
+    engines = _plans(request, "forward")
+    if not engines:
+        raise UsageError(_without_plans(request))
+    dtype = request.dtype or _fastest_dtype(request) or engines[0].dtype
+    chosen = [one for one in engines if one.dtype == dtype]
+    if not chosen:
+        built = ", ".join(dict.fromkeys(one.dtype for one in engines))
+        raise UsageError(f"{request.folder}: holds no {dtype} plan for whole rows; built: {built}")
+    _check_gates(request, [one.path for one in chosen], f"{dtype} plans")
+    forward = _by_bucket(chosen)
+    graphs = by_size({bucket: _graph(request, several[0]) for bucket, several in forward.items()})
+    prompts = [
+        one for one in _plans(request, "prefill") if one.dtype == dtype and one.path not in request.manifest.refused
+    ]
+    prefill = _by_bucket(prompts)
+    models = [_plan_model(request, graph, forward[bucket]) for bucket, graph in graphs.items()]
+    models += [_plan_model(request, _graph(request, prefill[bucket][0]), prefill[bucket]) for bucket in sorted(prefill)]
+    return [_router(request, graphs), *models]
+
+
+def _plans(request: RepositoryRequest, role: Role) -> list[Engine]:
+    return [one for one in request.manifest.engines if (one.target, one.model, one.role) == (PLANS, "mod", role)]
+
+
+def _without_plans(request: RepositoryRequest) -> str:
+    built = dict.fromkeys(one.target for one in request.manifest.engines)
+    what = f"{request.folder}: holds no plan of TensorRT for whole rows (built for {', '.join(built)})"
+    if "tensorrt-rtx" in built:
+        return (
+            f"{what}. Plans of TensorRT-RTX are of another library, which Triton has no backend for; build with "
+            'targets = ["tensorrt"] on the GPU that serves, or use --forward onnxruntime'
+        )
+    return f'{what}; build with targets = ["tensorrt"] on the GPU that serves, or use another --forward'
+
+
+def _fastest_dtype(request: RepositoryRequest) -> DType | None:
+    measured = [
+        (one.ms, one.dtype)
+        for one in request.manifest.measured
+        if (one.model, one.role, one.target) == ("mod", "forward", PLANS)
+    ]
+    return min(measured)[1] if measured else None
+
+
+def _check_gates(request: RepositoryRequest, paths: list[str], what: str) -> None:
+    missed = dict.fromkeys(reason for path in paths for reason in request.manifest.refused.get(path, ()))
+    if missed:
+        raise TargetError(
+            f"{request.folder}: {what} missed their gates and are not served ({'; '.join(missed)}); use another "
+            "--forward or --dtype, or build with another gate if this one is wrong for your use"
+        )
+
+
+def _by_bucket(engines: list[Engine]) -> dict[Bucket, list[Engine]]:
+    found: dict[Bucket, list[Engine]] = defaultdict(list)
+    for engine in engines:
+        found[engine.bucket].append(engine)
+    return found
+
+
+def _graph(request: RepositoryRequest, engine: Engine) -> Graph:
+    graph = graph_of(engine, request.manifest.graphs)
+    assert graph is not None, "every engine of a manifest has one"
+    return graph
+
+
+def _plan_model(request: RepositoryRequest, graph: Graph, engines: list[Engine]) -> TritonModel:
+    alone = len(engines) == 1
+    names = {engine.path: "model.plan" if alone else f"model-{engine.arch}.plan" for engine in engines}
+    return _bucket_model(
+        request,
+        graph,
+        backend=PLANS,
+        about=f"The plan of {graph.role} bucket {graph.bucket.name}, in {engines[0].dtype}.",
+        placed={f"{VERSION}/{names[engine.path]}": request.folder / engine.path for engine in engines},
+        parameters={},
+        plans={_capability(engine): names[engine.path] for engine in engines if engine.arch},
+    )
+
+
+def _capability(engine: Engine) -> str:
+    """Compute capability 8.9 of sm89, 12.0 of sm120."""
+    digits = (engine.arch or "").removeprefix("sm")
+    return f"{digits[:-1]}.{digits[-1]}"
+
+
+def _bucket_model(
+    request: RepositoryRequest,
+    graph: Graph,
+    *,
+    backend: str,
+    about: str,
+    placed: Mapping[str, Path],
+    parameters: Mapping[str, str],
+    plans: Mapping[str, str] | None = None,
+) -> TritonModel:
+    inputs, outputs = ports_of(request.folder / graph.path)
+    contents: dict[str, Path | bytes] = dict(placed)
+    zeros = inputs
+    read: tuple[tuple[Port, str], ...] = ()
+    lengths = next((port for port in inputs if port.name == LENGTHS), None)
+    if lengths is not None and request.manifest.models["mod"].vocab_size is not None:
+        # A row of no tokens is no request.
+        contents[f"warmup/{LENGTHS}"] = np.full(lengths.dims, graph.bucket.seq, dtype="<i8").tobytes()
+        zeros = tuple(port for port in inputs if port.name != LENGTHS)
+        read = ((lengths, LENGTHS),)
+    role = "" if graph.role == "forward" else f"-{graph.role}"
+    return TritonModel(
+        name=f"{request.name}{role}-{graph.bucket.name}",
+        about=about,
+        backend=backend,
+        inputs=inputs,
+        outputs=outputs,
+        files=contents,
+        parameters=parameters,
+        instances=request.instances,
+        gpu=backend == PLANS,
+        max_queue=request.max_queue,
+        warmups=(Warmup("zeros", zeros, read),),
+        plans=plans or {},
+    )
+
+
+def _router(request: RepositoryRequest, graphs: Mapping[Bucket, Graph]) -> TritonModel:
+    """It has no warm-up: the models that it asks may be loaded after it."""
+    vocab_size = request.manifest.models["mod"].vocab_size
+    inputs = {bucket: ports_of(request.folder / graph.path)[0] for bucket, graph in graphs.items()}
+    outputs = [results_of(request, graph) for graph in graphs.values()]
+    merged = any_size if vocab_size is None else any_rows
+    names = [port.name for port in outputs[0]]
+    known: dict[str, Any] = {
+        "inputs": {
+            bucket.name: {port.name: [port.dtype, list(port.dims)] for port in ports}
+            for bucket, ports in inputs.items()
+        },
+        "outputs": names,
+        "vocab_size": vocab_size,
+        "positions": names != [PRIMARY["last"]],
+    }
+    return TritonModel(
+        name=request.name,
+        about=f"Pads a request to its bucket and asks the model of it: {names_of(graphs)}.",
+        backend="python",
+        inputs=merged(list(inputs.values())),
+        outputs=merged(outputs),
+        files={MODEL_PY: files(__package__).joinpath("router.py").read_bytes()},
+        parameters={"buckets": json.dumps(known)},
+        instances=request.instances,
+        max_queue=request.max_queue,
+    )

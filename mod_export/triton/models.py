@@ -1,0 +1,159 @@
+"""The models of a repository that run mod-export inside of Triton: whole rows, as `mod_export.load` does, and text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mod_export.build_folder.manifest import BESIDE_TOKENIZER, MANIFEST
+from mod_export.errors import ModExportError
+from mod_export.runtime.deployment import served_engines
+from mod_export.triton.config import ANY, Port, TritonModel, Warmup
+from mod_export.triton.onnx_ports import ports_of
+from mod_export.triton.request import VERSION, RepositoryRequest
+from mod_export.triton.served import FOLDER, parameters_of
+from mod_export.types import PRIMARY, ROUTED, TOKEN_INPUTS, Bucket, Engine, Graph, graph_of, primary_output
+
+MODEL_PY = f"{VERSION}/model.py"
+RUNS_PACKAGE = '''"""Runs the build folder beside this file. Written by `mod-export triton`."""
+
+from mod_export.triton.{module} import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+OPTIONS = (
+    Port("max_tokens", "INT64", (1,), optional=True),
+    # In 64 bits, so that the same numbers and seed give the same text as from Python.
+    Port("temperature", "FP64", (1,), optional=True),
+    Port("top_p", "FP64", (1,), optional=True),
+    Port("top_k", "INT64", (1,), optional=True),
+    Port("seed", "INT64", (1,), optional=True),
+)
+NUMPY_TYPES = {"float32": "FP32", "float16": "FP16", "float64": "FP64", "bool": "BOOL"}
+
+
+def folder_model(request: RepositoryRequest) -> TritonModel:
+    """Runs whole rows with the engines that `mod_export.load` runs.
+
+    Raises:
+        UsageError: there are none.
+        TargetError: none runs here, or they missed their gates.
+    """
+    manifest = request.manifest
+    engines = served_engines(request.folder, manifest, "mod", request.target, request.dtype)
+    found = [graph_of(engine, manifest.graphs) for engine in engines]
+    graphs = by_size({graph.bucket: graph for graph in found if graph is not None})
+    inputs = {bucket: _inputs(graph) for bucket, graph in graphs.items()}
+    outputs = [results_of(request, graph) for graph in graphs.values()]
+    reads_tokens = manifest.models["mod"].vocab_size is not None
+    merged = any_rows if reads_tokens else any_size
+    return TritonModel(
+        name=request.name,
+        about=f"Runs whole rows with {engines[0].target} in {engines[0].dtype}: {names_of(graphs)}.",
+        backend="python",
+        inputs=merged(list(inputs.values())),
+        outputs=merged(outputs),
+        files=_files(request, engines, "forward_model"),
+        parameters=parameters_of(engines[0].target, engines[0].dtype, request.threads, request.max_queue),
+        instances=request.instances,
+        max_queue=request.max_queue,
+        warmups=tuple(
+            Warmup(bucket.name, tuple(port for port in ports if not (reads_tokens and port.name == TOKEN_INPUTS[1])))
+            for bucket, ports in inputs.items()
+        ),
+    )
+
+
+def text_model(request: RepositoryRequest) -> TritonModel | str:
+    """Writes text with the engines that `mod_export.load_generator` runs; or why it cannot."""
+    manifest = request.manifest
+    if isinstance(manifest.generation, str):
+        return manifest.generation
+    # What is said of plans says nothing of the engines that write text.
+    dtype = None if request.forward == "tensorrt" else request.dtype
+    try:
+        engines = served_engines(request.folder, manifest, "mod", request.target, dtype, texts=True)
+    except ModExportError as error:
+        return str(error)
+    ids, token = Port("input_ids", "INT64", (ANY,)), Port("token", "INT64", (1,))
+    finish = Port("finish_reason", "BYTES", (1,))
+    inputs: tuple[Port, ...] = (ids, *OPTIONS)
+    outputs: tuple[Port, ...] = (token, finish)
+    beside = (manifest.tokenizer, *BESIDE_TOKENIZER)
+    kept = [name for name in beside if name is not None and name in manifest.files]
+    if manifest.tokenizer is not None:
+        text, stop = Port("text", "BYTES", (1,), optional=True), Port("stop", "BYTES", (ANY,), optional=True)
+        inputs = (text, Port("input_ids", "INT64", (ANY,), optional=True), *OPTIONS, stop)
+        outputs = (Port("text", "BYTES", (1,)), token, finish)
+    return TritonModel(
+        name=f"{request.name}-text",
+        about=f"Writes text with {engines[0].target} in {engines[0].dtype}, several texts at once.",
+        backend="python",
+        inputs=inputs,
+        outputs=outputs,
+        files=_files(request, engines, "text_model", kept),
+        parameters=parameters_of(engines[0].target, engines[0].dtype, request.threads, request.max_queue),
+        instances=request.instances,
+        # Requests stay in the queue of Triton only until they are read, but those that come at once must find room
+        # there for all that the scheduler takes.
+        max_queue=request.max_queue + max(one.bucket.batch for one in engines if one.role == "decode"),
+        decoupled=True,
+    )
+
+
+def results_of(request: RepositoryRequest, graph: Graph) -> tuple[Port, ...]:
+    """What the model itself returns: of a model of token ids one output, else all but the selections of its sites.
+
+    Raises:
+        BuildFolderError: the graph cannot be read.
+    """
+    _, outputs = ports_of(request.folder / graph.path)
+    own = tuple(port for port in outputs if not port.name.startswith(ROUTED))
+    if request.manifest.models["mod"].vocab_size is None:
+        return own
+    name = primary_output(port.name for port in own)
+    return tuple(port for port in own if port.name == name)
+
+
+def by_size(graphs: dict[Bucket, Graph]) -> dict[Bucket, Graph]:
+    """Smallest first, the order in which a request looks for its bucket."""
+    return dict(sorted(graphs.items(), key=lambda pair: (pair[0].batch * pair[0].seq, pair[0])))
+
+
+def names_of(buckets: Iterable[Bucket]) -> str:
+    """As in messages."""
+    return ", ".join(bucket.name for bucket in buckets)
+
+
+def _files(
+    request: RepositoryRequest, engines: Sequence[Engine], module: str, others: Sequence[str] = ()
+) -> dict[str, Path | bytes]:
+    """model.py, and of the build folder what it opens: the manifest, engines, weights and `others`."""
+    paths = dict.fromkeys([MANIFEST, *(path for engine in engines for path in engine.files), *others])
+    placed: dict[str, Path | bytes] = {f"{VERSION}/{FOLDER}/{path}": request.folder / path for path in paths}
+    return {MODEL_PY: RUNS_PACKAGE.format(module=module).encode(), **placed}
+
+
+def _inputs(graph: Graph) -> tuple[Port, ...]:
+    return tuple(
+        Port(name, NUMPY_TYPES.get(dtype, dtype.upper()), shape) for name, (dtype, shape) in graph.inputs.items()
+    )
+
+
+def any_rows(buckets: Sequence[Sequence[Port]]) -> tuple[Port, ...]:
+    """Of a model of token ids: any batch of any length, which is padded to its bucket; `lengths` may be left out."""
+    found = []
+    for port in buckets[0]:
+        free = 1 if port.name in (TOKEN_INPUTS[1], PRIMARY["last"]) else 2
+        dims = (ANY,) * free + port.dims[free:]
+        found.append(Port(port.name, port.dtype, dims, optional=port.name == TOKEN_INPUTS[1]))
+    return tuple(found)
+
+
+def any_size(buckets: Sequence[Sequence[Port]]) -> tuple[Port, ...]:
+    """The sizes that all buckets have, and any where they differ."""
+    return tuple(
+        Port(ports[0].name, ports[0].dtype, tuple(sizes[0] if len(set(sizes)) == 1 else ANY for sizes in dims))
+        for ports in zip(*buckets, strict=True)
+        for dims in [list(zip(*(port.dims for port in ports), strict=True))]
+    )

@@ -1,0 +1,99 @@
+"""Inputs and outputs of an ONNX file, read without the package `onnx`, which only those who build have installed.
+
+Protocol buffers are fields, each a number, a wire type and a value; what is not looked for is passed over. The field
+numbers are those of onnx.proto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mod_export.errors import BuildFolderError
+from mod_export.triton.config import Port
+
+TYPES = {
+    1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 9: "BOOL", 10: "FP16",
+    11: "FP64", 12: "UINT32", 13: "UINT64", 16: "BF16",
+}  # fmt: skip
+"""TensorProto.DataType -> data type of Triton."""
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+GRAPH = 7
+INPUT, OUTPUT = 11, 12
+NAME, TYPE = 1, 2
+TENSOR, ELEMENT, SHAPE, DIMENSION, SIZE = 1, 1, 2, 1, 1
+
+Fields = Iterator[tuple[int, int | memoryview]]
+
+
+def ports_of(path: Path) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    """Inputs and outputs of a graph of static shapes, in order.
+
+    Raises:
+        BuildFolderError: not such a file.
+    """
+    try:
+        model = dict(_fields(memoryview(path.read_bytes())))
+        graph = list(_fields(_message(model[GRAPH])))
+        inputs, outputs = (
+            tuple(_port(_message(value)) for number, value in graph if number == wanted) for wanted in (INPUT, OUTPUT)
+        )
+    except (KeyError, IndexError, ValueError) as error:
+        raise BuildFolderError(
+            f"{path}: expected an ONNX graph of static shapes, cannot read it ({type(error).__name__}: {error}); "
+            "build again"
+        ) from error
+    return inputs, outputs
+
+
+def _port(value: memoryview) -> Port:
+    fields = dict(_fields(value))
+    tensor = dict(_fields(_message(dict(_fields(_message(fields[TYPE])))[TENSOR])))
+    shape = [dict(_fields(_message(one))) for number, one in _fields(_message(tensor[SHAPE])) if number == DIMENSION]
+    dims = tuple(_number(one[SIZE]) for one in shape)
+    return Port(bytes(_message(fields[NAME])).decode(), TYPES[_number(tensor[ELEMENT])], dims)
+
+
+def _message(value: int | memoryview) -> memoryview:
+    if isinstance(value, int):
+        raise ValueError("a number where a message was expected")
+    return value
+
+
+def _number(value: int | memoryview) -> int:
+    if not isinstance(value, int):
+        raise ValueError("a message where a number was expected")
+    return value
+
+
+def _fields(data: memoryview) -> Fields:
+    """Number and value of each field: an int, or the bytes of a string or message."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == VARINT:
+            whole, at = _varint(data, at)
+            yield number, whole
+            continue
+        size = {FIXED64: 8, FIXED32: 4}.get(wire)
+        if size is None:
+            if wire != BYTES:
+                raise ValueError(f"wire type {wire}")
+            size, at = _varint(data, at)
+        if at + size > len(data):
+            raise ValueError("the file ends within a field")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """A number of 7 bits a byte, the lowest first, and where the next field begins."""
+    found = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        found |= (byte & 127) << shift
+        if byte < 128:
+            return found, at
+        shift += 7

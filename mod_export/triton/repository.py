@@ -1,0 +1,177 @@
+"""The repository on disk: written beside its place and renamed into it, and only where this command may write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mod_export.build_folder.files import PARTIAL, replace_file, verify_files
+from mod_export.build_folder.manifest import MANIFEST
+from mod_export.errors import UsageError
+from mod_export.runtime.deployment import warn_unverified
+from mod_export.triton.buckets import plan_models, portable_models
+from mod_export.triton.config import TritonModel, config_text
+from mod_export.triton.models import folder_model, text_model
+from mod_export.triton.request import VERSION, RepositoryRequest
+
+MARKER = ".mod-export-triton.json"
+"""Which models of a repository this command wrote. Triton looks at folders only."""
+ELSEWHERE = "name a new folder with -o"
+
+
+def write_repository(request: RepositoryRequest, root: Path) -> tuple[list[TritonModel], str]:
+    """Writes the models of a request, in place of those that an earlier one of the same name wrote.
+
+    Args:
+        request: what is wanted.
+        root: the repository; made if need be.
+
+    Returns:
+        The models, the one that runs whole rows first; and why none of them writes text, empty where one does.
+
+    Raises:
+        UsageError: the folder cannot be served like this, or the repository is not one that may be written to.
+        BuildFolderError: a file of the build folder is missing or damaged.
+        TargetError: no engine runs here, or what would be served missed its gates.
+    """
+    root = root.absolute()
+    _check_place(request.folder, root)
+    owned = _owned(root)
+    models = forward_models(request)
+    text = text_model(request)
+    if isinstance(text, TritonModel):
+        models.append(text)
+    _check_names(root, owned, request.name, models)
+    warn_unverified(request.folder, request.manifest)
+    _verify(request, models)
+    with _explained(root), _beside(root) as stage:
+        for model in models:
+            _write_model(stage / model.name, model)
+        _put(stage, root, owned, request.name, [model.name for model in models])
+    return models, "" if isinstance(text, TritonModel) else text
+
+
+def forward_models(request: RepositoryRequest) -> list[TritonModel]:
+    """The models that run whole rows, first the one that requests name.
+
+    Raises:
+        UsageError: the folder has nothing for this form.
+        TargetError: no engine runs here, or what would be served missed its gates.
+    """
+    if request.forward == "onnxruntime":
+        return portable_models(request)
+    return plan_models(request) if request.forward == "tensorrt" else [folder_model(request)]
+
+
+def _check_place(folder: Path, root: Path) -> None:
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"{root}: is a file; {ELSEWHERE}")
+    if root.resolve().is_relative_to(folder.resolve()):
+        raise UsageError(f"{root}: lies in the build folder {folder}; {ELSEWHERE} outside of it")
+
+
+def _owned(root: Path) -> dict[str, list[str]]:
+    """Name of a request -> the models that it wrote."""
+    if not root.is_dir() or not any(root.iterdir()):
+        return {}
+    try:
+        data = json.loads((root / MARKER).read_text(encoding="utf-8"))
+        found: dict[str, list[str]] = {str(name): [str(one) for one in models] for name, models in data.items()}
+    except FileNotFoundError:
+        others = ", ".join(sorted(path.name for path in root.iterdir())[:3])
+        raise UsageError(
+            f"{root}: holds files that `mod-export triton` did not write ({others}); {ELSEWHERE}"
+        ) from None
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UsageError(f"{root / MARKER}: cannot be read ({error}); {ELSEWHERE}") from error
+    return found
+
+
+def _check_names(root: Path, owned: Mapping[str, Sequence[str]], name: str, models: Sequence[TritonModel]) -> None:
+    taken = [one.name for one in models if (root / one.name).exists() and one.name not in owned.get(name, ())]
+    if taken:
+        owner = next((other for other, names in owned.items() if taken[0] in names), None)
+        wrote = "which this command did not write" if owner is None else f"which was written for --name {owner}"
+        raise UsageError(f"{root}: holds a model {taken[0]}, {wrote}; give another --name, or {ELSEWHERE}")
+
+
+def _verify(request: RepositoryRequest, models: Sequence[TritonModel]) -> None:
+    """Compares what is placed with its hashes, so that no damaged file is handed on."""
+    sources = {source for model in models for source in model.files.values() if isinstance(source, Path)}
+    paths = sorted(str(source.relative_to(request.folder)) for source in sources)
+    verify_files(request.folder, request.manifest.entries(path for path in paths if path != MANIFEST))
+
+
+def _write_model(folder: Path, model: TritonModel) -> None:
+    (folder / VERSION).mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(config_text(model), encoding="utf-8")
+    for name, source in model.files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(source, bytes):
+            path.write_bytes(source)
+        else:
+            _place(source, path)
+
+
+def _place(source: Path, path: Path) -> None:
+    """A hard link, which takes no room; a copy where the file system has none. Never a symbolic link: it would lead out
+    of the repository, which ONNX Runtime refuses.
+    """
+    try:
+        path.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, path)
+
+
+@contextlib.contextmanager
+def _beside(root: Path) -> Iterator[Path]:
+    """A folder on the same file system as the repository. It is not in it, where a running Triton would take it for a
+    model, unless the repository is a file system of its own.
+    """
+    place = next(folder for folder in root.parents if folder.exists())
+    if root.exists() and (root.stat().st_dev != place.stat().st_dev or not os.access(place, os.W_OK | os.X_OK)):
+        place = root
+    with tempfile.TemporaryDirectory(dir=place, prefix=PARTIAL) as found:
+        stage = Path(found) / "repository"
+        stage.mkdir()
+        yield stage
+
+
+def _put(stage: Path, root: Path, owned: Mapping[str, list[str]], name: str, models: list[str]) -> None:
+    """Renames what was written into its place, and takes away what an earlier request of this name has left over."""
+    before = owned.get(name, [])
+    if not root.exists():
+        root.parent.mkdir(parents=True, exist_ok=True)
+        _write_marker(stage, {name: models})
+        stage.rename(root)
+        return
+    # Until all is in place, the repository says that old and new models are ours: whoever is interrupted can go on.
+    _write_marker(root, {**owned, name: [*dict.fromkeys([*before, *models])]})
+    old = stage.parent / "old"
+    old.mkdir()
+    for model in [*dict.fromkeys([*models, *before])]:
+        if (root / model).exists():
+            (root / model).rename(old / model)
+        if model in models:
+            (stage / model).rename(root / model)
+    _write_marker(root, {**owned, name: models})
+
+
+def _write_marker(root: Path, owned: Mapping[str, Sequence[str]]) -> None:
+    replace_file(root / MARKER, json.dumps(owned, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _explained(root: Path) -> Iterator[None]:
+    """Turns the operating system's refusals to write into a message for the user."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or root
+        raise UsageError(f"{root}: cannot write {where} ({error.strerror}); {ELSEWHERE}") from error

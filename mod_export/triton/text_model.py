@@ -1,0 +1,199 @@
+"""A model of Triton's Python backend that writes text, piece by piece, with continuous batching.
+
+Three threads: Triton's gives requests to the scheduler and returns at once, the scheduler's writes the texts of all of
+them together, and a third sends what was written and looks for clients that have left. So neither writing nor taking
+requests waits for a slow client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from mod_export.errors import ModExportError, UsageError
+from mod_export.runtime.generate.generator import load_generator
+from mod_export.runtime.generate.rows import Text
+from mod_export.serve.scheduler import (
+    ClosingError,
+    Ended,
+    Event,
+    Failed,
+    Job,
+    QueueFullError,
+    Scheduler,
+    WaitedTooLongError,
+)
+from mod_export.triton.config import QUEUE_SECONDS
+from mod_export.triton.served import settings_of
+from mod_export.triton.text_request import texts_of
+
+LOOK_SECONDS = 0.1
+"""How often clients are looked for that have left."""
+
+
+class _Answer:
+    """A request that is being answered.
+
+    Attributes:
+        sender: of its responses.
+        job: what the scheduler does for it.
+    """
+
+    def __init__(self, sender: Any) -> None:
+        self.sender = sender
+        self.job: Job | None = None
+
+
+class Answers:
+    """Sends responses on a thread of its own, and cancels the texts of clients that have left.
+
+    Args:
+        utils: the module `triton_python_backend_utils`.
+        shows_text: whether responses have the new characters beside the new token.
+    """
+
+    def __init__(self, utils: Any, *, shows_text: bool) -> None:
+        self._utils, self._shows_text = utils, shows_text
+        self._events: queue.SimpleQueue[tuple[_Answer, Event] | None] = queue.SimpleQueue()
+        self._active: set[_Answer] = set()
+        self._changing = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="mod-export answers", daemon=True)
+
+    def begin(self, scheduler: Scheduler, texts: list[Text], sender: Any) -> None:
+        """Answers a request with a text.
+
+        Raises:
+            QueueFullError: the scheduler has no room for it.
+            ClosingError: it takes no more requests.
+        """
+        answer = _Answer(sender)
+        # Events may come before `submit` returns. The last one waits for the lock, and finds the answer in the set.
+        with self._changing:
+            answer.job = scheduler.submit(texts, lambda event: self._events.put((answer, event)))
+            self._active.add(answer)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Sends what is left and ends."""
+        self._events.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        look = time.monotonic() + LOOK_SECONDS
+        while True:
+            try:
+                found = self._events.get(timeout=max(0.0, look - time.monotonic()))
+            except queue.Empty:
+                pass
+            else:
+                if found is None:
+                    return
+                self._send_or_drop(*found)
+            if time.monotonic() >= look:
+                self._cancel_what_nobody_reads()
+                look = time.monotonic() + LOOK_SECONDS
+
+    def _cancel_what_nobody_reads(self) -> None:
+        with self._changing:
+            active = list(self._active)
+        for answer in active:
+            if answer.sender.is_cancelled() and answer.job is not None:
+                answer.job.cancel()
+
+    def _send_or_drop(self, answer: _Answer, event: Event) -> None:
+        try:
+            self._send(answer, event)
+        except Exception as error:  # What cannot be sent to one client must not keep the others waiting for ever.
+            self._utils.Logger.log_error(f"mod-export: a response cannot be sent: {error}")
+            with self._changing:
+                self._active.discard(answer)
+                if answer.job is not None:
+                    answer.job.cancel()
+
+    def _send(self, answer: _Answer, event: Event) -> None:
+        utils = self._utils
+        if not isinstance(event, Ended | Failed):
+            tensors = [] if event.token is None else [utils.Tensor("token", np.array([event.token], dtype=np.int64))]
+            if self._shows_text:
+                tensors.append(utils.Tensor("text", _bytes(event.text)))
+            answer.sender.send(utils.InferenceResponse(tensors))
+            return
+        with self._changing:
+            self._active.discard(answer)
+        if isinstance(event, Failed):
+            self.refuse(answer.sender, event.error)
+            return
+        final = utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        if event.completion.finish == "cancelled":
+            answer.sender.send(flags=final)  # Its client has left.
+            return
+        last = utils.InferenceResponse([utils.Tensor("finish_reason", _bytes(event.completion.finish))])
+        answer.sender.send(last, flags=final)
+
+    def refuse(self, sender: Any, error: Exception) -> None:
+        """Ends a request with an error: 400 for what it asks, 503 where there is no room, else 500."""
+        codes = self._utils.TritonError
+        code = codes.INTERNAL
+        if isinstance(error, UsageError):
+            code = codes.INVALID_ARG
+        elif isinstance(error, QueueFullError | WaitedTooLongError | ClosingError):
+            code = codes.UNAVAILABLE
+        response = self._utils.InferenceResponse(error=codes(str(error), code))
+        sender.send(response, flags=self._utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.array([text.encode()], dtype=np.object_)
+
+
+class TritonPythonModel:
+    """What Triton's Python backend runs."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Opens the build folder, and writes two tokens, so that engines are open before Triton says it is ready."""
+        import triton_python_backend_utils as utils
+
+        self._utils = utils
+        settings = settings_of(args)
+        with contextlib.ExitStack() as opened:
+            self._generator = opened.enter_context(
+                load_generator(settings.folder, settings.target, settings.dtype, threads=settings.threads)
+            )
+            shows_text = self._generator.vocabulary is not None
+            self._answers = opened.enter_context(Answers(utils, shows_text=shows_text))
+            self._scheduler = opened.enter_context(
+                Scheduler(self._generator, max_queue=settings.max_queue, max_wait_s=QUEUE_SECONDS)
+            )
+            self._write_something()
+            self._opened = opened.pop_all()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                self._answers.begin(self._scheduler, texts_of(self._generator, given), sender)
+            except ModExportError as error:
+                self._answers.refuse(sender, error)
+
+    def finalize(self) -> None:
+        self._opened.close()
+
+    def _write_something(self) -> None:
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        texts = self._generator.texts([[0]], max_new_tokens=min(2, self._generator.window))
+        self._scheduler.submit(texts, events.put)
+        event = events.get()
+        while not isinstance(event, Ended | Failed):
+            event = events.get()
+        if isinstance(event, Failed):
+            raise event.error

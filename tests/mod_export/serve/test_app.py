@@ -1,0 +1,215 @@
+"""The application around both APIs: who may use it, what it says of itself, and its page in a browser."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from headless_chromium import DESK, Chromium
+from serving import PATIENCE_S, Server, serving
+
+from mod_export.errors import TargetError, UsageError
+from mod_export.serve import body, problems
+from mod_export.serve.service import ServiceOptions, Writing, open_service
+
+JSON = {"Content-Type": "application/json"}
+ASKED = {"prompt": "def f(", "max_tokens": 4, "temperature": 0}
+OPEN = ("/v2/health/live", "/v2/health/ready", "/")
+SECURED = ("/v1/models", "/v1/models/writing", "/v2", "/v2/models/writing", "/metrics")
+
+
+def value_of(server: Server, name: str) -> float:
+    lines = server.service.metrics.text().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"mod_export_{name}"))
+
+
+def test_a_key_is_asked_for(written: Path) -> None:
+    with serving(written, keys=["one", "two-\N{LATIN SMALL LETTER E WITH ACUTE}"]) as server, httpx2.Client() as client:
+        for path in OPEN:
+            assert client.get(server.url + path).status_code == 200
+        headers: list[dict[str, str]] = [{}, {"Authorization": "Bearer three"}, {"Authorization": "one"},
+                                         {"Authorization": "Basic one"}, {"Authorization": "Bearer one two"}]  # fmt: skip
+        for one in headers:
+            for path in SECURED:
+                refused = client.get(server.url + path, headers=one)
+                assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            answer = client.post(f"{server.url}/v1/completions", json=ASKED, headers=one)
+            assert answer.json()["error"] == {
+                "message": "this server needs an API key: Authorization: Bearer KEY", "type": "authentication_error",
+                "param": None, "code": "invalid_api_key"}  # fmt: skip
+            infer = client.post(f"{server.url}/v2/models/writing/infer", json={}, headers=one)
+            assert infer.json() == {"error": "this server needs an API key: Authorization: Bearer KEY"}
+        for key in ("one", "two-\N{LATIN SMALL LETTER E WITH ACUTE}"):
+            known = {"Authorization": f"bearer {key}".encode()}
+            for path in SECURED:
+                assert client.get(server.url + path, headers=known).status_code == 200  # type: ignore[arg-type]
+
+
+def test_only_its_own_names_where_no_key_is_asked_for(written: Path) -> None:
+    with serving(written, hosts=["localhost", "127.0.0.1"]) as server:
+        for host in ("localhost", "127.0.0.1", f"localhost:{server.port}"):
+            assert httpx2.get(f"{server.url}/v1/models", headers={"Host": host}).status_code == 200
+        for path in ("/v1/models", "/", "/v2/health/ready", "/metrics"):
+            refused = httpx2.get(server.url + path, headers={"Host": "evil.example"})
+            assert refused.status_code == 403
+            assert "'evil.example': without an API key this server answers as 127.0.0.1, localhost only" in refused.text
+
+
+def test_addresses_and_methods_that_are_none(server: Server) -> None:
+    for path in ("/v1/engines", "/v3", "/v1/completions/x", "/metrics/x"):
+        answer = httpx2.get(server.url + path)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == f"{path}: no such address"
+    answer = httpx2.get(f"{server.url}/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["message"] == "/v1/completions: GET: not a method of this address"
+    assert httpx2.get(f"{server.url}/v2/nonsense").json() == {"error": "/v2/nonsense: no such address"}
+
+
+def test_foreign_pages_are_kept_out_where_no_key_is_asked_for(written: Path) -> None:
+    """A browser sends requests for any page, which cannot read the answers, but they would keep the engine busy."""
+    with serving(written, hosts=["127.0.0.1"]) as server:
+        for origin, status in (
+            (server.url, 200),
+            ("https://evil.example", 403),
+            ("null", 403),
+            ("http://127.0.0.1", 403),
+        ):
+            answer = httpx2.post(f"{server.url}/v1/completions", json=ASKED, headers={"Origin": origin})
+            assert answer.status_code == status
+        assert answer.json()["error"]["message"] == (
+            "Origin 'http://127.0.0.1': without an API key this server answers no other web page; start it with "
+            "--api-key-file"
+        )
+
+
+def test_a_body_that_is_too_large_or_does_not_come(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = b'{"prompt": "' + b"a" * (9 << 20)
+    answer = httpx2.post(f"{server.url}/v1/completions", content=large, headers=JSON, timeout=PATIENCE_S)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"].startswith("the body of the request is larger than 8,388,608 bytes")
+    monkeypatch.setattr(body, "BODY_S", 0.2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head)
+        said = connection.recv(1 << 16)
+    assert said.startswith(b"HTTP/1.1 408")
+    assert b"the body of the request did not come within 0.2 s" in said
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head)
+    assert httpx2.get(f"{server.url}/v2/health/ready").status_code == 200
+
+
+def test_a_bug_is_logged_and_not_told(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a secret")
+
+    assert isinstance(server.service.writing, Writing)
+    monkeypatch.setattr(server.service.writing.generator, "ids", broken)
+    answer = httpx2.post(f"{server.url}/v1/completions", json=ASKED)
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "message": "the server failed to answer this request; its log says why", "type": "server_error",
+        "param": None, "code": "failed"}  # fmt: skip
+    assert "a secret" in caplog.text
+
+
+def test_metrics_count_what_happened(written: Path) -> None:
+    with serving(written) as server:
+        assert (value_of(server, "rows "), value_of(server, "busy_rows"), value_of(server, "queue_depth")) == (3, 0, 0)
+        httpx2.post(f"{server.url}/v1/completions", json={**ASKED, "n": 2, "max_tokens": 10})
+        httpx2.post(f"{server.url}/v1/completions", json={**ASKED, "nonsense": 1})
+        text = httpx2.get(f"{server.url}/metrics")
+        assert text.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert value_of(server, 'tokens_total{kind="prompt"}') == 12
+        assert value_of(server, 'tokens_total{kind="new"}') == 20
+        assert value_of(server, "time_to_first_token_seconds_count") == 2
+        assert value_of(server, "time_between_tokens_seconds_count") == 18
+        assert value_of(server, "queue_seconds_count") == 2
+        assert value_of(server, 'texts_total{finish="length"}') == 2
+        assert value_of(server, 'refused_requests_total{reason="400"}') == 1
+        assert value_of(server, 'http_requests_total{path="/v1/completions",status="200"}') == 1
+        assert value_of(server, "read_tokens_total") == 30
+        for site in (0, 2):
+            share = value_of(server, f'site_selected_share{{site="{site}"}}')
+            assert 0 < share <= 1
+            assert share == value_of(server, f'site_tokens_total{{site="{site}"}}') / 30
+
+
+def test_an_engine_that_keeps_failing_is_not_live(written: Path) -> None:
+    with serving(written) as server:
+        assert isinstance(server.service.writing, Writing)
+        server.service.writing.scheduler._failures = 3
+        for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/writing/ready"):
+            assert httpx2.get(server.url + path).status_code == 503
+        server.service.writing.scheduler._failures = 0
+        server.service.draining = True
+        assert httpx2.get(f"{server.url}/v2/health/live").json() == {"live": True}
+        assert httpx2.get(f"{server.url}/v2/health/ready").json() == {"ready": False}
+
+
+def test_folders_that_cannot_be_served(small: Path, written: Path) -> None:
+    with pytest.raises(UsageError, match="rows: .* writes no text"), open_service(small, ServiceOptions(rows=2)):
+        pass
+    message = "nothing of it can be served\nwriting text: .*holds no engine.* for tensorrt.*\nwhole prompts: .*tensorrt"
+    with pytest.raises(TargetError, match=message), open_service(written, ServiceOptions(target="tensorrt")):
+        pass
+
+
+def test_names_of_statuses() -> None:
+    assert problems.ApiError(429, "x").kind == "rate_limit_error"
+    assert problems.ApiError(418, "x").kind == "invalid_request_error"
+    assert problems.ApiError(503, "x").kind == "server_error"
+
+
+@pytest.fixture
+def page(server: Server, chromium: Chromium) -> Iterator[Chromium]:
+    chromium.visit(f"{server.url}/", DESK, "light")
+    yield chromium
+    chromium.visit("about:blank", DESK, "light")
+
+
+def waited(page: Chromium, expression: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := page.evaluate(expression)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def test_the_page_shows_what_happens_and_writes_text(page: Chromium, server: Server) -> None:
+    assert waited(page, "document.getElementById('state').textContent === 'ready'")
+    assert page.evaluate("document.getElementById('busy').textContent") == "0 of 3"
+    expected = httpx2.post(f"{server.url}/v1/completions", json={**ASKED, "max_tokens": 30}).json()["choices"][0][
+        "text"
+    ]
+    page.evaluate("document.getElementById('prompt').value = 'def f('; document.getElementById('tokens').value = 30")
+    page.evaluate("document.getElementById('send').click()")
+    assert waited(page, "document.getElementById('about').textContent").startswith("30 tokens in ")
+    assert page.evaluate("document.getElementById('text').textContent") == expected
+    assert waited(page, "document.getElementById('sites').textContent.includes('%')")
+    assert page.complaints() == []
+    assert all(url.startswith(server.url) for url in page.requests())
+
+
+def test_the_page_says_what_is_wrong(page: Chromium) -> None:
+    page.evaluate("document.getElementById('prompt').value = ''; document.getElementById('send').click()")
+    assert (
+        waited(page, "document.getElementById('about').textContent") == "prompt 0 is empty; expected at least one token"
+    )
+
+
+def test_the_page_asks_for_a_key(written: Path, chromium: Chromium) -> None:
+    with serving(written, keys=["secret"]) as server:
+        chromium.visit(f"{server.url}/", DESK, "dark")
+        assert waited(chromium, "document.getElementById('state').textContent === 'needs an API key'")
+        assert not chromium.evaluate("document.getElementById('asks').hidden")
+        chromium.evaluate("document.getElementById('key').value = 'secret'")
+        assert waited(chromium, "document.getElementById('state').textContent === 'ready'")
+        chromium.visit("about:blank", DESK, "light")

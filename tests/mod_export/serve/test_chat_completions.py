@@ -1,0 +1,153 @@
+"""Conversations: the model's own template, sampling and stop tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from chat_templates import LLAMA3
+from command_line import invoke
+from serving import Server, serving
+from tokenizer_folders import write_folder
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mod_export.runtime.generate.generator import Generator, load_generator
+
+pytestmark = pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
+BUILD_TOML = """
+buckets = [[1, 16]]
+targets = ["ort-cpu"]
+[generation]
+window = 128
+prompts = [64]
+batches = [2]
+"""
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with Llama 3's tokenizer and template."""
+    source = tmp_path_factory.mktemp("chat") / "llama"
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=408, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).eval().save_pretrained(source)
+    config_json = (source / "config.json").read_text()
+    write_folder(source, "llama3")
+    (source / "config.json").write_text(config_json)
+    (source / "chat_template.jinja").write_text(LLAMA3)
+    (source.parent / "c.toml").write_text(BUILD_TOML)
+    built = source.parent / "built"
+    said = invoke("build", source, "--no-evidence", "-c", source.parent / "c.toml", "-o", built, "-q")
+    assert said.exit_code == 0, said.output
+    return built
+
+
+@pytest.fixture(scope="module")
+def generator(folder: Path) -> Iterator[Generator]:
+    with load_generator(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_the_answer_is_that_of_generate(client: openai.OpenAI, generator: Generator) -> None:
+    (expected,) = generator.generate(MESSAGES, NEW)
+    found = client.chat.completions.create(model="llama", messages=MESSAGES, max_tokens=NEW, temperature=0)  # type: ignore[arg-type]
+    (choice,) = found.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.finish_reason == expected.finish
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == len(expected.prompt_ids)
+    stream = client.chat.completions.create(
+        model="llama",
+        messages=MESSAGES,
+        max_completion_tokens=NEW,
+        temperature=0,
+        stream=True,
+        n=2,  # type: ignore[arg-type]
+    )
+    texts, roles, ends = ["", ""], ["", ""], ["", ""]
+    for chunk in stream:
+        (part,) = chunk.choices
+        texts[part.index] += part.delta.content or ""
+        roles[part.index] += part.delta.role or ""
+        ends[part.index] += part.finish_reason or ""
+    assert (texts, roles, ends) == ([expected.text] * 2, ["assistant"] * 2, [expected.finish] * 2)
+
+
+def test_without_a_number_of_tokens_the_window_is_the_limit(client: openai.OpenAI, generator: Generator) -> None:
+    (expected,) = generator.generate(MESSAGES, generator.window + 1 - len(generator.ids(MESSAGES)[0]))
+    found = client.chat.completions.create(model="llama", messages=MESSAGES, temperature=0)  # type: ignore[arg-type]
+    assert found.choices[0].message.content == expected.text
+    long = [{"role": "user", "content": "word " * 200}]
+    with pytest.raises(openai.BadRequestError, match="longer than the window of 128") as refused:
+        client.chat.completions.create(model="llama", messages=long)  # type: ignore[arg-type]
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_logprobs_name_every_token(client: openai.OpenAI, generator: Generator) -> None:
+    (expected,) = generator.generate(MESSAGES, NEW, logprobs=2)
+    found = client.chat.completions.create(
+        model="llama",
+        messages=MESSAGES,
+        max_tokens=NEW,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,  # type: ignore[arg-type]
+    )
+    listed = found.choices[0].logprobs
+    assert listed is not None
+    assert listed.content is not None
+    assert [one.logprob for one in listed.content] == pytest.approx(
+        [one.logprob for one in expected.logprobs], abs=1e-4
+    )
+    assert all(len(one.top_logprobs) == 2 for one in listed.content)
+    joined = b"".join(bytes(one.bytes or ()) for one in listed.content)
+    assert joined.decode(errors="replace").startswith(expected.text.rstrip("\N{REPLACEMENT CHARACTER}")[:8])
+
+
+def test_names_of_tokens_in_completions(client: openai.OpenAI) -> None:
+    """Special tokens are named, and the text that is echoed is the one that was given."""
+    found = client.completions.create(
+        model="llama", prompt="The quick", max_tokens=1, temperature=0, echo=True, logprobs=3
+    )
+    (choice,) = found.choices
+    assert choice.text.startswith("The quick")
+    assert choice.logprobs is not None
+    assert (choice.logprobs.tokens or [])[0] == "<|begin_of_text|>"
+    plain = client.completions.create(
+        model="llama", prompt="The quick", max_tokens=1, temperature=0, echo=True, logprobs=3,
+        extra_body={"add_special_tokens": False},
+    )  # fmt: skip
+    assert plain.choices[0].logprobs is not None
+    assert "".join((plain.choices[0].logprobs.tokens or [])[:-1]) == "The quick"
+
+
+def test_the_template_gets_its_variables(client: openai.OpenAI, generator: Generator) -> None:
+    variables = {"bos_token": "word word word"}
+    found = client.chat.completions.create(
+        model="llama",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=1,
+        extra_body={"chat_template_kwargs": variables},
+    )
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == len(generator.ids(MESSAGES, variables)[0]) > len(generator.ids(MESSAGES)[0])

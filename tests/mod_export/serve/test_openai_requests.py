@@ -1,0 +1,136 @@
+"""What is refused of a request: neutral values of fields that are not supported pass, and nothing that would matter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+from pydantic import ValidationError
+from serving import PATIENCE_S, Server
+
+from mod_export.serve.openai_requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+TEXT = {"prompt": "Hi"}
+
+
+def ask(server: Server, body: Any, path: str = "/v1/completions") -> httpx2.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    return httpx2.post(server.url + path, content=content, headers=headers, timeout=PATIENCE_S)
+
+
+def test_neutral_values_of_unsupported_fields_pass() -> None:
+    plain = CompletionRequest.model_validate(TEXT)
+    for name, values in NEUTRAL.items():
+        for value in (*values, None):
+            assert CompletionRequest.model_validate({**TEXT, name: value}) == plain, name
+    for name in IGNORED:
+        assert CompletionRequest.model_validate({**TEXT, name: "anything"}) == plain
+    for name in CompletionRequest.model_fields.keys() - {"prompt"}:
+        assert CompletionRequest.model_validate({**TEXT, name: None}) == plain, name
+    assert CompletionRequest.model_validate({**TEXT, "best_of": 1}) == plain
+    assert CompletionRequest.model_validate({**TEXT, "best_of": 3, "n": 3}).n == 3
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+@pytest.mark.parametrize(("kind", "body"), [(CompletionRequest, TEXT), (ChatRequest, CHAT)], ids=["text", "chat"])
+def test_other_values_of_unsupported_fields_are_refused(name: str, kind: Any, body: Any) -> None:
+    message = f"{name}: is not supported, and this value would change the answer; leave it out"
+    for value in (0.5, ["x"], {"type": "json_object"}, "other"):
+        with pytest.raises(ValidationError, match=message):
+            kind.model_validate({**body, name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": None}, "prompt: expected a text, a list of texts, a list of token ids, or a list of such lists"),
+        ({"prompt": []}, "prompt: expected a text"),
+        ({"prompt": ["a", 1]}, "prompt: expected a text"),
+        ({"prompt": [True]}, "prompt: expected a text"),
+        ({"prompt": [1.5]}, "prompt: expected a text"),
+        ({"prompt": {"a": 1}}, "prompt: expected a text"),
+        ({"prompt": ""}, "prompt 0 is empty; expected at least one token"),
+        ({"prompt": [[1], []]}, "prompt 1 is empty; expected at least one token"),
+        ({"prompt": [256]}, "prompt 0: expected text, or token ids from 0 to 255, got 256"),
+        ({"prompt": [-1]}, "prompt 0: expected text, or token ids from 0 to 255, got -1"),
+        ({"prompt": [10**30]}, "."),
+        ({"n": 0}, "n: Input should be greater than or equal to 1"),
+        ({"n": "2"}, "n: Input should be a valid integer"),
+        ({"n": 10**9}, "1000000000 texts, prompts times n, are more than this server ever takes"),
+        ({"max_tokens": 0}, "max_tokens: expected at least 1; 0 only gives back the prompt, with echo"),
+        ({"max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
+        ({"max_tokens": True}, "max_tokens: Input should be a valid integer"),
+        ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
+        ({"temperature": -0.1}, "temperature: Input should be greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+        ({"top_p": 0}, "top_p: Input should be greater than 0"),
+        ({"top_k": -2}, "top_k: Input should be greater than or equal to -1"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"seed": 2**63}, "seed: "),
+        ({"stop": ["a"] * 17}, "stop: List should have at most 16 items"),
+        ({"stop": ""}, "stop: got '', expected a string of at least one character"),
+        ({"stop": [1]}, "stop.0: Input should be a valid string"),
+        ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
+        ({"logprobs": True}, "logprobs: Input should be a valid integer"),
+        ({"stream": 1}, "stream: Input should be a valid boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: is about streams; give stream with it"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation is not supported"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x: Extra inputs are not permitted"),
+        ({"best_of": 2}, "best_of: is not supported, and this value would change the answer; leave it out"),
+        ({"nonsense": 1}, "nonsense: no such field is known here; leave it out"),
+        ({"model": 3}, "model: Input should be a valid string"),
+    ],
+    ids=lambda one: json.dumps(one)[:40],
+)
+def test_fields_out_of_range(server: Server, change: dict[str, Any], message: str) -> None:
+    answer = ask(server, {**TEXT, **change})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert message in error["message"] or message == "."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "user"}]}, "this model's tokens are bytes, for which there is no chat template"),
+        ({"messages": [{"role": 1, "content": "x"}]}, "messages.0.role: Input should be a valid string"),
+        ({"messages": ["Hi"]}, "messages.0: Input should be an object"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of type text are supported"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls: is not supported in a message"),
+        ({"top_logprobs": 2}, "top_logprobs: is about logprobs; give logprobs: true with it"),
+        ({"max_tokens": 0}, "max_tokens: expected at least 1"),
+        ({"max_completion_tokens": 0}, "max_tokens: expected at least 1"),
+    ],
+    ids=lambda one: json.dumps(one)[:40],
+)
+def test_fields_of_conversations_out_of_range(server: Server, change: dict[str, Any], message: str) -> None:
+    answer = ask(server, {**CHAT, **change}, "/v1/chat/completions")
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": NaN}',
+     b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": 1e999}', b"[" * 100_000,
+     b'{"prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}", b'{"prompt": [' + b"9" * 10_000 + b"]}"],
+    ids=lambda body: repr(body[:24]),
+)  # fmt: skip
+def test_what_is_no_json_object(server: Server, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = ask(server, body, path)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]
+
+
+def test_content_of_messages_in_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = ChatRequest.model_validate({"messages": [{"role": "developer", "content": parts, "name": "x"}]})
+    assert [(one.role, one.content) for one in found.messages] == [("system", "ab")]

@@ -1,0 +1,225 @@
+"""The command in a process of its own: where it listens, how it ends, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from build_folders import flip
+from command_line import invoke, refused
+from serving import PATIENCE_S
+
+from mod_export.serve import server as server_module
+
+SLOW_STEPS = """
+import time
+from mod_export.runtime.generate.decoder import Decoder
+step = Decoder.step
+def slow(self, *arguments):
+    time.sleep({seconds})
+    return step(self, *arguments)
+Decoder.step = slow
+"""
+"""Makes a text of the tiny model last long enough for a signal to come in the middle of it."""
+LONG = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+
+
+@contextlib.contextmanager
+def command(folder: Path, *options: object, code: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`mod-export serve` and where it listens."""
+    script = f"{code}\nfrom mod_export.cli import main\nmain()"
+    listed = [sys.executable, "-c", script, "serve", str(folder), "--port", "0", *map(str, options)]
+    process = subprocess.Popen(listed, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if found := re.search(r"http://\S+:\d+", line):
+            break
+    assert found, said
+    try:
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+        process.stderr.close()
+
+
+def texts_of(url: str, count: int, found: list[httpx2.Response]) -> list[threading.Thread]:
+    """Clients that each ask for a long text."""
+
+    def ask() -> None:
+        found.append(httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S))
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        text = httpx2.get(f"{url}/metrics", timeout=PATIENCE_S).text
+        values = dict(
+            line.split(" ")
+            for line in text.splitlines()
+            if line.startswith(("mod_export_busy_rows", "mod_export_queue_depth"))
+        )
+        if sum(map(float, values.values())) == count:
+            return threads
+        time.sleep(0.01)
+    raise AssertionError("the requests did not arrive")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_texts_finish(written: Path, number: signal.Signals) -> None:
+    """Those in rows and those that wait; meanwhile new ones are refused, and it says that it is not ready."""
+    with command(written, code=SLOW_STEPS.format(seconds=0.02)) as (process, url):
+        found: list[httpx2.Response] = []
+        threads = texts_of(url, 5, found)
+        process.send_signal(number)
+        deadline = time.monotonic() + PATIENCE_S
+        while httpx2.get(f"{url}/v2/health/ready").status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert httpx2.get(f"{url}/v2/health/ready").status_code == 503
+        assert httpx2.get(f"{url}/v2/health/live").status_code == 200
+        new = httpx2.post(f"{url}/v1/completions", json=LONG)
+        assert (new.status_code, new.headers["retry-after"]) == (503, "1")
+        assert new.json()["error"]["code"] == "shutting_down"
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert process.wait(PATIENCE_S) == 0
+        assert [one.status_code for one in found] == [200] * 5
+        assert all(one.json()["choices"][0]["finish_reason"] == "length" for one in found)
+
+
+def test_a_second_signal_ends_it_at_once(written: Path) -> None:
+    with command(written, code=SLOW_STEPS.format(seconds=0.5)) as (process, url):
+        found: list[httpx2.Response] = []
+        with contextlib.suppress(httpx2.HTTPError):
+            client = httpx2.Client()
+            client.post(f"{url}/v1/completions", json=LONG, timeout=0.5)
+        texts = {"prompt": ["a"] * 3, "max_tokens": 40, "ignore_eos": True}
+        thread = threading.Thread(target=lambda: _ignoring(url, texts))
+        thread.start()
+        time.sleep(1)
+        process.terminate()
+        time.sleep(0.3)
+        assert process.poll() is None
+        begun = time.monotonic()
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 143
+        assert time.monotonic() - begun < 1
+        thread.join(PATIENCE_S)
+        assert found == []
+
+
+def _ignoring(url: str, body: object) -> None:
+    with contextlib.suppress(httpx2.HTTPError):
+        httpx2.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+
+def test_what_takes_longer_than_it_may_is_cut(written: Path) -> None:
+    with command(written, "--drain", "0.2", code=SLOW_STEPS.format(seconds=0.1)) as (process, url):
+        found: list[httpx2.Response] = []
+        texts_of(url, 1, found)
+        begun = time.monotonic()
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+        assert time.monotonic() - begun < 4
+        deadline = time.monotonic() + PATIENCE_S
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (found[0].status_code, found[0].json()["error"]["code"]) == (503, "shutting_down")
+
+
+def test_killed_it_starts_again_on_the_same_port(written: Path) -> None:
+    with command(written, code=SLOW_STEPS.format(seconds=0.1)) as (process, url):
+        thread = threading.Thread(target=lambda: _ignoring(url, LONG))
+        thread.start()
+        time.sleep(0.5)
+        process.kill()
+        process.wait(PATIENCE_S)
+        thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    with command(written, "--port", url.rpartition(":")[2]) as (_, again):
+        assert again == url
+        assert httpx2.post(f"{again}/v1/completions", json=LONG, timeout=PATIENCE_S).status_code == 200
+
+
+def test_a_thread_that_has_ended_ends_the_server(written: Path) -> None:
+    """So whoever supervises it starts another one."""
+    broken = (
+        "from mod_export.runtime.generate.rows import Rows\ndef step(self): raise ZeroDivisionError\nRows.step = step"
+    )
+    with command(written, code=broken) as (process, url):
+        answer = httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S)
+        assert answer.status_code == 500
+        assert process.wait(PATIENCE_S) == 1
+
+
+def test_others_need_a_key(written: Path, tmp_path: Path) -> None:
+    refused(
+        invoke("serve", written, "--host", "0.0.0.0"), r"--host 0.0.0.0: whoever reaches this machine could use the"
+    )
+    keys = tmp_path / "keys"
+    refused(invoke("serve", written, "--api-key-file", keys), "keys: cannot be read as API keys")
+    keys.write_text("\n \n")
+    refused(invoke("serve", written, "--api-key-file", keys), "keys: expected API keys, one a line, and it has none")
+    keys.write_text(" one \ntwo\n")
+    assert server_module.read_keys(keys) == {"one", "two"}
+    with command(written, "--host", "0.0.0.0", "--api-key-file", keys) as (_, url):
+        local = url.replace("0.0.0.0", "127.0.0.1")
+        assert httpx2.get(f"{local}/v1/models").status_code == 401
+        assert httpx2.get(f"{local}/v1/models", headers={"Authorization": "Bearer two"}).status_code == 200
+
+
+def test_what_it_does_not_start_with(written: Path, written_copy: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused(invoke("serve", written, "--port", port), f"--host 127.0.0.1 --port {port}: cannot listen there")
+    refused(
+        invoke("serve", written, "--drain", "-1", "--port", 0), "--drain: expected a number of seconds of at least 0"
+    )
+    refused(invoke("serve", written, "--max-wait", "0", "--port", 0), "max_wait: expected a number of seconds above 0")
+    refused(invoke("serve", written, "--rows", "9", "--port", 0), "rows: no engine writes 9 texts at once; built: 1, 3")
+    refused(invoke("serve", tmp_path, "--port", 0), "no manifest.json here")
+    assert invoke("serve", written, "--port", "70000").exit_code == 2
+    for name in ("graphs/weights-float32.data", "engines/ort-cpu/mod-decode-b3s48-float32.onnx", "manifest.json"):
+        content = (written_copy / name).read_bytes()
+        flip(written_copy / name)
+        refused(invoke("serve", written_copy, "--port", 0), r"has been changed since it was (built|written)|damaged")
+        (written_copy / name).write_bytes(content)
+
+
+def test_a_client_that_takes_nothing_is_cut_off(written: Path) -> None:
+    """Its text ends in the server's memory, and the connection by the system."""
+    code = "import mod_export.serve.server as one\none.STALLED_MS = 1500"
+    with command(written, code=code) as (process, url):
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(PATIENCE_S)
+        slow.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        body = json.dumps(
+            {"prompt": ["a"] * 20, "n": 3, "max_tokens": 40, "ignore_eos": True, "stream": True, "logprobs": 20}
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        slow.sendall(head + body)
+        assert httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S).status_code == 200
+        time.sleep(5)
+        found = b""
+        with contextlib.suppress(ConnectionError):
+            while chunk := slow.recv(1 << 16):
+                found += chunk
+        slow.close()
+        assert b"[DONE]" not in found
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0

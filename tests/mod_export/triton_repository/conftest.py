@@ -1,0 +1,73 @@
+"""Build folders as they are written on machines that these tests do not have, and the command as they call it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mod_export.build_folder.files import entry_of
+from mod_export.build_folder.manifest import read_manifest
+from mod_export.build_folder.workspace import amend
+from mod_export.cli.triton import triton
+from mod_export.types import Bucket
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def write() -> Command:
+    """`mod-export triton`, in this process."""
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(triton, [str(argument) for argument in arguments])
+
+    return run
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Where one can be written."""
+    return tmp_path / "repository"
+
+
+PlanFolder = Callable[..., Path]
+
+
+@pytest.fixture
+def with_plans(written: Path, tmp_path: Path) -> PlanFolder:
+    """Makes a copy of `written` that lists plans beside its engines. They are files without a plan in them, because a
+    real one is built on a GPU.
+    """
+
+    def make(*plans: tuple[str, str, str, str], target: str = "tensorrt") -> Path:
+        """`plans`: role, bucket, dtype and architecture of each."""
+        root = Path(shutil.copytree(written, tmp_path / "plans", ignore=shutil.ignore_patterns(".partial-*")))
+        data = read_manifest(root)
+        engines, files = list(data["engines"]), dict(data["files"])
+        for role, bucket, dtype, arch in plans:
+            stem = bucket if role == "forward" else f"{role}-{bucket}"
+            path = f"engines/{target}/mod-{stem}-{dtype}-{arch}.engine"
+            (root / path).parent.mkdir(exist_ok=True)
+            (root / path).write_bytes(path.encode())
+            shape = Bucket.named(bucket)
+            engines.append(
+                {
+                    "target": target,
+                    "model": "mod",
+                    "bucket": {"batch": shape.batch, "seq": shape.seq},
+                    "dtype": dtype,
+                    "path": path,
+                    "weights": None,
+                    "arch": arch,
+                    "role": role,
+                }
+            )
+            files[path] = entry_of(root / path).model_dump()
+        amend(root, {"engines": engines, "files": files}, {})
+        return root
+
+    return make

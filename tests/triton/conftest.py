@@ -1,0 +1,100 @@
+"""A build folder that writes text slowly enough to be interrupted, and real servers of what is made of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from build_folders import Silent
+from click.testing import CliRunner
+from tiny_models import lively_checkpoint
+from triton_server import WINDOW, Serve, TritonServer, backends
+from writing import SPEC
+
+from mod_export.cli.triton import triton
+from mod_export.config import config_from_toml
+from mod_export.pipeline import build
+from mod_export.sources.request import Request
+from mod_models.checkpoint import save_checkpoint
+
+CONFIG_TOML = f"""
+buckets = [[1, 16], [2, 32], [1, 64]]
+targets = ["ort-cpu"]
+
+[generation]
+window = {WINDOW}
+prompts = [32]
+batches = [1, 3]
+"""
+STANDS_IN = '''
+import numpy as np
+import onnxruntime as ort
+import triton_python_backend_utils as utils
+from pathlib import Path
+
+
+class TritonPythonModel:
+    """In place of Triton's backend of ONNX Runtime, which the tested server does not carry."""
+
+    def initialize(self, args):
+        path = Path(args["model_repository"]) / args["model_version"] / "model.onnx"
+        self._session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            feeds = {one.name(): one.as_numpy() for one in request.inputs()}
+            names = list(request.requested_output_names())
+            found = self._session.run(names, feeds)
+            answers.append(utils.InferenceResponse([utils.Tensor(*pair) for pair in zip(names, found)]))
+        return answers
+'''
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Was built without evidence, which takes a minute and is not looked at here."""
+    root = tmp_path_factory.mktemp("folder")
+    checkpoint = lively_checkpoint(replace(SPEC, max_positions=WINDOW, n_layers=6), 6)
+    save_checkpoint(root / "model.pt", checkpoint)
+    (root / "c.toml").write_text(CONFIG_TOML, encoding="utf-8")
+    models = Request.checkpoint(root / "model.pt").models
+    build(models, config_from_toml(root / "c.toml"), root / "build", Silent(), "mod-export build", evidence=False)
+    return root / "build"
+
+
+@pytest.fixture(scope="session")
+def backend_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return backends(tmp_path_factory.mktemp("backends"))
+
+
+@pytest.fixture(scope="session")
+def serve(folder: Path, backend_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """A server of the repository that the command writes with these options. Not started yet."""
+
+    own = folder
+
+    def make(*options: object, folder: Path = own) -> TritonServer:
+        root = tmp_path_factory.mktemp("serving")
+        listed = [folder, "-o", root / "repository", "--name", "demo", "--threads", 1, *options]
+        found = CliRunner().invoke(triton, [str(one) for one in listed])
+        assert found.exit_code == 0, found.output
+        for path in (root / "repository").glob("*/config.pbtxt"):
+            text = path.read_text(encoding="utf-8")
+            other = re.sub('backend: "onnxruntime"\nplatform: .*\n', 'backend: "python"\n', text)
+            if other != text:
+                path.write_text(other, encoding="utf-8")
+                (path.parent / "1" / "model.py").write_text(STANDS_IN, encoding="utf-8")
+        return TritonServer(root / "repository", backend_folder, root / "log")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def server(serve: Serve) -> Iterator[TritonServer]:
+    """Of --forward python, with default limits."""
+    with serve() as found:
+        yield found
