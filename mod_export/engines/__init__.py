@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from mod_export.engines.inductor import Inductor
 from mod_export.engines.inductor_cuda import InductorCuda
 from mod_export.engines.openvino import OpenVino
@@ -10,6 +12,10 @@ from mod_export.engines.protocol import EngineBuilder
 from mod_export.engines.trt import TensorRT, TensorRTRTX
 
 __all__ = ["ENGINES"]
+
+# Since release 1.29 ONNX Runtime reports to its vendor, on Linux too, and keeps a number of the device in the user's
+# folder, unless this is set before it is loaded (microsoft/onnxruntime#27379). Whoever wants that sets it to 0.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 ENGINES: dict[str, EngineBuilder] = {
     engine.name: engine

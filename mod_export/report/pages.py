@@ -109,7 +109,7 @@ def _without_null(value: Mapping[str, JsonValue]) -> dict[str, Any]:
 
 
 def render_page(package: str, template: str, *, script: str | None = None, **values: Any) -> str:
-    """A page of `template`, a file of `package` that extends shell.html.j2 and gets `values`; `script` is its own one."""
+    """A page of `template`, a file of `package` that extends shell.html.j2 and gets `values`; `script` is its own."""
     return _template(package, template).render(**_shell(script), **values).lstrip() + "\n"
 
 

@@ -36,7 +36,7 @@ class Metrics:
 
     def gauge(self, name: str, explained: str, value: Callable[[], float]) -> None:
         """Adds a number that is looked up whenever somebody asks."""
-        self._gauges[f"mod_export_{name}\n{explained}"] = value
+        self._gauges[f"{name}\n{explained}"] = value
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""

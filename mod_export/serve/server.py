@@ -94,9 +94,8 @@ def serve_folder(
         )
         server = _Server(config, service, drain_s)
         name = f"[{host}]" if ":" in host else host
-        say(
-            f"{service.describe()}\nhttp://{name}:{listener.getsockname()[1]}  (Ctrl-C ends it when its texts are done)"
-        )
+        address = f"http://{name}:{listener.getsockname()[1]}"
+        say(f"{service.name}: {service.describe()}\n{address}  (Ctrl-C ends it when its texts are done)")
         server.run(sockets=[listener])
         return server.exit_code
 

@@ -150,7 +150,7 @@ class Service:
         if isinstance(self.scoring, Scoring):
             other = self.scoring.deployment
             parts.append(f"reads {', '.join(bucket.name for bucket in other.buckets)} ({other.target} {other.dtype})")
-        return f"{self.name}: {'; '.join(parts)}"
+        return "; ".join(parts)
 
 
 @contextlib.contextmanager
@@ -198,7 +198,7 @@ def _open_writing(
         return str(error)
     opened.enter_context(generator)
     scheduler = Scheduler(generator, options.rows, options.max_queue, options.max_wait_s, metrics)
-    metrics.gauge("rows", "Texts that can be written at once", lambda: scheduler.bucket.batch)
-    metrics.gauge("busy_rows", "Texts that are being written", lambda: scheduler.busy)
-    metrics.gauge("queue_depth", "Texts that wait for a row", lambda: scheduler.waiting)
+    metrics.gauge("mod_export_rows", "Texts that can be written at once", lambda: scheduler.bucket.batch)
+    metrics.gauge("mod_export_busy_rows", "Texts that are being written", lambda: scheduler.busy)
+    metrics.gauge("mod_export_queue_depth", "Texts that wait for a row", lambda: scheduler.waiting)
     return Writing(generator, opened.enter_context(scheduler))

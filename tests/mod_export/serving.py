@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 
 from mod_export.runtime.generate.generator import Generator
-from mod_export.runtime.generate.rows import Completion, Piece
+from mod_export.runtime.generate.rows import Completion
 from mod_export.serve.app import create_app
 from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
 from mod_export.serve.service import Service, ServiceOptions, open_service
@@ -111,8 +111,3 @@ def serving(
         finally:
             server.should_exit = True
             thread.join(PATIENCE_S)
-
-
-def pieces_of(events: Events) -> list[Piece]:
-    """Those that have been told so far."""
-    return [event for event in list(events.found.queue) if isinstance(event, Piece)]

@@ -20,6 +20,8 @@ NEEDS: dict[tuple[str, ...], tuple[str, list[str]]] = {
     ("onnx", "onnx_ir"): ("build", ["inspect GRAPH", "validate DIR"]),
     ("onnxruntime",): ("ort", ["bench DIR"]),
     ("gguf",): ("convert", ["convert FILE OUT", "build FILE -o OUT"]),
+    ("uvicorn",): ("serve", ["serve DIR"]),
+    ("prometheus_client",): ("serve", ["serve DIR"]),
 }
 """Modules that are not installed -> the extra that brings them, and commands that need one of them."""
 

@@ -29,7 +29,8 @@ def value_of(server: Server, name: str) -> float:
 
 
 def test_a_key_is_asked_for(written: Path) -> None:
-    with serving(written, keys=["one", "two-\N{LATIN SMALL LETTER E WITH ACUTE}"]) as server, httpx2.Client() as client:
+    keys = ["one", "two-\N{LATIN SMALL LETTER E WITH ACUTE}"]
+    with serving(written, keys=keys) as server, httpx2.Client() as client:
         for path in OPEN:
             assert client.get(server.url + path).status_code == 200
         headers: list[dict[str, str]] = [{}, {"Authorization": "Bearer three"}, {"Authorization": "one"},
@@ -44,7 +45,7 @@ def test_a_key_is_asked_for(written: Path) -> None:
                 "param": None, "code": "invalid_api_key"}  # fmt: skip
             infer = client.post(f"{server.url}/v2/models/writing/infer", json={}, headers=one)
             assert infer.json() == {"error": "this server needs an API key: Authorization: Bearer KEY"}
-        for key in ("one", "two-\N{LATIN SMALL LETTER E WITH ACUTE}"):
+        for key in keys:
             known = {"Authorization": f"bearer {key}".encode()}
             for path in SECURED:
                 assert client.get(server.url + path, headers=known).status_code == 200  # type: ignore[arg-type]
@@ -156,7 +157,7 @@ def test_an_engine_that_keeps_failing_is_not_live(written: Path) -> None:
 
 
 def test_folders_that_cannot_be_served(small: Path, written: Path) -> None:
-    with pytest.raises(UsageError, match="rows: .* writes no text"), open_service(small, ServiceOptions(rows=2)):
+    with pytest.raises(UsageError, match=r"rows: .* writes no text"), open_service(small, ServiceOptions(rows=2)):
         pass
     message = "nothing of it can be served\nwriting text: .*holds no engine.* for tensorrt.*\nwhole prompts: .*tensorrt"
     with pytest.raises(TargetError, match=message), open_service(written, ServiceOptions(target="tensorrt")):

@@ -117,8 +117,12 @@ def test_a_model_with_inputs_of_its_own(tmp_path: Path) -> None:
         with pytest.raises(InferenceServerException, match="no bucket was built for patches"):
             client.infer(name, [tensor("patches", patches[:, :5], binary=True), tensor("scale", scale, binary=True)])
         # JSON's whole numbers are numbers, too.
-        body = {"inputs": [{"name": "scale", "shape": [1], "datatype": "FP32", "data": [2]},
-                           {"name": "patches", "shape": [2, 16, 6], "datatype": "FP32", "data": patches.tolist()}]}  # fmt: skip
+        body = {
+            "inputs": [
+                {"name": "scale", "shape": [1], "datatype": "FP32", "data": [2]},
+                {"name": "patches", "shape": [2, 16, 6], "datatype": "FP32", "data": patches.tolist()},
+            ]
+        }
         answer = infer(server, body, name=name)
         assert answer.status_code == 200, answer.text
         client.close()

@@ -259,17 +259,17 @@ def test_an_engine_that_keeps_failing_is_not_healthy(scheduler: Scheduler, gener
 
 
 def test_a_bug_leaves_nobody_waiting(generator: Generator) -> None:
-    class Bug(Exception):
+    class BugError(Exception):
         pass
 
     def tell(event: Event) -> None:
         if isinstance(event, Piece):
-            raise Bug("one")
+            raise BugError("one")
 
     with Scheduler(generator) as scheduler:
         with held(scheduler, generator, [[1]], 30) as running:
             scheduler.submit(generator.texts([[2]], 4), tell)
-        assert isinstance(running.failure(), Bug)
+        assert isinstance(running.failure(), BugError)
         scheduler._thread.join(PATIENCE_S)
         assert not scheduler.healthy
         with pytest.raises(ClosingError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -57,6 +58,17 @@ def test_a_process_without_pytorch_writes(written: Path, generator: Generator) -
     said = command("generate", written, "--prompt", PROMPT, "--max-new-tokens", 5, code=code, encoding="utf-8")
     assert said.returncode == 0, said.stderr
     assert said.stdout == generator.generate(PROMPT, 5)[0].text + "\n"
+
+
+def test_nothing_is_reported_to_anybody(written: Path, tmp_path: Path) -> None:
+    """ONNX Runtime would keep a number of the device and a queue of reports in the user's folder."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "ORT_DISABLE_TELEMETRY")}
+    environment = {**kept, "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
+    said = command(
+        "generate", written, "--prompt", PROMPT, "--max-new-tokens", 5, "--target", "ort-cpu", env=environment
+    )
+    assert said.returncode == 0, said.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_json_lines(written: Path, generator: Generator) -> None:
