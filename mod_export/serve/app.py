@@ -35,7 +35,7 @@ def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[s
             foreign web pages that the reader's browser shows: those whose name points at this machine, and by the
             header Origin all others.
     """
-    secured, open_to_all = _Guard(keys, hosts), _Guard((), hosts)
+    secured, open_to_all = Guard(keys, hosts), Guard((), hosts)
     routes = [
         ("GET", "/v1/models", secured, openai_api.list_models),
         ("GET", "/v1/models/{name:path}", secured, openai_api.one_model),
@@ -57,11 +57,13 @@ def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[s
         routes=[Route(path, guard(path, endpoint), methods=[method]) for method, path, guard, endpoint in routes],
         exception_handlers={HTTPException: _no_such_address},
     )
+    app.router.redirect_slashes = False
     app.state.service = service
+    app.state.mailbox = openai_api.Mailbox()
     return app
 
 
-class _Guard:
+class Guard:
     """Lets requests through to an endpoint, and turns its errors into answers."""
 
     def __init__(self, keys: Collection[str], hosts: Collection[str] | None) -> None:
@@ -75,20 +77,20 @@ class _Guard:
         async def guarded(request: Request) -> Response:
             metrics: Metrics = request.app.state.service.metrics
             try:
-                self._check(request)
+                self.check(request)
                 response = await endpoint(request)
             except ClientDisconnect:
                 response = Response(status_code=CLIENT_LEFT)
             except Exception as error:  # Whatever it is, the client gets an answer in its API's shape.
                 problem = problem_of(error)
                 metrics.refused(problem.code or str(problem.status))
-                response = problem.response(request.url.path)
+                response = problem.response(_path(request))
             metrics.answered(path, response.status_code)
             return response
 
         return guarded
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         if self._hosts is not None:
             self._check_hosts(request, self._hosts)
         if not self._keys:
@@ -101,7 +103,7 @@ class _Guard:
             raise ApiError(401, "this server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
 
     def _check_hosts(self, request: Request, hosts: Collection[str]) -> None:
-        with_key = "start it with --api-key-file"
+        with_key = "give it API keys (--api-key-file, on Ray api_key_file)"
         if request.url.hostname not in hosts:
             raise ApiError(
                 403,
@@ -115,11 +117,17 @@ class _Guard:
             )
 
 
+def _path(request: Request) -> str:
+    """Of the address, without what it is mounted at."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))
+
+
 async def _no_such_address(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: "no such address", 405: f"{request.method}: not a method of this address"}
-    message = f"{request.url.path[:80]}: {said.get(error.status_code, error.detail)}"
-    response = ApiError(error.status_code, message).response(request.url.path)
+    message = f"{_path(request)[:80]}: {said.get(error.status_code, error.detail)}"
+    response = ApiError(error.status_code, message).response(_path(request))
     response.headers.update(error.headers or {})
     return response
 

@@ -175,8 +175,8 @@ def _feeds(inputs: Sequence[_Tensor], rest: bytes) -> dict[str, np.ndarray]:
             array = _numbers(one, dtype)
         elif not isinstance(size, int) or size != dtype.itemsize * math.prod(one.shape) or size > len(rest):
             expected = dtype.itemsize * math.prod(one.shape)
-            raise ApiError(400, f"{one.name}: binary_data_size {str(size)[:80]}, expected {expected} for its shape, and "
-                               f"{len(rest)} bytes are left in the body")  # fmt: skip
+            found = f"binary_data_size {str(size)[:80]}, expected {expected} for its shape"
+            raise ApiError(400, f"{one.name}: {found}, and {len(rest)} bytes are left in the body")
         else:
             array, rest = np.frombuffer(rest[:size], dtype), rest[size:]
         if array.size != math.prod(one.shape):

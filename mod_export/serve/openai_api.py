@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -44,6 +46,7 @@ async def one_model(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
     service: Service = request.app.state.service
+    _check_room(service)
     asked = await _asked(request, CompletionRequest)
     writing = _writing(service, asked.model, len(asked.several) * asked.n)
     generator = writing.generator
@@ -63,6 +66,7 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
     service: Service = request.app.state.service
+    _check_room(service)
     asked = await _asked(request, ChatRequest)
     writing = _writing(service, asked.model, asked.n)
     generator = writing.generator
@@ -87,6 +91,14 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def _asked(request: Request, kind: type[Asked]) -> Asked:
     return kind.model_validate_json(await read_body(request, MOST_BODY_BYTES))
+
+
+def _check_room(service: Service) -> None:
+    """Refuses a request before it is read where there is no room for one text: a server that has too much to do has no
+    time for those.
+    """
+    if isinstance(service.writing, Writing):
+        service.writing.scheduler.check_room(1)
 
 
 def _check_model(service: Service, name: str | None) -> None:
@@ -145,12 +157,8 @@ async def _answer(
     request: Request, writing: Writing, asked: OpenAIRequest, texts: Sequence[Text], answer: Answer
 ) -> Response:
     events: asyncio.Queue[Event] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def tell(event: Event) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, event)
-
-    job = writing.scheduler.submit(texts, tell)
+    mailbox: Mailbox = request.app.state.mailbox
+    job = writing.scheduler.submit(texts, partial(mailbox.put, events, asyncio.get_running_loop()))
     try:
         if not asked.stream:
             await unless_gone(request.receive, _all(events, len(texts)))
@@ -163,6 +171,28 @@ async def _answer(
     if isinstance(first, Failed):
         raise first.error
     return EventStream(job, _chunks(first, events, len(texts), answer, usage=asked.counts_tokens))
+
+
+class Mailbox:
+    """Brings events from the scheduler's thread to the event loop, which is woken once for all that have come."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[asyncio.Queue[Event], Event]] = deque()
+        self._woken = False
+
+    def put(self, events: asyncio.Queue[Event], loop: asyncio.AbstractEventLoop, event: Event) -> None:
+        """From the scheduler's thread."""
+        self._items.append((events, event))
+        if not self._woken:
+            self._woken = True
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        # First, so that what is put from here on wakes the loop again.
+        self._woken = False
+        while self._items:
+            events, event = self._items.popleft()
+            events.put_nowait(event)
 
 
 async def _all(events: asyncio.Queue[Event], texts: int) -> None:

@@ -36,11 +36,11 @@ function draw(found) {
 
 async function watch() {
   try {
-    const answer = await fetch("/metrics", { headers: headers() });
+    const answer = await fetch("metrics", { headers: headers() });
     if (answer.status === 401) { show("state", "needs an API key"); at("asks")?.removeAttribute("hidden"); }
     else if (answer.ok) {
       draw(read(await answer.text()));
-      const ready = await fetch("/v2/health/ready");
+      const ready = await fetch("v2/health/ready");
       show("state", ready.ok ? "ready" : "not ready: takes no more requests");
     } else show("state", `answers ${answer.status}`);
   } catch { show("state", "does not answer"); }
@@ -60,7 +60,7 @@ async function write(event) {
     const body = { model: at("form").dataset.model, prompt: at("prompt").value, stream: true,
       stream_options: { include_usage: true }, max_tokens: Number(at("tokens").value),
       temperature: Number(at("temperature").value) };
-    const answer = await fetch("/v1/completions", { method: "POST", signal: mine.signal, body: JSON.stringify(body),
+    const answer = await fetch("v1/completions", { method: "POST", signal: mine.signal, body: JSON.stringify(body),
       headers: { "Content-Type": "application/json", ...headers() } });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -174,6 +174,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._in_rows: dict[Text, _InRow] = {}
+        self._untold: list[tuple[Job, Event]] = []
         self._text_s = GUESSED_TEXT_S
         self._failures = 0
         self._draining = self._stopping = False
@@ -265,7 +266,8 @@ class Scheduler:
         if waiting + texts > self._max_queue + free:
             seconds = max(1, math.ceil((waiting + texts) * self._text_s / self.bucket.batch))
             raise QueueFullError(
-                f"{waiting} texts are waiting for a row and at most {self._max_queue} may; try again in {seconds} s",
+                f"{len(self._in_rows)} texts are being written, {waiting} wait for a row and at most {self._max_queue} "
+                f"may, so there is no room for {texts} more; try again in {seconds} s",
                 seconds,
             )
 
@@ -300,15 +302,18 @@ class Scheduler:
     def _work(self, rows: Rows) -> None:
         """Lets texts begin, and takes one step."""
         self._leave_out_what_is_over()
+        self._tell()
         while len(rows.busy) < rows.size and (text := self._next()) is not None:
             alone = not rows.busy
             self._pass_on(rows.begin(text))
             self._take_ended()
+            self._tell()
             if not alone:
                 break
         self._pass_on(rows.step())
         _ = rows.busy  # What was cancelled meanwhile leaves its row.
         self._take_ended()
+        self._tell()
 
     def _leave_out_what_is_over(self) -> None:
         """Requests that were cancelled while they waited, or waited too long."""
@@ -349,7 +354,7 @@ class Scheduler:
                 now = time.perf_counter()
                 self._observer.wrote(text, None if state.last is None else now - state.last)
                 state.last = now
-            state.job.tell(piece)
+            self._untold.append((state.job, piece))
 
     def _take_ended(self) -> None:
         for text in [one for one in self._in_rows if one.completion.finish]:
@@ -361,10 +366,20 @@ class Scheduler:
 
     def _say_ended(self, job: Job, text: Text) -> None:
         self._observer.ended(text)
-        job.tell(Ended(text.row, text.completion))
+        self._untold.append((job, Ended(text.row, text.completion)))
+
+    def _tell(self) -> None:
+        """Tells what has happened, when all rows of a step have their tokens: whoever is told wants the interpreter's
+        lock, which this thread gives away as soon as the engine runs.
+        """
+        untold, self._untold = self._untold, []
+        for job, event in untold:
+            job.tell(event)
 
     def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
-        for job in jobs:
+        failing = set(jobs)
+        self._untold = [(job, event) for job, event in self._untold if job not in failing]
+        for job in failing:
             with self._changed:
                 left = [*job.waiting, *(text for text, state in self._in_rows.items() if state.job is job)]
                 for text in left:

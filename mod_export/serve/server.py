@@ -11,10 +11,13 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mod_export.errors import UsageError
 from mod_export.serve.app import create_app
@@ -24,7 +27,13 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_CONNECTIONS = 4096
 STALLED_MS = 60_000
 """A client that takes nothing for so long is cut off: what it was sent would stay in memory."""
+HEAD_S = 15.0
+"""Seconds in which the head of a request has to come."""
 WATCH_S = 1.0
+SWITCH_S = 0.0005
+"""How long a thread keeps the interpreter's lock while another one wants it. At Python's 5 ms the scheduler's thread
+would, where many requests come, wait longer for the lock than a step of a small model takes.
+"""
 TERMINATED = 143
 """The exit code of a server that a second signal ended: that of a program which SIGTERM ends."""
 BROKEN = 1
@@ -80,11 +89,15 @@ def serve_folder(
         )
     if not drain_s >= 0:
         raise UsageError(f"--drain: expected a number of seconds of at least 0, got {drain_s:g}")
+    sys.setswitchinterval(SWITCH_S)
     # First, because opening a folder takes longer than to see that the port is taken.
     with _listening(host, port) as listener, open_service(folder, options) as service:
         app = create_app(service, keys, None if keys else {*LOOPBACK, host})
         config = uvicorn.Config(
             app,
+            # httptools, which uvicorn would take where it is installed, bounds no headers.
+            http=_Protocol,
+            loop="asyncio",
             log_level="info" if access_log else "warning",
             access_log=access_log,
             lifespan="off",
@@ -110,6 +123,38 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
             yield listener
     except (OSError, OverflowError) as error:
         raise UsageError(f"--host {host} --port {port}: cannot listen there ({error}); name another port") from error
+
+
+class _Protocol(H11Protocol):
+    """Closes connections on which the head of a request does not come; uvicorn has no limit for the first one."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # As uvicorn has it.
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+        super().connection_lost(exc)
+
+    def _watch_head(self) -> None:
+        comes = self.conn.their_state is h11.IDLE
+        if comes and self._waiting is None:
+            self._waiting = self.loop.call_later(HEAD_S, self._give_up)
+        elif not comes and self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _give_up(self) -> None:
+        self._waiting = None
+        if self.conn.their_state is h11.IDLE:
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):

@@ -33,9 +33,8 @@ def test_a_key_is_asked_for(written: Path) -> None:
     with serving(written, keys=keys) as server, httpx2.Client() as client:
         for path in OPEN:
             assert client.get(server.url + path).status_code == 200
-        headers: list[dict[str, str]] = [{}, {"Authorization": "Bearer three"}, {"Authorization": "one"},
-                                         {"Authorization": "Basic one"}, {"Authorization": "Bearer one two"}]  # fmt: skip
-        for one in headers:
+        for said in (None, "Bearer three", "one", "Basic one", "Bearer one two"):
+            one = {} if said is None else {"Authorization": said}
             for path in SECURED:
                 refused = client.get(server.url + path, headers=one)
                 assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
@@ -62,7 +61,7 @@ def test_only_its_own_names_where_no_key_is_asked_for(written: Path) -> None:
 
 
 def test_addresses_and_methods_that_are_none(server: Server) -> None:
-    for path in ("/v1/engines", "/v3", "/v1/completions/x", "/metrics/x"):
+    for path in ("/v1/engines", "/v3", "/v1/completions/", "/v1/completions/x", "/metrics/x"):
         answer = httpx2.get(server.url + path)
         assert answer.status_code == 404
         assert answer.json()["error"]["message"] == f"{path}: no such address"
@@ -84,8 +83,8 @@ def test_foreign_pages_are_kept_out_where_no_key_is_asked_for(written: Path) -> 
             answer = httpx2.post(f"{server.url}/v1/completions", json=ASKED, headers={"Origin": origin})
             assert answer.status_code == status
         assert answer.json()["error"]["message"] == (
-            "Origin 'http://127.0.0.1': without an API key this server answers no other web page; start it with "
-            "--api-key-file"
+            "Origin 'http://127.0.0.1': without an API key this server answers no other web page; give it API keys "
+            "(--api-key-file, on Ray api_key_file)"
         )
 
 

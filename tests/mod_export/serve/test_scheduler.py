@@ -161,7 +161,9 @@ def test_the_queue_is_bounded(generator: Generator) -> None:
                 1,
                 4,
             )  # Two of them have a row as soon as the thread goes on.
-            message = "4 texts are waiting for a row and at most 2 may; try again in 2 s"
+            message = (
+                "1 texts are being written, 4 wait for a row and at most 2 may, so there is no room for 1 more; try"
+            )
             with pytest.raises(QueueFullError, match=message) as refused:
                 scheduler.submit(generator.texts([[3]], 4), lambda _: None)
             assert refused.value.retry_after_s == math.ceil(5 / ROWS)

@@ -223,3 +223,23 @@ def test_a_client_that_takes_nothing_is_cut_off(written: Path) -> None:
         assert b"[DONE]" not in found
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_heads_that_do_not_come_or_do_not_end(written: Path) -> None:
+    """Neither holds a connection for long, nor takes memory without a bound."""
+    code = "import mod_export.serve.server as one\none.HEAD_S = 1.0"
+    with command(written, code=code) as (_, url):
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        for begun in (b"", b"GET /v1/mod", b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /v1/mod"):
+            with socket.create_connection(address, timeout=PATIENCE_S) as connection:
+                connection.sendall(begun)
+                said = b""
+                while chunk := connection.recv(1 << 16):
+                    said += chunk
+                assert said.count(b"HTTP/1.1 200") == begun.count(b"\r\n\r\n")
+        with socket.create_connection(address, timeout=PATIENCE_S) as connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET / HTTP/1.1\r\nX-Endless: " + b"a" * (1 << 20))
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1 << 16)[:12] in (b"HTTP/1.1 400", b"")
+        assert httpx2.get(f"{url}/v2/health/ready").status_code == 200

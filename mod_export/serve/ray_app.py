@@ -1,0 +1,244 @@
+"""Build folders on Ray Serve: the application that `mod-export serve` has, in each of several replicas.
+
+    serve run mod_export.serve.ray_app:app folder=build/writing threads=2 max_replicas=4
+
+Ray finds a replica for each request, starts and ends replicas with the load, and replaces those that fail. How much a
+replica takes at once, and what it answers when that is too much, is decided by the application.
+"""
+
+# No `from __future__ import annotations`: Ray looks at the annotation of `app` to check its arguments.
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from ray import serve
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Mount
+from starlette.types import Receive, Scope, Send
+
+from mod_export.build_folder.manifest import MANIFEST, open_folder
+from mod_export.errors import ModExportError, UsageError
+from mod_export.serve.app import Guard
+from mod_export.serve.open_folder import OpenFolder
+from mod_export.serve.problems import LOG, RETRY_S, ApiError, problem_of
+from mod_export.serve.server import LOOPBACK, read_keys
+from mod_export.serve.service import ServiceOptions
+from mod_export.types import ModelKind
+
+BESIDE_TEXTS = 16
+"""Requests that a replica takes beyond what it ever writes and scores at once: for metrics, health and lists of models,
+and for requests that are refused, which takes milliseconds.
+"""
+HEALTH_S = 2.0
+"""Between two checks of a replica. Ray replaces it when three of them have failed one after the other."""
+FEW = Annotated[int, Field(ge=1)]
+SECONDS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Arguments(BaseModel):
+    """What `serve run ... NAME=VALUE` and `args:` in a file of `serve deploy` may say.
+
+    Attributes:
+        folder: a build folder, at this path on every node.
+        folders: several of them, by the names under which clients choose one; or a folder that holds them.
+        open_folders: how many of `folders` a replica has open at most, beside the first, which it always has open.
+        replicas: how many there are; with `max_replicas` at least.
+        max_replicas: how many there are at most; None: there are always `replicas`.
+        target_ongoing_requests: of a replica, on average, above which another one is started; None is one for each row.
+        upscale_delay_s: seconds that there have to be more before one is started.
+        downscale_delay_s: seconds that there have to be fewer before one is ended.
+        threads: of a CPU engine inside one operator, and CPUs that a replica claims.
+        gpus: that a replica claims.
+        drain_s: seconds that texts have to end when a replica ends or a folder is closed for another one.
+        api_key_file: API keys, one a line, at this path on every node; requests bring one of them.
+        hosts: names beside `localhost` under which the server may be addressed while it has no API keys, separated by
+            commas or as a list; `*` is any.
+        name: see `ServiceOptions`, as `rows`, `max_queue`, `max_wait_s`, `target`, `dtype` and `model`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: Path | None = None
+    folders: dict[str, Path] | Path | None = None
+    open_folders: FEW = 2
+    replicas: FEW = 1
+    max_replicas: FEW | None = None
+    target_ongoing_requests: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    upscale_delay_s: SECONDS = 10.0
+    downscale_delay_s: SECONDS = 300.0
+    threads: FEW = 1
+    gpus: SECONDS = 0.0
+    drain_s: SECONDS = 30.0
+    api_key_file: Path | None = None
+    hosts: tuple[str, ...] = ()
+    name: str | None = None
+    rows: FEW | None = None
+    max_queue: Annotated[int, Field(ge=0)] = 64
+    max_wait_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    target: str | None = None
+    dtype: str | None = None
+    model: ModelKind = "mod"
+
+    @field_validator("hosts", mode="before")
+    @classmethod
+    def _split(cls, given: Any) -> Any:
+        return given.split(",") if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.folder is None) == (self.folders is None):
+            raise ValueError("expected a build folder as folder=DIR, or several as folders=DIR, and not both")
+        if self.folders is not None and self.name is not None:
+            raise ValueError("name: is for one folder; those of `folders` have their own names")
+        return self
+
+    @property
+    def options(self) -> ServiceOptions:
+        """How each folder is served."""
+        names = {one.name for one in dataclasses.fields(ServiceOptions)}
+        return ServiceOptions(**self.model_dump(include=names))
+
+    def by_name(self) -> dict[str | None, Path]:
+        """The build folders, by the names of their models; None is the name of the checkpoint.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self.folder is not None:
+            return {self.name: self.folder.absolute()}
+        if isinstance(self.folders, Path):
+            paths = sorted(self.folders.absolute().glob(f"*/{MANIFEST}"))
+            found: dict[str | None, Path] = {path.parent.name: path.parent for path in paths}
+        else:
+            found = {name: folder.absolute() for name, folder in (self.folders or {}).items()}
+        if not found:
+            raise UsageError(f"folders: expected build folders, and there is none in {self.folders}")
+        return found
+
+
+def app(args: Arguments) -> serve.Application:
+    """Builds the application.
+
+    Raises:
+        UsageError: there is no build folder.
+        BuildFolderError: `rows` has to be looked up, and a folder is damaged or not there.
+    """
+    folders = args.by_name()
+    rows = args.rows or max(map(_most_rows, folders.values()))
+    # One for each text that has a row or waits for one, and one for each prompt that is scored or waits for that.
+    most_waiting = rows + args.max_queue + 1 + args.max_queue
+    most_requests = most_waiting * min(len(folders), 1 + args.open_folders) + BESIDE_TEXTS
+    number: dict[str, Any] = {"num_replicas": args.replicas}
+    if args.max_replicas is not None:
+        scaling = {
+            "min_replicas": args.replicas,
+            "max_replicas": args.max_replicas,
+            "target_ongoing_requests": args.target_ongoing_requests or max(1, rows),
+            "upscale_delay_s": args.upscale_delay_s,
+            "downscale_delay_s": args.downscale_delay_s,
+        }
+        number = {"autoscaling_config": scaling}
+    deployment = serve.deployment(
+        name="mod-export",
+        ray_actor_options={"num_cpus": args.threads, "num_gpus": args.gpus},
+        max_ongoing_requests=most_requests,
+        # The application refuses what is too much. These wait in Ray while a replica starts.
+        max_queued_requests=most_requests * (args.max_replicas or args.replicas),
+        backpressure_config={"status_code": 429, "retry_after_s": RETRY_S},
+        graceful_shutdown_timeout_s=args.drain_s,
+        health_check_period_s=HEALTH_S,
+        **number,
+    )
+    application: serve.Application = deployment(serve.ingress()(Replica)).bind(args, folders)
+    return application
+
+
+def _most_rows(folder: Path) -> int:
+    """Texts that the engines of a build folder write at once."""
+    engines = open_folder(folder, verify=False).engines
+    return max((engine.bucket.batch for engine in engines if engine.role == "decode"), default=0)
+
+
+class Replica:
+    """A process that has build folders open.
+
+    Attributes:
+        open_folders: those that it has opened; a closed one is forgotten when the next is opened.
+    """
+
+    def __init__(self, args: Arguments, folders: Mapping[str | None, Path]) -> None:
+        self.open_folders: list[OpenFolder] = []
+        self._args, self._folders = args, folders
+        self._keys = read_keys(args.api_key_file) if args.api_key_file else frozenset[str]()
+        self._hosts = None if self._keys or "*" in args.hosts else {*LOOPBACK, *args.hosts}
+        self._guard = Guard(self._keys, self._hosts)
+
+    async def __serve_build_asgi_app__(self) -> Starlette:
+        """What Ray calls before a replica gets requests. Of the folders, the first stays open; Ray's cache opens the
+        others when they are asked for, and closes the one that was not used for longest.
+        """
+        self._first = await self._opened(next(iter(self._folders)))
+
+        async def load(name: str) -> OpenFolder:
+            try:
+                return await self._opened(name)
+            except ModExportError as error:  # No client's fault, and it names paths.
+                LOG.error("%s: cannot be opened: %s", name, error)
+                raise ApiError(500, f"model {name!r}: cannot be opened; the log says why", code="failed") from error
+
+        self._cached = serve.multiplexed(max_num_models_per_replica=self._args.open_folders)(load)
+        return Starlette(routes=[Mount("/", app=self._answer)], lifespan=self._until_shutdown)
+
+    def check_health(self) -> None:
+        """What Ray calls to know whether it has to replace this replica.
+
+        Raises:
+            EngineError: it has.
+        """
+        for folder in self.open_folders:
+            folder.check()
+
+    @contextlib.asynccontextmanager
+    async def _until_shutdown(self, _: Starlette) -> AsyncIterator[None]:
+        yield
+        for folder in self.open_folders:
+            await asyncio.to_thread(folder.close)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        try:
+            # Nothing is awaited between this and the folder's own count of its requests, so it is not closed meanwhile.
+            folder = await self._chosen(request)
+        except Exception as error:  # As `create_app` does.
+            await problem_of(error).response(request.url.path)(scope, receive, send)
+        else:
+            await folder(scope, receive, send)
+
+    async def _chosen(self, request: Request) -> OpenFolder:
+        name = serve.get_multiplexed_model_id()
+        if not name or len(self._folders) == 1:
+            return self._first
+        # First, because whoever may not use the server must not have it open and close folders.
+        self._guard.check(request)
+        if name not in self._folders:
+            names = ", ".join(repr(one) for one in self._folders)
+            message = f"model {name[:80]!r}: not served here; this server has {names}"
+            raise ApiError(404, message, code="model_not_found")
+        if name == next(iter(self._folders)):
+            return self._first
+        found: OpenFolder = await self._cached(name)
+        return found
+
+    async def _opened(self, name: str | None) -> OpenFolder:
+        args = self._args
+        options = dataclasses.replace(args.options, name=name)
+        folder = await asyncio.to_thread(
+            OpenFolder.of, self._folders[name], options, self._keys, self._hosts, args.drain_s
+        )
+        self.open_folders = [one for one in self.open_folders if not one.closed] + [folder]
+        return folder

@@ -1,0 +1,178 @@
+"""A light HTTP client: one connection for each request, one task, and nothing between it and the socket.
+
+Client libraries retry, keep connections and wait by rules of their own, which would hide what a server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HOST = "127.0.0.1"
+ANSWER_S = 60.0
+"""After which a request counts as one that hangs."""
+BROKEN = (OSError, EOFError)
+"""What a connection that the server ended raises. IncompleteReadError is an EOFError, and TimeoutError an OSError."""
+
+
+@dataclass
+class Reply:
+    """A whole answer.
+
+    Attributes:
+        seconds: from before the connection to the last byte.
+    """
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    seconds: float
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Streamed:
+    """A streamed answer.
+
+    Attributes:
+        status: 200, or that of a refusal, with its `body`.
+        texts: of each choice.
+        finishes: likewise; empty if it did not end.
+        tokens: as the server counts them, 0 if it did not say.
+        first_s: from before the connection to the first piece of text.
+        gaps_s: between pieces of text.
+        seconds: from before the connection to the last byte.
+        done: whether the closing line of the protocol came.
+        error: that came in the stream.
+    """
+
+    status: int
+    headers: dict[str, str]
+    body: bytes = b""
+    texts: dict[int, str] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+    tokens: int = 0
+    first_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    done: bool = False
+    error: Any = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every text came to its end."""
+        return self.status == 200 and self.done and not self.error and self.texts.keys() == self.finishes.keys()
+
+
+def request_bytes(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
+    """A request; headers that are given replace those that it has otherwise."""
+    all_headers = {"Host": HOST, "Connection": "close", "Content-Type": "application/json",
+                   "Content-Length": str(len(body)), **(headers or {})}  # fmt: skip
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in all_headers.items() if value != "")]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def completion(payload: Mapping[str, Any]) -> bytes:
+    """A request for a completion."""
+    return request_bytes("POST", "/v1/completions", json.dumps(payload).encode())
+
+
+async def exchange(port: int, sent: bytes, timeout_s: float = ANSWER_S) -> Reply:
+    """Sends bytes, and reads an answer."""
+    begin = time.perf_counter()
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            # Not drained: a server that refuses a body before it has read all of it answers meanwhile.
+            writer.write(sent)
+            status, headers = await read_head(reader)
+            body = b"".join([piece async for piece in _body(reader, headers)])
+        finally:
+            writer.close()
+    return Reply(status, headers, body, time.perf_counter() - begin)
+
+
+async def get(port: int, path: str, timeout_s: float = ANSWER_S) -> Reply:
+    """A page."""
+    return await exchange(port, request_bytes("GET", path), timeout_s)
+
+
+async def complete(port: int, payload: Mapping[str, Any], timeout_s: float = ANSWER_S) -> Reply:
+    """A completion in one piece."""
+    return await exchange(port, completion(payload), timeout_s)
+
+
+async def stream(
+    port: int, payload: Mapping[str, Any], timeout_s: float = ANSWER_S, begun: asyncio.Event | None = None
+) -> Streamed:
+    """A streamed completion; `begun` is set with its first text."""
+    asked = {**payload, "stream": True, "stream_options": {"include_usage": True}}
+    begin = time.perf_counter()
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(completion(asked))
+            found = Streamed(*await read_head(reader))
+            last = begin
+            pending = b""
+            async for piece in _body(reader, found.headers):
+                if found.status != 200:
+                    found.body += piece
+                    continue
+                *events, pending = (pending + piece).split(b"\n\n")
+                if sum(_take(found, event) for event in events):
+                    now = time.perf_counter()
+                    if found.first_s is None:
+                        found.first_s = now - begin
+                    else:
+                        found.gaps_s.append(now - last)
+                    last = now
+                    if begun is not None:
+                        begun.set()
+        finally:
+            writer.close()
+    found.seconds = time.perf_counter() - begin
+    return found
+
+
+def _take(found: Streamed, event: bytes) -> bool:
+    """Adds an event to what came before; whether it has text."""
+    data = event.removeprefix(b"data: ")
+    if data == b"[DONE]":
+        found.done = True
+        return False
+    chunk = json.loads(data)
+    found.error = chunk.get("error") or found.error
+    if chunk.get("usage"):
+        found.tokens = chunk["usage"]["completion_tokens"]
+    texts = False
+    for choice in chunk.get("choices", ()):
+        row = choice["index"]
+        found.texts[row] = found.texts.get(row, "") + choice["text"]
+        texts = texts or bool(choice["text"])
+        if choice["finish_reason"]:
+            found.finishes[row] = choice["finish_reason"]
+    return texts
+
+
+async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Status and headers, whose names are in small letters."""
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    pairs = (line.partition(":") for line in lines[1:] if line)
+    return int(lines[0].split(" ")[1]), {name.lower(): value.strip() for name, _, value in pairs}
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+    """The body, as it comes."""
+    if headers.get("transfer-encoding") != "chunked":
+        yield await reader.readexactly(int(headers.get("content-length", "0")))
+        return
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+    await reader.readexactly(2)
