@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,10 +29,6 @@ STALLED_MS = 60_000
 HEAD_S = 15.0
 """Seconds in which the head of a request has to come."""
 WATCH_S = 1.0
-SWITCH_S = 0.0005
-"""How long a thread keeps the interpreter's lock while another one wants it. At Python's 5 ms the scheduler's thread
-would, where many requests come, wait longer for the lock than a step of a small model takes.
-"""
 TERMINATED = 143
 """The exit code of a server that a second signal ended: that of a program which SIGTERM ends."""
 BROKEN = 1
@@ -89,7 +84,6 @@ def serve_folder(
         )
     if not drain_s >= 0:
         raise UsageError(f"--drain: expected a number of seconds of at least 0, got {drain_s:g}")
-    sys.setswitchinterval(SWITCH_S)
     # First, because opening a folder takes longer than to see that the port is taken.
     with _listening(host, port) as listener, open_service(folder, options) as service:
         app = create_app(service, keys, None if keys else {*LOOPBACK, host})

@@ -33,7 +33,7 @@ from scenario_leaving import leaving
 from scenario_overload import overload
 from scenario_slow_readers import slow_readers
 from scenario_steady import steady
-from served import Setting, machine_line
+from served import Setting, keep_clients_apart, machine_line
 
 from mod_export.build_folder.manifest import open_folder
 from mod_export.errors import BuildFolderError
@@ -74,6 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given.results.mkdir(parents=True, exist_ok=True)
     folder = given.folder or built_folder(given.results)
     setting = Setting(folder, given.results, given.seed, 60 * given.minutes, given.locust)
+    keep_clients_apart()
     print(f"seed {given.seed}; {machine_line()}", flush=True)
     outcomes = []
     for name in given.only:

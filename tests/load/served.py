@@ -29,6 +29,11 @@ SAMPLE = re.compile(r"^(\w+(?:\{[^}]*\})?) (\S+)$", re.MULTILINE)
 BANNER_LINES = 2
 
 
+CORES = sorted(os.sched_getaffinity(0))
+ON_ITS_CORES = ["taskset", "--cpu-list", ",".join(map(str, CORES[:-1]))] if len(CORES) > 1 else []
+"""A server has all cores but the last, and as many engine threads; its clients take no time from it."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """What all scenarios are given.
@@ -92,7 +97,7 @@ class Served:
         begin = time.monotonic()
         # A session of its own, so that Ctrl-C reaches only the scripts, which then end the server themselves.
         self._process = subprocess.Popen(
-            self._command, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+            [*ON_ITS_CORES, *self._command], stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             while not self._answers():
@@ -205,7 +210,14 @@ def greedy(prompt: str, tokens: int, **more: Any) -> Mapping[str, Any]:
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
 
 
+def keep_clients_apart() -> None:
+    """This process, and the programs that it starts, run on the last core; servers have the others."""
+    if ON_ITS_CORES:
+        os.sched_setaffinity(0, CORES[-1:])
+
+
 def machine_line() -> str:
     """What the numbers were measured on."""
-    cores = len(os.sched_getaffinity(0))
-    return f"{cores} logical cores, which the server and its clients share, so the clients take time from the server"
+    if ON_ITS_CORES:
+        return f"the server on {len(CORES) - 1} logical core(s), its clients on another one"
+    return "one logical core, which the server and its clients share, so the clients take time from the server"
