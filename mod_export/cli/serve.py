@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mod_export.cli.boundary import PATH, command, folder_argument
+from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
 
 
 @click.command()
@@ -18,13 +19,19 @@ from mod_export.cli.boundary import PATH, command, folder_argument
 @click.option("--name", metavar="NAME", help="Of the model, as clients name it; default: as the checkpoint is called.")
 @click.option("--rows", metavar="N", type=int, help="Texts written at once; default: as many as the engines can.")
 @click.option(
-    "--max-queue", metavar="N", type=int, default=64, show_default=True, help="Texts that may wait for a row."
+    "--max-queue", metavar="N", type=int, default=MAX_QUEUE, show_default=True, help="Texts that may wait for a row."
 )
 @click.option(
-    "--max-wait", "max_wait_s", metavar="S", type=float, default=30.0, show_default=True, help="Seconds they may wait."
+    "--max-wait",
+    "max_wait_s",
+    metavar="S",
+    type=float,
+    default=MAX_WAIT_S,
+    show_default=True,
+    help="Seconds they may wait.",
 )
 @click.option(
-    "--drain", "drain_s", metavar="S", type=float, default=30.0, show_default=True,
+    "--drain", "drain_s", metavar="S", type=float, default=DRAIN_S, show_default=True,
     help="Seconds that texts have to end after a signal.",
 )  # fmt: skip
 @click.option("--api-key-file", "key_file", metavar="FILE", type=PATH, help="API keys, one a line; requests bring one.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mod_export.cli.boundary import PATH, command, folder_argument
+from mod_export.serve import MAX_QUEUE
 
 if TYPE_CHECKING:
     from mod_export.triton.request import Forward
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
 )
 @click.option("--threads", metavar="N", type=int, help="CPU threads of an engine; default: every physical core.")
 @click.option(
-    "--max-queue", metavar="N", type=int, default=64, show_default=True, help="Requests that may wait for a model."
+    "--max-queue",
+    metavar="N",
+    type=int,
+    default=MAX_QUEUE,
+    show_default=True,
+    help="Requests that may wait for a model.",
 )
 @click.option("--instances", metavar="N", type=int, default=1, show_default=True, help="Copies of each model.")
 @command

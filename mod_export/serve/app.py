@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Awaitable, Callable, Collection
 from functools import wraps
 from importlib.resources import files
@@ -19,6 +20,7 @@ from mod_export.serve.metrics import CONTENT_TYPE, Metrics
 from mod_export.serve.problems import ApiError, problem_of
 from mod_export.serve.service import Service
 
+HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?", re.ASCII)
 CLIENT_LEFT = 499
 """The status that nginx logs; nobody receives it."""
 
@@ -104,10 +106,12 @@ class Guard:
 
     def _check_hosts(self, request: Request, hosts: Collection[str]) -> None:
         with_key = "give it API keys (--api-key-file, on Ray api_key_file)"
-        if request.url.hostname not in hosts:
+        said = request.headers.get("host", "")
+        found = HOST.fullmatch(said)
+        if found is None or found["name"].strip("[]").lower() not in hosts:
             raise ApiError(
                 403,
-                f"Host {str(request.url.hostname)[:80]!r}: without an API key this server answers as "
+                f"Host {said[:80]!r}: without an API key this server answers as "
                 f"{', '.join(sorted(hosts))} only; {with_key} to be reached by other names",
             )
         origin = request.headers.get("origin")
@@ -129,6 +133,8 @@ async def _no_such_address(request: Request, error: Exception) -> Response:
     message = f"{_path(request)[:80]}: {said.get(error.status_code, error.detail)}"
     response = ApiError(error.status_code, message).response(_path(request))
     response.headers.update(error.headers or {})
+    service: Service = request.app.state.service
+    service.metrics.answered("", error.status_code)
     return response
 
 

@@ -38,7 +38,11 @@ JSON_LENGTH = "Inference-Header-Content-Length"
 BYTES_OF_A_NUMBER = 32
 """At most, as JSON."""
 BESIDE_NUMBERS = 1 << 20
+MOST_DIGITS = 20
 MOST_DIMENSIONS = 8
+MOST_TENSORS = 64
+MOST_JSON_NUMBERS = 1 << 20
+"""Of an output. To write more of them as text takes seconds in which no text of others is written."""
 
 
 class _Tensor(BaseModel):
@@ -63,8 +67,8 @@ class _InferRequest(BaseModel):
 
     id: str | None = None
     parameters: dict[str, Any] = {}
-    inputs: list[_Tensor]
-    outputs: list[_Wanted] | None = None
+    inputs: Annotated[list[_Tensor], Field(max_length=MOST_TENSORS, fail_fast=True)]
+    outputs: Annotated[list[_Wanted], Field(max_length=MOST_TENSORS, fail_fast=True)] | None = None
 
 
 async def server_metadata(_: Request) -> Response:
@@ -110,12 +114,13 @@ async def infer(request: Request) -> Response:
     asked, rest = _parsed(body, request.headers.get(JSON_LENGTH))
 
     def run() -> tuple[bytes, int | None]:
-        feeds = _feeds(asked.inputs, rest)
-        with scoring.turn() as deployment:
-            results = _run(deployment, feeds)
-        return _encoded(service.name, asked, results)
+        return _encoded(service.name, asked, _run(scoring.deployment, _feeds(asked.inputs, rest)))
 
-    content, json_bytes = await unless_gone(request.receive, asyncio.to_thread(run))
+    async def ran() -> tuple[bytes, int | None]:
+        return await asyncio.get_running_loop().run_in_executor(scoring.pool, run)
+
+    with scoring.admitted():
+        content, json_bytes = await unless_gone(request.receive, ran())
     if json_bytes is None:
         return Response(content, media_type="application/json")
     return Response(content, headers={JSON_LENGTH: str(json_bytes)}, media_type="application/octet-stream")
@@ -158,7 +163,8 @@ def _parsed(body: bytes, json_length: str | None) -> tuple[_InferRequest, bytes]
     """The JSON of a body, and the raw bytes after it."""
     size = len(body)
     if json_length is not None:
-        if not (json_length.isascii() and json_length.isdigit() and int(json_length[:12]) <= len(body)):
+        number = json_length.isascii() and json_length.isdigit() and len(json_length) <= MOST_DIGITS
+        if not number or int(json_length) > len(body):
             raise ApiError(400, f"{JSON_LENGTH}: expected a number up to {len(body)}, got {json_length[:80]!r}")
         size = int(json_length)
     return _InferRequest.model_validate_json(body[:size]), body[size:]
@@ -191,6 +197,9 @@ def _numbers(tensor: _Tensor, dtype: np.dtype[Any]) -> np.ndarray:
     if tensor.data is None:
         raise ApiError(400, f"{tensor.name}: expected data, or binary_data_size among its parameters")
     try:
+        # Of texts NumPy would make an array in which each has the room of the longest.
+        if not _are_numbers(tensor.data, MOST_DIMENSIONS):
+            raise ValueError("expected numbers in at most 8 dimensions")
         found = np.asarray(tensor.data)
         whole = found.dtype.kind in "iu" or not found.size
         fits = dtype.kind == "f" if not whole else dtype.kind in "iuf"
@@ -204,6 +213,12 @@ def _numbers(tensor: _Tensor, dtype: np.dtype[Any]) -> np.ndarray:
             return found.astype(dtype).reshape(-1)
     except (ValueError, TypeError, OverflowError) as error:
         raise ApiError(400, f"{tensor.name}: data that is no {tensor.datatype} ({str(error)[:200]})") from error
+
+
+def _are_numbers(values: list[Any], depth: int) -> bool:
+    return depth > 0 and all(
+        _are_numbers(one, depth - 1) if isinstance(one, list) else isinstance(one, int | float) for one in values
+    )
 
 
 def _run(deployment: Deployment, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -230,6 +245,8 @@ def _encoded(model: str, asked: _InferRequest, results: Mapping[str, np.ndarray]
         if one.parameters.get("binary_data", asked.parameters.get("binary_data_output", False)) is True:
             blobs.append(array.tobytes())
             outputs.append({**about, "parameters": {"binary_data_size": array.nbytes}})
+        elif array.size > MOST_JSON_NUMBERS:
+            raise ApiError(400, f"{one.name}: has {array.size:,} numbers, too many for JSON; ask for binary_data")
         elif not np.isfinite(array).all():
             raise ApiError(400, f"{one.name}: has numbers that are not finite, which JSON lacks; ask for binary_data")
         else:

@@ -26,7 +26,7 @@ class Answer(Protocol):
     def piece(self, piece: Piece) -> Json | None:
         """The chunk of a piece; None where there is nothing to show."""
 
-    def closing(self, row: int, finish: str) -> Json:
+    def closing(self, row: int, done: Completion) -> Json:
         """The last chunk of a choice."""
 
     def usage(self) -> Json:
@@ -84,15 +84,16 @@ class TextAnswer(_Base):
         listed = self._listed(piece.row, [] if piece.logprob is None else [piece.logprob])
         return self._chunk(self._choice(piece.row, piece.text, listed, None))
 
-    def closing(self, row: int, finish: str) -> Json:
-        return self._chunk(self._choice(row, "", None, finish))
+    def closing(self, row: int, done: Completion) -> Json:
+        stop = self._listed(row, _stop(done)) if done.stop_logprob is not None else None
+        return self._chunk(self._choice(row, "", stop, done.finish))
 
     def whole(self) -> Json:
         choices = []
         for row, one in enumerate(self.completions):
             before = "" if self._echo is None else self._echo[row // self._n]
             listed = self._of_prompt(row) if self._echo is not None else None
-            new = self._listed(row, one.logprobs)
+            new = self._listed(row, [*one.logprobs, *_stop(one)])
             if listed is not None and new is not None:
                 listed = {name: listed[name] + new[name] for name in listed}
             choices.append(self._choice(row, before + one.text, listed or new, one.finish))
@@ -118,7 +119,7 @@ class TextAnswer(_Base):
         return {
             "tokens": [self._names.of(one.token) for one in logprobs],
             "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [self._names.by_name(one.top) for one in logprobs],
+            "top_logprobs": [self._names.by_name(one) for one in logprobs],
             "text_offset": self._offsets(row, [one.token for one in logprobs]),
         }
 
@@ -129,6 +130,11 @@ class TextAnswer(_Base):
             found.append(self._offset[row])
             self._offset[row] += self._names.length(token)
         return found
+
+
+def _stop(done: Completion) -> list[Logprob]:
+    """Of the id that a text stopped at, which clients that score continuations look for after those of the text."""
+    return [] if done.stop_logprob is None else [done.stop_logprob]
 
 
 class ChatAnswer(_Base):
@@ -146,8 +152,8 @@ class ChatAnswer(_Base):
         listed = None if piece.logprob is None else self._listed([piece.logprob])
         return self._chunk(self._delta(piece.row, {"content": piece.text}, listed, None))
 
-    def closing(self, row: int, finish: str) -> Json:
-        return self._chunk(self._delta(row, {}, None, finish))
+    def closing(self, row: int, done: Completion) -> Json:
+        return self._chunk(self._delta(row, {}, None, done.finish))
 
     def whole(self) -> Json:
         choices = [
@@ -191,16 +197,20 @@ class TokenNames:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{one:02x}" for one in found)
 
-    def by_name(self, top: Sequence[tuple[int, float]]) -> Mapping[str, float]:
-        """Logprobs by name; tokens that are written alike, but for the first of them, by number."""
+    def by_name(self, one: Logprob) -> Mapping[str, float]:
+        """Of the most probable tokens, and of the token itself if it is none of them, by name; of tokens that are
+        written alike, all but the first by number.
+        """
         found: dict[str, float] = {}
-        for token, logprob in top:
+        for token, logprob in dict([*one.top, one[:2]]).items():
             name = self.of(token)
             found[f"token_id:{token}" if name in found else name] = logprob
         return found
 
     def length(self, token: int) -> int:
-        """Characters of its text."""
+        """Characters that it adds to a text."""
+        if self._vocabulary is None or not self._vocabulary.is_shown(token):
+            return 0
         found = self.bytes_of(token)
         # In a part of a character the first byte counts for all of it.
         return 0 if found is None else sum(one & 0xC0 != 0x80 for one in found)

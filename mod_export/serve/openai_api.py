@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from mod_export.errors import TooLongError
+from mod_export.runtime.generate.generator import Generator, tokens_read
 from mod_export.runtime.generate.rows import Piece, Text
 from mod_export.serve.body import gone, read_body, unless_gone
 from mod_export.serve.openai_answers import Answer, ChatAnswer, TextAnswer, TokenNames
@@ -26,7 +28,11 @@ NEW_TOKENS = 16
 """Of a completion that does not say how many, as OpenAI's API."""
 TEMPERATURE = 1.0
 """Likewise, unless the model's generation_config.json asks for sampling at another one."""
-MOST_BODY_BYTES = 8 << 20
+BYTES_OF_A_TOKEN = 8
+"""Of a prompt, as JSON, in the largest request of ids."""
+LEAST_BODY_BYTES = 1 << 20
+CHARACTERS_OF_A_TOKEN = 32
+"""On average, at most, in a prompt that is tokenised at all: while a long one is, no text of others is written."""
 DRAWN_SEEDS = 2**31
 Asked = TypeVar("Asked", bound=OpenAIRequest)
 
@@ -52,10 +58,11 @@ async def completions(request: Request) -> Response:
     generator = writing.generator
 
     def read() -> tuple[list[Text], list[str] | None]:
+        for prompt in asked.several:
+            _check_length(generator, prompt)
         ids = generator.ids(asked.several, special=asked.add_special_tokens)
-        scored = asked.echo and (asked.logprobs is not None or asked.max_tokens == 0)
         new = NEW_TOKENS if asked.max_tokens is None else asked.max_tokens
-        texts = _texts(writing, asked, ids, new, asked.logprobs, scored=scored)
+        texts = _texts(writing, asked, ids, new, asked.logprobs, scored=asked.scored)
         return texts, [_text_of(writing, one) for one in asked.several] if asked.echo else None
 
     texts, echo = await asyncio.to_thread(read)
@@ -72,6 +79,7 @@ async def chat_completions(request: Request) -> Response:
     generator = writing.generator
 
     def read() -> list[Text]:
+        _check_length(generator, "".join(one.content for one in asked.messages))
         messages = [one.model_dump() for one in asked.messages]
         ids = generator.ids(messages, asked.chat_template_kwargs)
         limits = [asked.max_completion_tokens, asked.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
@@ -90,7 +98,12 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 async def _asked(request: Request, kind: type[Asked]) -> Asked:
-    return kind.model_validate_json(await read_body(request, MOST_BODY_BYTES))
+    service: Service = request.app.state.service
+    most = LEAST_BODY_BYTES
+    if isinstance(service.writing, Writing):
+        texts = service.writing.scheduler.most_texts
+        most = max(most, texts * service.writing.generator.window * BYTES_OF_A_TOKEN)
+    return kind.model_validate_json(await read_body(request, most))
 
 
 def _check_room(service: Service) -> None:
@@ -120,6 +133,16 @@ def _writing(service: Service, model: str | None, texts: int) -> Writing:
     return service.writing
 
 
+def _check_length(generator: Generator, prompt: str | Sequence[int]) -> None:
+    """Refuses what is far too long before it is tokenised, or looked at id by id."""
+    size = len(prompt) / CHARACTERS_OF_A_TOKEN if isinstance(prompt, str) else len(prompt)
+    if size > generator.window:
+        what = "characters" if isinstance(prompt, str) else "tokens"
+        raise TooLongError(
+            f"a prompt of {len(prompt):,} {what} is longer than the window of {generator.window} tokens; give less"
+        )
+
+
 def _texts(
     writing: Writing,
     asked: OpenAIRequest,
@@ -130,6 +153,8 @@ def _texts(
     scored: bool = False,
 ) -> list[Text]:
     defaults = writing.generator.defaults
+    # Before each prompt is copied n times.
+    writing.generator.bucket_for(1, tokens_read(max(map(len, ids)), new_tokens))
     temperature = asked.temperature if asked.temperature is not None else defaults.temperature or TEMPERATURE
     return writing.generator.texts(
         [prompt for prompt in ids for _ in range(asked.n)],
@@ -162,7 +187,7 @@ async def _answer(
     try:
         if not asked.stream:
             await unless_gone(request.receive, _all(events, len(texts)))
-            return JSONResponse(answer.whole())
+            return JSONResponse(await asyncio.to_thread(answer.whole))
         # Until a first event comes, a refusal can still have a status of its own.
         first = await unless_gone(request.receive, events.get())
     except BaseException:
@@ -185,7 +210,11 @@ class Mailbox:
         self._items.append((events, event))
         if not self._woken:
             self._woken = True
-            loop.call_soon_threadsafe(self._deliver)
+            try:
+                loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # The loop is closed.
+                self._woken = False
+                raise
 
     def _deliver(self) -> None:
         # First, so that what is put from here on wakes the loop again.
@@ -229,7 +258,7 @@ async def _chunks(
 def _chunks_of(event: Piece | Ended, opened: set[int], answer: Answer) -> list[dict[str, Any]]:
     lines = [] if event.row in opened else answer.opening(event.row)
     opened.add(event.row)
-    chunk = answer.piece(event) if isinstance(event, Piece) else answer.closing(event.row, event.completion.finish)
+    chunk = answer.piece(event) if isinstance(event, Piece) else answer.closing(event.row, event.completion)
     return lines if chunk is None else [*lines, chunk]
 
 

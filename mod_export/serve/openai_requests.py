@@ -14,7 +14,8 @@ from typing import Annotated, Any, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST_LOGPROBS = 20
-MOST_STOPS = 16
+MOST_STOPS, LONGEST_STOP = 16, 256
+MOST_MESSAGES = 4096
 LARGEST_SEED = 2**63 - 1
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -70,7 +71,7 @@ class OpenAIRequest(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None = None
-    stop: Annotated[list[str], Field(max_length=MOST_STOPS)] = []
+    stop: Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)] = []
     n: Annotated[int, Field(ge=1)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -131,9 +132,14 @@ class CompletionRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: expected at least 1; 0 only gives back the prompt, with echo")
+        if self.max_tokens == 0 and not self.scored:
+            raise ValueError("max_tokens: expected at least 1; 0 scores a prompt, with echo and logprobs")
         return self
+
+    @property
+    def scored(self) -> bool:
+        """Whether the tokens of the prompt have logprobs, too."""
+        return self.echo and self.logprobs is not None
 
     @property
     def several(self) -> list[str] | list[list[int]]:
@@ -172,7 +178,7 @@ class Message(BaseModel):
 class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Tokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None

@@ -1,7 +1,7 @@
 "use strict";
 const at = id => document.getElementById(id);
 const show = (id, text) => { at(id).textContent = text; };
-const headers = () => at("key")?.value ? { Authorization: `Bearer ${at("key").value}` } : {};
+const headers = () => at("key").value ? { Authorization: `Bearer ${at("key").value}` } : {};
 const ms = seconds => Number.isFinite(seconds) ? `${(1000 * seconds).toPrecision(3)} ms` : "-";
 
 // Prometheus's text: name{label="value"} number.
@@ -37,7 +37,7 @@ function draw(found) {
 async function watch() {
   try {
     const answer = await fetch("metrics", { headers: headers() });
-    if (answer.status === 401) { show("state", "needs an API key"); at("asks")?.removeAttribute("hidden"); }
+    if (answer.status === 401) { show("state", "needs an API key"); at("asks").removeAttribute("hidden"); }
     else if (answer.ok) {
       draw(read(await answer.text()));
       const ready = await fetch("v2/health/ready");
@@ -86,6 +86,7 @@ async function write(event) {
   }
 }
 
+at("asks").addEventListener("submit", event => event.preventDefault());
 at("form")?.addEventListener("submit", write);
 at("stop")?.addEventListener("click", () => running?.abort());
 watch();

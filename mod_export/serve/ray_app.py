@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from mod_export.build_folder.manifest import MANIFEST, open_folder
 from mod_export.errors import ModExportError, UsageError
+from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
 from mod_export.serve.app import Guard
 from mod_export.serve.open_folder import OpenFolder
 from mod_export.serve.problems import LOG, RETRY_S, ApiError, problem_of
@@ -73,13 +74,13 @@ class Arguments(BaseModel):
     downscale_delay_s: SECONDS = 300.0
     threads: FEW = 1
     gpus: SECONDS = 0.0
-    drain_s: SECONDS = 30.0
+    drain_s: SECONDS = DRAIN_S
     api_key_file: Path | None = None
     hosts: tuple[str, ...] = ()
     name: str | None = None
     rows: FEW | None = None
-    max_queue: Annotated[int, Field(ge=0)] = 64
-    max_wait_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    max_queue: Annotated[int, Field(ge=0)] = MAX_QUEUE
+    max_wait_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = MAX_WAIT_S
     target: str | None = None
     dtype: str | None = None
     model: ModelKind = "mod"

@@ -9,6 +9,7 @@ prompt is read between two steps, so that a burst of prompts does not stop the t
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -20,8 +21,10 @@ from typing import NamedTuple, Protocol, Self
 from mod_export.errors import EngineError, ModExportError, UsageError
 from mod_export.runtime.generate.generator import Generator
 from mod_export.runtime.generate.rows import Completion, Piece, Rows, Text, Written
+from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
 from mod_export.types import Bucket
 
+LOG = logging.getLogger("mod_export.serve")
 MOST_FAILURES = 3
 """Steps that fail one after the other before a scheduler says that it is not healthy."""
 GUESSED_TEXT_S = 1.0
@@ -148,8 +151,8 @@ class Scheduler:
         self,
         generator: Generator,
         rows: int | None = None,
-        max_queue: int = 64,
-        max_wait_s: float = 30.0,
+        max_queue: int = MAX_QUEUE,
+        max_wait_s: float = MAX_WAIT_S,
         observer: Observer | None = None,
     ) -> None:
         """Starts with the `with` block, and owns the generator until it ends.
@@ -259,7 +262,11 @@ class Scheduler:
         self._thread.join()
 
     def _check_room(self, texts: int) -> None:
-        if self._draining or self._broken is not None:
+        if self._broken is not None:
+            raise ClosingError(
+                f"texts cannot be written any more ({self._broken!r}); the server has to be started again"
+            )
+        if self._draining:
             raise ClosingError("this server is shutting down and takes no more requests")
         waiting = sum(len(job.waiting) for job in self._jobs)
         free = self.bucket.batch - len(self._in_rows)
@@ -388,7 +395,10 @@ class Scheduler:
                     self._jobs.remove(job)
                 self._changed.notify_all()
             self._observer.failed(error, len(left))
-            job.tell(Failed(error))
+            try:
+                job.tell(Failed(error))
+            except Exception as unheard:  # The others still have to be told.
+                LOG.error("a client could not be told of %r: %r", error, unheard)
 
 
 def _bucket_of(generator: Generator, rows: int | None) -> Bucket:

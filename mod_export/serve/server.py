@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h11
@@ -19,6 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mod_export.errors import UsageError
+from mod_export.serve import DRAIN_S
 from mod_export.serve.app import create_app
 from mod_export.serve.service import Service, ServiceOptions, open_service
 
@@ -29,6 +33,7 @@ STALLED_MS = 60_000
 HEAD_S = 15.0
 """Seconds in which the head of a request has to come."""
 WATCH_S = 1.0
+LEAST_SHUTDOWN_S = 1
 TERMINATED = 143
 """The exit code of a server that a second signal ended: that of a program which SIGTERM ends."""
 BROKEN = 1
@@ -56,7 +61,7 @@ def serve_folder(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    drain_s: float = 30.0,
+    drain_s: float = DRAIN_S,
     keys: frozenset[str] = frozenset(),
     access_log: bool = False,
     say: Callable[[str], None] = print,
@@ -84,6 +89,7 @@ def serve_folder(
         )
     if not drain_s >= 0:
         raise UsageError(f"--drain: expected a number of seconds of at least 0, got {drain_s:g}")
+    _allow_connections()
     # First, because opening a folder takes longer than to see that the port is taken.
     with _listening(host, port) as listener, open_service(folder, options) as service:
         app = create_app(service, keys, None if keys else {*LOOPBACK, host})
@@ -96,7 +102,7 @@ def serve_folder(
             access_log=access_log,
             lifespan="off",
             limit_concurrency=MOST_CONNECTIONS,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=LEAST_SHUTDOWN_S,
             server_header=False,
         )
         server = _Server(config, service, drain_s)
@@ -105,6 +111,15 @@ def serve_folder(
         say(f"{service.name}: {service.describe()}\n{address}  (Ctrl-C ends it when its texts are done)")
         server.run(sockets=[listener])
         return server.exit_code
+
+
+def _allow_connections() -> None:
+    """Each takes a descriptor, and many systems allow 1,024 unless asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MOST_CONNECTIONS
+    if resource.RLIM_INFINITY != soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 @contextlib.contextmanager
@@ -136,6 +151,13 @@ class _Protocol(H11Protocol):
         if self._waiting is not None:
             self._waiting.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        # What the application would still say to a request whose body is none has nowhere to go.
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def _watch_head(self) -> None:
         comes = self.conn.their_state is h11.IDLE
@@ -179,17 +201,25 @@ class _Server(uvicorn.Server):
     def _on_signal(self) -> None:
         self._signals += 1
         if self._signals == 1:
+            self._service.draining = True
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         else:
             # At once: a step of the engine may take long, and nothing on disk is being written.
             os._exit(TERMINATED)
 
     async def _drain(self) -> None:
-        await asyncio.to_thread(self._service.drain, self._drain_s)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._drain_s
+        # A thread of its own, because those of the loop may all be busy.
+        await loop.run_in_executor(ThreadPoolExecutor(1), self._service.drain, self._drain_s)
+        # Texts that are written and still on their way have the rest of the time.
+        self.config.timeout_graceful_shutdown = max(LEAST_SHUTDOWN_S, math.ceil(end - loop.time()))
         self.should_exit = True
 
     async def _watch(self) -> None:
-        """Ends the server when its scheduler has ended by a bug, so that whoever supervises it starts another one."""
+        """Ends the server when its engine keeps failing or its scheduler has ended by a bug, so that whoever supervises
+        it starts another one.
+        """
         while self._service.live:
             await asyncio.sleep(WATCH_S)
         self.exit_code = BROKEN

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mod_export.build_folder.manifest import GenerationFacts, Manifest, open_fol
 from mod_export.errors import TargetError, UsageError
 from mod_export.runtime.deployment import Deployment, load
 from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
 from mod_export.serve.metrics import Metrics
 from mod_export.serve.scheduler import ClosingError, QueueFullError, Scheduler
 from mod_export.types import ModelKind
@@ -36,8 +38,8 @@ class ServiceOptions:
 
     name: str | None = None
     rows: int | None = None
-    max_queue: int = 64
-    max_wait_s: float = 30.0
+    max_queue: int = MAX_QUEUE
+    max_wait_s: float = MAX_WAIT_S
     target: str | None = None
     dtype: str | None = None
     model: ModelKind = "mod"
@@ -57,19 +59,20 @@ class Scoring:
 
     Attributes:
         deployment: what runs them.
+        pool: the one thread on which it does.
     """
 
     def __init__(self, deployment: Deployment, most_waiting: int) -> None:
         self.deployment = deployment
+        self.pool = ThreadPoolExecutor(1, "mod-export scoring")
         self._most_waiting = most_waiting
-        self._one = threading.Lock()
         self._changed = threading.Condition()
         self._requests = 0
         self._closing = False
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[Deployment]:
-        """The deployment, when those that came before are done.
+    def admitted(self) -> Iterator[None]:
+        """Counts a request that waits for the thread, or has it.
 
         Raises:
             QueueFullError: too many wait already.
@@ -82,8 +85,7 @@ class Scoring:
                 raise QueueFullError(f"{self._requests} prompts are being scored or wait for it; try again in 1 s", 1)
             self._requests += 1
         try:
-            with self._one:
-                yield self.deployment
+            yield
         finally:
             with self._changed:
                 self._requests -= 1
@@ -132,10 +134,14 @@ class Service:
         """Takes no more requests, waits until those that it has are done, and then ends what is left of them."""
         self.draining = True
         end = time.monotonic() + within_s
-        if isinstance(self.scoring, Scoring):
-            self.scoring.drain(within_s)
+        parts: list[Scoring | Scheduler] = []
+        parts += [self.scoring] if isinstance(self.scoring, Scoring) else []
+        parts += [self.writing.scheduler] if isinstance(self.writing, Writing) else []
+        for one in parts:
+            one.drain(0.0)
+        for one in parts:
+            one.drain(max(0.0, end - time.monotonic()))
         if isinstance(self.writing, Writing):
-            self.writing.scheduler.drain(max(0.0, end - time.monotonic()))
             self.writing.scheduler.stop()
 
     def describe(self) -> str:
@@ -180,7 +186,9 @@ def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOp
         deployment = load(folder, options.target, options.dtype, options.model, options.threads)
     except TargetError as error:
         return str(error)
-    return Scoring(opened.enter_context(deployment), options.max_queue)
+    scoring = Scoring(opened.enter_context(deployment), options.max_queue)
+    opened.callback(scoring.pool.shutdown, cancel_futures=True)  # Before the engines are closed that it runs.
+    return scoring
 
 
 def _open_writing(

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from mod_export.serve import MAX_WAIT_S
+
 ANY = -1
 """A dimension of any size."""
-QUEUE_SECONDS = 30
+
+QUEUE_SECONDS = int(MAX_WAIT_S)
 """How long a request may wait in Triton's queue, and a text for a row; then it is refused."""
 
 

@@ -10,9 +10,9 @@ from typing import Literal
 from mod_export.build_folder.manifest import Manifest, open_folder
 from mod_export.errors import UsageError
 from mod_export.runtime.deployment import threads_to_use
+from mod_export.serve import MAX_QUEUE
 
 Forward = Literal["python", "onnxruntime", "tensorrt"]
-MAX_QUEUE = 64
 VERSION = "1"
 """The one version folder of every model."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)

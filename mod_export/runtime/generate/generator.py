@@ -67,6 +67,11 @@ def load_generator(
     return Generator(folder, manifest, chosen, threads_to_use(threads))
 
 
+def tokens_read(prompt: int, new: int) -> int:
+    """Tokens that a row has to hold: the last one that is written is never read."""
+    return prompt + max(0, new - 1)
+
+
 class Generator:
     """The prefill and decode buckets of one model, target and dtype.
 
@@ -188,7 +193,7 @@ class Generator:
             UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
         """
         texts = self.texts(prompts, max_new_tokens, prefix=prefix, rolling=rolling, **options)
-        tokens = max(len(text.completion.prompt_ids) for text in texts) + max_new_tokens - 1
+        tokens = tokens_read(max(len(text.completion.prompt_ids) for text in texts), max_new_tokens)
         bucket = self.bucket_for(len(texts), min(tokens, self.window) if rolling else tokens)
         return Stream(texts, lambda: self.open_rows(bucket, rolling=rolling), bucket)
 
@@ -228,7 +233,7 @@ class Generator:
                 f"its last {self.window} tokens, or build a longer window (generation.window)"
             )
         if not rolling:
-            self.bucket_for(1, longest + max_new_tokens - 1)  # The last token that is written is never read.
+            self.bucket_for(1, tokens_read(longest, max_new_tokens))
         return texts
 
     @contextlib.contextmanager

@@ -70,6 +70,7 @@ class Completion:
         overflow: routing site -> how many tokens wanted a slot there and found none.
         read: how many tokens of the text the model has read, its prefix and what was read again by rolling included.
         logprobs: one for each of `ids`, where they were asked for.
+        stop_logprob: of the id that it stopped at, likewise.
         prompt_logprobs: one for each of `prompt_ids` but the first, where they were asked for.
     """
 
@@ -83,6 +84,7 @@ class Completion:
     overflow: dict[Site, int] = field(default_factory=dict)
     read: int = 0
     logprobs: list[Logprob] = field(default_factory=list)
+    stop_logprob: Logprob | None = None
     prompt_logprobs: list[Logprob] = field(default_factory=list)
 
 
@@ -263,12 +265,13 @@ class Rows:
         token = draw(logits_V, text.sampling, text.rng)
         if completion.first_token_s is None:
             completion.first_token_s = time.perf_counter() - text.since
+        logprob = None if text.logprobs is None else logprob_of(logits_V, token, text.logprobs)
         if token in text.stop_ids:
+            completion.stop_logprob = logprob
             self._finish(text, "stop", token)
             yield from self._rest(text)
             return
         completion.ids.append(token)
-        logprob = None if text.logprobs is None else logprob_of(logits_V, token, text.logprobs)
         if logprob is not None:
             completion.logprobs.append(logprob)
         new = "" if text.reader is None else text.stops.feed(text.reader.feed(token))

@@ -66,6 +66,10 @@ class Bytes:
     def special_id(self, text: str) -> int | None:
         return None
 
+    def is_shown(self, token: int) -> bool:
+        """Whether it stands for a part of a text."""
+        return 0 <= token < 256
+
     def token_bytes(self, token: int) -> bytes | None:
         """What a token stands for; None for an id that is no byte."""
         return bytes([token]) if 0 <= token < 256 else None

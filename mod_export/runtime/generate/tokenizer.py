@@ -59,6 +59,7 @@ class TokenizersFile:
         self._tokenizer.no_padding()
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._folder, self._config = path.parent, _config(path.parent)
+        self._token_bytes: dict[int, bytes | None] = {}
         self.special = {name: _content(self._config[name]) for name in NAMED if self._config.get(name)}
         self._add_special_tokens()
         self._tokenizer.encode_special_tokens = self._config.get("split_special_tokens") is True
@@ -99,6 +100,11 @@ class TokenizersFile:
         """UTF-8 of what a token stands for inside a text, which may be a part of a character; of a special token its
         name; None for an id that is not in the file.
         """
+        if token not in self._token_bytes:
+            self._token_bytes[token] = self._bytes_of(token)
+        return self._token_bytes[token]
+
+    def _bytes_of(self, token: int) -> bytes | None:
         name = self._tokenizer.id_to_token(token)
         if name is None:
             return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -15,6 +17,7 @@ from tokenizer_folders import write_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_export.serve.service import Writing
 
 pytestmark = pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
 BUILD_TOML = """
@@ -121,7 +124,8 @@ def test_logprobs_name_every_token(client: openai.OpenAI, generator: Generator) 
     )
     assert all(len(one.top_logprobs) == 2 for one in listed.content)
     joined = b"".join(bytes(one.bytes or ()) for one in listed.content)
-    assert joined.decode(errors="replace").startswith(expected.text.rstrip("\N{REPLACEMENT CHARACTER}")[:8])
+    assert expected.text
+    assert joined.decode(errors="replace") == expected.text
 
 
 def test_names_of_tokens_in_completions(client: openai.OpenAI) -> None:
@@ -132,7 +136,12 @@ def test_names_of_tokens_in_completions(client: openai.OpenAI) -> None:
     (choice,) = found.choices
     assert choice.text.startswith("The quick")
     assert choice.logprobs is not None
-    assert (choice.logprobs.tokens or [])[0] == "<|begin_of_text|>"
+    tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+    assert tokens[0] == "<|begin_of_text|>"
+    assert all(
+        choice.text[offset:].startswith(token) for token, offset in zip(tokens[1:-1], offsets[1:-1], strict=True)
+    )
+    assert offsets[:2] == [0, 0]
     plain = client.completions.create(
         model="llama", prompt="The quick", max_tokens=1, temperature=0, echo=True, logprobs=3,
         extra_body={"add_special_tokens": False},
@@ -151,3 +160,24 @@ def test_the_template_gets_its_variables(client: openai.OpenAI, generator: Gener
     )
     assert found.usage is not None
     assert found.usage.prompt_tokens == len(generator.ids(MESSAGES, variables)[0]) > len(generator.ids(MESSAGES)[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_a_text_ends_at_once_its_stop_token_has_a_logprob(
+    client: openai.OpenAI, generator: Generator, monkeypatch: pytest.MonkeyPatch, server: Server, stream: bool
+) -> None:
+    """Harnesses ask for one token after a continuation, and take everything but the last token for its score."""
+    assert isinstance(server.service.writing, Writing)
+    (free,) = generator.generate("The quick", 1)
+    owned = server.service.writing.generator
+    monkeypatch.setattr(owned._requests, "defaults", replace(owned.defaults, stop_ids=frozenset(free.ids)))
+    asked = {"model": "llama", "prompt": "The quick", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+    answer: Any = client.completions.create(**asked, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == "The quick"
+    assert choices[-1].finish_reason == "stop"
+    listed = [value for choice in choices if choice.logprobs for value in choice.logprobs.token_logprobs]
+    (expected,) = generator.generate("The quick", 1, logprobs=1, prompt_logprobs=True)
+    known = [one.logprob for one in (*expected.prompt_logprobs, *expected.logprobs)]
+    assert listed[0] is None
+    assert listed[1:] == pytest.approx(known, abs=1e-4)

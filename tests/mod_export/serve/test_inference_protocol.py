@@ -17,6 +17,7 @@ from torch import nn
 from tritonclient.utils import InferenceServerException
 
 import mod_export
+from mod_export.serve import inference_protocol
 from mod_export.serve.service import Scoring
 
 NAME = "writing"
@@ -148,6 +149,8 @@ IDS = {"name": "input_ids", "shape": [1, 3], "datatype": "INT64", "data": [1, 2,
         ({"data": ["a", 2, 3]}, "input_ids: data that is no INT64 ("),
         ({"data": [[1, 2], [3]]}, "input_ids: data that is no INT64 ("),
         ({"data": [True, False, True]}, "input_ids: data that is no INT64 ("),
+        ({"data": ["a" * 5000, *[""] * 5000]}, "input_ids: data that is no INT64 (expected numbers in at most 8 dim"),
+        ({"data": [[[[[[[[[1]]]]]]]]]}, "input_ids: data that is no INT64 (expected numbers in at most 8 dimensions)"),
         ({"data": [{}, None, 3]}, "input_ids: data that is no INT64 ("),
         ({"data": None}, "input_ids: expected data, or binary_data_size among its parameters"),
         ({"datatype": "UINT8", "data": [1, 2, 256]}, "a number outside 0 to 255"),
@@ -168,7 +171,7 @@ def test_tensors_that_are_none(server: Server, change: dict[str, Any], message: 
 def test_bodies_that_are_none(server: Server) -> None:
     header = "Inference-Header-Content-Length"
     body = json.dumps({"inputs": [IDS]}).encode()
-    for length in ("x", "-1", str(len(body) + 1), "9" * 50, "1e1"):
+    for length in ("x", "-1", str(len(body) + 1), "9" * 50, "0" * 5000, "1e1"):
         answer = infer(server, body, {header: length})
         assert answer.status_code == 400
         assert answer.json()["error"].startswith(f"{header}: expected a number up to {len(body)}, got ")
@@ -181,6 +184,22 @@ def test_bodies_that_are_none(server: Server) -> None:
     large = infer(server, b" " * (2 << 20))
     assert large.status_code == 413
     assert "the body of the request is larger than " in large.json()["error"]
+
+
+def test_a_server_that_reads_no_whole_rows_says_why(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service, "scoring", "they missed their gates")
+    answer = infer(server, {"inputs": [IDS]})
+    assert (answer.status_code, answer.json()["error"]) == (
+        400, "this server reads no whole rows: they missed their gates")  # fmt: skip
+
+
+def test_more_numbers_than_json_is_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference_protocol, "MOST_JSON_NUMBERS", 700)
+    answer = infer(server, {"inputs": [IDS]})
+    assert (answer.status_code, answer.json()["error"]) == (
+        400, "logits: has 768 numbers, too many for JSON; ask for binary_data")  # fmt: skip
+    binary = infer(server, {"inputs": [IDS], "parameters": {"binary_data_output": True}})
+    assert binary.status_code == 200
 
 
 def test_models_and_versions_that_are_none(server: Server) -> None:
@@ -204,7 +223,7 @@ def test_prompts_that_wait_are_bounded_and_drained(written: Path) -> None:
     with serving(written, max_queue=0) as server:
         scoring = server.service.scoring
         assert isinstance(scoring, Scoring)
-        with scoring.turn():
+        with scoring.admitted():
             answer = infer(server, {"inputs": [IDS]})
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
             assert answer.json()["error"] == "1 prompts are being scored or wait for it; try again in 1 s"

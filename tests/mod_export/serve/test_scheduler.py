@@ -17,8 +17,9 @@ from serving import PATIENCE_S, Events, held, submitted
 from writing import WINDOW, prompts_of_lengths
 
 from mod_export.errors import EngineError, UsageError
+from mod_export.runtime.generate.decoder import Prompts
 from mod_export.runtime.generate.generator import Generator, load_generator
-from mod_export.runtime.generate.rows import Piece, Text
+from mod_export.runtime.generate.rows import Text
 from mod_export.serve.scheduler import (
     ClosingError,
     Ended,
@@ -244,18 +245,18 @@ def test_a_failed_step_fails_the_texts_in_rows_and_no_others(scheduler: Schedule
     assert scheduler.healthy
 
 
-def test_an_engine_that_keeps_failing_is_not_healthy(scheduler: Scheduler, generator: Generator) -> None:
-    for failures in range(1, 4):
-        with held(scheduler, generator, [[1]], 20) as running:
-            for name, array in generator._decoders[scheduler.bucket].cache.items():
-                if name != "counts":
-                    array.fill(np.nan)
-        assert isinstance(running.failure(), EngineError)
-        deadline = time.monotonic() + PATIENCE_S
-        while scheduler._failures < failures and time.monotonic() < deadline:
-            time.sleep(0.001)
-        scheduler._failures = failures  # A first token, which was still right, counts as a success.
-        assert scheduler.healthy == (failures < 3)
+def test_an_engine_that_keeps_failing_is_not_healthy(
+    scheduler: Scheduler, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise EngineError("no prompt can be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Prompts, "read", failing)
+        for healthy in (True, True, False):
+            error = submitted(scheduler, generator, [[1]], 3).failure()
+            assert str(error) == "no prompt can be read"
+            assert scheduler.healthy == healthy
     assert submitted(scheduler, generator, [[1]], 3).completions()
     assert scheduler.healthy
 
@@ -265,16 +266,18 @@ def test_a_bug_leaves_nobody_waiting(generator: Generator) -> None:
         pass
 
     def tell(event: Event) -> None:
-        if isinstance(event, Piece):
-            raise BugError("one")
+        raise BugError("one")
 
     with Scheduler(generator) as scheduler:
         with held(scheduler, generator, [[1]], 30) as running:
             scheduler.submit(generator.texts([[2]], 4), tell)
+            waiting = submitted(scheduler, generator, [[3]] * 9, 30)
         assert isinstance(running.failure(), BugError)
+        assert isinstance(waiting.failure(), BugError)
         scheduler._thread.join(PATIENCE_S)
         assert not scheduler.healthy
-        with pytest.raises(ClosingError):
+        message = r"texts cannot be written any more \(BugError\('one'\)\); the server has to be started again"
+        with pytest.raises(ClosingError, match=message):
             scheduler.check_room(1)
 
 

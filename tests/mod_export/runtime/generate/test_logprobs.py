@@ -7,7 +7,7 @@ import pytest
 import torch
 from writing import WINDOW, prompts_of_lengths
 
-from mod_export.errors import UsageError
+from mod_export.errors import TooLongError, UsageError
 from mod_export.runtime.generate.generator import Generator
 from mod_export.runtime.generate.logits import log_softmax, logprob_of
 from mod_export.sources.protocol import GeneratingModel
@@ -45,6 +45,13 @@ def test_of_a_prompt_alone(generator: Generator, writer: GeneratingModel, length
     assert [one.token for one in found.prompt_logprobs] == prompt[1:]
     for one, expected_V in zip(found.prompt_logprobs, expected_SV[:-1], strict=True):
         assert one.logprob == pytest.approx(expected_V[one.token], abs=PRECISE)
+
+
+def test_a_prompt_that_is_too_long_to_be_scored(generator: Generator) -> None:
+    """Every token of it is read, unlike the last one of a text that is written."""
+    with pytest.raises(TooLongError, match=f"a text of {WINDOW + 1} tokens"):
+        generator.generate([[1] * (WINDOW + 1)], 0, prompt_logprobs=True)
+    assert generator.generate([[1] * WINDOW], 1)[0].ids
 
 
 def test_a_scored_prompt_is_continued_as_another_one_is(generator: Generator) -> None:
