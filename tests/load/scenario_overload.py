@@ -13,7 +13,7 @@ from outcomes import Check, at_least, at_most, equal, told
 from served import Served, Setting, greedy
 from sustained import WARM_S, capacity, open_loop, rate, wrong_texts
 
-TOKENS = 64
+TOKENS = 128
 MEASURE_S = 8.0
 LOAD_S = 10.0
 ROUNDS = 3
