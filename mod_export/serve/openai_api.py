@@ -18,10 +18,10 @@ from mod_export.errors import TooLongError
 from mod_export.runtime.generate.generator import Generator, tokens_read
 from mod_export.runtime.generate.rows import Piece, Text
 from mod_export.serve.body import gone, read_body, unless_gone
+from mod_export.serve.jobs import Ended, Event, Failed, Job
 from mod_export.serve.openai_answers import Answer, ChatAnswer, TextAnswer, TokenNames
 from mod_export.serve.openai_requests import ChatRequest, CompletionRequest, OpenAIRequest
 from mod_export.serve.problems import ApiError, problem_of
-from mod_export.serve.scheduler import Ended, Event, Failed, Job
 from mod_export.serve.service import Service, Writing
 
 NEW_TOKENS = 16
@@ -190,7 +190,7 @@ async def _answer(
             return JSONResponse(await asyncio.to_thread(answer.whole))
         # Until a first event comes, a refusal can still have a status of its own.
         first = await unless_gone(request.receive, events.get())
-    except BaseException:
+    except BaseException:  # Cancelled as well, as Ray does when a client leaves: its rows are given back.
         job.cancel()
         raise
     if isinstance(first, Failed):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from mod_export.errors import TooLongError, UsageError
-from mod_export.serve.scheduler import ClosingError, QueueFullError, WaitedTooLongError
+from mod_export.serve.jobs import ClosingError, QueueFullError, WaitedTooLongError
 
 LOG = logging.getLogger("mod_export.serve")
 RETRY_S = 1

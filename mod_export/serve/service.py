@@ -16,8 +16,9 @@ from mod_export.errors import TargetError, UsageError
 from mod_export.runtime.deployment import Deployment, load
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
+from mod_export.serve.jobs import ClosingError, QueueFullError
 from mod_export.serve.metrics import Metrics
-from mod_export.serve.scheduler import ClosingError, QueueFullError, Scheduler
+from mod_export.serve.scheduler import Scheduler
 from mod_export.types import ModelKind
 
 

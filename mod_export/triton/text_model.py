@@ -19,16 +19,8 @@ import numpy as np
 from mod_export.errors import ModExportError, UsageError
 from mod_export.runtime.generate.generator import load_generator
 from mod_export.runtime.generate.rows import Text
-from mod_export.serve.scheduler import (
-    ClosingError,
-    Ended,
-    Event,
-    Failed,
-    Job,
-    QueueFullError,
-    Scheduler,
-    WaitedTooLongError,
-)
+from mod_export.serve.jobs import ClosingError, Ended, Event, Failed, Job, QueueFullError, WaitedTooLongError
+from mod_export.serve.scheduler import Scheduler
 from mod_export.triton.config import QUEUE_SECONDS
 from mod_export.triton.served import settings_of
 from mod_export.triton.text_request import texts_of

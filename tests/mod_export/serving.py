@@ -16,7 +16,8 @@ import uvicorn
 from mod_export.runtime.generate.generator import Generator
 from mod_export.runtime.generate.rows import Completion
 from mod_export.serve.app import create_app
-from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
+from mod_export.serve.jobs import Ended, Event, Failed, Job
+from mod_export.serve.scheduler import Scheduler
 from mod_export.serve.service import Service, ServiceOptions, open_service
 
 PATIENCE_S = 60

@@ -20,14 +20,8 @@ from mod_export.errors import EngineError, UsageError
 from mod_export.runtime.generate.decoder import Prompts
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.runtime.generate.rows import Text
-from mod_export.serve.scheduler import (
-    ClosingError,
-    Ended,
-    Event,
-    QueueFullError,
-    Scheduler,
-    WaitedTooLongError,
-)
+from mod_export.serve.jobs import ClosingError, Ended, Event, QueueFullError, WaitedTooLongError
+from mod_export.serve.scheduler import Scheduler
 
 ROWS = 3
 SAMPLED = {"temperature": 1.3, "top_k": 50, "top_p": 0.95}
