@@ -17,7 +17,9 @@ from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
 @click.option("--host", metavar="H", default="127.0.0.1", show_default=True, help="Another needs --api-key-file.")
 @click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any.")
 @click.option("--name", metavar="NAME", help="Of the model, as clients name it; default: as the checkpoint is called.")
-@click.option("--rows", metavar="N", type=int, help="Texts written at once; default: as many as the engines can.")
+@click.option(
+    "--rows", metavar="N", type=int, help="Texts written at once, by one engine; default: as many as the engines can."
+)
 @click.option(
     "--max-queue", metavar="N", type=int, default=MAX_QUEUE, show_default=True, help="Texts that may wait for a row."
 )

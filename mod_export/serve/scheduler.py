@@ -59,10 +59,11 @@ class _InRow:
 
 
 class Scheduler:
-    """Writes the texts of many requests in the rows of one decode bucket.
+    """Writes the texts of many requests in the rows of decode engines.
 
     Attributes:
-        bucket: rows, and tokens of the longest text.
+        buckets: of the engines that write them, those of the fewest rows first.
+        bucket: the last of them.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Scheduler:
 
         Args:
             generator: no other stream may be written with it meanwhile.
-            rows: texts that are written at once; None is as many as the largest decode bucket has.
+            rows: texts that are written at once, by one engine, so that a text does not depend on how many others there
+                are in the last bit either; None is as many as the largest decode bucket has, and one text alone is
+                written by the smallest.
             max_queue: texts that may wait for a row.
             max_wait_s: seconds that a request may wait for its first row.
             observer: is told what happens.
@@ -85,7 +88,8 @@ class Scheduler:
         Raises:
             UsageError: there is no decode bucket of so many rows, or a bound is out of range.
         """
-        self.bucket = _bucket_of(generator, rows)
+        self.buckets = _buckets_of(generator, rows)
+        self.bucket = self.buckets[-1]
         if max_queue < 0:
             raise UsageError(f"max_queue: expected at least 0, got {max_queue}")
         if not 0 < max_wait_s < math.inf:
@@ -200,7 +204,7 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            with self._generator.open_rows(self.bucket) as rows:
+            with self._generator.open_rows(*self.buckets) as rows:
                 self._opened.set()
                 while self._wait_for_work():
                     try:
@@ -319,11 +323,15 @@ class Scheduler:
                 LOG.error("a client could not be told of %r: %r", error, unheard)
 
 
-def _bucket_of(generator: Generator, rows: int | None) -> Bucket:
-    """The longest cache, with the fewest rows that are enough."""
+def _buckets_of(generator: Generator, rows: int | None) -> tuple[Bucket, ...]:
+    """Of the longest cache: that of the fewest rows that are enough; where no number is asked for, the smallest and the
+    largest.
+    """
     longest = [bucket for bucket in generator.buckets if bucket.seq == generator.window]
-    enough = [bucket for bucket in longest if bucket.batch >= (rows or max(one.batch for one in longest))]
-    if not enough or (rows is not None and rows < 1):
+    if rows is None:
+        return tuple(dict.fromkeys((min(longest), max(longest))))
+    enough = [bucket for bucket in longest if bucket.batch >= rows]
+    if not enough or rows < 1:
         built = ", ".join(str(bucket.batch) for bucket in longest)
         raise UsageError(f"rows: no engine writes {rows} texts at once; built: {built} (generation.batches)")
-    return min(enough)
+    return (min(enough),)

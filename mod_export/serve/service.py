@@ -28,7 +28,7 @@ class ServiceOptions:
 
     Attributes:
         name: of the model, as clients name it; None is that of the checkpoint.
-        rows: texts that are written at once; None is as many as the largest decode bucket has.
+        rows: texts that are written at once, by one engine; see `Scheduler`.
         max_queue: texts that may wait for a row, and whole prompts that may wait to be scored.
         max_wait_s: seconds that a request may wait for its first row.
         target: of the engines; None takes the fastest that met their gates.

@@ -98,7 +98,7 @@ class OurWriter:
     def logits(self, ids: np.ndarray) -> np.ndarray:
         """Step by step, from the first token on."""
         found = []
-        with self._generator._exclusive(Bucket(1, self._cache)) as decoder:
+        with self._generator._exclusive(Bucket(1, self._cache)) as (decoder,):
             assert isinstance(decoder, Decoder)
             decoder.clear(0)
             for position, token in enumerate(ids):

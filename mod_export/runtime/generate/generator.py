@@ -237,14 +237,14 @@ class Generator:
         return texts
 
     @contextlib.contextmanager
-    def open_rows(self, bucket: Bucket, *, rolling: bool = False) -> Iterator[Rows]:
-        """The rows of a decode bucket, for one caller at a time.
+    def open_rows(self, *buckets: Bucket, rolling: bool = False) -> Iterator[Rows]:
+        """The rows of decode buckets of one length, for one caller at a time.
 
         Raises:
             UsageError: they are in use, or there is no memory for their cache.
         """
-        with self._exclusive(bucket) as decoder:
-            yield Rows(decoder, self._reads(), self._sites, rolling=rolling)
+        with self._exclusive(*buckets) as decoders:
+            yield Rows(decoders, self._reads(), self._sites, rolling=rolling)
 
     def prefix(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prefix:
         """Reads the common beginning of several texts once. The prompts after it are read token by token, so this
@@ -259,7 +259,7 @@ class Generator:
         prompts = self._reads()
         kept = prompts.read(ids[: prompts.longest])
         if len(ids) > prompts.longest:
-            with self._exclusive(self.bucket_for(1, len(ids))) as decoder:
+            with self._exclusive(self.bucket_for(1, len(ids))) as (decoder,):
                 kept = decoder.read_on(kept, ids[prompts.longest :])
         return Prefix(tuple(ids), kept, self._identity)
 
@@ -270,8 +270,8 @@ class Generator:
         return self._prompts
 
     @contextlib.contextmanager
-    def _exclusive(self, bucket: Bucket) -> Iterator[Decoder]:
-        """The decoder of a bucket, for one caller at a time.
+    def _exclusive(self, *buckets: Bucket) -> Iterator[list[Decoder]]:
+        """The decoders of buckets, for one caller at a time.
 
         Raises:
             UsageError: it is in use, or there is no memory for its cache.
@@ -279,13 +279,14 @@ class Generator:
         if not self._writing.acquire(blocking=False):
             raise UsageError("this generator is writing another text; finish or close that stream, or open another one")
         try:
-            if bucket not in self._decoders:
-                self._check_room(bucket)
-                opened = self._engines.decoder(self._decode[bucket])
-                self._decoders[bucket] = self._opened.enter_context(opened)
-            yield self._decoders[bucket]
+            for bucket in buckets:
+                if bucket not in self._decoders:
+                    self._check_room(bucket)
+                    opened = self._engines.decoder(self._decode[bucket])
+                    self._decoders[bucket] = self._opened.enter_context(opened)
+            yield [self._decoders[bucket] for bucket in buckets]
         except EngineError:
-            if bucket in self._decoders:
+            for bucket in self._decoders.keys() & set(buckets):
                 self._decoders[bucket].wipe()
             raise
         finally:

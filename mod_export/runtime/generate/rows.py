@@ -1,8 +1,11 @@
-"""The rows of a decoder and the texts that are being written in them: one step reads one token of every text.
+"""The rows of decoders and the texts that are being written in them: one step reads one token of every text.
 
 A text that has ended leaves its row, and another one can begin there while the others go on (continuous batching), so
 no text waits for the longest. What is written depends on a text's own prompt alone: it has its own cache and random
 numbers. The caller decides which text begins when: `Stream` has a fixed list of them, a server what has come in.
+
+Of several decoders the smallest that has a row for every text takes the steps, so one text alone is written at the
+speed of an engine for one text.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from mod_export.runtime.generate.texts import Reader, StopText
 from mod_export.types import Site
 
 IDLE = -1
+NO_LOGITS = np.zeros(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ Written = tuple[Text, Piece]
 
 
 class Rows:
-    """The rows of a decoder. Only one thread may use it, but any thread may set `cancelled` of a text.
+    """The rows of decoders. Only one thread may use it, but any thread may set `cancelled` of a text.
 
     Attributes:
         size: how many texts are written at once.
@@ -144,17 +148,21 @@ class Rows:
         from_prompts: new tokens that came right after a prompt.
     """
 
-    def __init__(self, decoder: Decoder, prompts: Prompts, sites: Sequence[Site], *, rolling: bool = False) -> None:
-        """The decoder's counts are of `sites`; with `rolling`, a text that fills the cache continues from its second
-        half.
+    def __init__(
+        self, decoders: Sequence[Decoder], prompts: Prompts, sites: Sequence[Site], *, rolling: bool = False
+    ) -> None:
+        """The decoders hold texts of the same length, and their counts are of `sites`; with `rolling`, a text that
+        fills the cache continues from its second half.
         """
-        self.size = decoder.batch
+        self._decoders = sorted(decoders, key=lambda one: one.batch)
+        self._decoder = self._decoders[0]
+        self.size = self._decoders[-1].batch
         self.steps = 0
         self.step_seconds = 0.0
         self.prompt_seconds = 0.0
         self.from_prompts = 0
-        self._decoder, self._prompts, self._sites, self._rolling = decoder, prompts, sites, rolling
-        self._texts: list[Text | None] = [None] * decoder.batch
+        self._prompts, self._sites, self._rolling = prompts, sites, rolling
+        self._texts: list[Text | None] = [None] * self._decoder.batch
 
     @property
     def busy(self) -> list[Text]:
@@ -172,6 +180,7 @@ class Rows:
         """
         if self._is_over(text):
             return
+        self._make_room(len(self.busy) + 1)
         text.b = self._texts.index(None)
         self._texts[text.b] = text
         if text.prefix is not None:
@@ -229,7 +238,22 @@ class Rows:
     def reset(self) -> None:
         """Ends every text, and clears the caches, after the engine has failed."""
         self.cancel()
-        self._decoder.wipe()
+        for decoder in self._decoders:
+            decoder.wipe()
+
+    def _make_room(self, texts: int) -> None:
+        """Goes on with a larger decoder if the one that takes the steps has no row left, and with the smallest one
+        where nothing is being written.
+        """
+        busy = self.busy
+        fitting = next(one for one in self._decoders if one.batch >= texts)
+        if busy and fitting.batch <= self._decoder.batch:
+            return  # To move texts to a smaller one would cost a copy of their caches whenever a text ends.
+        before, self._decoder = self._decoder, fitting
+        self._texts = [*busy, *[None] * (fitting.batch - len(busy))]
+        for b, text in enumerate(busy):
+            fitting.put(b, before.keep(text.b, text.position, NO_LOGITS))
+            text.b = b
 
     def _read(self, text: Text, ids: Sequence[int]) -> Iterator[Written]:
         longest = self._prompts.longest

@@ -303,9 +303,10 @@ def test_a_step_that_fails_in_a_stream_is_told_in_it(written: Path, monkeypatch:
             """After the third token the caches hold NaN."""
             wrote(text, since_s)
             if len(text.completion.ids) == 3:
-                for array in writing.generator._decoders[writing.scheduler.bucket].cache.values():
-                    if array.dtype == np.float32:
-                        array.fill(np.nan)
+                for decoder in writing.generator._decoders.values():
+                    for array in decoder.cache.values():
+                        if array.dtype == np.float32:
+                            array.fill(np.nan)
 
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         with monkeypatch.context() as patch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -17,7 +18,7 @@ from serving import PATIENCE_S, Events, held, submitted
 from writing import WINDOW, prompts_of_lengths
 
 from mod_export.errors import EngineError, UsageError
-from mod_export.runtime.generate.decoder import Prompts
+from mod_export.runtime.generate.decoder import Decoder, Prompts
 from mod_export.runtime.generate.generator import Generator, load_generator
 from mod_export.runtime.generate.rows import Text
 from mod_export.serve.jobs import ClosingError, Ended, Event, QueueFullError, WaitedTooLongError
@@ -35,8 +36,8 @@ def generator(written: Path) -> Iterator[Generator]:
 
 @pytest.fixture
 def scheduler(generator: Generator) -> Iterator[Scheduler]:
-    with Scheduler(generator) as found:
-        assert found.bucket.batch == ROWS
+    """Of one engine, so that texts are the same to the last bit."""
+    with Scheduler(generator, ROWS) as found:
         yield found
 
 
@@ -297,9 +298,36 @@ def test_bounds_out_of_range(generator: Generator, options: dict[str, Any], mess
         Scheduler(generator, **options)
 
 
-@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (2, 3), (3, 3), (None, 3)])
-def test_the_fewest_rows_that_are_enough(generator: Generator, rows: int | None, batch: int) -> None:
-    assert Scheduler(generator, rows).bucket.batch == batch
+@pytest.mark.parametrize(("rows", "batches"), [(1, [1]), (2, [3]), (3, [3]), (None, [1, 3])])
+def test_the_fewest_rows_that_are_enough(generator: Generator, rows: int | None, batches: list[int]) -> None:
+    scheduler = Scheduler(generator, rows)
+    assert [bucket.batch for bucket in scheduler.buckets] == batches
+    assert scheduler.bucket.batch == batches[-1]
+
+
+def test_a_text_moves_to_the_engine_of_more_rows_when_others_come(generator: Generator, written: Path) -> None:
+    """Alone it is written by the engine for one text; its cache, counts and the rest of its prompt go along."""
+    prompts = prompts_of_lengths([20, 5, 9], seed=4)
+    with load_generator(written) as other:
+        expected = [other.generate([prompt], 25)[0] for prompt in prompts]
+    steps: list[int] = []
+    with Scheduler(generator) as scheduler:
+        took = Decoder.step
+
+        def step(self: Decoder, *given: Any) -> np.ndarray:
+            steps.append(self.batch)
+            return took(self, *given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Decoder, "step", step)
+            with held(scheduler, generator, [prompts[0]], 25) as first:
+                others = [submitted(scheduler, generator, [prompt], 25) for prompt in prompts[1:]]
+            found = [one.completions()[0] for one in (first, *others)]
+            again = submitted(scheduler, generator, [prompts[1]], 25).completions()[0]
+    for done, one in zip([*found, again], [*expected, expected[1]], strict=True):
+        assert (done.ids, done.ran, done.overflow, done.read) == (one.ids, one.ran, one.overflow, one.read)
+    # One row for the first alone, three while others are there, and one again when all had ended.
+    assert [batch for batch, _ in itertools.groupby(steps)] == [1, 3, 1]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -248,7 +248,7 @@ def check_steps(generator: Generator, shipped: Model) -> None:
     with torch.no_grad():
         logits_SV = observed(loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([300]))[0][0].numpy()
     reads = generator._reads()
-    with generator._exclusive(generator.bucket_for(1, 300)) as decoder:
+    with generator._exclusive(generator.bucket_for(1, 300)) as (decoder,):
         for position in (1, 5, 40, 127, 299):
             kept = decoder.read_on(reads.read(ids_S[:1].tolist()), ids_S[1 : position + 1].tolist())
             np.testing.assert_allclose(kept.logits_V, logits_SV[position], rtol=0, atol=1e-4)

@@ -172,7 +172,7 @@ def test_the_dense_baseline(written: Path, writing_model: Model, generator: Gene
 
 def test_cache_bytes_are_what_is_allocated(generator: Generator) -> None:
     for bucket in generator.buckets:
-        with generator._exclusive(bucket) as decoder:
+        with generator._exclusive(bucket) as (decoder,):
             allocated = sum(array.nbytes for name, array in decoder.cache.items() if name != "counts")
             slot = bucket.batch * 2 * 2 * 8 * 4
             # Two routed layers of 18 slots, and one of all; each has one more, for rows that keep nothing.
