@@ -6,6 +6,7 @@ Rivals that only `make bench` installs are measured where they are installed; wh
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class TestMeasured:
         names = {route.name for route in ROUTES if route.precision == precision}
         assert names <= set(found["routes"])
         for name, route in found["routes"].items():
-            if refused(route["failed"]):
+            if refused(route):
                 continue
             assert {kind: len(ms) for kind, ms in route["ms"].items()} == dict.fromkeys(KINDS, 2), name
             for kind in KINDS:
@@ -135,7 +136,7 @@ class TestMeasured:
         names = {route.name for route in TEXT_ROUTES if route.precision == precision}
         assert names <= set(found["routes"])
         for name, route in found["routes"].items():
-            if refused(route["failed"]):
+            if refused(route):
                 continue
             assert {batch: len(each["tokens_per_s"]) for batch, each in route["batches"].items()} == {"1": 2, "8": 2}
             assert len(route["sample"]) == TEXT.new
@@ -146,9 +147,13 @@ class TestMeasured:
         assert all(f"| {name} |" in text for name in names)
 
 
-def refused(reason: str | None) -> bool:
-    """Whether a route has no times; the reason must be one that a machine may have."""
-    assert reason is None or reason.startswith(REFUSALS), reason
+def refused(route: Mapping[str, Any]) -> bool:
+    """Whether a route has no times; the reason must be one that a machine may have. The library of another route may
+    crash on some processor (OpenVINO 2026.4 does with AMX, in bfloat16 on our portable graph), which its table says.
+    """
+    reason: str | None = route["failed"]
+    crashed = reason is not None and not route["ours"] and reason.startswith("its process ended with code -")
+    assert reason is None or crashed or reason.startswith(REFUSALS), reason
     return reason is not None
 
 
