@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from build_folders import Silent
-from click.testing import CliRunner
+from command_line import invoke
 from tiny_models import lively_checkpoint
 from triton_server import WINDOW, Serve, TritonServer, backends
 from writing import SPEC
 
-from mod_export.cli.triton import triton
 from mod_export.config import config_from_toml
 from mod_export.pipeline import build
 from mod_export.sources.request import Request
@@ -80,7 +79,7 @@ def serve(folder: Path, backend_folder: Path, tmp_path_factory: pytest.TempPathF
     def make(*options: object, folder: Path = own) -> TritonServer:
         root = tmp_path_factory.mktemp("serving")
         listed = [folder, "-o", root / "repository", "--name", "demo", "--threads", 1, *options]
-        found = CliRunner().invoke(triton, [str(one) for one in listed])
+        found = invoke("triton", *listed)
         assert found.exit_code == 0, found.output
         for path in (root / "repository").glob("*/config.pbtxt"):
             text = path.read_text(encoding="utf-8")

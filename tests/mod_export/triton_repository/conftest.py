@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import invoke
 
 from mod_export.build_folder.files import entry_of
 from mod_export.build_folder.manifest import read_manifest
 from mod_export.build_folder.workspace import amend
-from mod_export.cli.triton import triton
 from mod_export.types import Bucket
 
 Command = Callable[..., Result]
@@ -23,7 +23,7 @@ def write() -> Command:
     """`mod-export triton`, in this process."""
 
     def run(*arguments: object) -> Result:
-        return CliRunner().invoke(triton, [str(argument) for argument in arguments])
+        return invoke("triton", *arguments)
 
     return run
 
