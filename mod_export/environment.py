@@ -50,7 +50,7 @@ EXTRAS = {
     "tensorrt-rtx": ("tensorrt_rtx", "polygraphy"),
     "convert": ("gguf", "huggingface_hub"),
     "generate": ("tokenizers",),
-    "serve": ("starlette", "uvicorn", "prometheus_client"),
+    "serve": ("starlette", "uvicorn", "httptools", "prometheus_client"),
     "figures": ("matplotlib",),
     "ray": ("ray",),
 }

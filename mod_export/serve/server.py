@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mod_export.errors import UsageError
 from mod_export.serve import DRAIN_S
@@ -30,6 +29,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_CONNECTIONS = 4096
 STALLED_MS = 60_000
 """A client that takes nothing for so long is cut off: what it was sent would stay in memory."""
+MOST_HEAD_BYTES = 1 << 16
 HEAD_S = 15.0
 """Seconds in which the head of a request has to come."""
 WATCH_S = 1.0
@@ -95,9 +95,8 @@ def serve_folder(
         app = create_app(service, keys, None if keys else {*LOOPBACK, host})
         config = uvicorn.Config(
             app,
-            # httptools, which uvicorn would take where it is installed, bounds no headers.
             http=_Protocol,
-            loop="asyncio",
+            ws="none",
             log_level="info" if access_log else "warning",
             access_log=access_log,
             lifespan="off",
@@ -134,42 +133,68 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         raise UsageError(f"--host {host} --port {port}: cannot listen there ({error}); name another port") from error
 
 
-class _Protocol(H11Protocol):
-    """Closes connections on which the head of a request does not come; uvicorn has no limit for the first one."""
+class _Protocol(HttpToolsProtocol):
+    """Bounds what uvicorn does not: the size of a head, and the time that it takes to come."""
 
     _waiting: asyncio.TimerHandle | None = None
+    _unused = 0
+    """Bytes since a head was complete or a piece of a body came: a head, or lines after a body, that still go on."""
+    _pipelined: tuple[RequestResponseCycle, ...] = ()
+    """Requests that came before the newest one and are still being answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # As uvicorn has it.
         super().connection_made(transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
+        self._unused += len(data)
         super().data_received(data)
+        if self._unused > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head of a request has more than {MOST_HEAD_BYTES} bytes.")
         self._watch_head()
+
+    def on_headers_complete(self) -> None:
+        self._unused = 0
+        earlier = self.cycle
+        super().on_headers_complete()
+        if earlier is not None:
+            self._pipelined = tuple(one for one in (*self._pipelined, earlier) if not one.response_complete)
+
+    def on_body(self, body: bytes) -> None:
+        self._unused = 0
+        super().on_body(body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
         super().connection_lost(exc)
+        self._leave(*self._pipelined)
 
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(msg)
         # What the application would still say to a request whose body is none has nowhere to go.
         if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            self._leave(self.cycle, *self._pipelined)
+
+    def _leave(self, *cycles: RequestResponseCycle) -> None:
+        for one in cycles:
+            one.disconnected = True
+            one.message_event.set()
+
+    @property
+    def _head_comes(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
     def _watch_head(self) -> None:
-        comes = self.conn.their_state is h11.IDLE
-        if comes and self._waiting is None:
+        if self._head_comes and self._waiting is None:
             self._waiting = self.loop.call_later(HEAD_S, self._give_up)
-        elif not comes and self._waiting is not None:
+        elif not self._head_comes and self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
 
     def _give_up(self) -> None:
         self._waiting = None
-        if self.conn.their_state is h11.IDLE:
+        if self._head_comes:
             self.transport.close()
 
 

@@ -104,9 +104,14 @@ def serving(
     with open_service(folder, ServiceOptions(**options)) as service, socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(create_app(service, keys, hosts), log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
+
+        def run() -> None:
+            with listener:  # So that clients of a server that has ended do not wait for it.
+                server.run(sockets=[listener])
+
+        thread = threading.Thread(target=run)
         port = listener.getsockname()[1]
+        thread.start()
         try:
             yield Server(f"http://127.0.0.1:{port}", port, service)
         finally:

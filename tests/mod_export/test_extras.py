@@ -21,6 +21,7 @@ NEEDS: dict[tuple[str, ...], tuple[str, list[str]]] = {
     ("onnxruntime",): ("ort", ["bench DIR"]),
     ("gguf",): ("convert", ["convert FILE OUT", "build FILE -o OUT"]),
     ("uvicorn",): ("serve", ["serve DIR"]),
+    ("httptools",): ("serve", ["serve DIR"]),
     ("prometheus_client",): ("serve", ["serve DIR"]),
 }
 """Modules that are not installed -> the extra that brings them, and commands that need one of them."""
