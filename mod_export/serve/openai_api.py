@@ -183,7 +183,13 @@ async def _answer(
 ) -> Response:
     events: asyncio.Queue[Event] = asyncio.Queue()
     mailbox: Mailbox = request.app.state.mailbox
-    job = writing.scheduler.submit(texts, partial(mailbox.put, events, asyncio.get_running_loop()))
+    put = partial(mailbox.put, events, asyncio.get_running_loop())
+
+    def put_what_counts(event: Event) -> None:
+        if not isinstance(event, Piece):  # The texts have them, and each would wake the event loop.
+            put(event)
+
+    job = writing.scheduler.submit(texts, put if asked.stream else put_what_counts)
     try:
         if not asked.stream:
             await unless_gone(request.receive, _all(events, len(texts)))
