@@ -1,158 +1,47 @@
-"""Build folders on a real Ray Serve, started here: what clients get, and what happens to replicas.
-
-A text of the tiny model is over in milliseconds. Where one has to last, a text of the test itself has a row of the
-replica and takes its time at every token, so that all the others do.
-"""
+"""Build folders on a real Ray Serve: what clients get, and what happens to replicas."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
-import re
 import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from ray_serving import (
+    PATIENCE_S,
+    PROMPT,
+    STEP_S,
+    Application,
+    OnRay,
+    asking,
+    inside,
+    ray,
+    ray_serve,
+    serve,
+    slow,
+    until,
+)
 
 import mod_export
+from mod_export.serve.ray_app import BESIDE_TEXTS
 
-# Ray's modules warn when they are imported.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    ray = pytest.importorskip("ray")
-    serve = pytest.importorskip("ray.serve")
-    from ray.cluster_utils import Cluster
-
-    from mod_export.serve.ray_app import BESIDE_TEXTS, Arguments, app
-
-ENVIRONMENT = MappingProxyType(
-    {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray's sockets have paths of their own below this, and 107 characters is all that a socket's path may have.
-        "RAY_TMPDIR": "/tmp",
-        # Workers run at a niceness of 15 otherwise, and beside other tests they get next to nothing.
-        "RAY_worker_niceness": "0",
-        # The one proxy of these tests would give all requests to the replicas of its own node.
-        "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
-        "RAY_SERVE_PROXY_PREFER_LOCAL_AZ_ROUTING": "0",
-    }
-)
 NAME = "tiny"
-PROMPT = [7, 3, 200, 41, 5]
 ROWS, QUEUE = 3, 2
-STEP_S = 0.1
-PATIENCE_S = 60.0
-
-
-class Application:
-    """An application that runs."""
-
-    def __init__(self, name: str, url: str) -> None:
-        self.name, self.url = name, url
-
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
-
-    def complete(self, tokens: int, **options: Any) -> Any:
-        """A text of PROMPT, chosen greedily."""
-        with self.client() as client:
-            return client.completions.create(prompt=PROMPT, max_tokens=tokens, temperature=0, **options)
-
-    def get(self, path: str, headers: Mapping[str, str] = MappingProxyType({})) -> tuple[int, str]:
-        return self._answer(urllib.request.Request(self.url + path, headers=dict(headers)))[:2]
-
-    def post(self, body: Mapping[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> tuple[int, str, Any]:
-        """Status, text and headers of a completion."""
-        data = json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", **headers}
-        return self._answer(urllib.request.Request(f"{self.url}/v1/completions", data, headers))
-
-    def metric(self, name: str) -> float:
-        """A number of /metrics."""
-        found = re.search(rf"^mod_export_{re.escape(name)} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
-        return float(found[1]) if found else 0.0
-
-    def replicas(self) -> list[Any]:
-        """The actors of those that run."""
-        named = ray.util.list_named_actors(all_namespaces=True)
-        own = [one for one in named if one["name"].startswith(f"SERVE_REPLICA::{self.name}#")]
-        found = []
-        for one in own:
-            with contextlib.suppress(ValueError):  # It has ended meanwhile.
-                found.append(ray.get_actor(one["name"], namespace=one["namespace"]))
-        return found
-
-    def running(self) -> int:
-        """How many replicas take requests."""
-        found = serve.status().applications[self.name].deployments["mod-export"].replica_states
-        return int(found.get("RUNNING", 0))
-
-    @staticmethod
-    def _answer(request: urllib.request.Request) -> tuple[int, str, Any]:
-        try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as found:
-                return found.status, found.read().decode(), found.headers
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode(), error.headers
-
-
-class OnRay:
-    """A cluster of one node that has an open port."""
-
-    def __init__(self, cluster: Cluster, port: int) -> None:
-        self.cluster, self.port = cluster, port
-        self._applications = 0
-
-    @contextlib.contextmanager
-    def application(self, **arguments: Any) -> Iterator[Application]:
-        """Runs one under an address of its own."""
-        self._applications += 1
-        name = f"test{self._applications}"
-        serve.run(app(Arguments(**arguments)), name=name, route_prefix=f"/{name}")
-        try:
-            yield Application(name, f"http://127.0.0.1:{self.port}/{name}")
-        finally:
-            serve.delete(name)
 
 
 @pytest.fixture(scope="module")
 def on_ray() -> Iterator[OnRay]:
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), socket.socket() as found:
-        warnings.simplefilter("ignore")
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-        found.close()
-        # Functions of this file run in replicas, which cannot import it.
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-        try:
-            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-            serve.start(
-                proxy_location="HeadOnly",
-                http_options={"host": "127.0.0.1", "port": port},
-                logging_config={"log_level": "ERROR", "enable_access_log": False},
-            )
-            yield OnRay(cluster, port)
-        finally:
-            serve.shutdown()
-            ray.shutdown()
-            cluster.shutdown()
+    # Functions of this file run in replicas, which cannot import it.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with ray_serve() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -160,55 +49,6 @@ def running(on_ray: OnRay, written: Path) -> Iterator[Application]:
     """One replica."""
     with on_ray.application(folder=written, name=NAME, rows=ROWS, max_queue=QUEUE) as found:
         yield found
-
-
-def until(said: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
-    """Waits until something is so; the seconds that it took."""
-    began = time.monotonic()
-    while not said():
-        assert time.monotonic() < began + within_s
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
-def inside(replica: Any, act: Callable[[Any], Any]) -> Any:
-    """The result of something that is done in the process of a replica, with our part of it."""
-    return ray.get(replica.__ray_call__.remote(lambda _: act(serve.get_replica_context().servable_object)))
-
-
-@contextlib.contextmanager
-def slow(replica: Any, folder: int = 0, step_s: float = STEP_S) -> Iterator[None]:
-    """A text has one row, and lets nobody write faster than a token in so many seconds."""
-
-    def begin(own: Any) -> None:
-        own.over = threading.Event()
-        writing = own.open_folders[folder].service.writing
-        (text,) = writing.generator.texts([[1]], 47, ignore_eos=True)
-        own.job = writing.scheduler.submit([text], lambda event: own.over.wait(step_s))
-
-    def end(own: Any) -> None:
-        own.job.cancel()
-        own.over.set()
-
-    inside(replica, begin)
-    try:
-        yield
-    finally:
-        inside(replica, end)
-
-
-@contextlib.contextmanager
-def asking(ask: Callable[[], Any], times: int = 1) -> Iterator[list[Any]]:
-    """Several requests at once. The list has all of their answers when the block is over."""
-    answers: list[Any] = []
-    threads = [threading.Thread(target=lambda: answers.append(ask())) for _ in range(times)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield answers
-    finally:
-        for thread in threads:
-            thread.join()
 
 
 def test_texts_are_those_of_generate_and_come_piece_by_piece(running: Application, written: Path) -> None:
