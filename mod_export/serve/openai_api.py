@@ -185,11 +185,11 @@ async def _answer(
     mailbox: Mailbox = request.app.state.mailbox
     put = partial(mailbox.put, events, asyncio.get_running_loop())
 
-    def put_what_counts(event: Event) -> None:
-        if not isinstance(event, Piece):  # The texts have them, and each would wake the event loop.
+    def put_ends(event: Event) -> None:
+        if not isinstance(event, Piece):  # The texts have them, and the event loop would be woken at every step.
             put(event)
 
-    job = writing.scheduler.submit(texts, put if asked.stream else put_what_counts)
+    job = writing.scheduler.submit(texts, put if asked.stream else put_ends)
     try:
         if not asked.stream:
             await unless_gone(request.receive, _all(events, len(texts)))

@@ -18,20 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mod_export.errors import UsageError
 from mod_export.serve import DRAIN_S
 from mod_export.serve.app import create_app
+from mod_export.serve.connection import Connection
 from mod_export.serve.service import Service, ServiceOptions, open_service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_CONNECTIONS = 4096
 STALLED_MS = 60_000
 """A client that takes nothing for so long is cut off: what it was sent would stay in memory."""
-MOST_HEAD_BYTES = 1 << 16
-HEAD_S = 15.0
-"""Seconds in which the head of a request has to come."""
 WATCH_S = 1.0
 LEAST_SHUTDOWN_S = 1
 TERMINATED = 143
@@ -95,7 +92,7 @@ def serve_folder(
         app = create_app(service, keys, None if keys else {*LOOPBACK, host})
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http=Connection,
             ws="none",
             log_level="info" if access_log else "warning",
             access_log=access_log,
@@ -131,71 +128,6 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
             yield listener
     except (OSError, OverflowError) as error:
         raise UsageError(f"--host {host} --port {port}: cannot listen there ({error}); name another port") from error
-
-
-class _Protocol(HttpToolsProtocol):
-    """Bounds what uvicorn does not: the size of a head, and the time that it takes to come."""
-
-    _waiting: asyncio.TimerHandle | None = None
-    _unused = 0
-    """Bytes since a head was complete or a piece of a body came: a head, or lines after a body, that still go on."""
-    _pipelined: tuple[RequestResponseCycle, ...] = ()
-    """Requests that came before the newest one and are still being answered."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # As uvicorn has it.
-        super().connection_made(transport)
-        self._watch_head()
-
-    def data_received(self, data: bytes) -> None:
-        self._unused += len(data)
-        super().data_received(data)
-        if self._unused > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The head of a request has more than {MOST_HEAD_BYTES} bytes.")
-        self._watch_head()
-
-    def on_headers_complete(self) -> None:
-        self._unused = 0
-        earlier = self.cycle
-        super().on_headers_complete()
-        if earlier is not None:
-            self._pipelined = tuple(one for one in (*self._pipelined, earlier) if not one.response_complete)
-
-    def on_body(self, body: bytes) -> None:
-        self._unused = 0
-        super().on_body(body)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-        super().connection_lost(exc)
-        self._leave(*self._pipelined)
-
-    def send_400_response(self, msg: str) -> None:
-        super().send_400_response(msg)
-        # What the application would still say to a request whose body is none has nowhere to go.
-        if self.cycle is not None:
-            self._leave(self.cycle, *self._pipelined)
-
-    def _leave(self, *cycles: RequestResponseCycle) -> None:
-        for one in cycles:
-            one.disconnected = True
-            one.message_event.set()
-
-    @property
-    def _head_comes(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _watch_head(self) -> None:
-        if self._head_comes and self._waiting is None:
-            self._waiting = self.loop.call_later(HEAD_S, self._give_up)
-        elif not self._head_comes and self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
-
-    def _give_up(self) -> None:
-        self._waiting = None
-        if self._head_comes:
-            self.transport.close()
 
 
 class _Server(uvicorn.Server):

@@ -16,6 +16,7 @@ import uvicorn
 from mod_export.runtime.generate.generator import Generator
 from mod_export.runtime.generate.rows import Completion
 from mod_export.serve.app import create_app
+from mod_export.serve.connection import Connection
 from mod_export.serve.jobs import Ended, Event, Failed, Job
 from mod_export.serve.scheduler import Scheduler
 from mod_export.serve.service import Service, ServiceOptions, open_service
@@ -102,7 +103,8 @@ def serving(
 ) -> Iterator[Server]:
     """A server of a build folder on a thread of this process."""
     with open_service(folder, ServiceOptions(**options)) as service, socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(create_app(service, keys, hosts), log_level="warning", lifespan="off")
+        app = create_app(service, keys, hosts)
+        config = uvicorn.Config(app, http=Connection, ws="none", log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
 
         def run() -> None:

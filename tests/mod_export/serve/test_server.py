@@ -32,7 +32,6 @@ def slow(self, *arguments):
 Decoder.step = slow
 """
 """Makes a text of the tiny model last long enough for a signal to come in the middle of it."""
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 LONG = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 
 
@@ -66,13 +65,7 @@ def texts_of(url: str, count: int, found: list[httpx2.Response]) -> list[threadi
     threads = [threading.Thread(target=ask) for _ in range(count)]
     for thread in threads:
         thread.start()
-    wait_for_texts(url, count)
-    return threads
-
-
-def wait_for_texts(url: str, count: int, within_s: float = PATIENCE_S) -> None:
-    """Until so many have a row or wait for one."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         text = httpx2.get(f"{url}/metrics", timeout=PATIENCE_S).text
         values = dict(
@@ -81,9 +74,9 @@ def wait_for_texts(url: str, count: int, within_s: float = PATIENCE_S) -> None:
             if line.startswith(("mod_export_busy_rows", "mod_export_queue_depth"))
         )
         if sum(map(float, values.values())) == count:
-            return
+            return threads
         time.sleep(0.01)
-    raise AssertionError(f"the server never had {count} texts")
+    raise AssertionError("the requests did not arrive")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -242,62 +235,3 @@ def test_a_client_that_takes_nothing_is_cut_off(written: Path) -> None:
         assert b"[DONE]" not in found
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
-
-
-def test_heads_that_do_not_come_or_do_not_end(written: Path) -> None:
-    """Neither holds a connection for long, nor takes memory without a bound."""
-    code = "import mod_export.serve.server as one\none.HEAD_S = 1.0"
-    with command(written, code=code) as (process, url):
-        address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        for begun in (b"", b"GET /v1/mod", b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /v1/mod"):
-            with socket.create_connection(address, timeout=PATIENCE_S) as connection:
-                connection.sendall(begun)
-                said = b""
-                while chunk := connection.recv(1 << 16):
-                    said += chunk
-                assert said.count(b"HTTP/1.1 200") == begun.count(b"\r\n\r\n")
-        endless = {
-            "a header": b"GET / HTTP/1.1\r\nX-Endless: " + b"a" * (1 << 20),
-            "headers": b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * (1 << 17),
-            "an address": b"GET /" + b"a" * (1 << 20),
-            "lines after a body": CHUNKED + b"2\r\n{}\r\n0\r\n" + b"X: a\r\n" * (1 << 17),
-        }
-        for sent in endless.values():
-            with socket.create_connection(address, timeout=PATIENCE_S) as connection:
-                with contextlib.suppress(ConnectionError):
-                    connection.sendall(sent)
-                with contextlib.suppress(ConnectionError):
-                    said = connection.recv(1 << 16)
-                    assert said == b"" or (said[:12] == b"HTTP/1.1 400" and b"more than 65536 bytes" in said)
-        with socket.create_connection(address, timeout=PATIENCE_S) as connection:
-            connection.sendall(CHUNKED.replace(b"/v1/completions", b"/nowhere") + b"no number\r\n")
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400")
-        assert httpx2.get(f"{url}/v2/health/ready").status_code == 200
-        process.terminate()
-        assert process.wait(PATIENCE_S) == 0
-        assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
-
-
-def test_requests_of_one_connection_that_do_not_wait_for_answers(written: Path) -> None:
-    """They are answered in their order, and end all when the client leaves."""
-    with command(written, code=SLOW_STEPS.format(seconds=0.25)) as (_, url):
-        address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        two = b"".join(_posted({**LONG, "max_tokens": tokens}) for tokens in (3, 2))
-        with socket.create_connection(address, timeout=PATIENCE_S) as connection:
-            connection.sendall(two)
-            said = b""
-            while said.count(b'"completion_tokens":') < 2:
-                said += connection.recv(1 << 16)
-        assert re.findall(rb'"completion_tokens":(\d+)', said) == [b"3", b"2"]
-        for sent in (_posted(LONG) * 2, _posted({**LONG, "stream": True}) * 3):
-            with socket.create_connection(address, timeout=PATIENCE_S) as connection:
-                connection.sendall(sent)
-                wait_for_texts(url, 1)
-            # Of the ten seconds that a text takes.
-            wait_for_texts(url, 0, within_s=4)
-
-
-def _posted(asked: object) -> bytes:
-    body = json.dumps(asked).encode()
-    return CHUNKED + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)

@@ -1,0 +1,150 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol over llhttp (the package httptools), with what it leaves open.
+
+A connection has one request at a time. What comes before that is answered is not read, and ends the connection after
+the answer (RFC 9112, 9.3.2): nothing can be queued without a bound, and a client that leaves is seen at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_S = 15.0
+"""Seconds in which the head of a request has to come."""
+MOST_HEAD_BYTES = 1 << 16
+"""Counted after each read, which brings a few hundred kilobytes at most."""
+MOST_HEADERS = 100
+FOR_AN_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
+
+
+class _BadRequestError(Exception):
+    """Says what is wrong with a head."""
+
+
+class Connection(HttpToolsProtocol):
+    """Bounds the head of a request and the time in which it comes, and refuses what servers read in different ways.
+
+    An offer to go on in another protocol, as HTTP clients of Java and `curl --http2` send with every first request, is
+    not taken (RFC 9110, 7.8). llhttp then leaves out the body, so the request is read again without the offer.
+    """
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _bytes_of_head = 0
+    """Bytes since a head was complete or a piece of a body came, so those of trailers too."""
+    _in_head = False
+    _reads = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # As uvicorn has it.
+        super().connection_made(transport)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feeds the parser, which calls the methods below."""
+        self._unset_keepalive_if_required()
+        if not self._reads:
+            return
+        self._bytes_of_head += len(data)
+        try:
+            self.parser.feed_data(data)
+            if self._bytes_of_head > MOST_HEAD_BYTES:
+                raise _BadRequestError(f"more than {MOST_HEAD_BYTES} bytes of headers")
+        except httptools.HttpParserUpgrade as offer:
+            self._read_again(data[offer.args[0] :])
+        except (httptools.HttpParserError, _BadRequestError) as error:
+            known = next((one for one in (error, error.__context__) if isinstance(one, _BadRequestError)), None)
+            self._stop_reading(f"Bad request: {known or 'not HTTP/1.1'}\n")
+        self._watch_head()
+
+    def on_message_begin(self) -> None:
+        if not self._idle:
+            raise _BadRequestError("it came before the one before it was answered")
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:  # Trailers are no headers.
+            return
+        if len(self.headers) >= MOST_HEADERS:
+            raise _BadRequestError(f"more than {MOST_HEADERS} headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._bytes_of_head = 0
+        self._in_head = False
+        self._check_head()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+            # uvicorn 0.50 takes `Connection: close, x` for an open one.
+            self.cycle.keep_alive = self.cycle.keep_alive and self.parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes_of_head = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request waits for an answer."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _check_head(self) -> None:
+        """Refuses what a proxy in front of the server might read in another way (RFC 9112, 3.2, 6.1 and 6.3)."""
+        version = self.parser.get_http_version()
+        values: dict[bytes, list[bytes]] = {}
+        for name, value in self.headers:
+            values.setdefault(name, []).append(value.strip().lower())
+        if version not in ("1.0", "1.1") or self.parser.get_method() == b"CONNECT":
+            raise _BadRequestError("not a request of HTTP/1.0 or HTTP/1.1 to this server")
+        if len(values.get(b"host", ())) != 1 and (version == "1.1" or b"host" in values):
+            raise _BadRequestError("expected one header Host")
+        if b"transfer-encoding" in values and (version == "1.0" or values[b"transfer-encoding"] != [b"chunked"]):
+            raise _BadRequestError("Transfer-Encoding other than chunked")
+
+    def _read_again(self, rest: bytes) -> None:
+        """Reads a head without the offer of another protocol, and what came after it."""
+        closes = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % pair for pair in self.headers if pair[0] not in FOR_AN_UPGRADE]
+        lines += [b"connection: close"] * closes
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
+
+    def _stop_reading(self, why: str) -> None:
+        """Of what comes next, nothing can be read. The connection ends as soon as nobody waits for an answer."""
+        self._reads = False
+        if self.transport.is_closing():
+            return
+        if self._idle:
+            self.send_400_response(why)
+        elif not self.cycle.more_body:
+            self.cycle.keep_alive = False
+        else:
+            # Nobody is there for what the application would still say to a request without a whole body.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+            else:
+                self.send_400_response(why)
+
+    def _watch_head(self) -> None:
+        if self._idle and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
+        elif not self._idle and self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if self._idle:
+            self.transport.close()
