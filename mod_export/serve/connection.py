@@ -81,8 +81,6 @@ class Connection(HttpToolsProtocol):
         self._check_head()
         if not self.parser.should_upgrade():
             super().on_headers_complete()
-            # uvicorn 0.50 takes `Connection: close, x` for an open one.
-            self.cycle.keep_alive = self.cycle.keep_alive and self.parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
         self._bytes_of_head = 0
