@@ -122,18 +122,12 @@ class Connection(HttpToolsProtocol):
         self._reads = False
         if self.transport.is_closing():
             return
-        if self._idle:
-            self.send_400_response(why)
-        elif not self.cycle.more_body:
+        if not self._idle and not self.cycle.more_body:
             self.cycle.keep_alive = False
+        elif not self._idle and self.cycle.response_started:
+            self.transport.close()
         else:
-            # Nobody is there for what the application would still say to a request without a whole body.
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-            if self.cycle.response_started:
-                self.transport.close()
-            else:
-                self.send_400_response(why)
+            self.send_400_response(why)
 
     def _watch_head(self) -> None:
         if self._idle and self._head_timer is None:
