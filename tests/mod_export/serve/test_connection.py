@@ -152,6 +152,7 @@ def test_an_offer_of_another_protocol_is_not_taken(server: Server, offer: bytes,
     found = said(server, *parts, *([GET + b"Connection: close\r\n\r\n"] if offer == H2C else []))
     assert statuses(found) == ([200, 200] if offer == H2C else [200])
     assert b'"completion_tokens":3' in found
+    assert b"\r\nconnection: close\r\n" in found
 
 
 def test_the_body_of_an_offer_is_no_request(server: Server) -> None:
