@@ -292,7 +292,7 @@ def failing(batch: int, seq: int) -> Tensor:
 
 USAGE: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (
-        lambda: model_from_module(print, token_ids, [SHORT], "mine"),  # type: ignore[arg-type]
+        lambda: model_from_module(len, token_ids, [SHORT], "mine"),  # type: ignore[arg-type]
         "mine: got builtin_function_or_method; expected a torch.nn.Module",
     ),
     "elsewhere": (
