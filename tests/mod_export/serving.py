@@ -19,7 +19,7 @@ from mod_export.serve.app import create_app
 from mod_export.serve.connection import Connection
 from mod_export.serve.jobs import Ended, Event, Failed, Job
 from mod_export.serve.scheduler import Scheduler
-from mod_export.serve.service import Service, ServiceOptions, open_service
+from mod_export.serve.service import Service, ServiceOptions, Writing, open_service
 
 PATIENCE_S = 60
 
@@ -95,6 +95,12 @@ class Server:
     url: str
     port: int
     service: Service
+
+    @property
+    def writing(self) -> Writing:
+        """Of a folder that writes text."""
+        assert isinstance(self.service.writing, Writing)
+        return self.service.writing
 
 
 @contextlib.contextmanager

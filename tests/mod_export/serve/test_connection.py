@@ -17,7 +17,6 @@ from serving import PATIENCE_S, Server, held, serving
 
 from mod_export.serve import connection as connection_module
 from mod_export.serve.jobs import Job
-from mod_export.serve.service import Writing
 
 HOST = b"Host: 127.0.0.1\r\n"
 GET = b"GET /v2/health/ready HTTP/1.1\r\n" + HOST
@@ -165,7 +164,7 @@ def test_the_body_of_an_offer_is_no_request(server: Server) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_comes_before_an_answer_ends_the_connection_after_it(server: Server, more: bytes, *, stream: bool) -> None:
     """In one part with the request, and in another."""
-    writing = _writing(server)
+    writing = server.writing
     alone = said(server, posted(b"Connection: close\r\n", max_tokens=3, stream=stream))
     assert statuses(said(server, posted(max_tokens=3) + more)) == [200]
     with held(writing.scheduler, writing.generator, [[1]], 3) as busy:
@@ -208,7 +207,7 @@ def test_requests_that_wait_for_answers_share_a_connection(server: Server) -> No
 @pytest.mark.parametrize("more", [b"", GET + b"\r\n", b"GET / HT"], ids=["nothing", "a request", "half a request"])
 def test_a_client_that_leaves_is_noticed(server: Server, more: bytes, *, stream: bool) -> None:
     """Whatever it has sent since."""
-    writing = _writing(server)
+    writing = server.writing
     with held(writing.scheduler, writing.generator, [[1]], 3) as busy:
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             connection.sendall(posted(max_tokens=40, stream=stream))
@@ -223,12 +222,7 @@ def test_a_body_that_is_none_ends_its_request(server: Server) -> None:
     before = server.service.metrics.text()
     assert statuses(said(server, CHUNKED + b"\r\n5\r\n{    \r\n", b"no size\r\n")) == [400]
     _until(lambda: server.service.metrics.text() != before)
-    assert _writing(server).scheduler.busy == 0
-
-
-def _writing(server: Server) -> Writing:
-    assert isinstance(server.service.writing, Writing)
-    return server.service.writing
+    assert server.writing.scheduler.busy == 0
 
 
 def _until(true: Callable[[], bool]) -> None:

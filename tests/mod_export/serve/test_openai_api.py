@@ -18,7 +18,6 @@ from writing import WINDOW
 
 from mod_export.runtime.generate.generator import Generator
 from mod_export.runtime.generate.rows import Text
-from mod_export.serve.service import Writing
 
 PROMPT = "def main("
 
@@ -35,14 +34,9 @@ def post(server: Server, body: Any, path: str = "/v1/completions") -> httpx2.Res
     return httpx2.post(server.url + path, content=content, headers=headers, timeout=PATIENCE_S)
 
 
-def writing_of(server: Server) -> Writing:
-    assert isinstance(server.service.writing, Writing)
-    return server.service.writing
-
-
 def idle(server: Server) -> bool:
     """Whether no row is in use, a moment after the last client has gone."""
-    scheduler = writing_of(server).scheduler
+    scheduler = server.writing.scheduler
     deadline = time.monotonic() + PATIENCE_S
     while (scheduler.busy or scheduler.waiting) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -227,7 +221,7 @@ def test_a_model_with_bytes_has_no_chat_template(client: openai.OpenAI) -> None:
 
 def test_a_full_queue_answers_429_with_a_time(written: Path) -> None:
     with serving(written, max_queue=1) as server:
-        writing = writing_of(server)
+        writing = server.writing
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         with held(writing.scheduler, writing.generator, [[1]] * 4, 4), pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model="writing", prompt=["a", "b"])
@@ -241,7 +235,7 @@ def test_a_full_queue_answers_429_with_a_time(written: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_waiting_too_long_answers_503(written: Path, stream: bool) -> None:
     with serving(written, max_wait_s=0.05) as server:
-        writing = writing_of(server)
+        writing = server.writing
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
         async def ask() -> int:
@@ -263,7 +257,7 @@ def test_waiting_too_long_answers_503(written: Path, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("queued", [False, True], ids=["in a row", "queued"])
 def test_a_client_that_leaves_frees_its_row(server: Server, stream: bool, queued: bool) -> None:
-    writing = writing_of(server)
+    writing = server.writing
     body = {"prompt": ["a"] * 3, "max_tokens": 40, "ignore_eos": True, "stream": stream}
     with held(writing.scheduler, writing.generator, [[1]] * (3 if queued else 1), 3) as busy:
         with httpx2.Client() as client, pytest.raises(httpx2.ReadTimeout):
@@ -296,7 +290,7 @@ def test_eight_async_clients_get_their_own_texts(server: Server, other: Generato
 
 def test_a_step_that_fails_in_a_stream_is_told_in_it(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(written) as server:
-        writing, metrics = writing_of(server), server.service.metrics
+        writing, metrics = server.writing, server.service.metrics
         wrote = metrics.wrote
 
         def spoil(text: Text, since_s: float | None) -> None:
