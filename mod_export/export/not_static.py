@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental import symbolic_shapes
 
 from mod_export.errors import CaptureError
@@ -231,14 +231,15 @@ def _summary(error: Exception) -> str:
 
 
 def _own_error(module: torch.nn.Module, example: Sequence[torch.Tensor]) -> Exception | None:
-    """What the model raises where nothing captures it."""
+    """What the model raises where nothing captures it. None of a model without values: it cannot be run."""
+    tensors = [*module.parameters(), *module.buffers(), *example]
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
+        return None
     try:
         with torch.no_grad():
             module(*example)
     except Exception as error:  # Whatever the user's code raises is told to the user.
-        on_meta = any(tensor.is_meta for tensor in example if isinstance(tensor, torch.Tensor))
-        # Without values, asking for one fails in any model.
-        return None if on_meta and "meta" in str(error) else error
+        return error
     return None
 
 
