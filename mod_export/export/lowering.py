@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
-from mod_export.export.program_nodes import add_node, argument_of, shape_of
+from mod_export.export.program_nodes import add_node, argument_of, replace_by, shape_of
 
 ATEN = torch.ops.aten
 ATTENTION = ATEN.scaled_dot_product_attention.default
-METADATA = ("nn_module_stack", "stack_trace")
-"""What messages name the module and the line by."""
 
 
 def lower(graph: fx.Graph) -> None:
@@ -34,9 +29,9 @@ def lower(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is ATEN.einsum.default:
             # Others torch takes apart itself where it runs below autograd.
-            _replace(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
+            replace_by(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
         elif node.target is ATTENTION and (len(shape_of(argument_of(node, "query"))) != 4 or _has_narrow_mask(node)):
-            _replace(graph, node, _attention)
+            replace_by(graph, node, _attention)
         elif node.target is ATEN.kthvalue.default:
             _replace_kth(graph, node)
 
@@ -80,36 +75,6 @@ def _has_narrow_mask(node: fx.Node) -> bool:
     """Whether its mask is one row for all queries, as one of padding is: ONNX Runtime takes only whole ones."""
     query, key, mask = (argument_of(node, name) for name in ("query", "key", "attn_mask"))
     return mask is not None and shape_of(mask)[-2:] != (shape_of(query)[-2], shape_of(key)[-2])
-
-
-def _replace(graph: fx.Graph, node: fx.Node, function: Callable[..., Tensor], *, whole: bool = True) -> None:
-    """With the operators that the function calls when it is given the node's arguments.
-
-    `whole` keeps attention and matmul as one operator each.
-    """
-    leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
-
-    def call(*tensors: Tensor) -> Tensor:
-        given = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor
-        args, kwargs = pytree.tree_unflatten(given, structure)
-        return function(*args, **kwargs)
-
-    values = [leaves[place].meta["val"] for place in places]
-    mode = detect_fake_mode(values)
-    assert mode is not None
-    with mode:
-        inner = make_fx(call, pre_dispatch=whole)(*values).graph
-    inputs = dict(zip(inner.find_nodes(op="placeholder"), (leaves[place] for place in places), strict=True))
-    with graph.inserting_before(node):
-        found: Any = graph.graph_copy(inner, inputs)
-    for copied in set(inputs.values()) - {leaves[place] for place in places}:
-        # In place of where in this file they were traced.
-        copied.meta = {"val": copied.meta["val"], **{key: node.meta[key] for key in METADATA if key in node.meta}}
-    node.replace_all_uses_with(found)
-    graph.erase_node(node)
 
 
 def _attention(

@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 from onnxscript import opset23 as op
 from onnxscript import optimizer
-from onnxscript.rewriter.pattern import RewriteRuleSet
+from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter.rules import common as rules
 
 from mod_export.errors import GraphError
@@ -47,11 +48,24 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.sort.stable: _stable_sort,
 }
 
+
+def _without_neutral(op_type: str, neutral: float) -> RewriteRule:
+    """Removes `x op c` where the scalar c is the neutral element itself. onnxscript's own rules for this also take what
+    is close to it, as the epsilon 1e-8 of a norm is to 0.
+    """
+
+    def is_neutral(context: Any, c: ir.Value, **_: Any) -> bool:
+        array = ir.convenience.get_const_tensor(c)
+        return array is not None and array.numpy().ndim == 0 and bool(array.numpy() == neutral)
+
+    return RewriteRule(lambda op, x, c: getattr(op, op_type)(x, c), lambda op, x, **_: op.Identity(x), is_neutral)
+
+
 REWRITES = RewriteRuleSet(
     [
-        *RewriteRuleSet([rules.mul_by_1_rule, rules.add_0_rule], commute=True).rules,
-        rules.sub_0_rule,
-        rules.div_by_1_rule,
+        *RewriteRuleSet([_without_neutral("Mul", 1), _without_neutral("Add", 0)], commute=True).rules,
+        _without_neutral("Sub", 0),
+        _without_neutral("Div", 1),
         rules.dropout_zero_rule,
         rules.dropout_inference_rule,
         rules.two_reshapes_matmul_reshape_rule,
@@ -61,7 +75,6 @@ REWRITES = RewriteRuleSet(
         rules.collapse_slice_rule,
         rules.collapse_slice2_rule,
         rules.materialize_reshape_shape_rule,
-        rules.cast_cast_rule,
         rules.no_op_cast_rule,
         rules.no_op_expand_rule,
         rules.flatten_to_reshape_rule,
@@ -75,9 +88,11 @@ REWRITES = RewriteRuleSet(
         rules.remove_optional_bias_from_gemm_rule,
     ]
 )
-"""Those of onnxscript's optimizer that a graph of a language model has a use for, in its order. Its `slice_split_rule`
+"""Those of onnxscript's optimizer that a graph of a language model has a use for and that change no number, in its
+order. Its `slice_split_rule`
 looks through the whole graph at every node, which took three quarters of the time of optimizing; those about
-convolutions, clipping and batch norms are left to the engines, which have them all.
+convolutions, clipping and batch norms are left to the engines, which have them all. None that is here compares numbers
+with a tolerance.
 """
 OPTIMIZE = (
     common.RemoveUnusedNodesPass(),
@@ -143,6 +158,7 @@ def onnx_from_captured(
             value.const_value = None
     with _quiet():
         _optimize(model)
+        _in_order_of_memory(model)
         for clean_up in (*OPTIMIZE, *CLEAN_UP):
             clean_up(model)
     _strip_metadata(model)
@@ -162,6 +178,15 @@ def _optimize(model: ir.Model) -> None:
             remove()(model)
         if not (folded or rewritten):
             break
+
+
+def _in_order_of_memory(model: ir.Model) -> None:
+    """Folding leaves views, such as a transpose; what hashes and writes constants reads memory from end to end."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            array = None if value.const_value is None else value.const_value.numpy()
+            if array is not None and not array.flags.c_contiguous:
+                value.const_value = ir.tensor(np.ascontiguousarray(array), dtype=value.dtype, name=value.name)
 
 
 def _root_cause(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from mod_export.export.capture import prove_static
 from mod_export.export.not_static import refusal, refuse_dynamic
 from mod_export.export.weights import digests_of_tensors
 from mod_export.sources.model import Model
-from mod_export.sources.plain_programs import plain_program
+from mod_export.sources.plain_programs import functional_program, plain_program
 from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2_models import sample_tensors
 from mod_export.types import Bucket
@@ -72,9 +72,9 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
             where = f"{name} at {bucket.name}"
             calls = _calls(module, inputs, bucket, where)
             _run_once(module, calls[0], where)
-            program = _captured(module, calls, where)
-            plain[bucket] = plain_program(program, where)
+            program = functional_program(_captured(module, calls, where), where)
             _compare_runs(program, module, calls, where)
+            plain[bucket] = plain_program(program, where)
             samples[bucket] = _different([sample_tensors(program, *call) for call in calls])
     loaded = ProgramModel(plain, samples)
     digests = digests_of_tensors(loaded.weights, "float32")

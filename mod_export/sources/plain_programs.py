@@ -1,6 +1,10 @@
 """A captured program as everything behind it expects one: tensors in, tensors out, weights in float32, nothing kept.
 
 What a program of `torch.export` may have beside that is removed where nothing is lost by it, and refused where it is.
+torch itself makes a program functional (`run_decompositions` without decompositions): operators that write into a
+tensor become operators that return a new one, and what stood in graphs of its own (autocast, no_grad, checkpoints,
+vmap) stands in the program itself. Only then no value shares its memory with another, so `view`, which fails where
+strides do not fit, may be `reshape`.
 """
 
 from __future__ import annotations
@@ -28,16 +32,15 @@ from torch.utils import _pytree as pytree
 
 from mod_export.errors import CaptureError
 from mod_export.export.program_nodes import argument_of, inferred_values, with_arguments
-from mod_export.sources.complex_numbers import as_pairs
+from mod_export.sources.complex_numbers import as_real_parts
+from mod_export.sources.flex_attention import write_out_flex_attention
 from mod_export.sources.operators import is_operator
 from mod_export.sources.value_names import free_names, input_names, only_output, output_names
 
 ATEN = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
 ROUTED = "routed_"
-IN_PLACE_OF_NOTHING = {ATEN.detach_.default}
-"""Operators that are called in place and change no number."""
-AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+VIEWS = {ATEN.view.default, ATEN._unsafe_view.default}
 METHODS = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -63,19 +66,50 @@ class PlainProgram:
     outputs: tuple[str, ...]
 
 
-def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
-    """A copy; tensors are not copied.
+def functional_program(program: ExportedProgram, where: str) -> ExportedProgram:
+    """The program without operators that write into a tensor, and without graphs inside it but those of conditions and
+    of flex_attention. It computes the same bits. Tensors are not copied.
 
     Args:
         program: from `torch.export`, at fixed sizes, on the CPU.
         where: what messages call it.
 
     Raises:
-        CaptureError: it draws random numbers, changes its state or its inputs, or returns what is no result of them.
+        CaptureError: it draws random numbers, or changes its inputs or its state.
     """
     _check_operators(program, where)
-    _check_mutation(program, where)
+    with warnings.catch_warnings():
+        # torch warns of its own doings.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        program = program.run_decompositions({})
+    for spec in program.graph_signature.output_specs:
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION):
+            what = "input" if spec.kind is OutputKind.USER_INPUT_MUTATION else "buffer"
+            raise CaptureError(
+                f"{where}: changes its {what} {spec.target} in place, which engines do not: each run begins with the "
+                "same weights. Return the new value as an output, or write to a copy"
+            )
+    for node in list(_calls(program.graph_module)):
+        if node.target in VIEWS:
+            node.target = ATEN.reshape.default
+        elif node.target is ATEN._assert_tensor_metadata.default:
+            node.graph.erase_node(node)  # It asserts the dtype that the model had.
+    return program
+
+
+def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
+    """A copy; tensors are not copied.
+
+    Args:
+        program: of `functional_program`.
+        where: what messages call it.
+
+    Raises:
+        CaptureError: it computes with complex numbers in a way that has no real form, reads what is no tensor, or
+            returns what is no result of its inputs.
+    """
     module = with_arguments(program.graph_module, dict.fromkeys(NARROW, torch.float32))
+    write_out_flex_attention(module)
     specs = list(program.graph_signature.input_specs)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     own = [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
@@ -83,7 +117,7 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
     names = dict(zip(own, input_names(own, program.call_spec.in_spec), strict=True))
     held = {**program.state_dict, **program.constants}
     targets = {node: str(spec.target) for node, spec in zip(nodes, specs, strict=True) if spec.kind in STATE}
-    reals = as_pairs(module, {node: held[target] for node, target in targets.items()}, where)
+    reals = as_real_parts(module, {node: held[target] for node, target in targets.items()}, where)
     held |= {targets[node]: tensor for node, tensor in reals.items()}
     kept: list[tuple[fx.Node, InputSpec]] = []
     first: dict[Any, tuple[fx.Node, str]] = {}
@@ -180,27 +214,6 @@ def _is_off(node: fx.Node) -> bool:
     return argument_of(node, "train", "training") is False or argument_of(node, "dropout_p", "p") in (0, 0.0)
 
 
-def _check_mutation(program: ExportedProgram, where: str) -> None:
-    specs = program.graph_signature.output_specs
-    if any(_is_in_place(node) for node in _calls(program.graph_module)):
-        # Most of what is written to is the program's own; torch says what is not, and warns of its own doings.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-            specs = program.run_decompositions({}).graph_signature.output_specs
-    for spec in specs:
-        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION):
-            what = "input" if spec.kind is OutputKind.USER_INPUT_MUTATION else "buffer"
-            raise CaptureError(
-                f"{where}: changes its {what} {spec.target} in place, which engines do not: each run begins with the "
-                "same weights. Return the new value as an output, or write to a copy"
-            )
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node.target not in IN_PLACE_OF_NOTHING
-
-
 def _memory(tensor: Any) -> Any:
     """The same for tensors that are one."""
     if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
@@ -289,9 +302,6 @@ def _infer(
 ) -> None:
     """Gives every node the value that it has now, of float32 where it was of 16 bit."""
     mode = detect_fake_mode([node.meta["val"] for node, _ in kept])
-    for node in _calls(module):
-        if node.target is AUTOCAST:
-            node.update_arg(2, False)
     for node, _ in kept:
         value = node.meta["val"]
         if value.dtype in NARROW:
@@ -322,6 +332,8 @@ def _made(
         if spec.kind is not InputKind.USER_INPUT:
             name = str(spec.target)
             tensor = held[name]
+            if not tensor.is_contiguous():
+                tensor = tensor.contiguous()  # What writes files reads memory from its beginning to its end.
             # What programs hold by themselves is read as it is; weights become what an engine's dtype is.
             if name in program.state_dict and tensor.is_floating_point() and tensor.dtype is not torch.float64:
                 state[name] = tensor
