@@ -160,6 +160,12 @@ class _Line(NamedTuple):
         return f"{self.file}:{self.number}"
 
 
+class NotCompiledError(CaptureError):
+    """torch cannot capture a module in one way, for a reason that says nothing about sizes and values: another way may
+    do, such as torch.export where torch.compile does not know a context manager or sees a `print`.
+    """
+
+
 def refuse_dynamic(graph: fx.Graph, where: str) -> None:
     """Refuses a graph, captured by torch.compile or torch.export, in which a size or number depends on the data.
 
@@ -197,10 +203,11 @@ def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.T
     pattern = _of_error(error, line)
     if pattern is not None:
         pattern = LOOP if pattern is CONDITION and line is not None and _is_in_loop(line) else pattern
-        return CaptureError(_message(where, pattern, line, ()))
+        kind = NotCompiledError if pattern is PRINTS else CaptureError
+        return kind(_message(where, pattern, line, ()))
     own = _own_error(module, example)
     if own is None:
-        return CaptureError(f"{where}: torch cannot capture the model{_shown(' at', line)}\n{_summary(error)}")
+        return NotCompiledError(f"{where}: torch cannot capture the model{_shown(' at', line)}\n{_summary(error)}")
     place = _shown(" at", _line_of_error(own))
     return CaptureError(f"{where}: the model itself fails with these inputs{place}\n{_summary(own)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from mod_export.errors import GraphError
 from mod_export.export.capture import Captured
 from mod_export.export.lowering import lower
 from mod_export.export.nodes import NAME_SCOPES
+from mod_export.export.not_static import place_of
 from mod_export.types import Bucket, Site, routed_output
 
 OPSET = 23
@@ -43,6 +45,10 @@ def _mish(self: Any) -> Any:
     return op.Mul(self, op.Tanh(op.Softplus(self)))
 
 
+OPERATOR = re.compile(
+    r"No ONNX function found for <OpOverload\(op='(?P<name>[\w.]+)'|target=torch\.ops\.(?P<target>\w+\.\w+)\."
+)
+"""How the exporter names an operator that it cannot translate: one that it does not know, or one that it fails at."""
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.mish.default: _mish,
     torch.ops.aten.sort.stable: _stable_sort,
@@ -149,7 +155,7 @@ def onnx_from_captured(
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-            raise GraphError(f"torch.onnx.export failed: {_root_cause(error)}") from error
+            raise GraphError(_untranslated(error, captured.program)) from error
     assert exported is not None
     model = exported.model
     model.ir_version = IR_VERSION
@@ -189,12 +195,31 @@ def _in_order_of_memory(model: ir.Model) -> None:
                 value.const_value = ir.tensor(np.ascontiguousarray(array), dtype=value.dtype, name=value.name)
 
 
-def _root_cause(error: BaseException) -> str:
-    """The exporter wraps what went wrong in several layers of advice; the innermost error is the one that helps."""
+def _untranslated(error: BaseException, program: torch.export.ExportedProgram) -> str:
+    """What the exporter cannot translate, and at which line of the model; the exporter itself wraps that in several
+    layers of advice.
+    """
+    texts = [str(error)]
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        texts.append(str(error))
+    named = next((match for text in reversed(texts) for match in [OPERATOR.search(text)] if match), None)
+    cause = next((line for line in texts[-1].splitlines() if line.strip()), type(error).__name__)
+    if named is None:
+        return f"torch.onnx.export failed: {cause}"
+    name = named["name"] or named["target"]
+    node = _node_of(program, name) or _node_of(program.run_decompositions(), name)
+    place = "" if node is None else place_of(node)
+    missing = "has no ONNX form in torch.onnx" if named["name"] else "cannot be translated by torch.onnx"
+    reason = "" if named["name"] else f"\n{cause}"
+    return f"{name} {missing},{place}{reason}\nWrite it with other operators; docs/porting.md has static forms of many"
+
+
+def _node_of(program: torch.export.ExportedProgram, name: str) -> torch.fx.Node | None:
+    """A call of an operator, such as `aten.cummax`, of any overload; that of `prims.erf_inv` is `aten.erfinv`."""
+    wanted = name.partition(".")[2].replace("_", "")
+    named = ((node, str(node.target).split(".")) for node in program.graph.nodes if node.op == "call_function")
+    return next((node for node, parts in named if len(parts) > 1 and parts[1].replace("_", "") == wanted), None)
 
 
 def _strip_metadata(model: ir.Model) -> None:

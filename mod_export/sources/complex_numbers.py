@@ -62,10 +62,7 @@ def as_real_parts(module: fx.GraphModule, held: Mapping[fx.Node, Any], where: st
     Raises:
         CaptureError: a complex input or output, or an operation that has no rule here.
     """
-    if any(_is_complex(node) for inner in _inner_graphs(module) for node in inner.nodes):
-        raise CaptureError(
-            f"{where}: computes with complex numbers in a branch of torch.cond, which no engine has\n{INSTEAD}"
-        )
+    _refuse_in_branches(module, where)
     if not any(_is_complex(node) for node in module.graph.nodes):
         return {}
     found: dict[fx.Node, Tensor] = {}
@@ -82,30 +79,42 @@ def as_real_parts(module: fx.GraphModule, held: Mapping[fx.Node, Any], where: st
         elif node.op == "output":
             if any(one in parts for one in node.all_input_nodes):
                 raise CaptureError(f"{where}: returns complex numbers; return torch.view_as_real of them")
-        elif _is_complex(node) or any(one in parts for one in node.all_input_nodes):
-            if not _rewrite(module.graph, node, parts):
-                raise CaptureError(
-                    f"{where}: {node.target} of complex numbers, which no engine has,{place_of(node)}\n{INSTEAD}"
-                )
+        elif (_is_complex(node) or any(one in parts for one in node.all_input_nodes)) and not _rewrite(node, parts):
+            raise CaptureError(
+                f"{where}: {node.target} of complex numbers, which no engine has,{place_of(node)}\n{INSTEAD}"
+            )
+    _erase(parts)
+    module.recompile()
+    return found
+
+
+def _erase(parts: Mapping[fx.Node, Parts]) -> None:
+    """Removes what nothing reads any more; weights and buffers get the values that they have now."""
     for node in reversed(list(parts)):
         if node.op == "placeholder":
             node.meta["val"] = torch.view_as_real(node.meta["val"])
         else:
-            module.graph.erase_node(node)
-    module.recompile()
-    return found
+            node.graph.erase_node(node)
 
 
 def _is_complex(node: fx.Node) -> bool:
     return any(isinstance(one, Tensor) and one.is_complex() for one in pytree.tree_leaves(node.meta.get("val")))
 
 
+def _refuse_in_branches(module: fx.GraphModule, where: str) -> None:
+    if any(_is_complex(node) for inner in _inner_graphs(module) for node in inner.nodes):
+        raise CaptureError(
+            f"{where}: computes with complex numbers in a branch of torch.cond, which no engine has\n{INSTEAD}"
+        )
+
+
 def _inner_graphs(module: fx.GraphModule) -> list[fx.Graph]:
     return [one.graph for one in module.modules() if isinstance(one, fx.GraphModule) and one is not module]
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
+def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
     """Puts real operations in the place of a node; False where no rule holds."""
+    graph = node.graph
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         # Values are inferred for the whole graph later.

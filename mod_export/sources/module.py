@@ -14,13 +14,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import CaptureError, UsageError
 from mod_export.export.capture import prove_static
-from mod_export.export.not_static import refusal, refuse_dynamic
+from mod_export.export.not_static import NotCompiledError, refusal, refuse_dynamic
 from mod_export.export.weights import digests_of_tensors
 from mod_export.sources.model import Model
 from mod_export.sources.plain_programs import functional_program, plain_program
@@ -57,6 +58,8 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"{name}: got {type(module).__name__}; expected a torch.nn.Module")
+    if isinstance(module, OptimizedModule):  # What torch.compile returns.
+        module = module._orig_mod
     devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())} - {"cpu"}
     if devices:
         raise UsageError(f"{name}: is on {', '.join(sorted(devices))}; give it on the CPU: module.to('cpu')")
@@ -67,7 +70,8 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
             f"{name}: inputs of one shape for {len(buckets)} buckets; give a function inputs(batch, seq) instead"
         )
     plain, samples = {}, {}
-    with _as_it_was(module), _plain_outputs(module), torch.no_grad():
+    # What was compiled before is captured, and compared, as it runs without torch.compile, which rounds otherwise.
+    with _as_it_was(module), _plain_outputs(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for bucket in buckets:
             where = f"{name} at {bucket.name}"
             calls = _calls(module, inputs, bucket, where)
@@ -243,12 +247,22 @@ def own_line(error: BaseException) -> str:
 
 
 def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedProgram:
-    prove_static(_Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]], where)
+    """The program that torch.export makes of it. torch.compile looks at it before, because it sees more: what the next
+    call finds changed, and where a number depends on the data. What it cannot capture, torch.export may.
+    """
+    called, examples = _Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]]
+    unproven: NotCompiledError | None = None
+    try:
+        with torch.compiler.set_stance("default"):
+            prove_static(called, examples, where)
+    except NotCompiledError as error:
+        unproven = error
     args, kwargs = calls[0]
     try:
         program = torch.export.export(module, args, kwargs, strict=False)
     except Exception as error:  # Of any type: it runs the model's own code.
-        raise refusal(error, _Called(module, calls[0]), _tensors(calls[0]), where) from error
+        found = refusal(error, called, examples[0], where)
+        raise (unproven or found if isinstance(found, NotCompiledError) else found) from error
     refuse_dynamic(program.graph, where)
     return program
 
