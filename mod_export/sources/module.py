@@ -76,7 +76,8 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
             where = f"{name} at {bucket.name}"
             calls = _calls(module, inputs, bucket, where)
             _run_once(module, calls[0], where)
-            program = functional_program(_captured(module, calls, where), where)
+            exported = _captured(module, calls, where)
+            program = functional_program(exported, where, [sample_tensors(exported, *call) for call in calls])
             _compare_runs(program, module, calls, where)
             plain[bucket] = plain_program(program, where)
             samples[bucket] = _different([sample_tensors(program, *call) for call in calls])
@@ -100,6 +101,16 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     training = {one: one.training for one in module.modules()}
+    plain = [
+        (one, name, held)
+        for one in module.modules()
+        for name, held in vars(one).items()
+        if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter)
+    ]
+    for one, name, held in plain:
+        # A table or a cache that is an attribute may be written to, which torch.export takes of buffers only.
+        delattr(one, name)
+        one.register_buffer(name, held, persistent=False)
     buffers = {one: {name: (held, _copy(held)) for name, held in one._buffers.items()} for one in module.modules()}
     module.eval()
     try:
@@ -113,6 +124,10 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
                 one._buffers[name] = held
                 if held is not None and value is not None:
                     held.copy_(value)
+        for one, name, held in plain:
+            del one._buffers[name]
+            one._non_persistent_buffers_set.discard(name)
+            setattr(one, name, held)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -86,7 +86,9 @@ def bucket_of(plain: PlainProgram, like: ProgramModel | None = None) -> Bucket:
 
 def _checked(program: ExportedProgram, path: Path, like: Model | None) -> tuple[PlainProgram, Bucket]:
     try:
-        plain = plain_program(functional_program(program, str(path)), str(path))
+        args, kwargs = program.example_inputs or ((), {})
+        samples = [sample_tensors(program, args, kwargs)] if program.example_inputs else []
+        plain = plain_program(functional_program(program, str(path), samples), str(path))
         return plain, bucket_of(plain, like.loaded if like and isinstance(like.loaded, ProgramModel) else None)
     except ModExportError:
         raise
