@@ -101,6 +101,16 @@ def _lowered_attention(node: fx.Node) -> Callable[..., Tensor] | None:
     return _attention if is_shared or (query[0], query[0]) != (key[0], value[0]) else None
 
 
+def _lowered_squeeze(node: fx.Node) -> Callable[..., Tensor] | None:
+    """PyTorch leaves dimensions that are not of size 1 as they are; ONNX takes their names for an error."""
+    shape, dims = shape_of(node.args[0]), argument_of(node, "dim")  # type: ignore[arg-type]  # A tensor's node.
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    ones = [dim for dim in dims if shape and shape[dim] == 1]
+    if len(ones) == len(dims):
+        return None
+    return lambda x, *_, **__: ATEN.squeeze.dims(x, ones) if ones else x
+
+
 def _has_narrow_mask(node: fx.Node) -> bool:
     """Whether its mask is one row for all queries, as one of padding is: ONNX Runtime takes only whole ones."""
     query, key, mask = (argument_of(node, name) for name in ("query", "key", "attn_mask"))
@@ -199,6 +209,8 @@ def _product(
 
 LOWERED: Mapping[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
     ATTENTION: _lowered_attention,
+    ATEN.squeeze.dim: _lowered_squeeze,
+    ATEN.squeeze.dims: _lowered_squeeze,
     ATEN.index_put.default: lowered_index_put,
     ATEN.index_put_.default: lowered_index_put,
     ATEN.masked_scatter.default: lowered_masked_scatter,

@@ -326,8 +326,8 @@ def files_for(dtype: DType) -> tuple[DType, ...]:
 
 
 def is_in_graph(dtype: ir.DataType, shape: Sequence[int]) -> bool:
-    """Whether a constant of the model stands in the graph itself: ONNX Runtime infers shapes from indices and sizes, and
-    reads no file for that.
+    """Whether a constant of the model stands in the graph itself, and not in a file: ONNX Runtime infers shapes from
+    indices and sizes, and reads no file for that.
     """
     return (dtype.is_integer() or dtype.name == "BOOL") and math.prod(shape) <= MOST_SIZES
 

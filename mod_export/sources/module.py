@@ -297,5 +297,6 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, where: str) -> None:
     size = (expected.double() - found.double()).abs().nan_to_num(float("inf")).max().item()
     raise CaptureError(
         f"{where} of the captured program differs from that of the module by {size:.3g}. Either the module returns "
-        "something else each time it is called, or it reads values that capture takes for constants"
+        "something else each time it is called, or it reads values that capture takes for constants, or it asks whether "
+        "it is captured (torch.compiler.is_compiling, is_exporting) and computes something else then"
     )

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from mod_export.errors import CaptureError
 from mod_export.export.not_static import place_of
-from mod_export.export.program_nodes import argument_of, inferred_values, with_arguments
+from mod_export.export.program_nodes import METADATA, argument_of, inferred_values, with_arguments
 from mod_export.sources.complex_numbers import as_real_parts
 from mod_export.sources.flex_attention import write_out_flex_attention
 from mod_export.sources.operators import is_operator
@@ -96,6 +96,10 @@ def functional_program(
             node.target = ATEN.reshape.default
         elif node.target is ATEN._assert_tensor_metadata.default:
             node.graph.erase_node(node)  # It asserts the dtype that the model had.
+    for inner in (one for one in program.graph_module.modules() if isinstance(one, fx.GraphModule)):
+        for node in inner.graph.nodes:
+            # The history of a node names graphs by numbers, which another process gives otherwise.
+            node.meta = {key: one for key, one in node.meta.items() if key in ("val", *METADATA)}
     _check_mutation(program, where, samples)
     return _without_state(program)
 
