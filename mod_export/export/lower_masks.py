@@ -78,7 +78,7 @@ def _copied_last(mask: fx.Node, elements: int) -> int:
 
 def _scatter_by_mask(copies: int) -> Lowered:
     def scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]  # torch has no annotations there.
         mask = mask.expand(shape)
         first = mask.reshape(-1, copies)[:, 0]
         rows = source.reshape(-1, copies)

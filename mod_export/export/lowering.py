@@ -135,7 +135,7 @@ def _attention(
     """
     shares_heads = enable_gqa or key.shape[-3:-2] == value.shape[-3:-2] == (1,)
     leads = [(*one.shape[:-3], 1) if shares_heads else one.shape[:-2] for one in (key, value)]
-    lead = torch.broadcast_shapes(query.shape[:-2], *leads)
+    lead = torch.broadcast_shapes(query.shape[:-2], *leads)  # type: ignore[no-untyped-call]  # torch has no annotations there.
     *rows, heads = [1] * (2 - len(lead)) + list(lead)
 
     def of_four(tensor: Tensor, own: int = heads) -> Tensor:

@@ -84,7 +84,8 @@ def replace_by(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], *, 
         copied.meta = {"val": copied.meta["val"], **{key: node.meta[key] for key in METADATA if key in node.meta}}
     if isinstance(found, (tuple, list)):
         for use in list(node.users):
-            use.replace_all_uses_with(found[use.args[1]])
+            number: Any = use.args[1]
+            use.replace_all_uses_with(found[number])
             graph.erase_node(use)
     else:
         node.replace_all_uses_with(found)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -155,13 +156,17 @@ def _each_part(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.
     return Parts(*(_applied(evaluate, target, [_part(one, n) for one in leaves], tree) for n in (0, 1)))
 
 
-def _each_part_beside_real(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Parts:
+def _each_part_beside_real(
+    evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec, numbers: tuple[type, ...] = (float,)
+) -> Parts:
     """As `_each_part`; a real operand has the imaginary part 0, as a summand has."""
 
     def imaginary(one: Any) -> Any:
         if isinstance(one, (Parts, complex, torch.dtype)):
             return _part(one, 1)
-        return evaluate(ATEN.mul.Scalar, one, 0) if _is_floating(one) else 0 if isinstance(one, float) else one
+        if _is_floating(one):
+            return evaluate(ATEN.mul.Scalar, one, 0)
+        return 0 if type(one) in numbers else one
 
     real = _applied(evaluate, target, [_part(one, 0) for one in leaves], tree)
     return Parts(real, _applied(evaluate, target, [imaginary(one) for one in leaves], tree))
@@ -183,7 +188,13 @@ def _product(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.Tr
     )
 
 
-_RULES: tuple[Rule, ...] = (_each_part, _each_part_beside_real, _product)
+_RULES: tuple[Rule, ...] = (
+    _each_part,
+    _each_part_beside_real,
+    # An integer may be a summand as well as a dimension.
+    partial(_each_part_beside_real, numbers=(float, int)),
+    _product,
+)
 """Tried in this order; the first that gives what the operator gives is the rule of that operation."""
 
 
@@ -213,10 +224,12 @@ def _holds(rule: Rule, node: fx.Node) -> bool:
     def drawn(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        generator.manual_seed(next(seeds))
+        if value.dtype is torch.bool:
+            return torch.randint(0, 2, value.shape, generator=generator).bool()
         if not value.dtype.is_floating_point and not value.dtype.is_complex:
             # Indices: 0 is one of every dimension.
             return torch.zeros(value.shape, dtype=value.dtype)
-        generator.manual_seed(next(seeds))
         numbers = torch.randint(1, LARGEST, (*value.shape, 2), generator=generator).float()
         numbers *= torch.randint(0, 2, numbers.shape, generator=generator) * 2 - 1
         return torch.view_as_complex(numbers) if value.is_complex() else numbers[..., 0].to(value.dtype)

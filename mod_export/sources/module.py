@@ -120,14 +120,14 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
         for one, mode in training.items():
             one.training = mode
         for one, held_by_name in buffers.items():
-            for name, (held, value) in held_by_name.items():
-                one._buffers[name] = held
-                if held is not None and value is not None:
-                    held.copy_(value)
-        for one, name, held in plain:
+            for name, (buffer, value) in held_by_name.items():
+                one._buffers[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
+        for one, name, tensor in plain:
             del one._buffers[name]
             one._non_persistent_buffers_set.discard(name)
-            setattr(one, name, held)
+            setattr(one, name, tensor)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -297,6 +297,6 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, where: str) -> None:
     size = (expected.double() - found.double()).abs().nan_to_num(float("inf")).max().item()
     raise CaptureError(
         f"{where} of the captured program differs from that of the module by {size:.3g}. Either the module returns "
-        "something else each time it is called, or it reads values that capture takes for constants, or it asks whether "
-        "it is captured (torch.compiler.is_compiling, is_exporting) and computes something else then"
+        "something else each time it is called, or it reads values that capture takes for constants, or it asks "
+        "whether it is captured (torch.compiler.is_compiling, is_exporting) and computes something else then"
     )

@@ -121,7 +121,8 @@ def _check_mutation(program: ExportedProgram, where: str, samples: Sequence[Sequ
     """Of what a program writes, state may be left as it was that is written with the values that it has, or that no run
     reads before it has written it.
     """
-    specs, nodes = program.graph_signature.output_specs, program.graph.output_node().args[0]
+    specs = program.graph_signature.output_specs
+    nodes: Any = program.graph.output_node().args[0]
     written = {n: str(spec.target) for n, spec in enumerate(specs) if spec.kind in MUTATIONS}
     if not written:
         return
@@ -138,9 +139,9 @@ def _check_mutation(program: ExportedProgram, where: str, samples: Sequence[Sequ
         if name in held and runs:
             found = [_results(program, other, inputs) for other in others for inputs in samples]
             if all(_same_bits(one[n], run[n]) for one, run in zip(found, runs * DRAWS, strict=True) for n in results):
-                return
+                return  # None of it is read, whichever it is.
         what = "buffer" if name in held else "input"
-        line = place_of(nodes[n])  # type: ignore[index]  # As export leaves it.
+        line = place_of(nodes[n])
         raise CaptureError(
             f"{where}: changes its {what} {name} in place,{line}\n"
             "which engines do not: each run begins with the same weights. Return the new value as an output, or write "
