@@ -92,5 +92,6 @@ def _too_slow(row: SpeedupRow) -> str:
     if row.control is not None and not row.control.covers_one:
         return f"{found} cannot be held against {gate}: {row.reason}; {QUIETER}"
     if high < row.gate:
-        return f"{found} does not reach {gate}: {row.reason or f'FLOPs predict {row.predicted_flops:.2f}x'}"
+        why = row.reason or ("" if row.predicted_flops is None else f"FLOPs predict {row.predicted_flops:.2f}x")
+        return f"{found} does not reach {gate}" + (f": {why}" if why else "")
     return f"{found} is not clear of {gate}: {QUIETER}"

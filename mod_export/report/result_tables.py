@@ -118,8 +118,12 @@ TIMES = (_ms("dense"), _ms("mod"))
 OUTCOME: Column[Found] = Column("parity", lambda row: judged(row.parity_passed), number=False)
 SPEEDUP: Column[Found] = Column("speed-up [95 %]", _speedup)
 VERDICT: Column[Found] = Column("verdict", _verdict, number=False)
-PREDICTED: Column[Found] = Column("predicted (FLOPs)", _of_whole_texts(lambda row: ratio_text(row.predicted_flops)))
-EFFICIENCY: Column[Found] = Column("efficiency", _of_whole_texts(lambda row: f"{row.efficiency:.2f}"))
+PREDICTED: Column[Found] = Column(
+    "predicted (FLOPs)", _of_whole_texts(_if_known(lambda row: row.predicted_flops, ratio_text))
+)
+EFFICIENCY: Column[Found] = Column(
+    "efficiency", _of_whole_texts(_if_known(lambda row: row.efficiency, "{:.2f}".format))
+)
 
 AGREEMENT: Column[Found] = Column("routing agreement", lambda row: agreement_text(row.routing) if row.routing else "-")
 ERROR: Column[Found] = Column("max error", lambda row: error_text(row.error.max_abs) if row.error else "-")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 from mod_export.results.base import PairRow
+from mod_export.results.cost import not_counted_text
 from mod_export.results.generation import Compared, DecodeRow, FirstTokenRow, GenerationReport, TextsRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
@@ -200,6 +201,15 @@ def untried_targets(report: BuildReport) -> dict[str, list[Target]]:
         "not built": [target for target in untried if target.target not in engines],
     }
     return {state: targets for state, targets in found.items() if targets}
+
+
+def uncounted(report: BuildReport) -> list[str]:
+    """Which operators were not counted, and in which graphs; graphs that lack the same are named together."""
+    graphs: dict[str, list[str]] = {}
+    for row in report.cost:
+        if row.not_counted:
+            graphs.setdefault(not_counted_text(row.not_counted), []).append(f"{row.model} {row.bucket}")
+    return [f"{missing} in {', '.join(names)}" for missing, names in graphs.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
