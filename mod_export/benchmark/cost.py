@@ -1,9 +1,10 @@
 """What a graph costs: FLOPs and bytes, counted from the static ONNX graph that is deployed, in total and node by node.
 
-Counted are the multiplications of matrix products, two FLOPs for each multiply-add, exactly (`products`). Norms,
-activations, rotations, softmax, top-k, gathers and scatters have none: they are bound by memory, not by arithmetic. What
-has no rule (operators of vendors, and those that hold graphs, such as Loop) and what has no static shape is counted as
-nothing and named: then the totals are less than the truth, and nothing may be predicted from them. In the totals, attention counts as the full square of queries and keys even where it is causal, because that is what the
+Counted are the multiplications of matrix products, two FLOPs for each multiply-add, exactly (`products.py`). Norms,
+activations, rotations, softmax, top-k, gathers and scatters have none: they are bound by memory, not by arithmetic.
+What has no rule (operators of vendors, and those that hold graphs, such as Loop) and what has no static shape is
+counted as nothing and named: then the totals are less than the truth, and nothing may be predicted from them. In the
+totals, attention counts as the full square of queries and keys even where it is causal, because that is what the
 portable graph says and what `torch.utils.flop_counter` reports; `needed_flops` leaves out what the mask hides.
 `model_parts` says which part of the model each product belongs to.
 

@@ -54,10 +54,8 @@ def explain(
     skips_nothing = k_by_layer is not None and not depth
     unknown = not_counted_text(dense.not_counted | mod.not_counted)
     if unknown or not mod.flops:
-        nothing = (
-            f"FLOPs predict nothing, because not all were counted ({unknown or 'there is no product of matrices'})"
-        )
-        return "; ".join([nothing, *([NOTHING_SKIPPED] if skips_nothing else [])])
+        why = f"not all were counted ({unknown})" if unknown else "the model has no product of matrices"
+        return "; ".join([f"FLOPs predict nothing: {why}", *([NOTHING_SKIPPED] if skips_nothing else [])])
     predicted = dense.flops / mod.flops
     if skips_nothing:
         causes = [NOTHING_SKIPPED]

@@ -6,9 +6,9 @@ The rules follow the definitions of the operators (https://onnx.ai/onnx/operator
     Conv, DeformConv        as many multiply-adds for each output as its filter has weights; padding counts
     ConvTranspose           as many for each input as its filter has weights, whatever `pads` cuts off again
     RNN, GRU, LSTM          both weight matrices of every direction, in every step, for every row
-    Einsum                  operand after operand, from the left: every combination of the labels that the two have, where
-                            at least one label of both is summed away; what only one of them has and nobody needs later
-                            is added up before. All others only move, add up or scale numbers.
+    Einsum                  operand after operand, from the left: every combination of the labels that the two have,
+                            where at least one label of both is summed away; what only one of them has and nobody needs
+                            later is added up before. All others only move, add up or scale numbers.
 
 Operations on whole numbers count as those on floats do. What stands beside the products (biases, activations, the
 interpolation of DeformConv, zero points) is not counted.
@@ -42,8 +42,8 @@ NO_RULE = frozenset(
         "SequenceLength", "SplitToSequence",
     }
 )  # fmt: skip
-"""Standard operators without a rule: they multiply matrices in a way of their own, or how many tensors pass through them
-is not in the graph. Those that hold graphs (If, Loop, Scan, SequenceMap) have none either.
+"""Standard operators without a rule: they multiply matrices in a way of their own, or how many tensors pass through
+them is not in the graph. Those that hold graphs (If, Loop, Scan, SequenceMap) have none either.
 """
 
 

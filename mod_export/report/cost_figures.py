@@ -65,8 +65,8 @@ def _flops_of(row: CostRow) -> str:
 class TimeFigure:
     """Time by part in one setting. `rows` are part -> model -> entry, for a table.
 
-    `gap` says what each part adds to the difference of measured and predicted speed-up; None where profiles and counts do
-    not tell every part of both engines. `not_counted` are the nodes of both engines that no prediction has in it.
+    `gap` says what each part adds to the difference of measured and predicted speed-up; None where profiles and counts
+    do not tell every part of both engines. `not_counted` are the nodes of both engines that no prediction has in it.
     """
 
     setting: Setting

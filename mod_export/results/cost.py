@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import PositiveFloat
+from pydantic import Field, PositiveFloat
 
 from mod_export.results.base import EngineRow, Result
 from mod_export.types import DType, ModelKind
@@ -38,9 +38,9 @@ class CostRow(Result):
     """Every intermediate value once, outputs and views included: a measure of traffic, not a peak."""
     kv_bytes: int
     """Keys and values as attention reads them, summed over the layers."""
-    not_counted: dict[str, int] = {}
-    """Operator -> nodes of it that all numbers above leave out, because it has no rule or no static shape. Where there is
-    any, the graph computes more than `flops`, and nothing is predicted from them."""
+    not_counted: dict[str, int] = Field(default_factory=dict)
+    """Operator -> nodes of it that all numbers above leave out, because it has no rule or no static shape. Where there
+    is any, the graph computes more than `flops`, and nothing is predicted from them."""
 
 
 class Roofline(Result):
