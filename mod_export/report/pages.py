@@ -37,6 +37,7 @@ from mod_export.report.summary import (
     precisions,
     samplings,
     settings_of,
+    uncompared,
     uncounted,
     untried_targets,
 )
@@ -97,6 +98,8 @@ def _rendered(report: BuildReport) -> str:
         maps=token_maps(report.routing_maps),
         flops=flops_figures(report.cost),
         uncounted=uncounted(report),
+        uncompared=uncompared(report),
+        failures=table_of(result_tables.FAILURES, report.failed),
         times=time_figures(report.parts),
         rooflines=roofline_figures(report.roofline, report.parts),
         total_bytes=sum(artifact.bytes for artifact in report.artifacts),

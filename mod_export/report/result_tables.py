@@ -19,6 +19,7 @@ from mod_export.report.wording import (
     ratio_text,
     share_text,
 )
+from mod_export.results.failures import FailedRow
 from mod_export.results.generation import DecodeRow, StepsCompared
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import OutputParity, ParityRow
@@ -181,6 +182,13 @@ STEPS_ALONE_STACKS: Stacks = ((0, 1, 2), (3, 4), (5, 6, 7))
 PROMPTS_STACKS: Stacks = ((0, 1, 2), (3,), (4, 5), (6, 7))
 """Likewise of PROMPTS, OUTCOME and PROMPTS_TIMED."""
 PROMPTS_ALONE_STACKS: Stacks = ((0, 1, 2), (3,), (4,))
+
+
+FAILURES: tuple[Column[FailedRow], ...] = (
+    Column("what", lambda row: row.what, number=False),
+    Column("stage", lambda row: row.stage, number=False),
+    Column("reason", lambda row: row.reason, number=False),
+)
 
 
 def _quality(text: Callable[[ParityRow], Cell | str]) -> Callable[[Judged], Cell | str]:

@@ -26,6 +26,7 @@ from mod_export.report.summary import (
     parity_of,
     precisions,
     settings_of,
+    uncompared,
     uncounted,
     untried_targets,
 )
@@ -100,6 +101,8 @@ def _print(report: BuildReport, folder: str, console: Console, encoding: str) ->
         parts += [*_quiet(_conditions(report), clean), Text()]
     if report.not_compared is not None:
         parts += [Text(clean(f"{NOT_COMPARED}{report.not_compared}")), Text()]
+    if lonely := uncompared(report):
+        parts += [*(Text(clean(f"{NOT_COMPARED}{line}")) for line in lonely), Text()]
     if missing := uncounted(report):
         parts += [
             *_quiet([f"FLOPs not counted: {one}; nothing is predicted from the others" for one in missing], clean),

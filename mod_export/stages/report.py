@@ -75,7 +75,14 @@ def verdict_of(context: Context, *, parity: bool = True, speedup: bool = True) -
         kinds=list(context.facts),
         structure=context.rows(StructureRow),
         causality=context.rows(CausalityRow),
+        reads_rows=_reads_rows(context),
+        failed=context.failed,
+        missing=context.missing,
     )
+
+
+def _reads_rows(context: Context) -> bool:
+    return any((engine.model, engine.role) == ("mod", "forward") for engine in context.engines)
 
 
 def not_compared(context: Context) -> str | None:
@@ -131,6 +138,7 @@ def completed(context: Context, report: BuildReport, stage: Stage) -> BuildRepor
         found = {name: tuple(context.rows(kind)) or getattr(written, name) for name, kind in WRITTEN_ROWS.items()}
         quality = next(iter(context.rows(QualityRow)), written.quality)
         written = written.model_copy(update={**found, "quality": quality})
+    failed = (*report.failed, *context.failed)
     verdict = judge(
         [engine.setting for engine in context.runnable("forward") if engine.model == "mod"],
         context.buckets,
@@ -140,11 +148,14 @@ def completed(context: Context, report: BuildReport, stage: Stage) -> BuildRepor
         kinds=list(context.facts),
         structure=known["structure"],
         causality=known["causality"],
+        reads_rows=_reads_rows(context),
+        failed=failed,
     )
     return report.model_copy(
         update={
             **known,
             "verdict": verdict,
+            "failed": failed,
             "served": _served(known["parity"], known["latency"], () if written is None else written.decode),
             "generation": written,
             "environment": context.machine,
@@ -199,6 +210,7 @@ def _report(
         served=_served(context.rows(ParityRow), context.rows(LatencyRow), context.rows(DecodeRow)),
         **{name: tuple(context.rows(kind)) for name, kind in ROWS.items()},
         generation=_generation(context) if reads_tokens else None,
+        failed=tuple(context.failed),
     )
 
 
@@ -237,7 +249,12 @@ def _targets(context: BuildContext) -> list[Target]:
     built = {engine.target for engine in context.engines}
     rows = []
     for name, found in context.plan.availability.items():
-        reason = found.reason if name in built or not found.builds else f"not asked for ({found.reason})"
+        reason = found.reason
+        if name not in built and name in context.plan.targets:
+            lost = next((row for row in context.failed if row.target == name), context.failed[0])
+            reason = f"nothing could be built; of {lost.what}: {lost.why}"
+        elif name not in built and found.builds:
+            reason = f"not asked for ({found.reason})"
         rows.append(Target(target=name, available=found.builds, reason=reason, ran=name in ran))
     return rows
 
@@ -260,6 +277,7 @@ def _close(context: BuildContext, command: str, *, verified: bool) -> None:
         tokenizer=TOKENIZER if isinstance(plan.tokenizer, Path) else plan.tokenizer,
         cost=tuple(context.rows(CostRow)),
         work=context.work,
+        failed=tuple(row for row in context.failed if row.unbuilt),
         config=plan.config,
         versions={name: context.machine[name] for name in ("mod_export", "torch", "onnx", "onnxruntime")},
         files=context.workspace.files(),
