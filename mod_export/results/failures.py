@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from mod_export.types import DType, Graph, ModelKind, Role
 
 ABOUT = ("target", "dtype", "model", "role", "bucket")
 """The fields of a failure that say what it is about."""
+MOST_CHARACTERS = 400
+"""Of a reason where it stands in one line."""
 NOT_DONE = {"validate": "judged", "benchmark": "timed", "profile": "profiled"}
 """Stage -> what it could not do. The stages before them build."""
 
@@ -56,8 +59,8 @@ class FailedRow(Result):
 
     @property
     def why(self) -> str:
-        """The reason in one line."""
-        return " ".join(self.reason.split())
+        """The reason in one line, shortened if need be."""
+        return textwrap.shorten(self.reason, MOST_CHARACTERS, placeholder=" [...]")
 
     @property
     def sentence(self) -> str:
