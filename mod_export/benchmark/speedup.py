@@ -61,7 +61,7 @@ def speedup_rows(
     Args:
         latency: rows of both models.
         cost: rows of both models for every bucket sampled.
-        buckets: all buckets of the build.
+        buckets: all buckets that were built.
         options: those that the samples were taken with.
         seed: of the bootstrap.
         k_by_layer: bucket -> routing site -> slots, as far as it is known.

@@ -35,7 +35,7 @@ def judge(
 
     Args:
         expected: the setting of every MoD engine that reads whole rows and can run here.
-        buckets: all buckets of the build.
+        buckets: all buckets that were built.
         parity: the rows of all `kinds` of all of them, because a ratio to a dense baseline that computes something else
             would mean nothing; None when parity was not asked for.
         speedup: likewise.

@@ -56,7 +56,7 @@ def _inputs(context: Context, engines: Sequence[Engine], **others: Any) -> dict[
 def _rows(context: Context, setting: Setting, engines: Engines) -> None:
     # Sampling goes on until the gate is settled: another gate may need more samples.
     options = context.config.latency
-    gate = gate_of(setting.bucket, context.buckets, options.min_speedup)
+    gate = gate_of(setting.bucket, context.gated_buckets, options.min_speedup)
     latency = options.model_dump(exclude={"min_speedup", "bootstrap"})
     context.measure(
         LatencyRow,

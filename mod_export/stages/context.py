@@ -272,6 +272,12 @@ class Context:
             error.add_note(f"also: {len(others) - MOST_NOTES} more")
         raise error
 
+    @property
+    def gated_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of whole rows that the model has engines for: the gate on speed holds for the largest of them."""
+        built = {one.bucket for one in self.engines if (one.model, one.role) == ("mod", "forward")}
+        return tuple(bucket for bucket in self.buckets if bucket in built) or self.buckets
+
     def add(self, rows: Sequence[Result]) -> None:
         """Results that follow from others and are no step of their own."""
         self._rows += rows
@@ -401,8 +407,12 @@ class BuildContext(Context):
         captured = {graph.path: graph for graph in self.graphs}
         for builder, variant, graph in self.plan.engines():
             about = {**fields_of_graph(graph), "target": builder.name, "dtype": variant.dtype}
-            if graph.path in captured and not self.is_lost(about):
+            if graph.path in captured and self.is_wanted(about):
                 yield builder, variant, captured[graph.path]
+
+    def is_wanted(self, about: Mapping[str, Any]) -> bool:
+        """Whether it can still be built, and, of a dense baseline, whether there will be a model to compare with it."""
+        return not self.is_lost(about) and not self.is_lost({**about, "model": "mod"})
 
     def leave_out(self, engine: Engine) -> None:
         """Takes an engine that was built out of the build again, because nothing can be done with it."""

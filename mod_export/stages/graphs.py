@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -59,16 +59,16 @@ def capture(context: BuildContext) -> None:
     Raises:
         BuildError: none is.
     """
-    for graph in context.plan.graphs:
+    for graph in _wanted(context):
         inputs = {**context.source_inputs(graph), **context.versions("torch")}
         with context.attempt("capture", fields_of_graph(graph)):
             context.step(f"capture/{graph.stem}", inputs, [], partial(_prove, context, graph))
-    context.require(_left(context))
+    context.require(_wanted(context))
 
 
-def _left(context: BuildContext) -> list[Graph]:
-    """The portable graphs that can still be made."""
-    return [graph for graph in context.plan.graphs if not context.is_lost(fields_of_graph(graph))]
+def _wanted(context: BuildContext) -> Iterator[Graph]:
+    """The portable graphs that can still be made when it is their turn: first the model's, then the baseline's."""
+    return (graph for graph in context.plan.graphs if context.is_wanted(fields_of_graph(graph)))
 
 
 def _prove(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, int]:
@@ -89,7 +89,7 @@ def onnx(context: BuildContext) -> None:
         for dtype in dtypes:
             if dtype not in QUANTIZED:
                 _write_weights(context, kind, dtype)
-    for graph in _left(context):
+    for graph in _wanted(context):
         with context.attempt("onnx", fields_of_graph(graph)):
             _portable_step(context, graph)
     context.require(context.graphs)

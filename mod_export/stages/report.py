@@ -53,7 +53,7 @@ def compare_with_baseline(context: Context) -> None:
         speedup_rows(
             context.rows(LatencyRow),
             context.rows(CostRow),
-            context.buckets,
+            context.gated_buckets,
             context.config.latency,
             seed=context.config.seed,
             k_by_layer=k_by_layer,
@@ -68,7 +68,7 @@ def verdict_of(context: Context, *, parity: bool = True, speedup: bool = True) -
     engines = context.runnable("forward")
     return judge(
         [engine.setting for engine in engines if engine.model == "mod"],
-        context.buckets,
+        context.gated_buckets,
         parity=context.rows(ParityRow) if parity else None,
         speedup=context.rows(SpeedupRow) if speedup else None,
         min_speedup=context.config.latency.min_speedup if speedup else 0,
@@ -141,7 +141,7 @@ def completed(context: Context, report: BuildReport, stage: Stage) -> BuildRepor
     failed = (*report.failed, *context.failed)
     verdict = judge(
         [engine.setting for engine in context.runnable("forward") if engine.model == "mod"],
-        context.buckets,
+        context.gated_buckets,
         parity=known["parity"],
         speedup=known["speedup"],
         min_speedup=context.config.latency.min_speedup,
@@ -251,7 +251,10 @@ def _targets(context: BuildContext) -> list[Target]:
     for name, found in context.plan.availability.items():
         reason = found.reason
         if name not in built and name in context.plan.targets:
-            lost = next((row for row in context.failed if row.target == name), context.failed[0])
+            # Its own failure rather than that of a graph or a dtype, and the model's rather than the baseline's.
+            lost = min(
+                context.failed, key=lambda row: (row.target != name, row.target is not None, row.model == "dense")
+            )
             reason = f"nothing could be built; of {lost.what}: {lost.why}"
         elif name not in built and found.builds:
             reason = f"not asked for ({found.reason})"
