@@ -34,7 +34,7 @@ def shown(verbosity: int, *, terminal: bool = False) -> str:
 LINES = [
     "* onnx     built      21.0 s    448 MiB  2 steps",
     "* passes   reused      0.0 s",
-    "* engines  built        1.0 s             3 failed",
+    "* engines  built       1.0 s             3 failed",
 ]
 STEPS = ["    graph/mod-b1s64", "    graph/[dense]"]
 
@@ -48,7 +48,7 @@ def test_a_terminal_has_a_live_line_that_goes_away() -> None:
     assert shown(-1, terminal=True) == ""
     text = shown(0, terminal=True)
     assert "onnx" in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # The cursor is hidden, and comes back.
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 3  # The cursor is hidden, and comes back.
     assert "* onnx     built      21.0 s    448 MiB  2 steps\n" in text
 
 

@@ -133,7 +133,7 @@ def test_what_a_row_needs() -> None:
 
 def test_nothing_is_predicted_from_what_was_not_all_counted() -> None:
     lacking = [row.model_copy(update={"not_counted": {"Loop": 1}}) for row in COSTS]
-    options = LatencyOptions(bootstrap=200)
+    options = LatencyOptions(min_speedup=1.0, bootstrap=200)
 
     def found(**known: Any) -> SpeedupRow:
         return speedup_rows(pair(2.0), lacking, [SMALL, LARGE], options, seed=0, **known)[0]
