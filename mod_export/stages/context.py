@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
@@ -247,6 +248,11 @@ class Context:
 
     def fail(self, stage: str, about: Mapping[str, Any], error: BuildError, arch: str | None = None) -> None:
         """Records what could not be done."""
+        # The build goes on, and must not keep the tensors that were at work when this failed.
+        chained: BaseException | None = error
+        while chained is not None:
+            traceback.clear_frames(chained.__traceback__)
+            chained = chained.__cause__ or chained.__context__
         fields = {**dict.fromkeys(ABOUT), **about}
         self.failed.append(FailedRow(stage=stage, **fields, arch=arch, reason=str(error)))
         self._errors.append(error)

@@ -87,8 +87,12 @@ def _reads_rows(context: Context) -> bool:
 
 def not_compared(context: Context) -> str | None:
     """Why there is no speed-up and how to get one; None where there is a dense baseline."""
-    if "dense" in context.facts:
+    if any(engine.model == "dense" for engine in context.engines):
         return None
+    if "dense" in context.facts:
+        failed = (row for row in (*context.failed, *context.missing) if row.unbuilt and row.model != "mod")
+        lost = next(failed, None)
+        return None if lost is None else f"the dense baseline could not be built; of {lost.what}: {lost.why}"
     skips = any(not is_expert(site) for graph in context.graphs for site in graph.k_by_layer)
     return NOTHING_COMPARED if skips else DENSE_ITSELF
 

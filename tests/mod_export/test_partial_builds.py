@@ -164,6 +164,22 @@ def test_a_dense_engine_that_fails_leaves_the_model(tmp_path: Path) -> None:
         assert deployment.dtype == "int4"
 
 
+def test_a_baseline_of_which_nothing_can_be_built_leaves_the_model(tmp_path: Path) -> None:
+    """It selects tokens itself, so it is none."""
+    report = built(model_of(), model_of(0.5), tmp_path / "m", QUICK, "ort-cpu")
+    assert about(report) == [("onnx", None, None, "dense", "b1s16")]
+    why = "graphs/dense-b1s16.onnx: in the baseline 1 selects 8 of 16 tokens; all must run"
+    assert report.failed[0].reason == why
+    assert report.not_compared == f"the dense baseline could not be built; of b1s16 dense: {why}"
+    assert {(row.model, row.passed) for row in report.parity} == {("mod", True)}
+    assert [row.model for row in report.latency] == ["mod"]
+    assert len(report.verdict.reasons) == 1
+    assert f"not compared: {report.not_compared}" in render_text(report, "m").splitlines()
+    assert "compared with its dense baseline" not in render_html(report)
+    found = invoke("bench", tmp_path / "m")
+    assert (found.exit_code, f"not compared: {report.not_compared}" in found.stdout) == (0, True), found.output
+
+
 @needs_rtx
 @pytest.mark.parametrize(
     ("scales", "lost"),
