@@ -183,8 +183,10 @@ def test_a_baseline_of_which_nothing_can_be_built_leaves_the_model(tmp_path: Pat
 @needs_rtx
 @pytest.mark.parametrize(
     ("scales", "lost"),
-    [({"scale": 1e5}, ("b1s16", "b1s32")), ({"growth": 2500.0}, ("b1s32",))],
-    ids=["a target", "one bucket of a target"],
+    [
+        pytest.param({"scale": 1e5}, ("b1s16", "b1s32"), id="a target", marks=pytest.mark.slow),
+        pytest.param({"growth": 2500.0}, ("b1s32",), id="one bucket of a target"),
+    ],
 )
 def test_a_target_that_fails_leaves_the_others(scales: dict[str, float], lost: tuple[str, ...], tmp_path: Path) -> None:
     """65,504 is the largest number of float16."""
@@ -211,6 +213,7 @@ def test_a_target_that_fails_leaves_the_others(scales: dict[str, float], lost: t
 
 
 @needs_rtx
+@pytest.mark.slow
 def test_where_nothing_can_be_built_the_first_reason_is_the_error(tmp_path: Path) -> None:
     """Of the model: its dense baseline could be built."""
     with pytest.raises(LimitError, match=r"^val_[0-9]+: contains 100000, beyond the largest float16 number") as caught:
@@ -256,6 +259,7 @@ SHORT = Short()
 '''
 
 
+@pytest.mark.slow
 def test_a_bucket_that_cannot_be_captured_leaves_the_others(small_folder: Path, tmp_path: Path) -> None:
     info = tmp_path / "short-1.0.dist-info"
     info.mkdir()
@@ -286,6 +290,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mod_export.stages.passes.free_bytes", lambda: 4096)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory")
 def test_engines_that_write_text_are_built_together_or_not_at_all(writing_folder: Path, tmp_path: Path) -> None:
     toml = toml_file(tmp_path, WRITING_TOML.replace("[[1, 16]]", "[[1, 8]]").replace("[8, 16]", "[16]"))
@@ -312,6 +317,7 @@ def test_engines_that_write_text_are_built_together_or_not_at_all(writing_folder
         load_generator(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_without_evidence_it_is_said_as_well(tmp_path: Path) -> None:
     (tmp_path / "big.py").write_text(MAKER)
     toml = toml_file(tmp_path, FOUR_BITS)
