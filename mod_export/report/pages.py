@@ -37,6 +37,8 @@ from mod_export.report.summary import (
     precisions,
     samplings,
     settings_of,
+    uncompared,
+    uncounted,
     untried_targets,
 )
 from mod_export.report.tables import table_of
@@ -95,6 +97,9 @@ def _rendered(report: BuildReport) -> str:
         layers_legend=layers_legend(),
         maps=token_maps(report.routing_maps),
         flops=flops_figures(report.cost),
+        uncounted=uncounted(report),
+        uncompared=uncompared(report),
+        failures=table_of(result_tables.FAILURES, report.failed),
         times=time_figures(report.parts),
         rooflines=roofline_figures(report.roofline, report.parts),
         total_bytes=sum(artifact.bytes for artifact in report.artifacts),

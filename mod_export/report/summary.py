@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from mod_export.results.base import PairRow
+from mod_export.results.base import PairRow, setting_fields
+from mod_export.results.cost import not_counted_text
+from mod_export.results.failures import reason_for
 from mod_export.results.generation import Compared, DecodeRow, FirstTokenRow, GenerationReport, TextsRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
@@ -200,6 +202,24 @@ def untried_targets(report: BuildReport) -> dict[str, list[Target]]:
         "not built": [target for target in untried if target.target not in engines],
     }
     return {state: targets for state, targets in found.items() if targets}
+
+
+def uncompared(report: BuildReport) -> list[str]:
+    """Why a setting in which the model was timed has no comparison, where there is a dense baseline otherwise."""
+    if report.not_compared is not None:
+        return []
+    timed = [found for role in get_args(Role) for found in settings_of(report, role) if found.ms("mod") is not None]
+    rows = {one.setting: reason_for(report.failed, setting_fields(one.setting.of("dense"))) for one in timed}
+    return [f"{setting}: the dense engine could not be built: {row.why}" for setting, row in rows.items() if row]
+
+
+def uncounted(report: BuildReport) -> list[str]:
+    """Which operators were not counted, and in which graphs; graphs that lack the same are named together."""
+    graphs: dict[str, list[str]] = {}
+    for row in report.cost:
+        if row.not_counted:
+            graphs.setdefault(not_counted_text(row.not_counted), []).append(f"{row.model} {row.bucket}")
+    return [f"{missing} in {', '.join(names)}" for missing, names in graphs.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

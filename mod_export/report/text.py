@@ -26,6 +26,8 @@ from mod_export.report.summary import (
     parity_of,
     precisions,
     settings_of,
+    uncompared,
+    uncounted,
     untried_targets,
 )
 from mod_export.report.tables import BAD, GOOD, QUIET, UNBOUNDED, Column, fitted_table, lines_of, table_of
@@ -99,6 +101,13 @@ def _print(report: BuildReport, folder: str, console: Console, encoding: str) ->
         parts += [*_quiet(_conditions(report), clean), Text()]
     if report.not_compared is not None:
         parts += [Text(clean(f"{NOT_COMPARED}{report.not_compared}")), Text()]
+    if lonely := uncompared(report):
+        parts += [*(Text(clean(f"{NOT_COMPARED}{line}")) for line in lonely), Text()]
+    if missing := uncounted(report):
+        parts += [
+            *_quiet([f"FLOPs not counted: {one}; nothing is predicted from the others" for one in missing], clean),
+            Text(),
+        ]
     if report.precision:
         parts += [Text("Lower precision", "bold"), Text()]
         parts += fitted(shown.PRECISION, precisions(report), shown.PRECISION_STACKS)

@@ -128,6 +128,17 @@ def test_a_report_without_results_is_still_a_report(report: BuildReport) -> None
     assert len(lines) == 4
 
 
+def test_operators_that_were_not_counted_are_named(report: BuildReport) -> None:
+    assert "not counted" not in render_text(report, "b")
+    cost = tuple(changed(row, not_counted={"ConvTranspose": 1, "Loop": 2}) for row in report.cost)
+    speedup = tuple(changed(row, predicted_flops=None, efficiency=None) for row in report.speedup)
+    text = render_text(changed(report, cost=cost, speedup=speedup), "b")
+    graphs = ", ".join(f"{row.model} {row.bucket}" for row in cost)
+    named = f"FLOPs not counted: ConvTranspose (1), Loop (2) in {graphs}; nothing is predicted from the others"
+    assert named in text.splitlines()
+    assert cells(line(text, "ort-cpu"))[-2:] == ["-", "-"]
+
+
 def test_what_was_only_validated_or_only_timed_has_dashes(report: BuildReport) -> None:
     validated = render_text(changed(report, latency=(), speedup=()), "b")
     timed = render_text(changed(report, parity=()), "b")
