@@ -22,7 +22,7 @@ BLOCK = 2**16
 
 
 def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNumbers:
-    """Elementwise error of the logits of N real tokens, in float64."""
+    """Elementwise error of N rows, such as the logits of real tokens, in float64; none where there is no value."""
     largest, total, squares, scale, count = 0.0, 0.0, 0.0, 0.0, reference_NV.size
     for rows in _blocks(reference_NV):
         reference = reference_NV[rows].astype(np.float64)
@@ -34,7 +34,7 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
         total += float(difference.sum())
         squares += float(np.vdot(difference, difference))
         scale += float(np.vdot(reference, reference))
-    scale = float(np.sqrt(scale / count))
+    scale, count = float(np.sqrt(scale / max(1, count))), max(1, count)
     return ErrorNumbers(
         max_abs=largest,
         mean_abs=total / count,
@@ -50,7 +50,7 @@ def rounded_once(exact_NV: np.ndarray, roundoff: float) -> tuple[float, float]:
         exact = np.where(np.isneginf(exact_NV[rows]), 0.0, exact_NV[rows])
         largest = float(np.maximum(largest, np.abs(exact).max()))
         squares += float(np.vdot(exact, exact))
-    return roundoff * largest, roundoff * float(np.sqrt(squares / exact_NV.size))
+    return roundoff * largest, roundoff * float(np.sqrt(squares / max(1, exact_NV.size)))
 
 
 def farthest_from(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
@@ -95,9 +95,11 @@ def smallest(values: Sequence[float]) -> float | None:
 
 
 def _blocks(values_NV: np.ndarray) -> Iterator[slice]:
-    """Rows that fit a processor's cache together: float64 copies of all logits at once would be slow to go through."""
+    """Rows that fit a processor's cache together: float64 copies of all logits at once would be slow to go through.
+    None where there is no value.
+    """
     step = max(1, BLOCK // max(1, values_NV.shape[1]))
-    return (slice(start, start + step) for start in range(0, len(values_NV), step))
+    return (slice(start, start + step) for start in range(0, len(values_NV) if values_NV.size else 0, step))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -169,8 +169,10 @@ def _rows(values: np.ndarray, tokens_BS: np.ndarray | None) -> np.ndarray:
     if tokens_BS is not None:
         given_NV: np.ndarray = values[tokens_BS]
         return given_NV
-    rows_NV = values.reshape(-1, values.shape[-1] if values.ndim else 1)
-    return rows_NV.astype(np.uint8) if rows_NV.dtype == bool else rows_NV
+    width = values.shape[-1] if values.ndim else 1
+    # Of a dimension without entries nothing can be inferred.
+    rows_NV = values.reshape(values.size // max(1, width), width)
+    return rows_NV.astype(np.int64) if rows_NV.dtype.kind in "bu" else rows_NV
 
 
 def _rounding(

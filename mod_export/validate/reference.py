@@ -188,12 +188,28 @@ def check_program(
             expected = module(*inputs)
         found = run_sites(program, state_of(module), inputs, SiteRun(bucket.seq))
         for n, (one, other) in enumerate(zip(found, expected, strict=True)):
-            if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            if not _same_bits(one, other):
                 raise CaptureError(
-                    f"the captured program is not the eager model: at {bucket.name} its output {n} differs by up to "
-                    f"{float((one - other).abs().max()):.3g}, expected the same bits, so parity with it would say "
+                    f"the captured program is not the eager model: at {bucket.name} its output {n} "
+                    f"{_difference(one, other)}, expected the same bits, so parity with it would say "
                     "nothing about the model; please report this model"
                 )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of tensors of any rank; two that are NaN alike are the same."""
+    import torch
+
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    # Without dimensions a tensor cannot be seen as bytes.
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> str:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"is {one.dtype} {list(one.shape)} in place of {other.dtype} {list(other.shape)}"
+    return f"differs by up to {float((one.double() - other.double()).abs().max()):.3g}"
 
 
 class Reference:
