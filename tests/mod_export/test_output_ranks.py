@@ -48,7 +48,8 @@ class Ranks(nn.Module):
 
 
 def ids_of(batch: int, seq: int) -> Tensor:
-    return torch.randint(0, V, (batch, seq), generator=torch.Generator().manual_seed(3))
+    """No id twice: tokens that are alike have scores that are, and either may be selected."""
+    return torch.randperm(V, generator=torch.Generator().manual_seed(3))[: batch * seq].reshape(batch, seq)
 
 
 def check_ranks(tmp_path: Path, targets: list[str]) -> Path:
