@@ -146,6 +146,24 @@ class OutputParity(Result):
     """Largest `error.max_abs` that passes."""
 
 
+class LeftOutRows(Result):
+    """Rows of an output that were not judged."""
+
+    output: str
+    """Its name."""
+    inputs: tuple[str, ...]
+    """Kinds of input on which rows were left out."""
+    rows: int
+    """How many, over all inputs."""
+    total: int
+    """Of how many rows of this output, over all inputs."""
+    because: str
+    """Why: which input declares padding, or which operation decides by rounding."""
+
+    def __str__(self) -> str:
+        return f"{self.output}: {self.rows:,} of {self.total:,} rows, on {', '.join(self.inputs)}: {self.because}"
+
+
 class ParityRow(EngineRow):
     """One engine, or one graph, against eager float32 PyTorch of the same model."""
 
@@ -180,6 +198,8 @@ class ParityRow(EngineRow):
     """Whether exactly equal scores were given to the earlier token; null where that could not be tested."""
     further_outputs: tuple[OutputParity, ...] = ()
     """The other outputs, each judged by its own rounding error."""
+    left_out: tuple[LeftOutRows, ...] = ()
+    """What was not judged, and why; empty where everything was."""
     located: Located | None
     """On failure: where candidate and reference differ first, as far as it could be found."""
     gate: Gate
@@ -187,4 +207,5 @@ class ParityRow(EngineRow):
     passed: bool
     """Whether every gate was met."""
     reasons: tuple[str, ...]
-    """What missed its gate, each with number and gate; empty exactly when the row passed."""
+    """What missed its gate, each with number and gate, on the worst input, and how many more there are; empty exactly
+    when the row passed."""

@@ -43,6 +43,17 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
     )
 
 
+def rows_of(values: np.ndarray) -> np.ndarray:
+    """An output of any rank as rows (N, V) of its last dimension, each of which is judged or left out as a whole. Whole
+    numbers, booleans and what has one dimension at most are N rows of one value; booleans and unsigned integers become
+    int64, so that they can be subtracted.
+    """
+    width = values.shape[-1] if values.ndim > 1 and values.dtype.kind == "f" else 1
+    # Of a dimension without entries nothing can be inferred.
+    rows = values.reshape(values.size // max(1, width), width)
+    return rows.astype(np.int64) if rows.dtype.kind in "bu" else rows
+
+
 def rounded_once(exact_NV: np.ndarray, roundoff: float) -> tuple[float, float]:
     """Largest and root mean square error of the exact values where each is rounded once."""
     largest, squares = 0.0, 0.0
@@ -100,6 +111,23 @@ def _blocks(values_NV: np.ndarray) -> Iterator[slice]:
     """
     step = max(1, BLOCK // max(1, values_NV.shape[1]))
     return (slice(start, start + step) for start in range(0, len(values_NV) if values_NV.size else 0, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """What a sound engine may be off by.
+
+    Attributes:
+        units: of the rounding error of the reference.
+        near_tie: a share of the root mean square of what a choice is made by; at most.
+        max_abs: of an output, where its rounding error is not known.
+        narrow: whether it computes in fewer bits than float32.
+    """
+
+    units: float
+    near_tie: float
+    max_abs: float
+    narrow: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +199,7 @@ def routing_of_site(
     judged: Judged,
     exact_BS: np.ndarray | None = None,
     rounded_BS: np.ndarray | None = None,
+    judged_B: np.ndarray | None = None,
 ) -> SiteRouting:
     """Compares a candidate's selection with the definition applied to the reference's scores.
 
@@ -180,6 +209,8 @@ def routing_of_site(
         judged: the reference's scores, float32, computed with the candidate's routing at all sites.
         exact_BS: float64, the same scores of the same model in float64.
         rounded_BS: float32, the scores whose rounding error is measured; those of `judged` by default.
+        judged_B: bool, the rows whose scores the reference determines; all by default. Of the others only the form of
+            what was selected is looked at.
     """
     rule, (B, S), k = judged.rule, judged.open_BS.shape, candidate_BK.shape[1]
     rounded_BS = judged.score_BS if rounded_BS is None else rounded_BS
@@ -199,7 +230,7 @@ def routing_of_site(
         # A position that no row has cannot be a near-tie of anything.
         distances += [float("inf")] * int(np.sum((row_K < EMPTY) | (row_K >= S)))
         problems += _malformed(rule, row_K, got_G, open_L, S, b)
-        if not len(open_L):
+        if not len(open_L) or (judged_B is not None and not judged_B[b]):
             continue
         wanted_W = open_L[selected(rule, score_L, k)]
         routed += len(wanted_W)

@@ -10,6 +10,7 @@ float32.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,14 @@ class Batch:
     def real_BS(self) -> np.ndarray:
         """Bool (B, S): True for real tokens."""
         return np.arange(self.bucket.seq) < self.lengths_B[:, None]
+
+    @property
+    def digest(self) -> str:
+        """Of its shape and inputs."""
+        digest = hashlib.sha256(str(self.bucket).encode())
+        for array in self.feeds.values():
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def read_by(self, inputs: Iterable[str]) -> dict[str, np.ndarray]:
         """The feeds that an engine has inputs for: some builders drop an input that nothing reads."""
