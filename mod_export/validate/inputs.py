@@ -126,11 +126,13 @@ def parity_batches(
 
 
 def _samples(model: ExportableModel, bucket: Bucket, seed: int, per_kind: int) -> list[Batch]:
-    """Samples, and one of them with its first token everywhere, where an input has a place for each token."""
+    """Samples, and one of them with its first token everywhere, where an input has a place for each token. What has two
+    values stays: repeated, a mask could hide every token.
+    """
     count = per_kind * max(1, min(MOST_SAMPLES, affordable_tokens(model) // (bucket.batch * bucket.seq)))
     batches = [Batch("sample", bucket, sample_of(model, bucket, seed + i)) for i in range(count)]
     feeds = batches[0].feeds
-    rows = per_token(feeds, bucket)
+    rows = [name for name in per_token(feeds, bucket) if len(np.unique(feeds[name])) != 2]
     if rows:
         repeated = {name: np.repeat(feeds[name][:, :1], bucket.seq, axis=1) for name in rows}
         batches.append(Batch("ties", bucket, {**feeds, **repeated}))

@@ -22,12 +22,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mod_export.sources.model import sample_of
 from mod_export.sources.protocol import SampledInputs
 from mod_export.validate.inputs import Batch, per_token
 from mod_export.validate.reference import Reference
 
 HIDDEN = -1e4
 """An additive mask hides what is below: exp of it is zero in every dtype."""
+OTHER = 10_007
+"""Seed of a sample that no batch is made of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +85,7 @@ def _readings(array: np.ndarray, batch: Batch) -> Iterator[tuple[np.ndarray, np.
 
 
 def _holds(reference: Reference, batch: Batch, mask: str, real_BS: np.ndarray, lifted: np.ndarray) -> bool:
-    filled = _filled(batch, mask, real_BS)
+    filled = _filled(reference, batch, mask, real_BS)
     if filled is None or not _have_rows(reference, batch):
         return False
     if not _same_elsewhere(reference, batch, replace(batch, feeds=filled), real_BS):
@@ -91,18 +94,15 @@ def _holds(reference: Reference, batch: Batch, mask: str, real_BS: np.ndarray, l
     return not _same_elsewhere(reference, shown, replace(batch, feeds={**filled, mask: lifted}), real_BS)
 
 
-def _filled(batch: Batch, mask: str, real_BS: np.ndarray) -> Mapping[str, np.ndarray] | None:
-    """The inputs with the contents of real tokens at padded positions; None where that is no other input."""
+def _filled(reference: Reference, batch: Batch, mask: str, real_BS: np.ndarray) -> Mapping[str, np.ndarray] | None:
+    """The inputs with the contents of another sample at padded positions; None where that is no other input."""
+    other = sample_of(reference.loaded, batch.bucket, OTHER)
     feeds = dict(batch.feeds)
     for name in per_token(feeds, batch.bucket):
-        array = feeds[name]
-        if name == mask or len(np.unique(array)) <= 2:
-            continue
-        filled = array.copy()
-        for row, real_S in zip(filled, real_BS, strict=True):
-            contents = row[real_S]
-            row[~real_S] = contents[np.arange(int((~real_S).sum())) % len(contents)]
-        feeds[name] = filled
+        # A second mask is no content.
+        if name != mask and len(np.unique(other[name])) > 2:
+            shape = (*real_BS.shape, *[1] * (feeds[name].ndim - 2))
+            feeds[name] = np.where(real_BS.reshape(shape), feeds[name], other[name])
     return feeds if any(not np.array_equal(feeds[name], array) for name, array in batch.feeds.items()) else None
 
 
