@@ -121,16 +121,21 @@ class Located(Result):
     error: float | None
     """Largest difference of that output."""
     allowed: float | None
-    """What rounding can explain there."""
+    """What rounding can explain there: nothing where two exports are compared."""
+    makes_nan: bool = False
+    """Whether the first NaN is made there."""
 
     def __str__(self) -> str:
         at = f", {self.operator}" if self.operator else ""
-        by = (
-            ""
-            if self.error is None
-            else f": differs by {self.error:.3g} from a fresh export, which should give the same bits"
-        )
-        return f"differs first in {self.layer}{at}{by}"
+        if self.makes_nan:
+            return f"the first NaN is made in {self.layer}{at}"
+        if self.error is None:
+            return f"differs first in {self.layer}{at}"
+        if self.allowed:
+            by = f"differs by {self.error:.3g} from the model in float64, rounding explains {self.allowed:.3g}"
+        else:
+            by = f"differs by {self.error:.3g} from a fresh export, which should give the same bits"
+        return f"differs first in {self.layer}{at}: {by}"
 
 
 class OutputParity(Result):

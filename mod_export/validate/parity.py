@@ -88,21 +88,16 @@ def judge_runners(
     return row
 
 
-def undefined_in(reference: Reference, batches: Sequence[Batch]) -> str | None:
-    """Why nothing can be compared with the reference: on some inputs it returns NaN itself. None where it does not."""
-    kinds: list[str] = []
-    for batch in batches:
-        padding = padding_of(reference, batch)
-        for array in reference.free(batch).outputs:
-            if np.isnan(_rows(array, _compared_tokens(reference, batch, array, padding))).any():
-                kinds.append(batch.kind)
-                break
-    if not kinds:
-        return None
-    return (
-        f"the model itself returns NaN, in {reference.name}, on {len(kinds)} of {len(batches)} inputs "
-        f"({', '.join(dict.fromkeys(kinds))}), so there is nothing to compare with: its values overflow there, or "
-        "these inputs are not what it was made for"
+def undefined_in(reference: Reference, batches: Sequence[Batch]) -> list[Batch]:
+    """The inputs on which the reference returns NaN itself, where it is compared."""
+    return [batch for batch in batches if _is_undefined(reference, batch)]
+
+
+def _is_undefined(reference: Reference, batch: Batch) -> bool:
+    padding = padding_of(reference, batch)
+    return any(
+        np.isnan(_rows(array, _compared_tokens(reference, batch, array, padding))).any()
+        for array in reference.free(batch).outputs
     )
 
 

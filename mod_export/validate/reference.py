@@ -326,6 +326,10 @@ class Reference:
         around = around or self._holder(batch, routing)
         return [self._trace(state, batch, routing, "float32", around) for state in self._moved]
 
+    def program(self, bucket: Bucket) -> Runnable:
+        """The captured program of a shape."""
+        return self._programs.program(bucket)
+
     def choices(self, bucket: Bucket) -> Sequence[Choice]:
         """Discrete choices at a shape that are no routing sites."""
         return self._programs.choices(bucket)
