@@ -126,7 +126,7 @@ def _off(found: np.ndarray, expected: np.ndarray, exact: np.ndarray, slack: Slac
 def _located(
     ours: ir.Node, theirs: torch.fx.Node, names: Sequence[str], batch: Batch, off: float, allowed: float
 ) -> Located | None:
-    """None where the names mean something else: what stands before the two is not the same."""
+    """None where the names mean something else: what the node is made of does not stand in front of the operation."""
     from mod_export.validate.choices import told_of
 
     shared = set(names)
@@ -134,11 +134,16 @@ def _located(
     before, _ = _above(
         ours, lambda node: list(node.predecessors()), lambda node: {str(one.name) for one in node.outputs} & shared
     )
-    if above != before:
+    _, behind = _above(theirs, lambda node: list(node.all_input_nodes), lambda node: ())
+    nodes = {node.name: node for node in behind}
+    if not before <= nodes.keys():
         return None
     missing = [node for node in passed if node.op == "call_function"]
     operator = f"{ours.op_type} {ours.name}"
-    if missing:
+    if above != before:
+        unread = next((name for name in sorted(above - before)), None)
+        operator += "" if unread is None else f", which does not read {told_of(nodes[unread])}"
+    elif missing:
         operator += f", in front of which the graph has no value of {told_of(missing[0])}"
     return Located(layer=module_of(ours), operator=operator, input=batch.kind, error=off, allowed=allowed)
 

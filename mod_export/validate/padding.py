@@ -114,11 +114,10 @@ def _have_rows(reference: Reference, batch: Batch) -> bool:
 def _same_elsewhere(reference: Reference, one: Batch, other: Batch, real_BS: np.ndarray) -> bool:
     """Whether both batches give the same bits but for rows of padding, and select the same real tokens."""
     pairs = zip(reference.free(one).outputs, reference.free(other).outputs, strict=True)
-    return all(
-        np.array_equal(
-            *(array[real_BS] if array.shape[:2] == real_BS.shape else array for array in both), equal_nan=True
-        )
-        if both[0].dtype.kind == "f"
-        else np.array_equal(*(array[real_BS] if array.shape[:2] == real_BS.shape else array for array in both))
-        for both in pairs
-    )
+    return all(_same(before, after, real_BS) for before, after in pairs)
+
+
+def _same(before: np.ndarray, after: np.ndarray, real_BS: np.ndarray) -> bool:
+    if before.shape[:2] == real_BS.shape:
+        before, after = before[real_BS], after[real_BS]
+    return np.array_equal(before, after, equal_nan=before.dtype.kind == "f")
