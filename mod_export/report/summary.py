@@ -138,6 +138,20 @@ def lacks_sites(rows: Sequence[ParityRow]) -> bool:
     return bool(ran) and not any(row.routing.layers for row in ran)
 
 
+def given_routing(rows: Sequence[ParityRow]) -> str:
+    """What makes errors comparable, where some model has routing sites."""
+    return " given the same routing" if any(row.routing.layers for row in rows) else ""
+
+
+def left_out_lines(rows: Sequence[ParityRow]) -> tuple[str, ...]:
+    """What was not judged and why, once for all engines of which the same is true."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for one in row.left_out:
+            found.setdefault(str(one), []).append(str(row.setting))
+    return tuple(f"{', '.join(dict.fromkeys(settings))}: {line}" for line, settings in found.items())
+
+
 def agreement_by_input(rows: Sequence[ParityRow]) -> tuple[InputAgreement, ...]:
     """The batches of one kind of input added up, in the order in which kinds first occur."""
     batches = [batch for row in rows for batch in row.routing.by_input if batch.routed]

@@ -22,7 +22,9 @@ from mod_export.report.summary import (
     Found,
     chosen,
     gains,
+    given_routing,
     lacks_sites,
+    left_out_lines,
     parity_of,
     precisions,
     settings_of,
@@ -140,9 +142,10 @@ def _conditions(report: BuildReport) -> list[str]:
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
         what = "a logit" if all(row.next_token_agreement is not None for row in parity) else "each output"
         lines.append(
-            f"parity: against {references}, on inputs {kinds}; max error of {what} given the same routing"
+            f"parity: against {references}, on inputs {kinds}; max error of {what}{given_routing(parity)}"
             + (", the worse of MoD and dense" if report.not_compared is None else "")
         )
+        lines += [f"not judged: {line}" for line in left_out_lines(parity)]
         found = gains(report)
         inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in found.by_input)
         differences = difference_text(found.routed - found.agreed, found.faults)
