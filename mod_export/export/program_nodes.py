@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -25,6 +31,36 @@ def argument_of(node: fx.Node, *names: str) -> Any:
                 return node.args[position]
             return node.kwargs.get(argument.name, argument.default_value)
     return None
+
+
+def user_line(node: fx.Node) -> str:
+    """`file:line` of the model's own code that a node was captured from; empty where the program does not say."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [one for one in places if not one[0].startswith(_TORCH)]
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
+
+
+def behind(node: fx.Node) -> set[fx.Node]:
+    """Whatever depends on a node."""
+    found, waiting = {node}, [node]
+    while waiting:
+        new = [use for use in waiting.pop().users if use not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def behind_inputs(program: ExportedProgram) -> set[fx.Node]:
+    """Whatever depends on an input of the program, and not on weights and constants alone."""
+    found = {
+        node
+        for node, spec in zip(program.graph.nodes, program.graph_signature.input_specs, strict=False)
+        if spec.kind is InputKind.USER_INPUT
+    }
+    for node in program.graph.nodes:
+        if any(one in found for one in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def module_path(node: fx.Node) -> str:

@@ -131,14 +131,16 @@ def _conditions(report: BuildReport) -> list[str]:
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
         what = "a logit" if all(row.next_token_agreement is not None for row in parity) else "each output"
         lines.append(
-            f"parity: against {references}, on inputs {kinds}; max error of {what} given the same routing"
+            f"parity: against {references}, on inputs {kinds}; max error of {what}"
+            + ("" if lacks_sites(parity) else " given the same routing")
             + (", the worse of MoD and dense" if report.not_compared is None else "")
         )
         found = gains(report)
         inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in found.by_input)
         differences = difference_text(found.routed - found.agreed, found.faults)
         lines += [f"routing agreement: {inputs}; {differences}"] if inputs else []
-        lines += [f"routing agreement: {NO_SITES}"] if lacks_sites(parity) else []
+        if lacks_sites(parity):
+            lines += [f"routing agreement: {NO_SITES}", *(f"no routing site: {seen}" for seen in report.unfollowed)]
     if report.config.get("outputs") == "last":
         lines.append('outputs: last, the logits of each row\'s last token; `outputs = "logits"` returns all')
     if report.latency:

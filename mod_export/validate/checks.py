@@ -186,9 +186,14 @@ def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str
         ):
             if limit is not None and not error <= limit:
                 reasons.append(
-                    f"{one.kind}: {one.output}: {name} {error:.3g} given the same routing, allowed {limit:.3g}"
+                    f"{one.kind}: {one.output}: {name} {error:.3g}{_given_routing([one])}, allowed {limit:.3g}"
                 )
     return reasons
+
+
+def _given_routing(found: Sequence[Comparison]) -> str:
+    """How the reference was run: told what to select, where sites are known at which it can be."""
+    return " given the same routing" if any(one.sites for one in found) else ""
 
 
 def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
@@ -206,7 +211,7 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
         if not shortfalls:
             return []
         same = np.concatenate(shortfalls) <= allowed.next_token_slack
-        positions, agreed, how = len(same), int(same.sum()), "agree given the same routing"
+        positions, agreed, how = len(same), int(same.sum()), f"agree{_given_routing(judged)}"
     # In fewer bits some differ, and how many of these positions is chance.
     luck = allowed.narrow and _is_chance(agreed, positions, least)
     if not (luck or agreed / positions >= least):
@@ -229,7 +234,7 @@ def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     far as it can be told from chance.
     """
     return [
-        f"{kind}: next token: divergence {nats_N.mean():.3g} nats given the same routing, allowed "
+        f"{kind}: next token: divergence {nats_N.mean():.3g} nats{_given_routing(found)}, allowed "
         f"{allowed.gate.max_kl:g}"
         for kind, nats_N in divergences_of(found, allowed)
         # Two standard deviations of the mean: a few tokens make most of it.
@@ -263,7 +268,7 @@ def check_perplexity(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     expected = sum(text.own_nll if allowed.quantized else text.reference_nll for text in texts)
     nats = abs(sum(text.nll for text in texts) - expected) / sum(text.tokens for text in texts)
     if not nats <= np.log(allowed.gate.max_perplexity_ratio):
-        how = "" if allowed.quantized else " given the same routing"
+        how = "" if allowed.quantized else _given_routing(found)
         return [
             f"text: log perplexity is {nats:.3g} nats from the reference's{how}, allowed a factor of "
             f"{allowed.gate.max_perplexity_ratio:g}"
