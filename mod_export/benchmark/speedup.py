@@ -27,9 +27,13 @@ GIVE_A_BASELINE = (
     "capacity, the same module with capacity=1.0)"
 )
 NOTHING_COMPARED = f"there is no dense baseline, so latency has no speed-up and no gate; {GIVE_A_BASELINE}"
+NO_SITE_TO_COMPARE = (
+    "no routing site was found, so no token is known to skip a block; to compare the model with another, name that one "
+    "with --baseline, in Python with baseline=other_module"
+)
 DENSE_ITSELF = (
-    "every token goes through every block of this model, so a dense baseline would be the model itself; to compare it "
-    "with another model, name that one with --baseline, in Python with baseline=other_module"
+    "by its spec every token goes through every block of this model, so a dense baseline would be the model itself; to "
+    "compare it with another model, name that one with --baseline, in Python with baseline=other_module"
 )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -30,6 +32,29 @@ def argument_of(node: fx.Node, *names: str) -> Any:
                 return node.args[position]
             return node.kwargs.get(argument.name, argument.default_value)
     return None
+
+
+def behind(node: fx.Node) -> set[fx.Node]:
+    """Whatever depends on a node."""
+    found, waiting = {node}, [node]
+    while waiting:
+        new = [use for use in waiting.pop().users if use not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def behind_inputs(program: ExportedProgram) -> set[fx.Node]:
+    """Whatever depends on an input of the program, and not on weights and constants alone."""
+    found = {
+        node
+        for node, spec in zip(program.graph.nodes, program.graph_signature.input_specs, strict=False)
+        if spec.kind is InputKind.USER_INPUT
+    }
+    for node in program.graph.nodes:
+        if any(one in found for one in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def module_path(node: fx.Node) -> str:

@@ -29,7 +29,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from torch.utils import _pytree as pytree
 
 from mod_export.export.program_nodes import add_node, module_path
-from mod_export.marker import MARKER
+from mod_export.marker import MARKER, REORDERED
 from mod_export.types import FOUND, Site, site_from_text
 
 EMPTY = -1
@@ -137,6 +137,10 @@ def with_routed_outputs(program: ExportedProgram) -> ExportedProgram:
         for use in list(node.users):
             use.replace_all_uses_with(marked.index if use.args[1] == 0 else marked.live)
             graph.erase_node(use)
+        graph.erase_node(node)
+    for node in [node for node in graph.nodes if node.op == "call_function" and node.target is REORDERED]:
+        # Nothing else is selected, so the order is the one that was sorted.
+        node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
     output = graph.output_node()
     outputs = (*output.args[0], *routed)

@@ -150,7 +150,8 @@ def _conditions(report: BuildReport) -> list[str]:
         inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in found.by_input)
         differences = difference_text(found.routed - found.agreed, found.faults)
         lines += [f"routing agreement: {inputs}; {differences}"] if inputs else []
-        lines += [f"routing agreement: {NO_SITES}"] if lacks_sites(parity) else []
+        if lacks_sites(parity):
+            lines += [f"routing agreement: {NO_SITES}", *(f"no routing site: {seen}" for seen in report.unfollowed)]
     if report.config.get("outputs") == "last":
         lines.append('outputs: last, the logits of each row\'s last token; `outputs = "logits"` returns all')
     if report.latency:

@@ -117,6 +117,8 @@ class BuildReport(Result):
     """The outcome of all gates."""
     not_compared: str | None = None
     """Why there is no speed-up, and how to get one; null where the build has a dense baseline."""
+    unfollowed: tuple[str, ...] = ()
+    """Where no routing site was found in a captured model: each top-k and sort of it, and where its indices go."""
     model: ReportedModel
     """What was built."""
     environment: dict[str, JsonValue]

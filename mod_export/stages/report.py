@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.benchmark.cost import flops_of
-from mod_export.benchmark.speedup import DENSE_ITSELF, NOTHING_COMPARED, speedup_rows
+from mod_export.benchmark.speedup import DENSE_ITSELF, NO_SITE_TO_COMPARE, NOTHING_COMPARED, speedup_rows
 from mod_export.benchmark.verdict import judge
 from mod_export.build_folder.manifest import TOKENIZER, Manifest
+from mod_export.build_folder.programs import PROGRAM
 from mod_export.environment import EXPORTERS, versions
 from mod_export.report import render_html
 from mod_export.results.base import Result
@@ -93,8 +94,24 @@ def not_compared(context: Context) -> str | None:
         failed = (row for row in (*context.failed, *context.missing) if row.unbuilt and row.model != "mod")
         lost = next(failed, None)
         return None if lost is None else f"the dense baseline could not be built; of {lost.what}: {lost.why}"
-    skips = any(not is_expert(site) for graph in context.graphs for site in graph.k_by_layer)
-    return NOTHING_COMPARED if skips else DENSE_ITSELF
+    sites = [site for graph in context.graphs for site in graph.k_by_layer]
+    if any(not is_expert(site) for site in sites):
+        return NOTHING_COMPARED
+    # What a spec does not declare is only known as far as it was found.
+    return NO_SITE_TO_COMPARE if context.facts["mod"].architecture == PROGRAM and not sites else DENSE_ITSELF
+
+
+def unfollowed(context: BuildContext) -> tuple[str, ...]:
+    """What a captured model without routing sites selects all the same; nothing of other models."""
+    from mod_export.export.unfollowed import unfollowed_selections  # PyTorch, which a benchmark does without.
+    from mod_export.sources.programs import ProgramModel
+
+    loaded = context.plan.model.loaded
+    if not isinstance(loaded, ProgramModel) or any(graph.k_by_layer for graph in context.graphs):
+        return ()
+    program = loaded.programs[loaded.buckets[0]].program
+    # Markers are sites, so a program without sites has none.
+    return tuple(unfollowed_selections(program))
 
 
 def write_report(
@@ -197,6 +214,7 @@ def _report(
         capacity=capacity,
         verdict=verdict_of(context),
         not_compared=not_compared(context),
+        unfollowed=unfollowed(context),
         model=ReportedModel(
             name=model.name,
             architecture=model.architecture,

@@ -114,7 +114,12 @@ def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> No
     told = "routing agreement: no routing site was found, so no selection is judged by itself; if the model selects"
     unrouted = tuple(changed(row, routing=parity_row().routing) for row in report.parity)
     assert told not in render_text(report, "b")
-    assert told in render_text(changed(report, parity=unrouted), "b")
+    assert "given the same routing" in render_text(report, "b")
+    seen = "a top-k of 4 of 16 in [2, 16] scores at model.py:31, whose indices go to aten.foo at model.py:35"
+    text = render_text(changed(report, parity=unrouted, unfollowed=(seen,)), "b", width=400)
+    assert told in text
+    assert f"no routing site: {seen}\n" in text
+    assert "given the same routing" not in text
     dense = tuple(row for row in unrouted if row.model == "dense")
     assert dense
     assert told not in render_text(changed(report, parity=dense), "b")
