@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from mod_export.errors import CaptureError
 from mod_export.export.not_static import place_of
+from mod_export.sources.fourier import TRANSFORMS, transformed
 
 ATEN = torch.ops.aten
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
@@ -131,6 +132,10 @@ def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
     with graph.inserting_before(node):
         if node.target is operator.getitem:
             found: Any = Parts(*(add(operator.getitem, one, node.args[1]) for one in leaves[0]))
+        elif node.target in TRANSFORMS:
+            source = leaves[0] if isinstance(leaves[0], Parts) else (leaves[0], None)
+            pair = transformed(add, node, *source)
+            found = None if pair is None else Parts(*pair)
         elif node.target in _OWN:
             args, kwargs = pytree.tree_unflatten(leaves, tree)
             found = _OWN[node.target](add, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -245,9 +246,17 @@ def _run_once(module: nn.Module, call: Call, where: str) -> None:
     """Because a module that fails by itself is told so in its own words, which capture does not give."""
     args, kwargs = call
     try:
-        module(*args, **kwargs)
+        found = module(*args, **kwargs)
     except Exception as error:  # As above.
         raise UsageError(f"{where}: the module itself fails on these inputs: {own_line(error)}") from error
+    for place, one in pytree.tree_leaves_with_path(found):
+        if not isinstance(one, (torch.Tensor, bool, int, float, complex, str, type(None))):
+            name = pytree.keystr(place)
+            at = f" at {name}" if name else ""
+            raise UsageError(
+                f"{where}: forward returns an object of the class {type(one).__qualname__}{at}, and a graph returns "
+                "tensors only; leave it out of what forward returns (in transformers, a cache: give use_cache=False)"
+            )
 
 
 def own_line(error: BaseException) -> str:
@@ -266,18 +275,13 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
     call finds changed, and where a number depends on the data. What it cannot capture, torch.export may.
     """
     called, examples = _Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]]
-    unproven: NotCompiledError | None = None
-    try:
-        with torch.compiler.set_stance("default"):
-            prove_static(called, examples, where)
-    except NotCompiledError as error:
-        unproven = error
+    with contextlib.suppress(NotCompiledError), torch.compiler.set_stance("default"):
+        prove_static(called, examples, where)
     args, kwargs = calls[0]
     try:
         program = torch.export.export(module, args, kwargs, strict=False)
     except Exception as error:  # Of any type: it runs the model's own code.
-        found = refusal(error, called, examples[0], where)
-        raise (unproven or found if isinstance(found, NotCompiledError) else found) from error
+        raise refusal(error, called, examples[0], where) from error
     refuse_dynamic(program.graph, where)
     return program
 

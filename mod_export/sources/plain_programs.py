@@ -277,12 +277,15 @@ def _check_operators(program: ExportedProgram, where: str) -> None:
     for node in _calls(program.graph_module):
         name = str(node.target)
         if isinstance(node.target, torch._ops.OpOverload) and not is_operator(f"torch.ops.{name}"):
-            raise CaptureError(f"{where}: calls {name}, which engines do not have, or which trusts sizes unchecked")
+            raise CaptureError(
+                f"{where}: calls {name},{place_of(node)}\nwhich engines do not have, or which trusts sizes unchecked. "
+                "Write it with operators of torch (in transformers, experts_implementation='batched_mm' for grouped_mm)"
+            )
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags and not _is_off(node):
             raise CaptureError(
-                f"{where}: draws random numbers ({name}), and no two runtimes draw the same; give the noise as an "
-                "input, or switch it off in eval mode"
+                f"{where}: draws random numbers ({name}),{place_of(node)}\nand no two runtimes draw the same; give the "
+                "noise as an input, or switch it off in eval mode"
             )
 
 

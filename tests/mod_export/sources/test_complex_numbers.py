@@ -153,6 +153,11 @@ MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
     "absolute value": lambda z: z.abs() * z,
     "angle": lambda z: torch.polar(z.abs(), z.angle()),
     "real part alone": lambda z: torch.complex(z.real, z.imag) + z.to(torch.float32),
+    "Fourier transform of a complex number": lambda z: torch.fft.fftn(z, dim=(1, 2), norm="ortho"),
+    "Fourier transforms of real numbers": lambda z: torch.fft.fft(torch.fft.fft2(z.real), dim=1).real + z,
+    "half a Fourier transform": lambda z: (
+        torch.fft.rfft(z.real, dim=1, norm="forward") * torch.fft.ifft(z, dim=1)[:, :5]
+    ),
     "a new tensor": lambda z: torch.full((S, WIDTH), 1 + 2j) * z + torch.zeros(S, WIDTH, dtype=torch.complex64),
 }
 """What is done with complex numbers (B, S, WIDTH)."""
@@ -196,6 +201,10 @@ def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manner: s
         (
             lambda x: torch.view_as_real(torch.view_as_complex(x).cumprod(0)),
             r"mine at b2s2: aten\.cumprod\.default of complex numbers, which no engine has, at ",
+        ),
+        (
+            lambda x: torch.view_as_real(torch.fft.fft(x, n=3)),
+            r"mine at b2s2: aten\.fft_fft\.default of complex numbers, which no engine has, at ",
         ),
         (
             branches,
