@@ -71,8 +71,7 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
             f"{name}: inputs of one shape for {len(buckets)} buckets; give a function inputs(batch, seq) instead"
         )
     plain, samples = {}, {}
-    # What was compiled before is captured, and compared, as it runs without torch.compile, which rounds otherwise.
-    with _as_it_was(module), _plain_outputs(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with _as_it_was(module), _plain_outputs(module), torch.no_grad():
         for bucket in buckets:
             where = f"{name} at {bucket.name}"
             calls = _calls(module, inputs, bucket, where)
@@ -242,11 +241,17 @@ class _Called(nn.Module):
         return self.module(*args, **kwargs)
 
 
+def _eager(module: nn.Module, call: Call) -> Any:
+    """What the module gives without torch.compile, which rounds otherwise, also where it was compiled before."""
+    args, kwargs = call
+    with torch.compiler.set_stance("force_eager"):
+        return module(*args, **kwargs)
+
+
 def _run_once(module: nn.Module, call: Call, where: str) -> None:
     """Because a module that fails by itself is told so in its own words, which capture does not give."""
-    args, kwargs = call
     try:
-        found = module(*args, **kwargs)
+        found = _eager(module, call)
     except Exception as error:  # As above.
         raise UsageError(f"{where}: the module itself fails on these inputs: {own_line(error)}") from error
     for place, one in pytree.tree_leaves_with_path(found):
@@ -275,7 +280,7 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
     call finds changed, and where a number depends on the data. What it cannot capture, torch.export may.
     """
     called, examples = _Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]]
-    with contextlib.suppress(NotCompiledError), torch.compiler.set_stance("default"):
+    with contextlib.suppress(NotCompiledError):
         prove_static(called, examples, where)
     args, kwargs = calls[0]
     try:
@@ -290,7 +295,7 @@ def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[C
     """Runs both on every sample, in the dtypes that they have."""
     runs = program.module()
     for args, kwargs in calls:
-        expected, found = (_tensors(one(*args, **kwargs)) for one in (module, runs))
+        expected, found = _tensors(_eager(module, (args, kwargs))), _tensors(runs(*args, **kwargs))
         for number, (one, other) in enumerate(zip(expected, found, strict=True)):
             _compare(one, other, f"{where}: output {number}")
 

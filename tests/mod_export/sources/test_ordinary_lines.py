@@ -145,7 +145,7 @@ class Cached(Block):
 
 
 class Compiled(Block):
-    @torch.compile
+    @torch.compile(backend="aot_eager")
     def attend(self, x: Tensor, index: Tensor) -> Tensor:
         return super().attend(x, index)
 
@@ -203,12 +203,18 @@ LINES: dict[str, Callable[[], nn.Module]] = {
     "compiled in place": compiled_in_place,
     "a print and a warning": lambda: Routed(Printing()),
 }
-IGNORED = "ignore:attends:UserWarning", "ignore:.*flex_attention called without torch.compile.*:UserWarning"
+IGNORED = (
+    "ignore:attends:UserWarning",
+    "ignore:.*flex_attention called without torch.compile.*:UserWarning",
+    # Raised inside torch by its own code.
+    "ignore:.*script_method.*:DeprecationWarning",
+    "ignore:.*treespec.*:FutureWarning",
+    "ignore:.*lru_cache.*:UserWarning",
+)
 
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.filterwarnings(*IGNORED)
-@pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning", "ignore:.*lru_cache.*:UserWarning")
 def test_what_people_write_is_captured_and_has_its_site(line: str) -> None:
     torch.manual_seed(0)
     module = LINES[line]().eval().requires_grad_(False)
