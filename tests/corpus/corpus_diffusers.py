@@ -67,7 +67,8 @@ def pixart(manner: type[Routed], blocks: str = BLOCKS, variant: str = "") -> Ent
     """Two entries of one class."""
     return diffuser(
         "PixArtTransformer2DModel", manner, with_text, blocks, variant=variant, in_channels=4, out_channels=4,
-        num_layers=2, sample_size=SIDE, cross_attention_dim=64, caption_channels=TEXT_WIDTH, use_additional_conditions=False,
+        num_layers=2, sample_size=SIDE, cross_attention_dim=64, caption_channels=TEXT_WIDTH,
+        use_additional_conditions=False,
     )  # fmt: skip
 
 

@@ -12,23 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from corpus_entry import Entry
 from corpus_table import ENTRIES
-from corpus_work import TARGETS, Row, described
+from corpus_work import TARGETS, Row
+from corpus_worker import SECONDS, run_apart
 from render_corpus import render
 
-HERE = Path(__file__).parent
-SECONDS = 240
-"""For the start of a process and one target; for each further target as much again."""
 SHOWN = 160
 
 
@@ -47,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [entry for name, entry in ENTRIES.items() if any(text in name for text in given.only)]
     if not chosen:
         parser.error(f"no entry has {' or '.join(given.only)} in its name")
+    os.environ["OMP_NUM_THREADS"] = "1"  # Of every process that is started from here.
     given.results.mkdir(parents=True, exist_ok=True)
     lines = given.results / "results.jsonl"
     again = {(entry.name, target) for entry in chosen for target in given.targets}
@@ -60,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = [(entry, targets) for entry, targets in work if targets]
     print(f"{len(chosen)} entries, {len(chosen) - len(work)} done before", flush=True)
     with ThreadPoolExecutor(given.jobs) as pool:
-        waiting = [pool.submit(run_entry, entry, targets, given.seconds) for entry, targets in work]
+        waiting = [pool.submit(run_apart, entry, targets, given.seconds) for entry, targets in work]
         try:
-            for number, done in enumerate(waiting, 1):
+            for number, done in enumerate(as_completed(waiting), 1):
                 rows = done.result()
                 with lines.open("a", encoding="utf-8") as file:
                     file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -100,47 +95,6 @@ def _write(lines: Path, rows: Iterable[Row]) -> None:
     part = lines.with_suffix(".part")
     part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     part.replace(lines)
-
-
-def run_entry(entry: Entry, targets: Sequence[str], seconds: float = SECONDS) -> list[Row]:
-    """A row for each target; of a process that died or was stopped, each target is tried alone."""
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
-        rows = Path(scratch) / "rows.jsonl"
-        reason = _work(entry, targets, rows, Path(scratch), seconds * len(targets))
-        found = read(rows)
-    if not found and len(targets) > 1:
-        return [row for target in targets for row in run_entry(entry, [target], seconds)]
-    if not found:
-        taken = round(time.monotonic() - begin, 1)
-        return [described(entry, targets[0]) | {"status": "error", "sentence": reason, "seconds": taken}]
-    return list(found.values())
-
-
-def _work(entry: Entry, targets: Sequence[str], rows: Path, scratch: Path, seconds: float) -> str:
-    """Runs the worker; how it ended, where it left nothing."""
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    # Temporary files of whatever is killed go with the folder.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch), "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(HERE / "corpus_worker.py"), entry.name, str(rows), *targets]
-    with (scratch / "log.txt").open("w+", encoding="utf-8", errors="replace") as log:
-        # A session of its own, so that everything that it starts can be stopped with it.
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
-        )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        log.seek(0)
-        last = (log.read().strip().splitlines() or [""])[-1]
-    if code is None:
-        return f"stopped after {seconds:.0f} s: {last}"
-    return f"signal {signal.Signals(-code).name}: {last}" if code < 0 else f"exit {code}: {last}"
 
 
 def _shown(rows: Sequence[Row]) -> str:

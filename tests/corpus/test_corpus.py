@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import signal
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+import corpus_worker
 import numpy as np
 import pytest
 import run_corpus
@@ -16,8 +17,9 @@ from corpus_entry import ROWS, Entry, eager, routed_calls
 from corpus_routers import tokens_of
 from corpus_table import ENTRIES
 from corpus_tokens import at_tokens
-from corpus_work import LARGEST_ERROR, TARGETS, Row, relative_error
-from run_corpus import as_expected, main, read, run_entry
+from corpus_work import LARGEST_ERROR, TARGETS, Row, described, relative_error
+from corpus_worker import run_apart
+from run_corpus import as_expected, main, read
 
 # Packages warn of themselves, and of each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,7 +53,7 @@ def test_the_corpus_is_as_wide_as_it_says() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENTRIES)
 def test_an_entry_is_built_for_onnx_runtime_and_computes_what_eager_does(name: str) -> None:
-    (row,) = run_entry(ENTRIES[name], ["ort-cpu"])
+    (row,) = run_apart(ENTRIES[name], ["ort-cpu"])
     assert as_expected(ENTRIES[name], row), row
 
 
@@ -88,7 +90,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.
         return [_row(entry, target, **(wrong if entry.of == "nn.LSTM" else {})) for target in targets]
 
     # Only what takes minutes is replaced: the process of one entry, which the tests below run.
-    monkeypatch.setattr(run_corpus, "run_entry", quick)
+    monkeypatch.setattr(run_corpus, "run_apart", quick)
     options = ["--results", str(tmp_path / "results"), "--docs", str(tmp_path), "--only", "nn.LSTM", "nn.GRU"]
     assert main([*options, "--targets", "ort-cpu"]) == 1
     lines = tmp_path / "results" / "results.jsonl"
@@ -109,7 +111,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.
 
 def _row(entry: Entry, target: str, **found: object) -> Row:
     passed = {"status": "pass", "sentence": "", "seconds": 1.0, "max_error": 1e-6}
-    return run_corpus.described(entry, target) | passed | found
+    return described(entry, target) | passed | found
 
 
 def test_what_no_entry_is_called(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +132,7 @@ def test_what_a_refused_entry_must_say() -> None:
 
 @pytest.mark.slow
 def test_an_entry_in_a_process_of_its_own() -> None:
-    (row,) = run_entry(ENTRIES[SMALL], ["ort-cpu"])
+    (row,) = run_apart(ENTRIES[SMALL], ["ort-cpu"])
     assert row["status"] == "pass", row
     assert row["routed"] == row["sites"] == 2
     assert 0 < row["max_error"] <= LARGEST_ERROR
@@ -139,14 +141,25 @@ def test_an_entry_in_a_process_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_takes_too_long_is_stopped_and_each_target_tried_alone() -> None:
-    rows = run_entry(ENTRIES[SMALL], ["ort-cpu", "openvino"], seconds=0.2)
+    rows = run_apart(ENTRIES[SMALL], ["ort-cpu", "openvino"], seconds=0.2)
     assert [row["target"] for row in rows] == ["ort-cpu", "openvino"]
     assert {row["status"] for row in rows} == {"error"}
-    assert all(row["sentence"].startswith("stopped after 0 s") for row in rows)
+    assert all(row["sentence"].startswith("stopped after 0.2 s") for row in rows)
 
 
-def test_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "corpus_worker.py").write_text("import os; print('before', flush=True); os.abort()")
-    monkeypatch.setattr(run_corpus, "HERE", tmp_path)
-    (row,) = run_entry(ENTRIES[SMALL], ["ort-cpu"])
-    assert (row["status"], row["sentence"]) == ("error", f"signal {signal.Signals.SIGABRT.name}: before")
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("os.abort()", "signal SIGABRT: before"),
+        ("sys.exit(3)", "exit 3: before"),
+        ("time.sleep(600)", "stopped after 10 s: before"),
+    ],
+)
+def test_a_process_that_leaves_no_rows(line: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = "import os, sys, time\nfrom pathlib import Path\n"
+    body = f"    os.setsid()\n    (Path(scratch) / 'log.txt').write_text('before')\n    {line}\n"
+    (tmp_path / "ending.py").write_text(f"{head}def work(name, targets, scratch):\n{body}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(corpus_worker, "work", importlib.import_module("ending").work)
+    (row,) = run_apart(ENTRIES[SMALL], ["ort-cpu"], seconds=10)
+    assert (row["name"], row["status"], row["sentence"]) == (SMALL, "error", reason)
