@@ -164,7 +164,7 @@ ENTRIES = [
     diffuser(
         "AuraFlowTransformer2DModel",
         Apart,
-        with_text,
+        lambda b, s: with_text(b, s) | {"timestep": torch.rand(b)},
         "single_transformer_blocks.*:ff",
         PATCHES + TEXT + 8,
         sample_size=SIDE,

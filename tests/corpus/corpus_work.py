@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from corpus_entry import ROWS, Entry, Inputs, eager, routed_calls
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import mod_export
 from mod_export.errors import CaptureError, ModExportError, UsageError
@@ -129,9 +130,13 @@ def largest_error(entry: Entry, model: nn.Module, out: Path, target: str) -> flo
     return worst
 
 
-def _feeds(inputs: Inputs, names: Mapping[str, object]) -> dict[str, np.ndarray]:
-    """By the names that the engine has for them, which are in the order of forward's parameters."""
-    named = inputs if isinstance(inputs, dict) else dict(zip(names, inputs, strict=True))
+def _feeds(inputs: Inputs, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """The tensors by the names that the engine has for them: their own, or of tensors in a tuple the others in turn."""
+    own = inputs if isinstance(inputs, dict) else {}
+    named = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    others = [value for value in (own.values() if own else inputs) if not own or not isinstance(value, torch.Tensor)]
+    leaves = [leaf for leaf in pytree.tree_leaves(others) if isinstance(leaf, torch.Tensor)]
+    named |= zip([name for name in names if name not in named], leaves, strict=True)
     return {name: tensor.numpy() for name, tensor in named.items()}
 
 
