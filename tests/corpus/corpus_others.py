@@ -50,8 +50,10 @@ def linformer() -> nn.Module:
     return made
 
 
+BRANCH = "if not padding_mask.any():\nPython chooses its way by a value that depends on the data"
+"""Of ESM2, which computes other things where a batch has padding."""
 ENTRIES = [
-    Entry("fair-esm", "ESM2", esm2, protein, "layers.*", SequenceFirst, dim=0),
+    Entry("fair-esm", "ESM2", esm2, protein, "layers.*", SequenceFirst, dim=0, refused=BRANCH),
     Entry(
         "local-attention",
         "LocalTransformer",

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from corpus_work import Row, described, run
 
 SECONDS = 240
 """For one target; for each further target as much again."""
+_stopping = threading.Event()
 PRELOADED = ["torch._dynamo", "torch._inductor", "torch.onnx", "transformers", "onnx", "onnxruntime", "onnxscript"]
 
 
@@ -46,7 +48,7 @@ def run_apart(entry: Entry, targets: Sequence[str], seconds: float = SECONDS) ->
         rows = Path(scratch) / "rows.jsonl"
         if not reason:
             return [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    if len(targets) > 1:
+    if len(targets) > 1 and not _stopping.is_set():
         return [row for target in targets for row in run_apart(entry, [target], seconds)]
     taken = round(time.monotonic() - begin, 1)
     return [described(entry, targets[0]) | {"status": "error", "sentence": reason, "seconds": taken}]
@@ -73,6 +75,14 @@ def _ended(name: str, targets: Sequence[str], scratch: Path, seconds: float) -> 
     if code < 0:
         return f"signal {signal.Signals(-code).name}: {last[-1]}"
     return f"exit {code}: {last[-1]}" if code else ""
+
+
+def stop() -> None:
+    """Ends every process of this one that runs an entry, and keeps their targets from being tried again."""
+    _stopping.set()
+    for process in multiprocessing.active_children():
+        if process.pid:
+            _kill(process.pid)
 
 
 def _kill(leader: int) -> None:

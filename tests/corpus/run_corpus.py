@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,7 +21,7 @@ from pathlib import Path
 from corpus_entry import Entry
 from corpus_table import ENTRIES
 from corpus_work import TARGETS, Row
-from corpus_worker import SECONDS, run_apart
+from corpus_worker import SECONDS, run_apart, stop
 from render_corpus import render
 
 SHOWN = 160
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [entry for name, entry in ENTRIES.items() if any(text in name for text in given.only)]
     if not chosen:
         parser.error(f"no entry has {' or '.join(given.only)} in its name")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["OMP_NUM_THREADS"] = "1"  # Of every process that is started from here.
     given.results.mkdir(parents=True, exist_ok=True)
     lines = given.results / "results.jsonl"
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"[{number}/{len(work)}] {_shown(rows)}", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            stop()
             raise
     found = [row for row in read(lines).values() if row["name"] in ENTRIES]
     render(found, given.docs / "corpus.md")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,11 +22,12 @@ from corpus_routers import tokens_of
 from corpus_table import ENTRIES
 from corpus_tokens import at_tokens
 from corpus_work import LARGEST_ERROR, TARGETS, Row, described, relative_error
-from corpus_worker import run_apart
+from corpus_worker import run_apart, stop
 from run_corpus import as_expected, main, read
 
 # Packages warn of themselves, and of each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
+THIRDS = 3
 SMALL = "torch.nn.TransformerEncoderLayer"
 
 
@@ -50,11 +55,17 @@ def test_the_corpus_is_as_wide_as_it_says() -> None:
     assert len(ENTRIES) == len({entry.name for entry in ENTRIES.values()})
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Of a slice of the slow tests, the entries are a third, another one with every commit; else all of them."""
+    if "built_name" in metafunc.fixturenames:
+        commit, names = metafunc.config.getoption("--slice"), list(ENTRIES)
+        metafunc.parametrize("built_name", names if commit is None else names[(commit >> 16) % THIRDS :: THIRDS])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENTRIES)
-def test_an_entry_is_built_for_onnx_runtime_and_computes_what_eager_does(name: str) -> None:
-    (row,) = run_apart(ENTRIES[name], ["ort-cpu"])
-    assert as_expected(ENTRIES[name], row), row
+def test_an_entry_is_built_for_onnx_runtime_and_computes_what_eager_does(built_name: str) -> None:
+    (row,) = run_apart(ENTRIES[built_name], ["ort-cpu"])
+    assert as_expected(ENTRIES[built_name], row), row
 
 
 def test_arguments_at_the_selected_tokens() -> None:
@@ -147,6 +158,15 @@ def test_a_process_that_takes_too_long_is_stopped_and_each_target_tried_alone() 
     assert all(row["sentence"].startswith("stopped after 0.2 s") for row in rows)
 
 
+def replace_work(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes run this line in place of an entry, after they have printed `before`."""
+    head = "import os, sys, time\nfrom pathlib import Path\n"
+    body = f"    os.setsid()\n    (Path(scratch) / 'log.txt').write_text('before')\n    {line}\n"
+    (folder / "ending.py").write_text(f"{head}def work(name, targets, scratch):\n{body}")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(corpus_worker, "work", importlib.import_module("ending").work)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -156,10 +176,18 @@ def test_a_process_that_takes_too_long_is_stopped_and_each_target_tried_alone() 
     ],
 )
 def test_a_process_that_leaves_no_rows(line: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = "import os, sys, time\nfrom pathlib import Path\n"
-    body = f"    os.setsid()\n    (Path(scratch) / 'log.txt').write_text('before')\n    {line}\n"
-    (tmp_path / "ending.py").write_text(f"{head}def work(name, targets, scratch):\n{body}")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(corpus_worker, "work", importlib.import_module("ending").work)
+    replace_work(line, tmp_path, monkeypatch)
     (row,) = run_apart(ENTRIES[SMALL], ["ort-cpu"], seconds=10)
     assert (row["name"], row["status"], row["sentence"]) == (SMALL, "error", reason)
+
+
+def test_a_run_that_is_stopped_stops_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_work("time.sleep(600)", tmp_path, monkeypatch)
+    monkeypatch.setattr(corpus_worker, "_stopping", threading.Event())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(run_apart, ENTRIES[SMALL], list(TARGETS))
+        while not multiprocessing.active_children():
+            time.sleep(0.01)
+        stop()
+        (row,) = waiting.result()
+    assert row["sentence"].startswith("signal SIGKILL")
