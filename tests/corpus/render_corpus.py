@@ -12,6 +12,7 @@ from corpus_table import ENTRIES
 from corpus_work import LARGEST_ERROR, RUNS, TARGETS, Row
 
 INSTALLED = re.escape(sysconfig.get_path("purelib")) + "/"
+SCRATCH = r"/\S*/corpus-\w+/"
 ROOT = re.escape(str(Path(__file__).parents[2])) + "/"
 HEAD = f"""# Corpus
 
@@ -101,8 +102,8 @@ def _sentences(order: Sequence[str], by_name: dict[str, dict[str, Row]]) -> str:
 
 
 def _without_places(sentence: str) -> str:
-    """Paths below the packages and below the project, which are those of the machine that ran it."""
-    return re.sub(f"{INSTALLED}|{ROOT}", "", sentence)
+    """Without where packages, project and build folder are on the machine that ran it."""
+    return re.sub(f"{INSTALLED}|{ROOT}|{SCRATCH}", "", sentence)
 
 
 def _quoted(sentence: str) -> str:

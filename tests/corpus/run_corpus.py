@@ -47,12 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.results.mkdir(parents=True, exist_ok=True)
     lines = given.results / "results.jsonl"
     again = {(entry.name, target) for entry in chosen for target in given.targets}
+    before = read(lines)
     known = {
         key: row
-        for key, row in read(lines).items()
+        for key, row in before.items()
         if not (key in again and (given.fresh or (given.failed and row["status"] != "pass")))
     }
-    _write(lines, known.values())
+    if len(known) < len(before):
+        _write(lines, known.values())
     work = [(entry, [target for target in given.targets if (entry.name, target) not in known]) for entry in chosen]
     work = [(entry, targets) for entry, targets in work if targets]
     print(f"{len(chosen)} entries, {len(chosen) - len(work)} done before", flush=True)

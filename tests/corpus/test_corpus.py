@@ -97,7 +97,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.
 
     def quick(entry: Entry, targets: list[str], seconds: float) -> list[Row]:
         begun.append((entry.name, tuple(targets)))
-        wrong = {"status": "fail", "sentence": f"{Path(__file__).parents[2]}/x.py:1 is wrong"}
+        wrong = {"status": "fail", "sentence": f"{Path(__file__).parents[2]}/x.py:1 of /a/corpus-x1/corpus-y2/build/b is wrong"}
         return [_row(entry, target, **(wrong if entry.of == "nn.LSTM" else {})) for target in targets]
 
     # Only what takes minutes is replaced: the process of one entry, which the tests below run.
@@ -116,7 +116,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.
     page = (tmp_path / "corpus.md").read_text()
     assert "| nn.GRU |  | Paper | 1.0e-06 | 1.0e-06 | 1.0e-06 | built |" in page
     assert "| nn.LSTM |  | Apart | **fail** | **fail** | **fail** | **fail** |" in page
-    assert f"**torch.nn.LSTM** ({', '.join(TARGETS)}):\n\n    x.py:1 is wrong\n" in page
+    assert f"**torch.nn.LSTM** ({', '.join(TARGETS)}):\n\n    x.py:1 of build/b is wrong\n" in page
     assert f"## torch {version('torch')}\n" in page
 
 
