@@ -62,7 +62,13 @@ LAYERS = "model.encoder.layers.* model.decoder.layers.*"
 DECODED = "model.decoder.layers.*:self_attn"
 BART = {"d_model": 64}
 GEMMA = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")}
-GEMMA |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": VOCABULARY, "sliding_window": 16}
+GEMMA |= {
+    "use_cache": False,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": VOCABULARY,
+    "sliding_window": 16,
+}
 ENTRIES = [
     encoder("BertForMaskedLM", Paper, "bert.encoder.layer.*"),
     padded("BertForMaskedLM", SoftmaxGate, "bert.encoder.layer.*"),
@@ -150,7 +156,7 @@ ENTRIES = [
         "LEDForConditionalGeneration",
         Paper,
         "led.decoder.layers.*",
-        attention_window=8,
+        attention_window=4,
         max_encoder_position_embeddings=128,
         max_decoder_position_embeddings=128,
         **BART,

@@ -97,7 +97,10 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.
 
     def quick(entry: Entry, targets: list[str], seconds: float) -> list[Row]:
         begun.append((entry.name, tuple(targets)))
-        wrong = {"status": "fail", "sentence": f"{Path(__file__).parents[2]}/x.py:1 of /a/corpus-x1/corpus-y2/build/b is wrong"}
+        wrong = {
+            "status": "fail",
+            "sentence": f"{Path(__file__).parents[2]}/x.py:1 of /a/corpus-x1/corpus-y2/build/b is wrong",
+        }
         return [_row(entry, target, **(wrong if entry.of == "nn.LSTM" else {})) for target in targets]
 
     # Only what takes minutes is replaced: the process of one entry, which the tests below run.
