@@ -60,10 +60,10 @@ def t5(of: str, manner: type[Routed], **changes: Any) -> Entry:
 BERT_PARTS = "bert.encoder.layer.*:attention,intermediate"
 LAYERS = "model.encoder.layers.* model.decoder.layers.*"
 DECODED = "model.decoder.layers.*:self_attn"
+LED = {"max_encoder_position_embeddings": 128, "max_decoder_position_embeddings": 128}
 BART = {"d_model": 64}
 GEMMA = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")}
 GEMMA |= {
-    "use_cache": False,
     "num_key_value_heads": 2,
     "intermediate_size": 96,
     "vocab_size": VOCABULARY,
@@ -138,7 +138,7 @@ ENTRIES = [
     seq2seq("MBartForConditionalGeneration", SoftmaxGate, LAYERS, **BART),
     seq2seq("PegasusForConditionalGeneration", ScatterAdd, LAYERS, **BART),
     seq2seq("PegasusXForConditionalGeneration", Paper, "model.decoder.layers.*", **BART),
-    seq2seq("MarianMTModel", BatchFirst, LAYERS, decoder_vocab_size=VOCABULARY, **BART),
+    seq2seq("MarianMTModel", BatchFirst, LAYERS, decoder_vocab_size=VOCABULARY, attn_implementation="eager", **BART),
     seq2seq("BlenderbotForConditionalGeneration", SequenceFirst, LAYERS, **BART),
     seq2seq("BlenderbotSmallForConditionalGeneration", OneHot, LAYERS, **BART),
     seq2seq("M2M100ForConditionalGeneration", Apart, "model.decoder.layers.*:self_attn,encoder_attn", **BART),
@@ -152,14 +152,14 @@ ENTRIES = [
     ),
     seq2seq("PLBartForConditionalGeneration", Paper, LAYERS, **BART),
     seq2seq("MvpForConditionalGeneration", SoftmaxGate, LAYERS, **BART),
-    seq2seq(
+    Entry(
+        "transformers",
         "LEDForConditionalGeneration",
-        Paper,
+        partial(small, "LEDForConditionalGeneration", attention_window=4, **LED, **BART),
+        both_ids,
         "led.decoder.layers.*",
-        attention_window=4,
-        max_encoder_position_embeddings=128,
-        max_decoder_position_embeddings=128,
-        **BART,
+        Paper,
+        refused="if is_global_attn:\nPython chooses its way by a value that depends on the data",
     ),
     seq2seq(
         "ProphetNetForConditionalGeneration",
@@ -176,5 +176,12 @@ ENTRIES = [
     t5("MT5ForConditionalGeneration", SoftmaxGate),
     t5("UMT5ForConditionalGeneration", ScatterAdd),
     t5("SwitchTransformersForConditionalGeneration", Paper, num_experts=4, expert_capacity=8),
-    seq2seq("T5GemmaForConditionalGeneration", Paper, "model.decoder.layers.*", encoder=GEMMA, decoder=GEMMA),
+    Entry(
+        "transformers",
+        "T5GemmaForConditionalGeneration",
+        partial(small, "T5GemmaForConditionalGeneration", encoder=GEMMA, decoder=GEMMA),
+        lambda batch, seq: both_ids(batch, seq) | {"use_cache": False},
+        "model.decoder.layers.*",
+        Paper,
+    ),
 ]
