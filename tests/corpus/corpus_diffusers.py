@@ -34,7 +34,7 @@ def image(batch: int) -> torch.Tensor:
 
 
 def steps(batch: int) -> torch.Tensor:
-    """How noisy each row is."""
+    """How noisy each row is; some models count it from 0 to 1, and multiply it by 1,000."""
     return torch.randint(0, 1000, (batch,))
 
 
@@ -237,7 +237,7 @@ ENTRIES = [
         lambda b, s: {
             "hidden_states": torch.randn(b, PATCHES, 4),
             "encoder_hidden_states": text(b),
-            "timestep": steps(b),
+            "timestep": torch.rand(b),
             "encoder_attention_mask": torch.ones(b, TEXT),
             "num_frames": 1,
             "height": 6,
