@@ -18,6 +18,8 @@ def decoder(of: str, manner: type[Routed], blocks: str = "model.layers.*", varia
 
 PARTS = "model.layers.*:self_attn,mlp"
 KINDS = ["full_attention", "sliding_attention"]
+BATCHED = {"experts_implementation": "batched_mm"}
+"""Experts in operators of torch; by default, their products are an operator of transformers' own."""
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 EXPLICIT = {"attn_implementation": "eager"}
 """Without it, transformers leaves a causal mask out where it is not traced, and in order of score it is another one."""
@@ -102,10 +104,11 @@ ENTRIES = [
         moe_intermediate_size=48,
         first_k_dense_replace=1,
         num_key_value_heads=4,
+        **BATCHED,
     ),
     decoder("MixtralForCausalLM", Paper, num_local_experts=4),
-    decoder("Qwen3MoeForCausalLM", SoftmaxGate, **MOE),
-    decoder("OlmoeForCausalLM", ScatterAdd, num_experts=4, num_experts_per_tok=2),
+    decoder("Qwen3MoeForCausalLM", SoftmaxGate, **MOE, **BATCHED),
+    decoder("OlmoeForCausalLM", ScatterAdd, num_experts=4, num_experts_per_tok=2, **BATCHED),
     decoder("MambaForCausalLM", Paper, "backbone.layers.*", state_size=8),
     decoder("Lfm2ForCausalLM", Paper, layer_types=["full_attention", "conv"], block_auto_adjust_ff_dim=False),
     decoder(

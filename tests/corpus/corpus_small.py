@@ -50,11 +50,13 @@ def small(name: str, **changes: Any) -> nn.Module:
     sizes = {
         field: value for field, value in SIZES.items() if hasattr(default, field) and not _is_computed(default, field)
     }
-    attention = changes.pop("attn_implementation", None)
+    ways = {
+        f"_{name}": changes.pop(name) for name in ("attn_implementation", "experts_implementation") if name in changes
+    }
     fields = {field: value for field, value in (sizes | changes).items() if value is not LACKS}
     config = model.config_class(**fields)
-    if attention is not None:
-        config._attn_implementation = attention
+    for name, way in ways.items():
+        setattr(config, name, way)
     made: nn.Module = model(config)
     return made
 
