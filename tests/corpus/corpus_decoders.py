@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -106,7 +107,10 @@ ENTRIES = [
         num_key_value_heads=4,
         **BATCHED,
     ),
-    decoder("MixtralForCausalLM", Paper, num_local_experts=4),
+    replace(
+        decoder("MixtralForCausalLM", Paper, num_local_experts=4),
+        refused="calls transformers.grouped_mm_fallback.default, which engines do not have",
+    ),
     decoder("Qwen3MoeForCausalLM", SoftmaxGate, **MOE, **BATCHED),
     decoder("OlmoeForCausalLM", ScatterAdd, num_experts=4, num_experts_per_tok=2, **BATCHED),
     decoder("MambaForCausalLM", Paper, "backbone.layers.*", state_size=8),

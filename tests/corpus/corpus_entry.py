@@ -17,7 +17,8 @@ ROWS, TOKENS, WIDTH = 2, 32, 64
 """The bucket of most entries, and the width of their stream. No other dimension of a small model is 32."""
 NOISE = 0.02
 """Standard deviation that is added to every weight: biases of zeros and scales of ones would hide that one was lost."""
-Inputs: TypeAlias = "dict[str, torch.Tensor] | tuple[torch.Tensor, ...]"
+Inputs: TypeAlias = "dict[str, Any] | tuple[Any, ...]"
+"""What forward takes, by name or in order: tensors, tuples of them, and numbers that are constants."""
 
 
 @dataclass(frozen=True)

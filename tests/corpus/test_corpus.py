@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def test_what_a_refused_entry_must_say() -> None:
     entry = ENTRIES[SMALL]
     assert as_expected(entry, _row(entry, "ort-cpu"))
     assert not as_expected(entry, _row(entry, "ort-cpu", status="refused"))
-    refused = Entry(**{**vars(entry), "refused": "a mask picks tokens"})
+    refused = replace(entry, refused="a mask picks tokens")
     assert not as_expected(refused, _row(entry, "ort-cpu"))
     assert not as_expected(refused, _row(entry, "ort-cpu", status="refused", sentence="something else"))
     assert as_expected(refused, _row(entry, "ort-cpu", status="refused", sentence="here a mask picks tokens"))
