@@ -58,10 +58,12 @@ def build(
         verbosity: -1 shows nothing, 0 stages, 1 every step.
 
     Returns:
-        The report, as in report.json; `report.verdict` sums it up. A gate that is missed is no error.
+        The report, as in report.json; `report.verdict` sums it up. A gate that is missed is no error, and neither is a
+        target, dtype or bucket that could not be built while others were: `report.failed` has it, with the reason.
 
     Raises:
-        ModExportError: as on the command line, with the same messages.
+        ModExportError: as on the command line, with the same messages: a request that cannot be met, or nothing that
+            could be built.
     """
     names = (targets,) if isinstance(targets, str) else tuple(targets)
     overrides = {"targets": names, "buckets": tuple((int(batch), int(seq)) for batch, seq in buckets)}

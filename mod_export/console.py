@@ -40,6 +40,7 @@ class Progress:
         if self._verbosity < 0:
             return
         steps = f"{self._steps} steps" if self._steps > 1 else ""
+        steps += f"{', ' if steps else ''}{stage.failed} failed" if stage.failed else ""
         memory = f"{stage.peak_rss_bytes / 2**20:.0f} MiB" if stage.peak_rss_bytes else ""
         self._console.print(
             f"* {stage.name + ' ':<9}{stage.status:<7}{stage.seconds:>8.1f} s  {memory:>9}  {steps}".rstrip(),

@@ -7,14 +7,15 @@
     |   |-- BuildFolderError        the output folder: foreign, unwritable, locked, damaged
     |   |-- TooLongError            a text that is longer than the window of the model that would write it
     |   `-- TargetError             unknown target, or one that cannot work on this machine
-    `-- BuildError              3   a stage could not build; the message names what was whole before it
+    `-- BuildError              3   something cannot be built; the message names what was whole before it
         |-- CaptureError            torch.compile or torch.export refused the model
         |-- GraphError              an ONNX graph is not what it must be
         |-- LimitError              a target cannot take this graph, and no rewrite helps
         `-- EngineError             a vendor's builder or runtime failed
 
-A gate that fails (parity, speed-up) is a result, not an error: exit code 4 comes from the verdict. Exit code 1 is
-left to bugs. Messages say what, where, got and expected, and the next step.
+A gate that fails (parity, speed-up) is a result, not an error: exit code 4 comes from the verdict. So is a BuildError
+of one target, dtype or bucket where others were built; it ends a build only where nothing is left. Exit code 1 is left
+to bugs. Messages say what, where, got and expected, and the next step.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class TargetError(UsageError):
 
 
 class BuildError(ModExportError):
-    """A stage could not build."""
+    """Something cannot be built."""
 
     exit_code = 3
 

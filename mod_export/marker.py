@@ -80,3 +80,21 @@ def _decomposed(index: Tensor, live: Tensor, *_described: object) -> tuple[Tenso
     # An exported program keeps its markers. What decomposes it (`torch.onnx.export` of a model as it is, for which ONNX
     # has no operator) and torch.compile of a model as it is see the two copies.
     return index.clone(), live.clone()
+
+
+@torch.library.custom_op("mod_export::reordered", mutates_args=())
+def _reordered(order: Tensor, index: Tensor, dim: int, first: bool) -> Tensor:
+    """An order of all tokens with these at one end, first or last, and the others in the order that they had."""
+    chosen = torch.zeros_like(order).scatter(dim, index, 1).gather(dim, order)
+    places = chosen.argsort(dim=dim, stable=True)
+    rest = order.gather(dim, places.narrow(dim, 0, order.shape[dim] - index.shape[dim]))
+    return torch.cat([index, rest] if first else [rest, index], dim)
+
+
+@_reordered.register_fake
+def _(order: Tensor, index: Tensor, dim: int, first: bool) -> Tensor:
+    return torch.empty_like(order)
+
+
+REORDERED = torch.ops.mod_export.reordered.default
+"""What a whole order becomes when other tokens are selected: set by capture beside a marker, and erased with it."""

@@ -22,6 +22,7 @@ from mod_export.config import BuildConfig
 from mod_export.environment import limited, peak_rss_bytes, reset_peak_rss
 from mod_export.errors import ModExportError
 from mod_export.plan import make_plan
+from mod_export.results.failures import FailedRow
 from mod_export.results.report import BuildReport, Stage
 from mod_export.sources.model import Model
 from mod_export.sources.program_files import write_graphs
@@ -73,7 +74,8 @@ def build(
 ) -> BuildReport:
     """Runs every stage and writes the report.
 
-    A failing stage leaves what was whole before it, and the next run resumes there.
+    What cannot be built leaves the rest: it is a row of `report.failed`, and the next run tries it again. A stage that
+    leaves nothing of the model ends the build; what was whole before it stays, and the next run resumes there.
 
     Args:
         load: gives the model, and the dense model that it is compared with if that is not the model's own.
@@ -89,14 +91,14 @@ def build(
             both, and the same build with evidence goes on from there.
 
     Raises:
-        ModExportError: a stage failed; its notes name the stages that were done.
+        ModExportError: nothing could be built, or the request cannot be met; its notes name the stages that were done.
     """
     with (
         _stages(load, config, root, observer, tokenizer, ENGINES + (EVIDENCE if evidence else STRUCTURE)) as (
             context,
             stages,
         ),
-        _stage("report", stages, context.steps, observer),
+        _stage("report", stages, context.steps, context.failed, observer),
     ):
         return write_report(context, stages, command, capacity, rebuild, verified=evidence)
 
@@ -115,16 +117,17 @@ def _stages(
     with contextlib.ExitStack() as opened:
         opened.enter_context(limited(config.max_memory))
         steps: list[Step] = []
-        with _stage("load", stages, steps, observer):
+        failed: list[FailedRow] = []
+        with _stage("load", stages, steps, failed, observer):
             plan = make_plan(*load(), config, root, tokenizer)
             # Not before the request is known to be sound: a refused one leaves nothing behind.
             context = BuildContext(plan, opened.enter_context(Workspace(root)), observer.step_started)
-            context.steps = steps
+            context.steps, context.failed = steps, failed
             context.step("load", {kind: context.identity(kind) for kind in context.facts}, [], lambda paths: None)
             _keep_tokenizer(context)
             _keep_programs(context)
         for name, works in after_load:
-            with _stage(name, stages, steps, observer):
+            with _stage(name, stages, steps, failed, observer):
                 for work in works:
                     work(context)
         yield context, stages
@@ -159,11 +162,13 @@ def _write_programs(loaded: ProgramModel, kind: ModelKind, paths: Sequence[Path]
 
 
 @contextlib.contextmanager
-def _stage(name: str, stages: list[Stage], steps: list[Step], observer: Observer) -> Iterator[None]:
-    """Times a stage, watches its memory, and says which stages were done when it fails."""
+def _stage(
+    name: str, stages: list[Stage], steps: list[Step], failed: Sequence[FailedRow], observer: Observer
+) -> Iterator[None]:
+    """Times a stage, watches its memory, counts what it could not do, and says which stages were done when it fails."""
     observer.stage_started(name)
     reset_peak_rss()
-    begin, first = time.perf_counter(), len(steps)
+    begin, first, before = time.perf_counter(), len(steps), len(failed)
     try:
         yield
     except ModExportError as error:
@@ -171,11 +176,12 @@ def _stage(name: str, stages: list[Stage], steps: list[Step], observer: Observer
         error.add_note(f"stage {name} failed; done before it: {done}")
         raise
     # A stage that had nothing to do is as new or as old as the one before it.
-    own = steps[first:]
+    own, lost = steps[first:], len(failed) - before
     reused = all(step.reused for step in own) if own else all(stage.status == "reused" for stage in stages)
     stage = Stage(
         name=name,
-        status="reused" if reused else "built",
+        status="reused" if reused and not lost else "built",
+        failed=lost,
         seconds=round(time.perf_counter() - begin, 3),
         peak_rss_bytes=peak_rss_bytes() or None,
     )

@@ -101,7 +101,6 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
         BuildFolderError: not a whole build folder, or damaged.
         ConfigError: `config` demands a speed-up, and the folder has no dense baseline.
         TargetError: nothing to run.
-        EngineError: an engine failed.
     """
     begin = time.perf_counter()
     context = FolderContext(root, config, targets, verify=True)

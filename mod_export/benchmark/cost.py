@@ -1,7 +1,9 @@
 """What a graph costs: FLOPs and bytes, counted from the static ONNX graph that is deployed, in total and node by node.
 
-Counted are the multiplications of matrix products, two FLOPs for each multiply-add, exactly. Norms, activations,
-rotations, softmax, top-k, gathers and scatters are not counted: they are bound by memory, not by arithmetic. In the
+Counted are the multiplications of matrix products, two FLOPs for each multiply-add, exactly (`products.py`). Norms,
+activations, rotations, softmax, top-k, gathers and scatters have none: they are bound by memory, not by arithmetic.
+What has no rule (operators of vendors, and those that hold graphs, such as Loop) and what has no static shape is
+counted as nothing and named: then the totals are less than the truth, and nothing may be predicted from them. In the
 totals, attention counts as the full square of queries and keys even where it is causal, because that is what the
 portable graph says and what `torch.utils.flop_counter` reports; `needed_flops` leaves out what the mask hides.
 `model_parts` says which part of the model each product belongs to.
@@ -22,13 +24,12 @@ or more than that:
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Set
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-import numpy as np
-
-from mod_export.benchmark.model_parts import PARTS, VIEWS, constants_of, is_product, part_of_product, parts_of_nodes
+from mod_export.benchmark.model_parts import PARTS, VIEWS, constants_of, part_of_product, parts_of_nodes
+from mod_export.benchmark.products import flops_of_product, is_countable, is_product, operands_of, operator_of
 from mod_export.errors import GraphError
 from mod_export.results.cost import CostRow, Work
 from mod_export.types import Bucket, ModelKind
@@ -36,39 +37,28 @@ from mod_export.types import Bucket, ModelKind
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-NO_RULE = frozenset(
-    {
-        "CausalConvWithState", "ConvInteger", "ConvTranspose", "DeformConv", "Einsum", "GRU", "If", "LSTM",
-        "LinearAttention", "Loop", "QLinearConv", "QLinearMatMul", "RNN", "Scan", "SequenceMap",
-    }
-)  # fmt: skip
-"""Standard operators that multiply matrices, or hold graphs, and have no rule here. Skipping one would be a lie."""
 GATHERS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 
 
 def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
-    """Counts a graph whose shapes are all static and stored in it, as ONNX shape inference leaves them.
+    """Counts a graph whose shapes are static and stored in it, as ONNX shape inference leaves them.
 
-    Raises:
-        GraphError: a needed shape or dtype is unknown, or a node multiplies matrices in a way that has no rule here.
+    A node that cannot be counted adds nothing to the numbers, and its operator is named in `not_counted`.
     """
     where = f"{kind} {bucket.name}"
     constants = constants_of(model.graph)
     flops_by_part = dict.fromkeys(PARTS, 0)
-    kv_bytes = hidden = 0
+    kv_bytes = hidden = activation_bytes = 0
+    not_counted = Counter[str]()
     for node in model.graph:
-        _check_countable(node, where)
-        if node.op_type == "Attention":
-            sizes = attention_sizes(node, where)
-            flops_by_part["attention"] += 2 * sizes.scores * sizes.widths
-            hidden += 2 * (sizes.scores - sizes.needed) * sizes.widths
-            kv_bytes += sum(_bytes(value, where) for value in _keys_and_values(node))
-        elif is_product(node):
-            part = part_of_product(node, constants)
-            flops_by_part[part] += _flops(node, where)
-            kv_bytes += _bytes(_input(node, 1), where) if part == "attention" else 0
-    # An optional output that is not used has an empty name.
-    computed = (value for node in model.graph for value in node.outputs if value.name)
+        found = _cost_of(node, constants, where)
+        if found is None:
+            not_counted[operator_of(node)] += 1
+            continue
+        flops_by_part[found.part] += found.flops
+        hidden += found.hidden
+        kv_bytes += found.kv_bytes
+        activation_bytes += found.activation_bytes
     return CostRow(
         model=kind,
         bucket=bucket.name,
@@ -76,9 +66,47 @@ def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
         flops_by_part=flops_by_part,
         needed_flops=sum(flops_by_part.values()) - hidden,
         weight_bytes=_stored(model.graph),
-        activation_bytes=sum(_bytes(value, where) for value in computed if value not in constants),
+        activation_bytes=activation_bytes,
         kv_bytes=kv_bytes,
+        not_counted=dict(sorted(not_counted.items())),
     )
+
+
+class _NodeCost(NamedTuple):
+    """`part` is that of its FLOPs; `hidden` are those of scores that a causal mask hides."""
+
+    part: str
+    flops: int
+    hidden: int
+    kv_bytes: int
+    activation_bytes: int
+
+
+def _cost_of(node: ir.Node, constants: Set[ir.Value], where: str) -> _NodeCost | None:
+    """Of one node; None where there is no rule for it, or a shape that the rule needs is not known."""
+    # An optional output that is not used has an empty name.
+    computed = [value for value in node.outputs if value.name and value not in constants]
+    if not is_countable(node):
+        return None if computed else _NodeCost("other", 0, 0, 0, 0)
+    try:
+        size = sum(_bytes(value, where) for value in computed)
+        if _is_attention(node):
+            sizes = attention_sizes(node, where)
+            flops, hidden = (2 * scores * sizes.widths for scores in (sizes.scores, sizes.scores - sizes.needed))
+            kv_bytes = sum(_bytes(value, where) for value in _keys_and_values(node))
+            return _NodeCost("attention", flops, hidden, kv_bytes, size)
+        if is_product(node):
+            part = part_of_product(node, constants)
+            flops = flops_of_product(node, lambda value: _shape(value, where))
+            kv_bytes = _bytes(operands_of(node)[1], where) if part == "attention" else 0
+            return _NodeCost(part, flops, 0, kv_bytes, size)
+    except GraphError:
+        return None
+    return _NodeCost("other", 0, 0, 0, size)
+
+
+def _is_attention(node: ir.Node) -> bool:
+    return operator_of(node) == "Attention"
 
 
 def _keys_and_values(node: ir.Node) -> list[ir.Value]:
@@ -99,13 +127,14 @@ def _stored(graph: ir.Graph) -> int:
     return sum(stored.values())
 
 
-def flops_of(work: Iterable[Work]) -> int:
-    """FLOPs of one run of the graph that was counted."""
-    return sum(one.flops * len(one.nodes) for one in work)
+def flops_of(work: Iterable[Work]) -> int | None:
+    """FLOPs of one run of the graph that was counted; None where some of it was not."""
+    listed = list(work)
+    return sum(one.flops * len(one.nodes) for one in listed) if all(one.counted for one in listed) else None
 
 
 def work_of_graph(model: ir.Model, where: str, *, whole_scores: bool) -> tuple[Work, ...]:
-    """Counts a graph whose shapes are all static and stored in it, as ONNX shape inference leaves them.
+    """Counts a graph whose shapes are static and stored in it, as ONNX shape inference leaves them.
 
     Args:
         model: the graph as it is deployed.
@@ -113,28 +142,30 @@ def work_of_graph(model: ir.Model, where: str, *, whole_scores: bool) -> tuple[W
         whole_scores: whether the engine holds all scores of an attention in memory (`Dialect.whole_scores`).
 
     Returns:
-        Nodes of equal work together, in the order of the graph.
-
-    Raises:
-        GraphError: a needed shape or dtype is unknown, or a node multiplies matrices in a way that has no rule.
+        Nodes of equal work together, in the order of the graph. Those that cannot be counted have no work.
     """
-    nodes: dict[tuple[str, int, int, int], list[str]] = defaultdict(list)
+    nodes: dict[tuple[str, int, int, int, bool], list[str]] = defaultdict(list)
     for node, part in parts_of_nodes(model.graph).items():
-        _check_countable(node, where)
-        for phase, (flops, size) in enumerate(_phases(node, where, whole_scores)):
-            nodes[part, flops, size, phase].append(node.name or "")
+        phases = _phases_of(node, where, whole_scores)
+        for phase, (flops, size) in enumerate(phases or [(0, 0)]):
+            nodes[part, flops, size, phase, phases is not None].append(node.name or "")
     return tuple(
-        Work(part=part, flops=flops, bytes=size, nodes=tuple(names)) for (part, flops, size, _), names in nodes.items()
+        Work(part=part, flops=flops, bytes=size, nodes=tuple(names), counted=counted)
+        for (part, flops, size, _, counted), names in nodes.items()
     )
 
 
-def _phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator[tuple[int, int]]:
-    """(FLOPs, bytes) of what a node does, one after the other."""
-    if node.op_type == "Attention":
-        yield from _attention_phases(node, where, whole_scores)
-    else:
-        flops = _flops(node, where) if is_product(node) else 0
-        yield flops, _traffic(node, where)
+def _phases_of(node: ir.Node, where: str, whole_scores: bool) -> list[tuple[int, int]] | None:
+    """(FLOPs, bytes) of what a node does, one after the other; None where that cannot be counted."""
+    if not is_countable(node):
+        return None
+    try:
+        if _is_attention(node):
+            return list(_attention_phases(node, where, whole_scores))
+        flops = flops_of_product(node, lambda value: _shape(value, where)) if is_product(node) else 0
+        return [(flops, _traffic(node, where))]
+    except GraphError:
+        return None
 
 
 def _attention_phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator[tuple[int, int]]:
@@ -166,40 +197,6 @@ def _traffic(node: ir.Node, where: str) -> int:
     return written + sum(_bytes(value, where) for value in read)
 
 
-def _check_countable(node: ir.Node, where: str) -> None:
-    if is_product(node):
-        return
-    if node.domain not in ("", "ai.onnx") or node.op_type in NO_RULE:
-        name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-        raise GraphError(
-            f"{where}: node {node.name}: FLOPs of {name} cannot be counted; only MatMul, Gemm, Conv and Attention of "
-            "standard ONNX have a rule, and what mod-export puts in their place. Count the portable graph, or express "
-            "the product as MatMul"
-        )
-
-
-def _flops(node: ir.Node, where: str) -> int:
-    """Of one of PRODUCTS: 2 M N K for every matrix of the broadcast batch (ONNX MatMul follows numpy.matmul), and of a
-    convolution as many for each output as its filter has weights.
-
-    Operations on whole numbers count as those on floats do.
-    """
-    left, right = _shape(_input(node, 0), where), _shape(_input(node, 1), where)
-    if node.op_type == "MatMulNBits":  # Its weights are packed; the sizes are attributes.
-        return 2 * math.prod(left) * node.attributes["N"].as_int()
-    if node.op_type == "FusedMatMul" and node.attributes.get_int("transB", 0) == 1:
-        right = (*right[:-2], right[-1], right[-2])
-    if node.op_type == "Conv":  # Its filters are (outputs, inputs of a group, *kernel).
-        return 2 * math.prod(_shape(node.outputs[0], where)) * math.prod(right[1:])
-    if node.op_type == "Gemm":
-        rows, inner = reversed(left) if node.attributes.get_int("transA", 0) else left
-        columns = right[0] if node.attributes.get_int("transB", 0) else right[1]
-        return 2 * rows * columns * inner
-    rows, inner = (1, left[0]) if len(left) == 1 else left[-2:]
-    columns = 1 if len(right) == 1 else right[-1]
-    return 2 * math.prod(np.broadcast_shapes(left[:-2], right[:-2])) * rows * columns * inner
-
-
 class AttentionSizes(NamedTuple):
     """FLOPs are 2 x scores x widths: queries times keys and scores times values, of every query head."""
 
@@ -215,6 +212,9 @@ def attention_sizes(node: ir.Node, where: str) -> AttentionSizes:
     """Of an Attention node (ONNX opset 23), which takes (B, heads, T, E), or (B, T, heads * E) with the number of heads
     as attributes. Query i sees the keys up to its own, and those of the past. A mask given as a tensor hides nothing
     here, because its values are not looked at.
+
+    Raises:
+        GraphError: a shape is unknown.
     """
     query, key, value = (_shape(_input(node, index), where) for index in range(3))
     if len(query) == 4:
@@ -243,18 +243,18 @@ def _input(node: ir.Node, index: int) -> ir.Value:
 def _shape(value: ir.Value, where: str) -> tuple[int, ...]:
     shape = value.shape if value.shape is not None else getattr(value.const_value, "shape", None)
     if shape is None or not all(isinstance(size, int) for size in shape):
-        found = "none" if shape is None else str(shape)
-        raise GraphError(
-            f"{where}: the shape of value {value.name} must be known and static to count its cost, got {found}; "
-            "export with fixed shapes and store ONNX shape inference in the graph"
-        )
+        raise _unknown(value, where, "none" if shape is None else str(shape))
     return cast("tuple[int, ...]", tuple(shape))
 
 
 def _bytes(value: ir.Value, where: str) -> int:
     if value.dtype is None:
-        raise GraphError(
-            f"{where}: the dtype of value {value.name} must be known to count its bytes; "
-            "store ONNX shape inference in the graph"
-        )
+        raise _unknown(value, where, "no dtype")
     return math.ceil(math.prod(_shape(value, where)) * value.dtype.bitwidth / 8)
+
+
+def _unknown(value: ir.Value, where: str, found: str) -> GraphError:
+    return GraphError(
+        f"{where}: the shape and dtype of value {value.name} must be known and static to count its cost, got {found}; "
+        "export with fixed shapes and store ONNX shape inference in the graph"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mod_export.results.cost import CostRow, PartRow
+from mod_export.results.cost import CostRow, PartRow, not_counted_text
 from mod_export.types import Bucket, Site, is_expert
 
 WORTH_HAVING = 1.1
@@ -20,6 +20,7 @@ SLOW_GFLOPS = 2.0
 """One core of any current CPU multiplies large matrices ten times as fast."""
 BLOCKS = ("attention_projections", "attention", "experts", "mlp")
 """Parts that routing makes smaller."""
+NOTHING_SKIPPED = "no token skips a block, and skipping is what saves time"
 HELD_BACK = {
     "head": "the head, which runs for every token, is {percent:.0f} % of the MoD model's FLOPs",
     "attention": "attention scores, quadratic in the layers that are not routed, are {percent:.0f} % of them",
@@ -50,9 +51,14 @@ def explain(
     """
     # Experts divide the tokens of a layer among themselves; only depth routing lets tokens skip it.
     depth = {site: k for site, k in (k_by_layer or {}).items() if not is_expert(site)}
+    skips_nothing = k_by_layer is not None and not depth
+    unknown = not_counted_text(dense.not_counted | mod.not_counted)
+    if unknown or not mod.flops:
+        why = f"not all were counted ({unknown})" if unknown else "the model has no product of matrices"
+        return "; ".join([f"FLOPs predict nothing: {why}", *([NOTHING_SKIPPED] if skips_nothing else [])])
     predicted = dense.flops / mod.flops
-    if k_by_layer is not None and not depth:
-        causes = ["no token skips a block, and skipping is what saves time"]
+    if skips_nothing:
+        causes = [NOTHING_SKIPPED]
     elif predicted < WORTH_HAVING:
         causes = _of_flops(bucket, dense, mod, depth)
     else:

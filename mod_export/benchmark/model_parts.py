@@ -34,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
+from mod_export.benchmark.products import holds_graphs, is_product, operands_of
 from mod_export.types import Kernel, Profile
 
 if TYPE_CHECKING:
@@ -67,33 +68,24 @@ ROUNDS = frozenset({"DynamicQuantizeLinear", "QuantizeLinear"})
 ON_SCORES = frozenset(
     {"Add", "Cast", "Div", "Exp", "Max", "Mul", "ReduceMax", "ReduceSum", "Softmax", "Sub", "Tanh", "Where"}
 )
-MICROSOFT = "com.microsoft"
-PRODUCTS = frozenset(
-    {
-        ("", "Conv"), ("", "Gemm"), ("", "MatMul"), ("", "MatMulInteger"), (MICROSOFT, "FusedMatMul"),
-        (MICROSOFT, "MatMulIntegerToFloat"), (MICROSOFT, "MatMulNBits"),
-    }
-)  # fmt: skip
-"""(domain, operator) of what multiplies two matrices, activations on the left; a convolution is such a product."""
-
-
-def is_product(node: ir.Node) -> bool:
-    """Whether a node multiplies two matrices and nothing else."""
-    return (node.domain.removeprefix("ai.onnx"), node.op_type) in PRODUCTS
 
 
 def constants_of(graph: ir.Graph) -> Set[ir.Value]:
-    """Initializers and what follows from them alone, such as transposed weights: runtimes fold it while loading."""
+    """Initializers and what follows from them alone, such as transposed weights: runtimes fold it while loading.
+
+    A node that holds graphs is none of it: these can read any value around them.
+    """
     constants = set(graph.initializers.values())
     for node in graph:
-        if all(value is None or value in constants for value in node.inputs) and not node.op_type.startswith("Random"):
+        is_fixed = all(value is None or value in constants for value in node.inputs)
+        if is_fixed and not node.op_type.startswith("Random") and not holds_graphs(node):
             constants.update(node.outputs)
     return constants
 
 
 def part_of_product(node: ir.Node, constants: Set[ir.Value]) -> str:
     """The part that a product belongs to, one of PARTS."""
-    weights = [value for value in node.inputs[:2] if value in constants]
+    weights = [value for value in operands_of(node) if value in constants]
     return _part_of_weight(_source_names(weights)) if weights else "attention"
 
 

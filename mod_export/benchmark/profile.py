@@ -48,11 +48,13 @@ def part_rows(
     flops: dict[str, int] = defaultdict(int)
     size: dict[str, int] = defaultdict(int)
     predicted: dict[str, float] = defaultdict(float)
+    not_counted: dict[str, int] = defaultdict(int)
     for one in work:
         flops[one.part] += one.flops * len(one.nodes)
         size[one.part] += one.bytes * len(one.nodes)
         # Node by node: what one node computes does not hide what another one moves.
         predicted[one.part] += roofline.milliseconds(one.flops, one.bytes) * len(one.nodes)
+        not_counted[one.part] += 0 if one.counted else len(one.nodes)
     measured = profiled.ms_by_part if profiled else {}
     total = sum(measured.values())
     return tuple(
@@ -65,6 +67,7 @@ def part_rows(
             measured_ms=measured.get(part, 0.0) if profiled else None,
             share=measured.get(part, 0.0) / total if total > 0 else None,
             profiler=profiled.profiler if profiled else None,
+            not_counted=not_counted[part],
         )
         for part in NODE_PARTS
         if part in predicted or part in measured
@@ -129,7 +132,11 @@ class Gap:
 
 
 def gap_of(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> Gap | None:
-    """Of the parts of two engines; None where one of them was not profiled. A part that one lacks takes it 0 ms."""
+    """Of the parts of two engines; None where one of them was not profiled, or not all of its work was counted. A part
+    that one lacks takes it 0 ms.
+    """
+    if any(row.not_counted for row in (*dense.values(), *mod.values())):
+        return None
     D, M = _measured(dense.values()), _measured(mod.values())
     predicted_D, predicted_M = (sum(row.predicted_ms for row in engine.values()) for engine in (dense, mod))
     if not D or not M or not predicted_M:

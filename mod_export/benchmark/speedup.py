@@ -27,9 +27,13 @@ GIVE_A_BASELINE = (
     "capacity, the same module with capacity=1.0)"
 )
 NOTHING_COMPARED = f"there is no dense baseline, so latency has no speed-up and no gate; {GIVE_A_BASELINE}"
+NO_SITE_TO_COMPARE = (
+    "no routing site was found, so no token is known to skip a block; to compare the model with another, name that one "
+    "with --baseline, in Python with baseline=other_module"
+)
 DENSE_ITSELF = (
-    "every token goes through every block of this model, so a dense baseline would be the model itself; to compare it "
-    "with another model, name that one with --baseline, in Python with baseline=other_module"
+    "by its spec every token goes through every block of this model, so a dense baseline would be the model itself; to "
+    "compare it with another model, name that one with --baseline, in Python with baseline=other_module"
 )
 
 
@@ -51,7 +55,7 @@ def speedup_rows(
     *,
     seed: int,
     k_by_layer: Mapping[Bucket, Mapping[Site, int]] | None = None,
-    flops: Mapping[Setting, int] | None = None,
+    flops: Mapping[Setting, int | None] | None = None,
     parts: Sequence[PartRow] = (),
 ) -> tuple[SpeedupRow, ...]:
     """One row for each setting in which both models were sampled, in the order of `latency`.
@@ -61,12 +65,12 @@ def speedup_rows(
     Args:
         latency: rows of both models.
         cost: rows of both models for every bucket sampled.
-        buckets: all buckets of the build.
+        buckets: all buckets that were built.
         options: those that the samples were taken with.
         seed: of the bootstrap.
         k_by_layer: bucket -> routing site -> slots, as far as it is known.
-        flops: engine -> FLOPs of the graph that it runs, as far as it is known. They can be fewer than those of the
-            portable graph: attention in blocks of queries does not compute what a causal mask hides.
+        flops: engine -> FLOPs of the graph that it runs, as far as they are known. They can be fewer than those of
+            the portable graph: attention in blocks of queries does not compute what a causal mask hides.
         parts: time of the parts of engines, predicted and measured, as far as it is known.
 
     Raises:
@@ -78,9 +82,7 @@ def speedup_rows(
     for setting, pair in pairs_of(latency).items():
         counted = {kind: _cost(costs, kind, setting.bucket) for kind in pair}
         found = _compared(pair, options, seed)
-        run = {kind: (flops or {}).get(setting.of(kind), 0) for kind in pair}
-        known = run if all(run.values()) else {kind: row.flops for kind, row in counted.items()}
-        predicted = known["dense"] / known["mod"]
+        predicted = _predicted(counted, {kind: (flops or {}).get(setting.of(kind)) for kind in pair})
         mine, theirs = timed.get(setting, {}), timed.get(setting.of("dense"), {})
         gate = gate_of(setting.bucket, buckets, options.min_speedup)
         reason = _doubt(found, pair) if found.verdict == "inconclusive" else None
@@ -100,10 +102,10 @@ def speedup_rows(
                 measured=found.measured,
                 ci95=found.ci95,
                 predicted_flops=predicted,
-                efficiency=found.measured / predicted,
+                efficiency=None if predicted is None else found.measured / predicted,
                 gate=gate,
                 passed=_passed(found, gate),
-                predicted_roofline=_predicted_ms(theirs) / _predicted_ms(mine) if mine and theirs else None,
+                predicted_roofline=_of_roofline(theirs, mine),
                 verdict=found.verdict,
                 reason=reason,
                 control=found.control,
@@ -129,8 +131,19 @@ def _compared(pair: Mapping[ModelKind, LatencyRow], options: LatencyOptions, see
     return compare(dense_RT, mod_RT, options, looks=len(planned), seed=seed)
 
 
-def _predicted_ms(parts: Mapping[str, PartRow]) -> float:
-    return sum(row.predicted_ms for row in parts.values())
+def _predicted(counted: Mapping[ModelKind, CostRow], run: Mapping[ModelKind, int | None]) -> float | None:
+    """Of the graphs that are run, else of the portable ones; None where not all FLOPs of either are known."""
+    whole = {kind: None if row.not_counted else row.flops for kind, row in counted.items()}
+    for dense, mod in ((known["dense"], known["mod"]) for known in (run, whole)):
+        if dense and mod:
+            return dense / mod
+    return None
+
+
+def _of_roofline(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> float | None:
+    times = [sum(row.predicted_ms for row in parts.values()) for parts in (dense, mod)]
+    is_whole = not any(row.not_counted for parts in (dense, mod) for row in parts.values())
+    return times[0] / times[1] if all(times) and is_whole else None
 
 
 def _passed(found: Comparison, gate: float | None) -> bool | None:

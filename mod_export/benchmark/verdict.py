@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Sequence
 
 from mod_export.benchmark.speedup import gated_bucket
+from mod_export.results.base import setting_fields
+from mod_export.results.failures import FailedRow, reason_for, sentences
 from mod_export.results.latency import SpeedupRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.report import Verdict
@@ -25,12 +27,15 @@ def judge(
     kinds: Collection[ModelKind] = KINDS,
     structure: Sequence[StructureRow] = (),
     causality: Sequence[CausalityRow] = (),
+    reads_rows: bool = True,
+    failed: Sequence[FailedRow] = (),
+    missing: Sequence[FailedRow] = (),
 ) -> Verdict:
     """The verdict over everything that this machine can run.
 
     Args:
         expected: the setting of every MoD engine that reads whole rows and can run here.
-        buckets: all buckets of the build.
+        buckets: all buckets that were built.
         parity: the rows of all `kinds` of all of them, because a ratio to a dense baseline that computes something else
             would mean nothing; None when parity was not asked for.
         speedup: likewise.
@@ -38,14 +43,19 @@ def judge(
         kinds: the models of the build.
         structure: what was found in the files without running them.
         causality: whether logits depend on later tokens, and whether they may.
+        reads_rows: whether any MoD engine that was built reads whole rows, wherever it runs.
+        failed: what could not be built, judged or timed though it was wanted.
+        missing: likewise, but long known: what is there is judged without it.
     """
-    reasons = [f"{row.path}: {reason}" for row in structure if not row.passed for reason in row.reasons]
-    if not expected:
-        nothing = (
+    reasons = sentences(failed)
+    reasons += [f"{row.path}: {reason}" for row in structure if not row.passed for reason in row.reasons]
+    if not expected and reads_rows:
+        reasons.append(
             "nothing that was built can run on this machine, so no gate was evaluated; copy the build folder to where "
             "it runs and use mod-export validate and bench there"
         )
-        return Verdict(status="fail", reasons=(*reasons, nothing))
+    elif not expected:
+        reasons.append("no engine that reads whole rows was built, so none of their gates was evaluated")
     if parity is not None:
         for kind in kinds:
             judged = {row.setting for row in parity}
@@ -53,6 +63,7 @@ def judge(
                 f"{setting}: parity of the {kind} engine was not checked"
                 for setting in expected
                 if setting.of(kind) not in judged
+                and reason_for((*failed, *missing), setting_fields(setting.of(kind))) is None
             ]
         reasons += [
             f"{row.setting} {row.model}: parity: {reason}"
@@ -66,7 +77,7 @@ def judge(
         for row in causality
         if row.declared and not row.causal
     ]
-    if speedup is not None:
+    if speedup is not None and expected:
         reasons += _ungated(expected, speedup, gated_bucket(buckets), min_speedup) if min_speedup > 0 else []
         reasons += [_too_slow(row) for row in speedup if row.passed is False]
     return Verdict(status="fail" if reasons else "pass", reasons=tuple(reasons))
@@ -92,5 +103,6 @@ def _too_slow(row: SpeedupRow) -> str:
     if row.control is not None and not row.control.covers_one:
         return f"{found} cannot be held against {gate}: {row.reason}; {QUIETER}"
     if high < row.gate:
-        return f"{found} does not reach {gate}: {row.reason or f'FLOPs predict {row.predicted_flops:.2f}x'}"
+        why = row.reason or ("" if row.predicted_flops is None else f"FLOPs predict {row.predicted_flops:.2f}x")
+        return f"{found} does not reach {gate}" + (f": {why}" if why else "")
     return f"{found} is not clear of {gate}: {QUIETER}"

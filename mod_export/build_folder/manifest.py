@@ -19,6 +19,7 @@ from mod_export.build_folder.programs import PROGRAM, program_files
 from mod_export.config import BuildConfig
 from mod_export.errors import BuildFolderError
 from mod_export.results.cost import CostRow, Work
+from mod_export.results.failures import FailedRow
 from mod_export.results.generation import StepBytes
 from mod_export.results.serving import Measured
 from mod_export.types import Bucket, DType, Engine, Graph, ModelKind, SiteKey, graph_of
@@ -96,6 +97,7 @@ class Manifest(_Facts):
         tokenizer: `bytes`, a file of the folder, or None where ids stand for no text.
         cost: FLOPs and bytes of every portable graph of whole rows.
         work: engine -> work of its graph, for profiles.
+        failed: what was wanted and could not be built.
         config: the resolved configuration.
     """
 
@@ -113,6 +115,7 @@ class Manifest(_Facts):
     tokenizer: str | None
     cost: tuple[CostRow, ...]
     work: dict[str, tuple[Work, ...]]
+    failed: tuple[FailedRow, ...] = ()
     config: BuildConfig
     versions: dict[str, str | None]
     files: dict[str, FileEntry]

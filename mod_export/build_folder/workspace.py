@@ -89,9 +89,10 @@ class Workspace:
         """
         fingerprint = checksum([name, inputs])
         with self._guard:
-            self._seen.add(name)
             known = self._steps.get(name)
         if known is not None and known.is_of(fingerprint, outputs) and self._is_whole(known):
+            with self._guard:
+                self._seen.add(name)
             return known.model_copy(update={"reused": True})
         begin = time.perf_counter()
         with _explained(self.root), tempfile.TemporaryDirectory(dir=self.root, prefix=PARTIAL) as partial:
@@ -111,8 +112,15 @@ class Workspace:
                     seconds=round(time.perf_counter() - begin, 3),
                 )
                 self._steps[name] = step
+                # Not before it is done: a build can go on without a step that failed.
+                self._seen.add(name)
                 self._write_manifest()
         return step
+
+    def leave_out(self, name: str) -> None:
+        """A step of this run that nothing needs any more: its files go when the build is closed."""
+        with self._guard:
+            self._seen.discard(name)
 
     def _is_whole(self, step: Step) -> bool:
         return not any(changed_file(self.root, output, entry) for output, entry in step.outputs.items())
@@ -124,7 +132,7 @@ class Workspace:
         return entries[output].sha256
 
     def files(self) -> dict[str, FileEntry]:
-        """Every output of this build."""
+        """Every output of the steps that this build did or reused."""
         return {path: entry for name in sorted(self._seen) for path, entry in self._steps[name].outputs.items()}
 
     def close(self, facts: Mapping[str, Any]) -> None:

@@ -146,6 +146,8 @@ def build_and_show(
     from mod_export.console import Progress
     from mod_export.pipeline import build as run
     from mod_export.report import print_report
+    from mod_export.report.wording import printable
+    from mod_export.results.failures import sentences
     from mod_export.sources.checkpoint import is_gguf
     from mod_export.types import Bucket
 
@@ -159,8 +161,10 @@ def build_and_show(
     if report_file is not None:
         write_whole(report_file, report.to_json())
     if unverified:
+        for sentence in sentences(report.failed):
+            click.echo(f"  - {printable(sentence)}")
         click.echo(f"built, and nothing verified: {folder}")
-        return 0
+        return GATE_FAILED if report.failed else 0
     print_report(report, str(folder))
     return 0 if report.verdict.status == "pass" else GATE_FAILED
 

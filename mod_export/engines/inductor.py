@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 US_PER_MS = 1000
+FEWEST_THREADS = 2
 CALL = re.compile(r"^\s*(?:AOTI_TORCH_ERROR_CODE_CHECK\()?(aoti_torch_cpu_\w+|cpp_fused_\w+)\((.*)\);", re.MULTILINE)
 CONSTANT = re.compile(r'constants_info_\[(\d+)\]\.(?:name|original_fqn) = "([^"]*)";')
 KERNEL = re.compile(r"(?:^|_)(aoti_torch_cpu_\w+|cpp_fused_\w+)$")
@@ -121,7 +122,7 @@ class AotInductor(EngineBuilder):
         """What the package says of the device it is for."""
         return {}
 
-    def _compiler_options(self) -> Mapping[str, bool]:
+    def _compiler_options(self) -> Mapping[str, bool | int]:
         return {}
 
     def opened(
@@ -164,10 +165,15 @@ class Inductor(AotInductor):
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.inductor.dtypes]
 
-    def _compiler_options(self) -> Mapping[str, bool]:
+    def _compiler_options(self) -> Mapping[str, bool | int]:
+        import torch
+
         return {
             # Otherwise the kernels are compiled for the number of threads that this process happens to have.
             "cpp.dynamic_threads": True,
+            # Compiled for one thread, and run by several, each of them would compute what has no loop: torch 2.13 then
+            # leaves out the `omp single` around it, and the mean of a loss is divided once by each thread.
+            "cpp.threads": max(FEWEST_THREADS, torch.get_num_threads()),
             # Marks every kernel for the profiler; without a profiler, a mark costs a fraction of a microsecond.
             "cpp.enable_kernel_profile": True,
         }

@@ -248,7 +248,8 @@ class _Result:
         self.__array_interface__ = {
             "shape": port.shape,
             "typestr": port.dtype.str,
-            "data": (address.value, False),
+            # A tensor of no values has no address.
+            "data": (address.value or 0, False),
             "version": 3,
         }
 

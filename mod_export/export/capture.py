@@ -1,4 +1,9 @@
-"""Captures a model as one graph of static shape: proven whole by torch.compile, then exported by torch.export."""
+"""Captures a model as one graph of static shape: proven whole by torch.compile, then exported by torch.export.
+
+Nothing is captured on the meta device, although skeletons are built there: torch gives tensors of that device other
+strides than those of the CPU (attention returns another layout), and `view` depends on strides. So tensors on the meta
+device stand for tensors on the CPU whose values are not known, torch's fake tensors, which take no memory either.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mod_export.errors import CaptureError
 from mod_export.export.find_sites import mark_found_sites
@@ -50,20 +56,25 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
 
     def keep(graph_module: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(graph_module.graph)
-        on_meta = any(tensor.is_meta for tensor in _inputs if isinstance(tensor, torch.Tensor))
-        return _shapes_only(graph_module) if on_meta else graph_module.forward
+        return _in_mode_of(graph_module, _inputs)
 
     torch._dynamo.reset()
     # fullgraph=True turns a graph break into an exception; the counters are read as well, so that the proof does not
     # rest on one flag.
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=keep)
+    placed = examples[0]
     try:
-        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True), _without_dumps():
-            for example in examples:
-                compiled(*example)
+        with (
+            torch.no_grad(),
+            _on_the_cpu(module, examples) as given,
+            torch._dynamo.config.patch(error_on_recompile=True),
+            _without_dumps(),
+        ):
+            for placed in given:
+                compiled(*placed)
     except Exception as error:  # Of torch, or of the model: it runs while it is captured.
-        raise refusal(error, module, example, where) from error
+        raise refusal(error, module, placed, where) from error
     finally:
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
         torch._dynamo.reset()
@@ -75,14 +86,49 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
     return proof
 
 
-def _shapes_only(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Gives results without values: of inputs without values no condition can be asked which branch to take."""
-    outputs = graph_module.graph.output_node().args[0]
+def _in_mode_of(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The graph as it is called: without values where its inputs have none, also for tensors that it makes itself."""
+    mode = next((tensor.fake_mode for tensor in inputs if isinstance(tensor, FakeTensor)), contextlib.nullcontext())
 
-    def forward(*_inputs: torch.Tensor) -> Any:
-        return torch.fx.map_arg(outputs, lambda node: torch.empty_like(node.meta["example_value"], device="meta"))
+    def forward(*given: torch.Tensor) -> Any:
+        with mode:
+            return graph_module.forward(*given)
 
     return forward
+
+
+@contextlib.contextmanager
+def _on_the_cpu(
+    module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]]
+) -> Iterator[list[tuple[torch.Tensor, ...]]]:
+    """Inside, what a module on the meta device holds are fake tensors of the CPU; gives the examples as such. A module
+    that is not there, and its examples, stay as they are.
+    """
+    state = {one: (dict(one._parameters), dict(one._buffers)) for one in module.modules()}
+    tensors = [*module.parameters(), *module.buffers(), *(one for example in examples for one in example)]
+    if not any(tensor.is_meta for tensor in tensors):
+        yield [tuple(example) for example in examples]
+        return
+    mode = FakeTensorMode()
+    made: dict[torch.Tensor, torch.Tensor] = {}
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in made:
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            made[tensor] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        return made[tensor]
+
+    try:
+        for one, (parameters, buffers) in state.items():
+            one._parameters.update((name, placed(held)) for name, held in parameters.items() if held is not None)  # type: ignore[misc]  # It is one.
+            one._buffers.update((name, placed(held)) for name, held in buffers.items() if held is not None)
+        yield [tuple(map(placed, example)) for example in examples]
+    finally:
+        for one, (parameters, buffers) in state.items():
+            one._parameters.update(parameters)
+            one._buffers.update(buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +175,8 @@ def exported(
     # A tensor that is given twice is taken for one input, and the graph is wrong without a word.
     assert len({id(tensor) for tensor in example}) == len(example)
     try:
-        with torch.no_grad(), _without_dumps():
-            program = torch.export.export(module, tuple(example), strict=strict)
+        with torch.no_grad(), _on_the_cpu(module, [example]) as (placed,), _without_dumps():
+            program = torch.export.export(module, placed, strict=strict)
     except Exception as error:  # Of torch, or of the model: it runs while it is captured.
         raise refusal(error, module, example, where) from error
     refuse_dynamic(program.graph, where)

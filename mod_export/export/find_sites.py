@@ -2,8 +2,7 @@
 
 A site is a top-k, or a sort of which k entries are kept, whose indices gather the tokens that run. Results are put back
 at the same indices, or the selected tokens go on alone (pruning). A mask by which the results of all tokens are kept or
-dropped saves nothing and is no site. What the indices become on the way is followed in `index_uses.py`, and where the
-tokens go in `token_flow.py`.
+dropped saves nothing and is no site. Where indices and tokens go is followed in `token_flow.py`.
 
 A marker is set right behind the selection, so that whatever the program makes of the indices (an order by position,
 flat indices, one-hot rows) is made of the marked ones. The values that a top-k returns beside its indices are gathered
@@ -17,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count as count_up
 from typing import Any
 
@@ -26,28 +25,36 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from mod_export.export.index_uses import ARGSORTS, SORTS, Selection, Uses, behind, behind_inputs, uses_of
-from mod_export.export.program_nodes import add_node, argument_of, module_path, shape_of
-from mod_export.export.token_flow import computing, tokens_behind
-from mod_export.marker import MARKER
+from mod_export.export.probing import Known
+from mod_export.export.program_nodes import add_node, argument_of, behind, module_path, shape_of
+from mod_export.export.token_flow import Flow, flows_of
+from mod_export.export.token_places import Selection
+from mod_export.marker import MARKER, REORDERED
 from mod_export.types import BY_POSITION, BY_SCORE
 
 ATEN = torch.ops.aten
+SORTS = {ATEN.sort.default, ATEN.sort.stable}
+ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
+SELECTS = SORTS | ARGSORTS | {ATEN.topk.default}
 OUTERMOST = "model"
 """As `module_path` calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSite:
-    """A selection that is a site, and where its indices are used.
+    """A selection that is a site.
 
     Attributes:
+        selection: of k tokens; `indices` may not be a node yet where `order` is given.
+        flow: what becomes of its tokens.
+        order: of a sort of which several parts are used, which of its T indices are the selected ones.
         outer: the site among whose selected tokens it selects; None where it selects from the whole row.
         table: the node of the positions of these tokens, in the numbering of `outer`, or of the row if `of_row`.
     """
 
     selection: Selection
-    uses: Uses
+    flow: Flow
+    order: slice | None = None
     outer: FoundSite | None = None
     table: fx.Node | None = None
     of_row: bool = False
@@ -55,18 +62,38 @@ class FoundSite:
 
 def found_sites(program: ExportedProgram) -> list[FoundSite]:
     """Every site of a program without markers, in the order in which it decides."""
-    data, rows = behind_inputs(program), _rows_of_inputs(program)
+    return judged_selections(program)[0]
+
+
+def judged_selections(program: ExportedProgram) -> tuple[list[FoundSite], list[Flow]]:
+    """The sites of a program without markers, and what it does with what other selections give."""
+    rows = _rows_of_inputs(program)
+    flows, known = flows_of(program, list(selections(program.graph)))
     found: list[FoundSite] = []
-    orders = set[fx.Node]()
-    for selection in _selections(program.graph):
-        if selection.node in orders:
-            continue  # A sort of the mask of selected tokens, which brings them into order.
-        uses = uses_of(selection, data)
-        if uses is None or (uses.scatter is None and not _go_on_alone(selection, uses, rows)):
-            continue
-        orders |= {form.node for form in uses.forms}
-        found.append(_in_the_row(selection, uses, found))
-    return found
+    others: list[Flow] = []
+    for flow in flows:
+        order = None
+        if flow.selection.is_order:
+            order = _part_that_runs(flow)
+            is_site = order is not None and bool(flow.puts)
+        else:
+            is_site = bool(flow.reads) and (bool(flow.puts) or _go_on_alone(flow, rows))
+        if is_site:
+            found.append(_in_the_row(flow, order, found, known))
+        else:
+            others.append(flow)
+    return found, others
+
+
+def _part_that_runs(flow: Flow) -> slice | None:
+    """Which end of a whole order is computed with, if only one is: the other tokens are just put back beside it."""
+    order_T = flow.index_BK[:1].flatten().tolist()
+    parts = [one for one in flow.sets_computed() if len(one) < len(order_T)]
+    if len(parts) != 1:
+        return None
+    k = len(parts[0])
+    ends = [slice(0, k), slice(len(order_T) - k, len(order_T))]
+    return next((end for end in ends if set(order_T[end]) == parts[0]), None)
 
 
 def mark_found_sites(program: ExportedProgram) -> None:
@@ -92,32 +119,36 @@ def _rows_of_inputs(program: ExportedProgram) -> set[int]:
     return {size for one in own if isinstance(one, torch.Tensor) for size in one.shape[:2]}
 
 
-def _go_on_alone(selection: Selection, uses: Uses, rows: set[int]) -> bool:
+def _go_on_alone(flow: Flow, rows: set[int]) -> bool:
     """Whether the selected tokens are what later operations run on: the others have been pruned."""
-    return selection.rows in rows and bool(computing(tokens_behind(selection, uses)))
+    return flow.selection.rows in rows and any(len(one) == flow.selection.k for one in flow.sets_computed())
 
 
-def _in_the_row(selection: Selection, uses: Uses, before: Sequence[FoundSite]) -> FoundSite:
-    """With the site among whose selected tokens it selects, if there is one: the latest that fits."""
-    for outer in reversed(before):
-        if outer.selection.rows != selection.rows or outer.selection.k != selection.tokens:
-            continue
-        form = next((one for one in outer.uses.forms if one.node is uses.read.table), None)
-        if form is not None:
-            of_row = form.table is not None
-            return FoundSite(selection=selection, uses=uses, outer=outer, table=form.node, of_row=of_row)
-        read = outer.uses.read
-        source: Any = uses.gather.args[0]
-        places = tokens_behind(outer.selection, outer.uses).get(source)
-        if read.places is not None and places is not None and (places.size, places.first) == (selection.tokens, 0):
-            of_row = read.table is not None
-            return FoundSite(selection=selection, uses=uses, outer=outer, table=read.places, of_row=of_row)
-    return FoundSite(selection=selection, uses=uses)
+def _in_the_row(flow: Flow, order: slice | None, before: Sequence[FoundSite], known: Known) -> FoundSite:
+    """With the site among whose selected tokens it selects, and what says which these are."""
+    found = FoundSite(selection=flow.selection, flow=flow, order=order)
+    if flow.is_from is None:
+        return found
+    inner, own_BT = flow.is_from
+    outer = next((one for one in before if one.flow is inner), None)
+    if outer is None:
+        return found
+    row_BT = inner.positions_BT
+    row_BT = own_BT if row_BT is None else row_BT.gather(1, own_BT)
+    for table_BT, of_row in ((row_BT, True), (own_BT, False)):
+        for node in known.forms(inner.selection.indices):
+            value = known.value(node)
+            if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or value.numel() != own_BT.numel():
+                continue
+            if torch.equal(flow.selection.by_row(value.reshape(-1)), table_BT):
+                return replace(found, outer=outer, table=node, of_row=of_row)
+    return found
 
 
-def _selections(graph: fx.Graph) -> Iterator[Selection]:
+def selections(graph: fx.Graph) -> Iterator[Selection]:
+    """Every top-k and every sort of scores."""
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in SORTS | ARGSORTS | {ATEN.topk.default}:
+        if node.op != "call_function" or node.target not in SELECTS:
             continue
         scores = node.args[0]
         if not scores.meta["val"].dtype.is_floating_point:
@@ -135,18 +166,22 @@ def _selections(graph: fx.Graph) -> Iterator[Selection]:
             continue  # Parts of a sort share its memory, which a marker would divide.
         kept = _only_part(indices)
         start = None if kept is None else _kept_from(kept, dim)
+        descending = bool(argument_of(node, "descending"))
         if kept is not None and start is not None:
             same = [use for one in values for use in one.users if use.args[1:] == kept.args[1:]]
-            largest = bool(argument_of(node, "descending")) == (start == 0)
+            largest = descending == (start == 0)
             yield Selection(node=node, scores=scores, dim=dim, indices=kept, values=same, largest=largest)
+        else:
+            yield from (
+                Selection(
+                    node=node, scores=scores, dim=dim, indices=one, values=values, largest=descending, is_order=True
+                )
+                for one in indices
+            )
 
 
 def _only_part(indices: Sequence[fx.Node]) -> fx.Node | None:
-    """What is used of the indices of a sort: one part of them, however often a program takes it.
-
-    None where other parts are used as well, such as the tokens that are left: told to select others, a program would
-    have some tokens twice.
-    """
+    """What is used of the indices of a sort, if it is one part of them, however often a program takes it."""
     parts = [use for one in indices for use in one.users]
     if not parts or any((one.target, one.args[1:]) != (parts[0].target, parts[0].args[1:]) for one in parts):
         return None
@@ -192,12 +227,12 @@ def _path(site: FoundSite) -> str:
     """Of the innermost module that selects, gathers and puts back; where that is the whole model, of the one that runs
     the selected tokens.
     """
-    uses = site.uses
-    path = _shared_path([site.selection.node, uses.gather, uses.scatter or uses.gather])
-    if path != OUTERMOST or uses.scatter is None:
+    read, put = site.flow.pairs[0]
+    path = _shared_path([site.selection.node, read, put or read])
+    if path != OUTERMOST or put is None:
         return path
-    after = behind(uses.scatter)
-    computed = [node for node in computing(tokens_behind(site.selection, uses)) if node not in after]
+    after = behind(put)
+    computed = [node for node in site.flow.computing() if node not in after]
     return _shared_path(computed) if computed else path
 
 
@@ -222,19 +257,25 @@ class _Marker:
         """Sets the marker, on (B, K) and (B, T)."""
         one, graph = site.selection, self._graph
         users, value_users = list(one.indices.users), [(value, use) for value in one.values for use in value.users]
+        largest = one.largest if site.order is None else one.largest == (site.order.start == 0)
         # Right behind the selection, so before whatever uses it.
         with graph.inserting_before(one.node.next):
-            index = self._rows(one, self._again(one, one.indices), one.k)
+            whole = own = self._again(one, one.indices)
+            if site.order is not None:
+                own = self._add(one, ATEN.slice.Tensor, whole, one.dim, site.order.start, site.order.stop)
+            index = self._rows(one, own, shape_of(own)[one.dim])
             scores = self._rows(one, one.scores, one.tokens)
-            scores = scores if one.largest else self._add(one, ATEN.neg.default, scores)
+            scores = scores if largest else self._add(one, ATEN.neg.default, scores)
             live = self._add(one, ATEN.ge.Scalar, index, 0)
             # Masks are -inf, or the smallest number that there is.
             lowest = torch.finfo(scores.meta["val"].dtype).min
             available = self._add(one, ATEN.gt.Scalar, scores, lowest / 2)
             positions = self._positions_of(site)
-            rule = BY_POSITION if site.uses.in_order else BY_SCORE
+            rule = BY_POSITION if site.flow.in_order else BY_SCORE
             marked = self._add(one, MARKER, index, live, scores, available, positions, name, rule)
-            index = self._as_before(one, self._add(one, operator.getitem, marked, 0))
+            index = self._as_before(one, self._add(one, operator.getitem, marked, 0), own)
+            if site.order is not None:
+                index = self._add(one, REORDERED, whole, index, one.dim, site.order.start == 0)
             values = self._add(one, ATEN.gather.default, one.scores, one.dim, index)
         for use in users:
             use.replace_input_with(one.indices, index)
@@ -256,11 +297,11 @@ class _Marker:
             return self._add(one, ATEN.reshape.default, node, [one.rows, size])
         return self._add(one, ATEN.t.default, self._add(one, ATEN.reshape.default, node, [size, one.rows]))
 
-    def _as_before(self, one: Selection, index: fx.Node) -> fx.Node:
+    def _as_before(self, one: Selection, index: fx.Node, before: fx.Node) -> fx.Node:
         """(B, K) as the selection returned it."""
         turned = one.rows > 1 and one.is_tokens_first
         index = self._add(one, ATEN.t.default, index) if turned else index
-        return self._add(one, ATEN.reshape.default, index, list(shape_of(one.indices)))
+        return self._add(one, ATEN.reshape.default, index, list(shape_of(before)))
 
     def _positions_of(self, site: FoundSite) -> fx.Node | None:
         """(B, T): where in the whole row the tokens stand that are selected from."""

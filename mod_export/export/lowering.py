@@ -3,7 +3,10 @@
 * `einsum` becomes products of matrices: the FLOPs of Einsum cannot be counted, and it hides attention and weights from
   the passes.
 * The k-th value of a row is the last of a top-k: ONNX has no operator of its own for it.
-* Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query.
+* Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query, and
+  with as many rows and heads of keys as there are of queries, or a number that divides it.
+* What is joined by `hstack` and its like is joined by `cat`, as torch itself does it.
+* Masks and reductions: `lower_masks.py` and `lower_reductions.py`.
 
 The graph that PyTorch runs as the reference keeps what the model wrote.
 """
@@ -12,21 +15,33 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
-from mod_export.export.program_nodes import add_node, argument_of, shape_of
+from mod_export.export.lower_masks import lowered_index_put, lowered_masked_scatter, lowered_nonzero_static
+from mod_export.export.lower_reductions import (
+    lowered_bucketize,
+    lowered_cdist,
+    lowered_cumprod,
+    lowered_embedding_bag,
+    lowered_index_reduce,
+    lowered_median,
+    lowered_median_of_all,
+    lowered_scatter_reduce,
+    lowered_searchsorted,
+)
+from mod_export.export.program_nodes import add_node, argument_of, replace_by, shape_of
 
 ATEN = torch.ops.aten
 ATTENTION = ATEN.scaled_dot_product_attention.default
-METADATA = ("nn_module_stack", "stack_trace")
-"""What messages name the module and the line by."""
+JOINS = (
+    ATEN.hstack.default, ATEN.vstack.default, ATEN.dstack.default, ATEN.column_stack.default, ATEN.row_stack.default,
+    ATEN.atleast_1d.Sequence, ATEN.atleast_2d.Sequence, ATEN.atleast_3d.Sequence, ATEN.block_diag.default,
+)  # fmt: skip
+"""What the exporter would make sequences of tensors and loops of."""
 
 
 def lower(graph: fx.Graph) -> None:
@@ -34,11 +49,13 @@ def lower(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is ATEN.einsum.default:
             # Others torch takes apart itself where it runs below autograd.
-            _replace(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
-        elif node.target is ATTENTION and (len(shape_of(argument_of(node, "query"))) != 4 or _has_narrow_mask(node)):
-            _replace(graph, node, _attention)
+            replace_by(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
+        elif node.target in JOINS:
+            replace_by(graph, node, node.target, whole=False)
         elif node.target is ATEN.kthvalue.default:
             _replace_kth(graph, node)
+        elif node.target in LOWERED and (function := LOWERED[node.target](node)) is not None:
+            replace_by(graph, node, function)
 
 
 def _replace_kth(graph: fx.Graph, node: fx.Node) -> None:
@@ -76,61 +93,66 @@ def _is_plain(node: fx.Node) -> bool:
     )
 
 
+def _lowered_attention(node: fx.Node) -> Callable[..., Tensor] | None:
+    query, key, value = (shape_of(argument_of(node, name)) for name in ("query", "key", "value"))
+    if len(query) != 4 or _has_narrow_mask(node):
+        return _attention
+    is_shared = not argument_of(node, "enable_gqa") and (query[1], query[1]) != (key[1], value[1])
+    return _attention if is_shared or (query[0], query[0]) != (key[0], value[0]) else None
+
+
+def _lowered_squeeze(node: fx.Node) -> Callable[..., Tensor] | None:
+    """PyTorch leaves dimensions that are not of size 1 as they are; ONNX takes their names for an error."""
+    shape, dims = shape_of(node.args[0]), argument_of(node, "dim")  # type: ignore[arg-type]  # A tensor's node.
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    ones = [dim for dim in dims if shape and shape[dim] == 1]
+    if len(ones) == len(dims):
+        return None
+    return lambda x, *_, **__: ATEN.squeeze.dims(x, ones) if ones else x
+
+
 def _has_narrow_mask(node: fx.Node) -> bool:
     """Whether its mask is one row for all queries, as one of padding is: ONNX Runtime takes only whole ones."""
     query, key, mask = (argument_of(node, name) for name in ("query", "key", "attn_mask"))
     return mask is not None and shape_of(mask)[-2:] != (shape_of(query)[-2], shape_of(key)[-2])
 
 
-def _replace(graph: fx.Graph, node: fx.Node, function: Callable[..., Tensor], *, whole: bool = True) -> None:
-    """With the operators that the function calls when it is given the node's arguments.
-
-    `whole` keeps attention and matmul as one operator each.
-    """
-    leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
-
-    def call(*tensors: Tensor) -> Tensor:
-        given = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor
-        args, kwargs = pytree.tree_unflatten(given, structure)
-        return function(*args, **kwargs)
-
-    values = [leaves[place].meta["val"] for place in places]
-    mode = detect_fake_mode(values)
-    assert mode is not None
-    with mode:
-        inner = make_fx(call, pre_dispatch=whole)(*values).graph
-    inputs = dict(zip(inner.find_nodes(op="placeholder"), (leaves[place] for place in places), strict=True))
-    with graph.inserting_before(node):
-        found: Any = graph.graph_copy(inner, inputs)
-    for copied in set(inputs.values()) - {leaves[place] for place in places}:
-        # In place of where in this file they were traced.
-        copied.meta = {"val": copied.meta["val"], **{key: node.meta[key] for key in METADATA if key in node.meta}}
-    node.replace_all_uses_with(found)
-    graph.erase_node(node)
-
-
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **how: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of (..., L, E): rows of three dimensions are heads of one row, more dimensions are more rows."""
-    *outer, _, _, _ = (1, 1, 1, 1, *query.shape)[-max(4, query.dim()) :]
+    """Attention of (..., L, E): rows of three dimensions are heads of one row, more dimensions are more rows.
 
-    def of_four(tensor: Tensor) -> Tensor:
-        shape = (1, 1, 1, 1, *tensor.shape)[-max(4, tensor.dim()) :]
-        if len(outer) > 1:
-            # Also what is the same for all outer dimensions, such as a mask.
-            shape = (*outer, *shape[-3:])
-            tensor = tensor.expand(shape)
-        return tensor.reshape(-1, *shape[-3:])
+    Rows, heads and outer dimensions of which there is one are the same for all. One head of keys and values stays one
+    (`enable_gqa`); rows are copied.
+    """
+    shares_heads = enable_gqa or key.shape[-3:-2] == value.shape[-3:-2] == (1,)
+    leads = [(*one.shape[:-3], 1) if shares_heads else one.shape[:-2] for one in (key, value)]
+    lead = torch.broadcast_shapes(query.shape[:-2], *leads)  # type: ignore[no-untyped-call]  # torch has no annotations there.
+    *rows, heads = [1] * (2 - len(lead)) + list(lead)
+
+    def of_four(tensor: Tensor, own: int = heads) -> Tensor:
+        # Also what is the same for all outer dimensions, such as a mask.
+        tensor = tensor.reshape(*[1] * (len(rows) + 3 - tensor.dim()), *tensor.shape)
+        return tensor.expand(*rows, own, *tensor.shape[-2:]).reshape(-1, own, *tensor.shape[-2:])
+
+    def of_keys(tensor: Tensor) -> Tensor:
+        return of_four(tensor, tensor.shape[-3] if shares_heads and tensor.dim() > 2 else heads)
 
     mask = attn_mask
     if mask is not None:
         mask = of_four(mask.expand(*mask.shape[:-2], query.shape[-2], key.shape[-2]))
-    found: Tensor = ATTENTION(of_four(query), of_four(key), of_four(value), mask, *rest, **how)
-    return found.reshape(*query.shape[:-1], value.shape[-1])
+    found: Tensor = ATTENTION(
+        of_four(query), of_keys(key), of_keys(value), mask, dropout_p, is_causal, scale=scale, enable_gqa=shares_heads
+    )
+    return found.reshape(*lead, query.shape[-2], value.shape[-1])
 
 
 def _einsum(equation: str, operands: Sequence[Tensor], **_path: Any) -> Tensor:
@@ -183,3 +205,26 @@ def _product(
     folded = [math.prod(shape(rows))] if batch else shape(rows)
     product = one.reshape([*shape(batch), *folded, k]) @ other.reshape([*shape(batch), k, math.prod(shape(columns))])
     return product.reshape(shape(batch, rows, columns)), batch + rows + columns
+
+
+LOWERED: Mapping[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
+    ATTENTION: _lowered_attention,
+    ATEN.squeeze.dim: _lowered_squeeze,
+    ATEN.squeeze.dims: _lowered_squeeze,
+    ATEN.index_put.default: lowered_index_put,
+    ATEN.index_put_.default: lowered_index_put,
+    ATEN.masked_scatter.default: lowered_masked_scatter,
+    ATEN.nonzero_static.default: lowered_nonzero_static,
+    ATEN.scatter_reduce.two: lowered_scatter_reduce,
+    ATEN.index_reduce.default: lowered_index_reduce,
+    ATEN.embedding_bag.padding_idx: lowered_embedding_bag,
+    ATEN.embedding_bag.default: lowered_embedding_bag,
+    ATEN.median.dim: lowered_median,
+    ATEN.median.default: lowered_median_of_all,
+    ATEN.cumprod.default: lowered_cumprod,
+    ATEN.cdist.default: lowered_cdist,
+    ATEN.searchsorted.Tensor: lowered_searchsorted,
+    ATEN.searchsorted.Scalar: lowered_searchsorted,
+    ATEN.bucketize.Tensor: lowered_bucketize,
+}
+"""Operator -> what computes the same as a node of it, or None where the exporter translates that node well."""

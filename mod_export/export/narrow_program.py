@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -93,8 +94,10 @@ def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
 
 def _narrow_weight(name: str, tensor: Tensor, wanted: torch.dtype) -> Tensor:
     narrow = tensor.to(wanted)
+    if isinstance(tensor, FakeTensor):
+        return narrow
     lost = tensor.isfinite() & ~narrow.isfinite()
-    if not tensor.is_meta and bool(lost.any()):
+    if bool(lost.any()):
         kind, largest = str(wanted).removeprefix("torch."), torch.finfo(wanted).max
         raise LimitError(
             f"{name}: contains {tensor[lost][0].item():g}, beyond the largest {kind} number {largest:g}; build this "

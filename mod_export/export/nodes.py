@@ -19,6 +19,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from mod_export.errors import GraphError
+from mod_export.export.weights import MOST_SIZES
 
 Input = ir.Value | np.ndarray | Sequence[int] | None
 """Of a node to be written. Arrays, and integers as int64, become constants; None is an input that is left out."""
@@ -28,8 +29,6 @@ NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
 NEWEST_OPSET = 24
 """Of the operators that passes write."""
-MOST_SIZES = 16
-"""Elements of a constant that its name spells out, and that shapes can depend on."""
 UNNUMBERED = -1
 """The number of modules that are no layers: they count as before the first one."""
 

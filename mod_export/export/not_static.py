@@ -13,14 +13,14 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental import symbolic_shapes
 
 from mod_export.errors import CaptureError
@@ -160,6 +160,12 @@ class _Line(NamedTuple):
         return f"{self.file}:{self.number}"
 
 
+class NotCompiledError(CaptureError):
+    """torch cannot capture a module in one way, for a reason that says nothing about sizes and values: another way may
+    do, such as torch.export where torch.compile does not know a context manager or sees a `print`.
+    """
+
+
 def refuse_dynamic(graph: fx.Graph, where: str) -> None:
     """Refuses a graph, captured by torch.compile or torch.export, in which a size or number depends on the data.
 
@@ -193,15 +199,16 @@ def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.T
         example: its inputs.
         where: what the message calls it.
     """
-    line = _line_of_error(error)
+    line = _line_of_error(error, module)
     pattern = _of_error(error, line)
     if pattern is not None:
         pattern = LOOP if pattern is CONDITION and line is not None and _is_in_loop(line) else pattern
-        return CaptureError(_message(where, pattern, line, ()))
+        kind = NotCompiledError if pattern is PRINTS else CaptureError
+        return kind(_message(where, pattern, line, ()))
     own = _own_error(module, example)
     if own is None:
-        return CaptureError(f"{where}: torch cannot capture the model{_shown(' at', line)}\n{_summary(error)}")
-    place = _shown(" at", _line_of_error(own))
+        return NotCompiledError(f"{where}: torch cannot capture the model{_shown(' at', line)}\n{_summary(error)}")
+    place = _shown(" at", _line_of_error(own, module))
     return CaptureError(f"{where}: the model itself fails with these inputs{place}\n{_summary(own)}")
 
 
@@ -231,40 +238,62 @@ def _summary(error: Exception) -> str:
 
 
 def _own_error(module: torch.nn.Module, example: Sequence[torch.Tensor]) -> Exception | None:
-    """What the model raises where nothing captures it."""
+    """What the model raises where nothing captures it. None of a model without values: it cannot be run."""
+    tensors = [*module.parameters(), *module.buffers(), *example]
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
+        return None
     try:
         with torch.no_grad():
             module(*example)
     except Exception as error:  # Whatever the user's code raises is told to the user.
-        on_meta = any(tensor.is_meta for tensor in example if isinstance(tensor, torch.Tensor))
-        # Without values, asking for one fails in any model.
-        return None if on_meta and "meta" in str(error) else error
+        return error
     return None
 
 
-def _line_of(lines: Sequence[_Line]) -> _Line | None:
-    """The innermost line of the model's own code; lines come from the outside in."""
-    return next((line for line in reversed(lines) if _is_of_model(line.file)), None)
+def _line_of(lines: Sequence[_Line], packages: Collection[str]) -> _Line | None:
+    """The innermost line of the model's own code: of a file that is not installed, or of a package that classes of the
+    model are from, and not of one that they call, such as einops. If there is none, the innermost line of any package.
+    Lines come from the outside in.
+    """
+    found = [line for line in lines if _is_foreign(line.file)]
+    own = [line for line in found if _package_of(line.file) in {None, *packages}]
+    return next(reversed(own or found), None)
 
 
 def _line_of_node(node: fx.Node) -> _Line | None:
     # The text as well, because a program can come from another machine: no file is opened that it names.
     frames = _FRAME.finditer(node.stack_trace or "")
-    return _line_of([_Line(one["file"], int(one["line"]), (one["text"] or "").strip()) for one in frames])
+    classes = [str(one[1]) for one in node.meta.get("nn_module_stack", {}).values() if len(one) > 1]
+    packages = {re.sub(r"^<class '", "", name).partition(".")[0] for name in classes}
+    return _line_of([_Line(one["file"], int(one["line"]), (one["text"] or "").strip()) for one in frames], packages)
 
 
-def _is_of_model(file: str) -> bool:
+def _is_foreign(file: str) -> bool:
+    """Whether it is neither of what captures a model nor of Python itself."""
     if file.startswith(_CAPTURING):
         return False
-    return not file.startswith(_STANDARD) or any(folder in file for folder in _PACKAGES)
+    return not file.startswith(_STANDARD) or _package_of(file) is not None
 
 
-def _line_of_error(error: Exception) -> _Line | None:
+def _package_of(file: str) -> str | None:
+    """The installed package that a file belongs to."""
+    parts = Path(file).parts
+    at = next((n for n, part in enumerate(parts) if part in _PACKAGES), len(parts))
+    return parts[at + 1].removesuffix(".py") if at + 1 < len(parts) else None
+
+
+def _packages_of(module: torch.nn.Module) -> set[str]:
+    """The packages that the classes of a model are from; not those of layers without weights, such as einops' own."""
+    return {type(one).__module__.partition(".")[0] for one in module.modules() if any(True for _ in one.parameters())}
+
+
+def _line_of_error(error: Exception, module: torch.nn.Module) -> _Line | None:
     frames = [(one.filename, one.lineno or 0) for one in getattr(error, "real_stack", None) or ()]
     # Of a second compilation, only the message says where.
     frames = frames or [(one["file"], int(one["line"])) for one in _FRAME.finditer(str(error))]
     ran = [(one.filename, one.lineno or 0) for one in traceback.extract_tb(error.__traceback__)]
-    return _line_of([_Line(file, number, linecache.getline(file, number).strip()) for file, number in ran + frames])
+    lines = [_Line(file, number, linecache.getline(file, number).strip()) for file, number in ran + frames]
+    return _line_of(lines, _packages_of(module))
 
 
 def _of_error(error: Exception, line: _Line | None) -> Pattern | None:

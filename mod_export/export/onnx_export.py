@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 from onnxscript import opset23 as op
 from onnxscript import optimizer
-from onnxscript.rewriter.pattern import RewriteRuleSet
+from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter.rules import common as rules
 
 from mod_export.errors import GraphError
 from mod_export.export.capture import Captured
 from mod_export.export.lowering import lower
 from mod_export.export.nodes import NAME_SCOPES
+from mod_export.export.not_static import place_of
 from mod_export.types import Bucket, Site, routed_output
 
 OPSET = 23
@@ -42,16 +45,33 @@ def _mish(self: Any) -> Any:
     return op.Mul(self, op.Tanh(op.Softplus(self)))
 
 
+OPERATOR = re.compile(
+    r"No ONNX function found for <OpOverload\(op='(?P<name>[\w.]+)'|target=torch\.ops\.(?P<target>\w+\.\w+)\."
+)
+"""How the exporter names an operator that it cannot translate: one that it does not know, or one that it fails at."""
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.mish.default: _mish,
     torch.ops.aten.sort.stable: _stable_sort,
 }
 
+
+def _without_neutral(op_type: str, neutral: float) -> RewriteRule:
+    """Removes `x op c` where the scalar c is the neutral element itself. onnxscript's own rules for this also take what
+    is close to it, as the epsilon 1e-8 of a norm is to 0.
+    """
+
+    def is_neutral(context: Any, c: ir.Value, **_: Any) -> bool:
+        array = ir.convenience.get_const_tensor(c)
+        return array is not None and array.numpy().ndim == 0 and bool(array.numpy() == neutral)
+
+    return RewriteRule(lambda op, x, c: getattr(op, op_type)(x, c), lambda op, x, **_: op.Identity(x), is_neutral)
+
+
 REWRITES = RewriteRuleSet(
     [
-        *RewriteRuleSet([rules.mul_by_1_rule, rules.add_0_rule], commute=True).rules,
-        rules.sub_0_rule,
-        rules.div_by_1_rule,
+        *RewriteRuleSet([_without_neutral("Mul", 1), _without_neutral("Add", 0)], commute=True).rules,
+        _without_neutral("Sub", 0),
+        _without_neutral("Div", 1),
         rules.dropout_zero_rule,
         rules.dropout_inference_rule,
         rules.two_reshapes_matmul_reshape_rule,
@@ -61,7 +81,6 @@ REWRITES = RewriteRuleSet(
         rules.collapse_slice_rule,
         rules.collapse_slice2_rule,
         rules.materialize_reshape_shape_rule,
-        rules.cast_cast_rule,
         rules.no_op_cast_rule,
         rules.no_op_expand_rule,
         rules.flatten_to_reshape_rule,
@@ -75,9 +94,11 @@ REWRITES = RewriteRuleSet(
         rules.remove_optional_bias_from_gemm_rule,
     ]
 )
-"""Those of onnxscript's optimizer that a graph of a language model has a use for, in its order. Its `slice_split_rule`
+"""Those of onnxscript's optimizer that a graph of a language model has a use for and that change no number, in its
+order. Its `slice_split_rule`
 looks through the whole graph at every node, which took three quarters of the time of optimizing; those about
-convolutions, clipping and batch norms are left to the engines, which have them all.
+convolutions, clipping and batch norms are left to the engines, which have them all. None that is here compares numbers
+with a tolerance.
 """
 OPTIMIZE = (
     common.RemoveUnusedNodesPass(),
@@ -134,7 +155,7 @@ def onnx_from_captured(
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-            raise GraphError(f"torch.onnx.export failed: {_root_cause(error)}") from error
+            raise GraphError(_untranslated(error, captured.program)) from error
     assert exported is not None
     model = exported.model
     model.ir_version = IR_VERSION
@@ -143,6 +164,7 @@ def onnx_from_captured(
             value.const_value = None
     with _quiet():
         _optimize(model)
+        _in_order_of_memory(model)
         for clean_up in (*OPTIMIZE, *CLEAN_UP):
             clean_up(model)
     _strip_metadata(model)
@@ -164,12 +186,40 @@ def _optimize(model: ir.Model) -> None:
             break
 
 
-def _root_cause(error: BaseException) -> str:
-    """The exporter wraps what went wrong in several layers of advice; the innermost error is the one that helps."""
+def _in_order_of_memory(model: ir.Model) -> None:
+    """Folding leaves views, such as a transpose; what hashes and writes constants reads memory from end to end."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            array = None if value.const_value is None else value.const_value.numpy()
+            if array is not None and not array.flags.c_contiguous:
+                value.const_value = ir.tensor(np.ascontiguousarray(array), dtype=value.dtype, name=value.name)
+
+
+def _untranslated(error: BaseException, program: torch.export.ExportedProgram) -> str:
+    """What the exporter cannot translate, and at which line of the model; the exporter itself wraps that in several
+    layers of advice.
+    """
+    texts = [str(error)]
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        texts.append(str(error))
+    named = next((match for text in reversed(texts) for match in [OPERATOR.search(text)] if match), None)
+    cause = next((line for line in texts[-1].splitlines() if line.strip()), type(error).__name__)
+    if named is None:
+        return f"torch.onnx.export failed: {cause}"
+    name = named["name"] or named["target"]
+    node = _node_of(program, name) or _node_of(program.run_decompositions(), name)
+    place = "" if node is None else place_of(node)
+    missing = "has no ONNX form in torch.onnx" if named["name"] else "cannot be translated by torch.onnx"
+    reason = "" if named["name"] else f"\n{cause}"
+    return f"{name} {missing},{place}{reason}\nWrite it with other operators; docs/porting.md has static forms of many"
+
+
+def _node_of(program: torch.export.ExportedProgram, name: str) -> torch.fx.Node | None:
+    """A call of an operator, such as `aten.cummax`, of any overload; that of `prims.erf_inv` is `aten.erfinv`."""
+    wanted = name.partition(".")[2].replace("_", "")
+    named = ((node, str(node.target).split(".")) for node in program.graph.nodes if node.op == "call_function")
+    return next((node for node, parts in named if len(parts) > 1 and parts[1].replace("_", "") == wanted), None)
 
 
 def _strip_metadata(model: ir.Model) -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+METADATA = ("nn_module_stack", "stack_trace")
+"""What messages name the module and the line by."""
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -27,6 +34,29 @@ def argument_of(node: fx.Node, *names: str) -> Any:
     return None
 
 
+def behind(node: fx.Node) -> set[fx.Node]:
+    """Whatever depends on a node."""
+    found, waiting = {node}, [node]
+    while waiting:
+        new = [use for use in waiting.pop().users if use not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def behind_inputs(program: ExportedProgram) -> set[fx.Node]:
+    """Whatever depends on an input of the program, and not on weights and constants alone."""
+    found = {
+        node
+        for node, spec in zip(program.graph.nodes, program.graph_signature.input_specs, strict=False)
+        if spec.kind is InputKind.USER_INPUT
+    }
+    for node in program.graph.nodes:
+        if any(one in found for one in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def module_path(node: fx.Node) -> str:
     """The path of the module whose forward pass the node belongs to; `model` for the outermost one."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
@@ -36,13 +66,64 @@ def module_path(node: fx.Node) -> str:
 def add_node(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.Node:
     """A call at the graph's insertion point. Messages name the module and the line of a node: those of `beside`."""
     node = graph.call_function(target, args)
-    node.meta = {key: beside.meta[key] for key in ("nn_module_stack", "stack_trace") if key in beside.meta}
+    node.meta = {key: beside.meta[key] for key in METADATA if key in beside.meta}
     values = fx.map_arg(args, lambda one: one.meta["val"])
     mode = detect_fake_mode([one.meta["val"] for one in node.all_input_nodes])
     assert mode is not None
     with mode:
         node.meta["val"] = target(*values)
     return node
+
+
+def replace_by(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], *, whole: bool = True) -> None:
+    """Puts in the place of a node the operators that a function calls when it is given the node's arguments.
+
+    Args:
+        graph: that the node is in.
+        node: returns a tensor, or several.
+        function: returns as many.
+        whole: keeps attention and matmul as one operator each; where not, vmap becomes operators of all rows.
+    """
+    leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
+    # What is a graph of its own is called, and so becomes a part of this one.
+    leaves = [_inner_graph(leaf) or leaf for leaf in leaves]
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        given = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        args, kwargs = pytree.tree_unflatten(given, structure)
+        return function(*args, **kwargs)
+
+    values = [leaves[place].meta["val"] for place in places]
+    mode = detect_fake_mode(values)
+    assert mode is not None
+    with mode, torch.no_grad():
+        inner = make_fx(call, pre_dispatch=whole)(*values).graph
+    inputs = dict(zip(inner.find_nodes(op="placeholder"), (leaves[place] for place in places), strict=True))
+    with graph.inserting_before(node):
+        found: Any = graph.graph_copy(inner, inputs)
+    for copied in set(inputs.values()) - {leaves[place] for place in places}:
+        # In place of where they were traced.
+        copied.meta = {"val": copied.meta["val"], **{key: node.meta[key] for key in METADATA if key in node.meta}}
+    if isinstance(found, (tuple, list)):
+        for use in list(node.users):
+            number: Any = use.args[1]
+            use.replace_all_uses_with(found[number])
+            graph.erase_node(use)
+    else:
+        node.replace_all_uses_with(found)
+    graph.erase_node(node)
+
+
+def _inner_graph(argument: Any) -> fx.GraphModule | None:
+    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
+        return None
+    held: Any = argument.graph.owning_module
+    for name in str(argument.target).split("."):
+        held = getattr(held, name)
+    return held if isinstance(held, fx.GraphModule) else None
 
 
 def inferred_values(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:

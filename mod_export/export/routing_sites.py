@@ -29,7 +29,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from torch.utils import _pytree as pytree
 
 from mod_export.export.program_nodes import add_node, module_path
-from mod_export.marker import MARKER
+from mod_export.marker import MARKER, REORDERED
 from mod_export.types import FOUND, Site, site_from_text
 
 EMPTY = -1
@@ -137,6 +137,10 @@ def with_routed_outputs(program: ExportedProgram) -> ExportedProgram:
         for use in list(node.users):
             use.replace_all_uses_with(marked.index if use.args[1] == 0 else marked.live)
             graph.erase_node(use)
+        graph.erase_node(node)
+    for node in [node for node in graph.nodes if node.op == "call_function" and node.target is REORDERED]:
+        # Nothing else is selected, so the order is the one that was sorted.
+        node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
     output = graph.output_node()
     outputs = (*output.args[0], *routed)
@@ -286,12 +290,31 @@ Watch = Callable[[str, Tensor], None]
 """Is told of each product with a weight (N, K): its name, and the rows (..., K) that it is multiplied with."""
 
 
+class Around(Protocol):
+    """Stands around every operation of a run."""
+
+    def __call__(self, node: fx.Node, compute: Callable[[], Any]) -> Any:
+        """What the operation gives in this run; `compute` computes it."""
+
+
 class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, run: SiteRun, weights: Mapping[str, str], watch: Watch | None) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        run: SiteRun,
+        weights: Mapping[str, str],
+        watch: Watch | None,
+        around: Around | None,
+    ) -> None:
         super().__init__(module)
-        self._run, self._weights, self._watch = run, weights, watch
+        self._run, self._weights, self._watch, self._around = run, weights, watch, around
 
     def run_node(self, n: fx.Node) -> Any:
+        if self._around is not None:
+            return self._around(n, lambda: self._run_node(n))
+        return self._run_node(n)
+
+    def _run_node(self, n: fx.Node) -> Any:
         if self._watch is not None and n.target is torch.ops.aten.linear.default:
             x, weight = n.args[:2]
             if isinstance(x, fx.Node) and isinstance(weight, fx.Node) and weight.name in self._weights:
@@ -328,6 +351,7 @@ def run_sites(
     *,
     widen: bool = False,
     watch: Watch | None = None,
+    around: Around | None = None,
 ) -> tuple[Tensor, ...]:
     """Runs a captured program, markers and all, on the CPU.
 
@@ -338,6 +362,7 @@ def run_sites(
         run: observes, and replaces selections.
         widen: whether the program computes in float64, so that floats of `state` and constants have to be widened.
         watch: is told of products with weights.
+        around: stands around every operation.
 
     Returns:
         The program's own outputs.
@@ -351,7 +376,7 @@ def run_sites(
     specs = program.graph_signature.input_specs
     lifted = [next(given) if spec.kind is InputKind.USER_INPUT else lifted_of(str(spec.target)) for spec in specs]
     weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind is InputKind.PARAMETER}
-    interpreter = _Interpreter(program.graph_module, run, weights, watch)
+    interpreter = _Interpreter(program.graph_module, run, weights, watch, around)
     with torch.no_grad():
         outputs: tuple[Tensor, ...] = interpreter.run(*lifted, enable_io_processing=False)
     return outputs

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
+MOST_SIZES = 16
+"""Elements of a constant that shapes can depend on."""
 
 ALIGNMENT = 8
 PIECE = 2**22
@@ -323,8 +325,16 @@ def files_for(dtype: DType) -> tuple[DType, ...]:
     return (dtype,) if dtype in QUANTIZED or dtype == "float32" else (dtype, "float32")
 
 
+def is_in_graph(dtype: ir.DataType, shape: Sequence[int]) -> bool:
+    """Whether a constant of the model stands in the graph itself, and not in a file: ONNX Runtime infers shapes from
+    indices and sizes, and reads no file for that.
+    """
+    return (dtype.is_integer() or dtype.name == "BOOL") and math.prod(shape) <= MOST_SIZES
+
+
 def bind_weights(model: ir.Model, files: Iterable[WeightsFile], folder: Path) -> int:
-    """Points every initializer that is a weight at its bytes in the first file that has it in the initializer's dtype.
+    """Points every initializer that is a weight at its bytes in the first file that has it in the initializer's dtype,
+    or gives it their value (`is_in_graph`).
 
     Returns:
         How many.
@@ -342,8 +352,10 @@ def bind_weights(model: ir.Model, files: Iterable[WeightsFile], folder: Path) ->
         if found is None or value.dtype is None:
             continue
         location, shape, offset, length = found
-        value.const_value = ir.ExternalTensor(
+        stored = ir.ExternalTensor(
             location, offset, length, value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
         )
+        in_graph = is_in_graph(value.dtype, shape)
+        value.const_value = ir.tensor(stored.numpy().copy(), name=name) if in_graph else stored
         bound += 1
     return bound

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from mod_export.build_folder.files import check_place, write_whole
 from mod_export.build_folder.manifest import MANIFEST
 from mod_export.config import config_from_toml
-from mod_export.errors import GraphError, UsageError
+from mod_export.errors import UsageError
 from mod_export.inspect.layers import layer_lines, layers_of
 from mod_export.inspect.page import render_html
 from mod_export.inspect.picture import check_matplotlib, render_png
 from mod_export.inspect.routed_text import lane_lines, routed_text
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import causality_text
-from mod_export.results.cost import CostRow
+from mod_export.results.cost import CostRow, not_counted_text
 from mod_export.sources.checkpoint import model_from_checkpoint
 from mod_export.sources.model import token_ids
 from mod_export.sources.protocol import DeclaredRouting, LayerCosts
@@ -110,17 +110,15 @@ def _graph(path: Path) -> str:
 
 
 def _cost_line(model: ir.Model) -> str:
-    """FLOPs and bytes of weights, or why they cannot be counted: any graph may be given."""
+    """FLOPs and bytes of weights, and what could not be counted: any graph may be given."""
     from mod_export.benchmark.cost import cost_row
 
     ids = model.graph.inputs[0].shape if model.graph.inputs else None
     if ids is None or len(ids) != 2 or not all(isinstance(size, int) for size in ids):
         return "FLOPs not counted: the first input is not (batch, sequence) of fixed size"
-    try:
-        cost = cost_row(model, "mod", Bucket(*(int(size) for size in ids)))  # type: ignore[arg-type]  # None is symbolic.
-    except GraphError as error:
-        return f"FLOPs not counted: {error}"
-    return f"{cost.flops:,} FLOPs, {cost.weight_bytes:,} bytes of weights"
+    cost = cost_row(model, "mod", Bucket(*(int(size) for size in ids)))  # type: ignore[arg-type]  # None is symbolic.
+    missing = f"; not counted: {not_counted_text(cost.not_counted)}" if cost.not_counted else ""
+    return f"{cost.flops:,} FLOPs, {cost.weight_bytes:,} bytes of weights{missing}"
 
 
 def _folder(path: Path) -> str:
@@ -128,8 +126,13 @@ def _folder(path: Path) -> str:
 
     manifest = open_folder(path)
     model = manifest.models["mod"]
-    dense = {row.bucket: row.flops for row in manifest.cost if row.model == "dense"}
+    dense = {row.bucket: row for row in manifest.cost if row.model == "dense"}
     flops = [[row.bucket, f"{row.flops:,}", *_beside(row, dense)] for row in manifest.cost if row.model == "mod"]
+    missing = [
+        f"not counted: {row.model} {row.bucket}: {not_counted_text(row.not_counted)}"
+        for row in manifest.cost
+        if row.not_counted
+    ]
     files = [[entry.sha256[:16], f"{entry.bytes:>12,}", name] for name, entry in manifest.files.items()]
     lines = [
         f"{path}  {model.name}  {model.architecture}  every file is as it was built",
@@ -137,15 +140,22 @@ def _folder(path: Path) -> str:
         *_spec_lines(model.spec),
         "",
         *table_lines(["bucket", "FLOPs", *(["dense FLOPs", "ratio"] if dense else [])], flops, numbers_from=1),
+        *missing,
         "",
         *table_lines(["sha256", "bytes", "file"], files),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _beside(row: CostRow, dense: Mapping[str, int]) -> list[str]:
-    """The FLOPs of the dense baseline and their ratio; nothing where there is none."""
-    return [f"{dense[row.bucket]:,}", f"{dense[row.bucket] / row.flops:.2f}x"] if dense else []
+def _beside(row: CostRow, dense: Mapping[str, CostRow]) -> list[str]:
+    """The FLOPs of the dense baseline and their ratio, as far as they are known; nothing where there is no baseline."""
+    if not dense:
+        return []
+    other = dense.get(row.bucket)
+    if other is None:
+        return ["-", "-"]
+    is_whole = row.flops and not row.not_counted and not other.not_counted
+    return [f"{other.flops:,}", f"{other.flops / row.flops:.2f}x" if is_whole else "-"]
 
 
 def _spec_lines(spec: Mapping[str, Any]) -> list[str]:

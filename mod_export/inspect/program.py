@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mod_export.errors import CheckpointError
 from mod_export.export.capture import with_found_sites
 from mod_export.export.routing_sites import routing_sites
+from mod_export.export.unfollowed import unfollowed_selections
 from mod_export.inspect.routed_part import gates_and_flops
 from mod_export.report.tables import table_lines
 from mod_export.sources.pt2 import read_program
@@ -31,8 +32,8 @@ ORDERS = {
     "first_come": "order of position",
 }
 NO_SITES = (
-    "no routing site: nothing selects k tokens and gathers them to run. A mask over results that all tokens compute "
-    "saves nothing. Mark a selection of another form with mod_export.mark_selection(indices, scores)"
+    "no routing site was found. Mark a selection of another form: index, _ = mod_export.mark_selection(index, scores). "
+    "A mask over results that all tokens compute saves nothing"
 )
 
 
@@ -68,7 +69,7 @@ def _described(name: str, program: ExportedProgram) -> str:
 def _site_lines(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> list[str]:
     sites = routing_sites(program)
     if not sites:
-        return [NO_SITES]
+        return [NO_SITES, *(f"seen: {one}" for one in unfollowed_selections(program))]
     rows = [
         [str(site.name), str(site.k), f"{share:.1%}", gate, ORDERS[site.rule]]
         for site, (gate, share) in zip(sites, gates_and_flops(program, flops), strict=True)

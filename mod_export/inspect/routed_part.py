@@ -5,7 +5,6 @@ Shape legend: B rows, T tokens that a site can select from, K slots.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -14,31 +13,22 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from mod_export.export.index_uses import (
-    GATHERS,
-    PRODUCTS,
-    SHAPES,
-    Selection,
-    Uses,
-    behind,
-    behind_inputs,
-    is_index,
-    uses_of,
-)
-from mod_export.export.program_nodes import argument_of, shape_of
+from mod_export.export.probing import Known, is_pointwise, is_product, moves
+from mod_export.export.program_nodes import argument_of, behind, shape_of
 from mod_export.export.routing_sites import Marked
-from mod_export.export.token_flow import tokens_behind
-from mod_export.marker import MARKER
+from mod_export.export.token_flow import Flow, flows_of, nodes_of
+from mod_export.export.token_places import Selection
+from mod_export.marker import MARKER, REORDERED
 
 ATEN = torch.ops.aten
 SOFTMAX = {ATEN.softmax.int, ATEN._softmax.default}
 FUNCTIONS = {ATEN.sigmoid.default: "sigmoid", ATEN.tanh.default: "tanh", ATEN.relu.default: "relu"}
 SCALES = {ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.add.Tensor, ATEN.mul.Scalar, ATEN.add.Scalar}
-WEIGHTED = PRODUCTS | {
-    ATEN.mul.Tensor, ATEN.mul_.Tensor, ATEN.addcmul.default, ATEN.addcmul_.default,
+WEIGHTED = {
+    ATEN.einsum.default, ATEN.mul.Tensor, ATEN.mul_.Tensor, ATEN.addcmul.default, ATEN.addcmul_.default,
     ATEN.lerp.Tensor, ATEN.lerp_.Tensor,
 }  # fmt: skip
-"""What multiplies scores with results, in one operation with other things or alone."""
+"""What multiplies scores with results, beside products of matrices."""
 NO_GATE = "none found"
 
 
@@ -47,61 +37,75 @@ def gates_and_flops(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> l
 
     The gate is how the router's score weighs the results: the score itself, a function of it, or `none found`.
     """
-    data, total = behind_inputs(program), max(1, sum(flops.values()))
+    total = max(1, sum(flops.values()))
+    markers = [node for node in program.graph.nodes if node.op == "call_function" and node.target is MARKER]
+    marked = {node: _selection(node) for node in markers}
+    flows, known = flows_of(program, [one for one in marked.values() if one is not None])
+    by_marker = {flow.selection.node: flow for flow in flows}
     found = []
-    for node in program.graph.nodes:
-        if node.op != "call_function" or node.target is not MARKER:
+    for node in markers:
+        flow = by_marker.get(node)
+        if flow is None or not flow.reads:
+            found += [(NO_GATE, 0.0)] * len(_marked(node).sites)
             continue
-        marked = Marked(*node.args)
-        index = next((use for use in node.users if use.target is operator.getitem and use.args[1] == 0), None)
-        selection = uses = None
-        if index is not None and len(shape_of(index)) == 2:
-            selection = Selection(node=node, scores=marked.scores, dim=1, indices=index, values=[], largest=True)
-            uses = uses_of(selection, data)
-        if selection is None or uses is None:
-            found += [(NO_GATE, 0.0)] * len(marked.sites)
-            continue
-        found.append((_gate(selection, uses), sum(flops.get(one, 0) for one in _routed(uses)) / total))
+        found.append((_gate(flow, known), sum(flops.get(one, 0) for one in nodes_of(flow.pairs)) / total))
     return found
 
 
-def _routed(uses: Uses) -> set[fx.Node]:
-    """What is computed of the tokens that were read, until results are put back."""
-    nodes = set[fx.Node]()
-    for gather, scatter in uses.pairs:
-        nodes |= behind(gather) - (set() if scatter is None else behind(scatter))
-    return nodes
+def _marked(marker: fx.Node) -> Marked:
+    arguments: Any = marker.args
+    return Marked(*arguments)
 
 
-def _gate(selection: Selection, uses: Uses) -> str:
-    results = set(tokens_behind(selection, uses)) | {form.node for form in uses.forms if form.kind == "one_hot"}
-    results |= _routed(uses)
-    for form in uses.forms:
-        for use in form.node.users:
-            if use.target not in GATHERS or form.kind != "index" or not is_index(form.node, use):
-                continue
-            source: Any = use.args[0]
-            features = math.prod(shape_of(source)) > selection.rows * selection.tokens
-            if features or not source.meta["val"].dtype.is_floating_point:
-                continue
-            after = _until_product(use, results - behind(use))
-            if after is not None:
-                return ", ".join([*_before(source, selection), *after]) or "the score itself"
+def _selection(marker: fx.Node) -> Selection | None:
+    """Of a marker of one site whose indices are used."""
+    index = next((use for use in marker.users if use.target is operator.getitem and use.args[1] == 0), None)
+    if index is None or len(shape_of(index)) != 2:
+        return None
+    scores = _marked(marker).scores
+    order = next((use for node in _shapes_of(index) for use in node.users if use.target is REORDERED), None)
+    if order is not None:
+        dim: Any = order.args[2]
+        return Selection(node=marker, scores=scores, dim=dim, indices=order, values=[], largest=True, is_order=True)
+    return Selection(node=marker, scores=scores, dim=1, indices=index, values=[], largest=True)
+
+
+def _shapes_of(node: fx.Node) -> list[fx.Node]:
+    """A node, and what only gives it another shape."""
+    found = [node]
+    for one in found:  # Which grows meanwhile.
+        found += [use for use in one.users if use.target in (ATEN.t.default, ATEN.reshape.default)]
+    return found
+
+
+def _gate(flow: Flow, known: Known) -> str:
+    one_hot = {one for one in known.forms(flow.selection.indices) if _is_floating(known.value(one))}
+    results = set(flow.tokens) | one_hot | nodes_of(flow.pairs)
+    for read in flow.scores:
+        if not read.source.meta["val"].dtype.is_floating_point:
+            continue
+        after = _until_product(read.node, results - behind(read.node), known)
+        if after is not None:
+            return ", ".join([*_before(read.source, flow.selection), *after]) or "the score itself"
     return NO_GATE
 
 
-def _until_product(value: fx.Node, results: set[fx.Node]) -> list[str] | None:
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _until_product(value: fx.Node, results: set[fx.Node], known: Known) -> list[str] | None:
     """The functions of the selected scores up to where they are multiplied with results; None where they never are."""
     waiting: list[tuple[fx.Node, list[str]]] = [(value, [])]
     seen = {value}
     for node, names in waiting:  # Which grows meanwhile.
         for use in node.users:
             others = [one for one in use.all_input_nodes if one is not node]
-            if use.target in WEIGHTED and any(one in results for one in others):
+            if (use.target in WEIGHTED or is_product(use)) and any(one in results for one in others):
                 return names
             name = _function(use, "the selected tokens")
-            reordered = use.target is ATEN.gather.default and use.args[0] is node
-            if use not in seen and (name is not None or reordered or use.target in SHAPES or _scales(use, others)):
+            reordered = not is_pointwise(use) and bool(others) and all(known.behind(one) for one in others)
+            if use not in seen and (name is not None or reordered or moves(use) or _scales(use, others)):
                 seen.add(use)
                 waiting.append((use, [*names, name] if name else names))
     return None
@@ -119,7 +123,7 @@ def _before(source: fx.Node, selection: Selection) -> list[str]:
         name = _function(node, over or "")
         if name is not None:
             names.insert(0, name)
-        elif node.target not in SHAPES and not _scales(node, node.all_input_nodes[1:]):
+        elif not moves(node) and not _scales(node, node.all_input_nodes[1:]):
             break
         node = node.args[0] if node.args else None
     return names

@@ -45,8 +45,8 @@ def _flops_figure(rows: Iterable[CostRow]) -> Markup:
     return lanes_chart(
         (
             Lane(
-                name=html("{} <b>{}</b>", name_of(row.model), flops_text(row.flops)),
-                told=f"{name_of(row.model)}: {flops_text(row.flops)}; "
+                name=html("{} <b>{}</b>", name_of(row.model), _flops_of(row)),
+                told=f"{name_of(row.model)}: {_flops_of(row)}; "
                 + ", ".join(f"{part_text(part)} {flops_text(n)}" for part, n in row.flops_by_part.items() if n),
                 height=30,
                 marks=[stack(row.flops_by_part.items(), axis, 4, 22)],
@@ -57,12 +57,16 @@ def _flops_figure(rows: Iterable[CostRow]) -> Markup:
     )
 
 
+def _flops_of(row: CostRow) -> str:
+    return f"{flops_text(row.flops)}, not all" if row.not_counted else flops_text(row.flops)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeFigure:
     """Time by part in one setting. `rows` are part -> model -> entry, for a table.
 
-    `gap` says what each part adds to the difference of measured and predicted speed-up; None where the profiles do not
-    tell every part of both engines.
+    `gap` says what each part adds to the difference of measured and predicted speed-up; None where profiles and counts
+    do not tell every part of both engines. `not_counted` are the nodes of both engines that no prediction has in it.
     """
 
     setting: Setting
@@ -71,6 +75,7 @@ class TimeFigure:
     rows: Mapping[str, Mapping[ModelKind, PartRow]]
     profilers: tuple[str, ...]
     gap: Gap | None
+    not_counted: int
 
 
 def time_figures(rows: Sequence[PartRow]) -> tuple[TimeFigure, ...]:
@@ -108,6 +113,7 @@ def _time_figure(setting: Setting, engines: Mapping[ModelKind, Mapping[str, Part
         rows={row.part: {model: own[row.part] for model, own in engines.items() if row.part in own} for row in rows},
         profilers=tuple(dict.fromkeys(row.profiler for row in rows if row.profiler)),
         gap=gap_of(engines["dense"], engines["mod"]),
+        not_counted=sum(row.not_counted for row in rows),
     )
 
 

@@ -19,6 +19,7 @@ from mod_export.report.wording import (
     ratio_text,
     share_text,
 )
+from mod_export.results.failures import FailedRow
 from mod_export.results.generation import DecodeRow, StepsCompared
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.results.parity import OutputParity, ParityRow
@@ -118,8 +119,12 @@ TIMES = (_ms("dense"), _ms("mod"))
 OUTCOME: Column[Found] = Column("parity", lambda row: judged(row.parity_passed), number=False)
 SPEEDUP: Column[Found] = Column("speed-up [95 %]", _speedup)
 VERDICT: Column[Found] = Column("verdict", _verdict, number=False)
-PREDICTED: Column[Found] = Column("predicted (FLOPs)", _of_whole_texts(lambda row: ratio_text(row.predicted_flops)))
-EFFICIENCY: Column[Found] = Column("efficiency", _of_whole_texts(lambda row: f"{row.efficiency:.2f}"))
+PREDICTED: Column[Found] = Column(
+    "predicted (FLOPs)", _of_whole_texts(_if_known(lambda row: row.predicted_flops, ratio_text))
+)
+EFFICIENCY: Column[Found] = Column(
+    "efficiency", _of_whole_texts(_if_known(lambda row: row.efficiency, "{:.2f}".format))
+)
 
 AGREEMENT: Column[Found] = Column("routing agreement", lambda row: agreement_text(row.routing) if row.routing else "-")
 ERROR: Column[Found] = Column("max error", lambda row: error_text(row.error.max_abs) if row.error else "-")
@@ -177,6 +182,13 @@ STEPS_ALONE_STACKS: Stacks = ((0, 1, 2), (3, 4), (5, 6, 7))
 PROMPTS_STACKS: Stacks = ((0, 1, 2), (3,), (4, 5), (6, 7))
 """Likewise of PROMPTS, OUTCOME and PROMPTS_TIMED."""
 PROMPTS_ALONE_STACKS: Stacks = ((0, 1, 2), (3,), (4,))
+
+
+FAILURES: tuple[Column[FailedRow], ...] = (
+    Column("what", lambda row: row.what, number=False),
+    Column("stage", lambda row: row.stage, number=False),
+    Column("reason", lambda row: row.reason, number=False),
+)
 
 
 def _quality(text: Callable[[ParityRow], Cell | str]) -> Callable[[Judged], Cell | str]:

@@ -80,10 +80,12 @@ def _speedup_numbers(row: SpeedupRow) -> Iterable[float | None]:
 
 
 def _speedup_told(row: SpeedupRow) -> str:
-    roofline = "" if row.predicted_roofline is None else f", by the roofline {ratio_text(row.predicted_roofline)}"
+    predictions = (("FLOPs", row.predicted_flops), ("the roofline", row.predicted_roofline))
+    known = [f"by {what} {ratio_text(ratio)}" for what, ratio in predictions if ratio is not None]
+    predicted = f"; predicted {', '.join(known)}" if known else ""
     return (
-        f"{row.setting}: speed-up {interval_text(row)}, {row.verdict}; predicted by FLOPs "
-        f"{ratio_text(row.predicted_flops)}{roofline}; control {ratio_text(row.control.measured)}"
+        f"{row.setting}: speed-up {interval_text(row)}, {row.verdict}{predicted}; control "
+        f"{ratio_text(row.control.measured)}"
     )
 
 

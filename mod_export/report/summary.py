@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from mod_export.results.base import PairRow
+from mod_export.results.base import PairRow, setting_fields
+from mod_export.results.cost import not_counted_text
+from mod_export.results.failures import reason_for
 from mod_export.results.generation import Compared, DecodeRow, FirstTokenRow, GenerationReport, TextsRow
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
@@ -136,6 +138,20 @@ def lacks_sites(rows: Sequence[ParityRow]) -> bool:
     return bool(ran) and not any(row.routing.layers for row in ran)
 
 
+def given_routing(rows: Sequence[ParityRow]) -> str:
+    """What makes errors comparable, where some model has routing sites."""
+    return " given the same routing" if any(row.routing.layers for row in rows) else ""
+
+
+def left_out_lines(rows: Sequence[ParityRow]) -> tuple[str, ...]:
+    """What was not judged and why, once for all engines of which the same is true."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for one in row.left_out:
+            found.setdefault(str(one), []).append(str(row.setting))
+    return tuple(f"{', '.join(dict.fromkeys(settings))}: {line}" for line, settings in found.items())
+
+
 def agreement_by_input(rows: Sequence[ParityRow]) -> tuple[InputAgreement, ...]:
     """The batches of one kind of input added up, in the order in which kinds first occur."""
     batches = [batch for row in rows for batch in row.routing.by_input if batch.routed]
@@ -200,6 +216,24 @@ def untried_targets(report: BuildReport) -> dict[str, list[Target]]:
         "not built": [target for target in untried if target.target not in engines],
     }
     return {state: targets for state, targets in found.items() if targets}
+
+
+def uncompared(report: BuildReport) -> list[str]:
+    """Why a setting in which the model was timed has no comparison, where there is a dense baseline otherwise."""
+    if report.not_compared is not None:
+        return []
+    timed = [found for role in get_args(Role) for found in settings_of(report, role) if found.ms("mod") is not None]
+    rows = {one.setting: reason_for(report.failed, setting_fields(one.setting.of("dense"))) for one in timed}
+    return [f"{setting}: the dense engine could not be built: {row.why}" for setting, row in rows.items() if row]
+
+
+def uncounted(report: BuildReport) -> list[str]:
+    """Which operators were not counted, and in which graphs; graphs that lack the same are named together."""
+    graphs: dict[str, list[str]] = {}
+    for row in report.cost:
+        if row.not_counted:
+            graphs.setdefault(not_counted_text(row.not_counted), []).append(f"{row.model} {row.bucket}")
+    return [f"{missing} in {', '.join(names)}" for missing, names in graphs.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,14 @@ from mod_export.report.summary import (
     Found,
     chosen,
     gains,
+    given_routing,
     lacks_sites,
+    left_out_lines,
     parity_of,
     precisions,
     settings_of,
+    uncompared,
+    uncounted,
     untried_targets,
 )
 from mod_export.report.tables import BAD, GOOD, QUIET, UNBOUNDED, Column, fitted_table, lines_of, table_of
@@ -99,6 +103,13 @@ def _print(report: BuildReport, folder: str, console: Console, encoding: str) ->
         parts += [*_quiet(_conditions(report), clean), Text()]
     if report.not_compared is not None:
         parts += [Text(clean(f"{NOT_COMPARED}{report.not_compared}")), Text()]
+    if lonely := uncompared(report):
+        parts += [*(Text(clean(f"{NOT_COMPARED}{line}")) for line in lonely), Text()]
+    if missing := uncounted(report):
+        parts += [
+            *_quiet([f"FLOPs not counted: {one}; nothing is predicted from the others" for one in missing], clean),
+            Text(),
+        ]
     if report.precision:
         parts += [Text("Lower precision", "bold"), Text()]
         parts += fitted(shown.PRECISION, precisions(report), shown.PRECISION_STACKS)
@@ -131,14 +142,16 @@ def _conditions(report: BuildReport) -> list[str]:
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
         what = "a logit" if all(row.next_token_agreement is not None for row in parity) else "each output"
         lines.append(
-            f"parity: against {references}, on inputs {kinds}; max error of {what} given the same routing"
+            f"parity: against {references}, on inputs {kinds}; max error of {what}{given_routing(parity)}"
             + (", the worse of MoD and dense" if report.not_compared is None else "")
         )
+        lines += [f"not judged: {line}" for line in left_out_lines(parity)]
         found = gains(report)
         inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in found.by_input)
         differences = difference_text(found.routed - found.agreed, found.faults)
         lines += [f"routing agreement: {inputs}; {differences}"] if inputs else []
-        lines += [f"routing agreement: {NO_SITES}"] if lacks_sites(parity) else []
+        if lacks_sites(parity):
+            lines += [f"routing agreement: {NO_SITES}", *(f"no routing site: {seen}" for seen in report.unfollowed)]
     if report.config.get("outputs") == "last":
         lines.append('outputs: last, the logits of each row\'s last token; `outputs = "logits"` returns all')
     if report.latency:

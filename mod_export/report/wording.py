@@ -15,8 +15,8 @@ from mod_export.results.serving import Served
 from mod_export.types import is_expert
 
 NO_SITES = (
-    "no routing site was found, so no selection is judged by itself; if the model selects tokens, mark where, with "
-    "mod_export.mark_selection"
+    "no routing site was found, so no selection is judged by itself; if the model selects tokens, mark where: index, "
+    "_ = mod_export.mark_selection(index, scores)"
 )
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveFloat
+from collections.abc import Mapping
+
+from pydantic import Field, PositiveFloat
 
 from mod_export.results.base import EngineRow, Result
 from mod_export.types import DType, ModelKind
 
 MS_PER_GIGA = 1e-6
 """Milliseconds that one unit takes at a rate of one giga-unit a second."""
+
+
+def not_counted_text(not_counted: Mapping[str, int]) -> str:
+    """Operators and how many nodes of each were not counted: ConvTranspose (1), Loop (2); empty where all were."""
+    return ", ".join(f"{name} ({count})" for name, count in not_counted.items())
 
 
 class CostRow(Result):
@@ -31,6 +38,9 @@ class CostRow(Result):
     """Every intermediate value once, outputs and views included: a measure of traffic, not a peak."""
     kv_bytes: int
     """Keys and values as attention reads them, summed over the layers."""
+    not_counted: dict[str, int] = Field(default_factory=dict)
+    """Operator -> nodes of it that all numbers above leave out, because it has no rule or no static shape. Where there
+    is any, the graph computes more than `flops`, and nothing is predicted from them."""
 
 
 class Roofline(Result):
@@ -71,6 +81,8 @@ class PartRow(EngineRow):
     """Share of the profiled time, from 0 to 1."""
     profiler: str | None
     """What profiled."""
+    not_counted: int = 0
+    """Nodes that `flops`, `bytes` and `predicted_ms` leave out, because their work is not known."""
 
 
 class Work(Result):
@@ -84,3 +96,5 @@ class Work(Result):
     """Of one node, read and written."""
     nodes: tuple[str, ...]
     """Names of the nodes. An attention whose scores pass through memory is in several entries."""
+    counted: bool = True
+    """Whether FLOPs and bytes are known; they are 0 where not."""

@@ -91,12 +91,14 @@ class SpeedupRow(PairRow):
     """Median latency of the dense baseline over that of MoD, from interleaved samples of one run."""
     ci95: tuple[float, float]
     """Interval of `measured` that holds with 95 % whenever sampling stopped."""
-    predicted_flops: float
-    """FLOPs of the dense graph over FLOPs of the MoD graph, of the graphs that the engines run."""
+    predicted_flops: float | None
+    """FLOPs of the dense graph over FLOPs of the MoD graph, of the graphs that the engines run; null where not all of
+    them were counted (`cost[].not_counted`)."""
     predicted_roofline: float | None
-    """Ratio of the times that the roofline of this machine predicts; null where it was not measured."""
-    efficiency: float
-    """`measured` / `predicted_flops`."""
+    """Ratio of the times that the roofline of this machine predicts; null where it was not measured, and where the work
+    of a node is not known."""
+    efficiency: float | None
+    """`measured` / `predicted_flops`; null without the latter."""
     gate: float | None
     """What the whole interval must reach; null where no gate applies."""
     passed: bool | None

@@ -121,16 +121,21 @@ class Located(Result):
     error: float | None
     """Largest difference of that output."""
     allowed: float | None
-    """What rounding can explain there."""
+    """What rounding can explain there: nothing where two exports are compared."""
+    makes_nan: bool = False
+    """Whether the first NaN is made there."""
 
     def __str__(self) -> str:
         at = f", {self.operator}" if self.operator else ""
-        by = (
-            ""
-            if self.error is None
-            else f": differs by {self.error:.3g} from a fresh export, which should give the same bits"
-        )
-        return f"differs first in {self.layer}{at}{by}"
+        if self.makes_nan:
+            return f"the first NaN is made in {self.layer}{at}"
+        if self.error is None:
+            return f"differs first in {self.layer}{at}"
+        if self.allowed:
+            by = f"differs by {self.error:.3g} from the model in float64, rounding explains {self.allowed:.3g}"
+        else:
+            by = f"differs by {self.error:.3g} from a fresh export, which should give the same bits"
+        return f"differs first in {self.layer}{at}: {by}"
 
 
 class OutputParity(Result):
@@ -144,6 +149,24 @@ class OutputParity(Result):
     """Its largest rounding error in the reference; null where it was not measured."""
     allowed_max_abs: float
     """Largest `error.max_abs` that passes."""
+
+
+class LeftOutRows(Result):
+    """Rows of an output that were not judged."""
+
+    output: str
+    """Its name."""
+    inputs: tuple[str, ...]
+    """Kinds of input on which rows were left out."""
+    rows: int
+    """How many, over all inputs."""
+    total: int
+    """Of how many rows of this output, over all inputs."""
+    because: str
+    """Why: which input declares padding, or which operation decides by rounding."""
+
+    def __str__(self) -> str:
+        return f"{self.output}: {self.rows:,} of {self.total:,} rows, on {', '.join(self.inputs)}: {self.because}"
 
 
 class ParityRow(EngineRow):
@@ -180,6 +203,8 @@ class ParityRow(EngineRow):
     """Whether exactly equal scores were given to the earlier token; null where that could not be tested."""
     further_outputs: tuple[OutputParity, ...] = ()
     """The other outputs, each judged by its own rounding error."""
+    left_out: tuple[LeftOutRows, ...] = ()
+    """What was not judged, and why; empty where everything was."""
     located: Located | None
     """On failure: where candidate and reference differ first, as far as it could be found."""
     gate: Gate
@@ -187,4 +212,5 @@ class ParityRow(EngineRow):
     passed: bool
     """Whether every gate was met."""
     reasons: tuple[str, ...]
-    """What missed its gate, each with number and gate; empty exactly when the row passed."""
+    """What missed its gate, each with number and gate, on the worst input, and how many more there are; empty exactly
+    when the row passed."""

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from mod_export.errors import BuildFolderError
 from mod_export.results.base import Result
 from mod_export.results.cost import CostRow, PartRow, Roofline
+from mod_export.results.failures import FailedRow
 from mod_export.results.generation import GenerationReport
 from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
 from mod_export.results.parity import ParityRow
@@ -30,7 +31,7 @@ class Verdict(Result):
     status: Literal["pass", "fail"]
     """`pass` when every gate was met."""
     reasons: tuple[str, ...]
-    """What missed its gate, or could not be judged; empty exactly when the status is `pass`."""
+    """What missed its gate, could not be judged, or could not be built; empty exactly when the status is `pass`."""
 
 
 class ReportedModel(Result):
@@ -61,6 +62,8 @@ class Stage(Result):
     """Wall time."""
     peak_rss_bytes: int | None
     """Largest memory of the process so far."""
+    failed: int = 0
+    """How many rows of `failed` are of this stage."""
 
 
 class Artifact(Result):
@@ -114,6 +117,8 @@ class BuildReport(Result):
     """The outcome of all gates."""
     not_compared: str | None = None
     """Why there is no speed-up, and how to get one; null where the build has a dense baseline."""
+    unfollowed: tuple[str, ...] = ()
+    """Where no routing site was found in a captured model: each top-k and sort of it, and where its indices go."""
     model: ReportedModel
     """What was built."""
     environment: dict[str, JsonValue]
@@ -150,6 +155,8 @@ class BuildReport(Result):
     """Every part of every engine that was profiled."""
     generation: GenerationReport | None = None
     """Writing text; null where the model does not read tokens."""
+    failed: tuple[FailedRow, ...] = ()
+    """What was wanted and could not be built, judged or timed; everything else was."""
 
     def __repr__(self) -> str:
         """One line: in a notebook, the whole of it is too much to read."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -23,6 +23,7 @@ from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UnverifiedWarning, UsageError
+from mod_export.results.failures import FailedRow
 from mod_export.results.serving import served_of
 from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output
 
@@ -30,9 +31,15 @@ NO_CACHE = "its cache is kept on the device by the server that uses it; see docs
 
 
 def runnable_engines(
-    folder: Path, engines: Sequence[Engine], targets: Sequence[str], *, texts: bool = False
+    folder: Path,
+    engines: Sequence[Engine],
+    targets: Sequence[str],
+    *,
+    texts: bool = False,
+    failed: Sequence[FailedRow] = (),
 ) -> list[Engine]:
     """The engines of a folder that run here, of all targets or of those named; with `texts`, those that keep a cache.
+    `failed` is what the build could not build, for the message.
 
     Raises:
         TargetError: nothing in it runs here, or a named target is not in it or cannot run.
@@ -41,7 +48,9 @@ def runnable_engines(
     names = list(dict.fromkeys(engine.target for engine in engines))
     missing = [name for name in targets if name not in names]
     if missing:
-        raise TargetError(f"{folder}: holds no {what} for {', '.join(missing)}; built for {', '.join(names)}")
+        lost = _why_missing([row for row in failed if row.target in (None, *missing)])
+        built = f"built for {', '.join(names)}" if names else "built for none"
+        raise TargetError(f"{folder}: holds no {what} for {', '.join(missing)}{lost}; {built}")
     found = {name: ENGINES[name].availability() for name in (targets or names)}
     reasons = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
     if texts:
@@ -51,6 +60,11 @@ def runnable_engines(
         raise TargetError(f"{folder}: no {what} runs here: {'; '.join(refused)}")
     here = [name for name, reason in reasons.items() if not reason]
     return [engine for engine in engines if engine.target in here and found[engine.target].can_run(engine)]
+
+
+def _why_missing(failed: Iterable[FailedRow]) -> str:
+    """The first reason, in brackets; empty where nothing failed."""
+    return next((f" ({row.sentence})" for row in failed), "")
 
 
 def served_engines(
@@ -68,14 +82,23 @@ def served_engines(
     """
     what = f"engine{' that writes text' if texts else ''}"
     engines = [one for one in manifest.engines if one.model == model and (one.role != "forward") == texts]
+    failed = [
+        row
+        for row in manifest.failed
+        if row.model in (None, model) and (row.role is None or (row.role != "forward") == texts)
+    ]
+    if not engines and failed:
+        raise TargetError(f"{folder}: holds no {what} of model {model!r}{_why_missing(failed)}; build again")
     if not engines:
         raise UsageError(
             f"{folder}: holds no {what} of model {model!r}; expected {' or '.join(map(repr, manifest.models))}"
         )
-    here = runnable_engines(folder, engines, [target] if target else [], texts=texts)
+    here = runnable_engines(folder, engines, [target] if target else [], texts=texts, failed=failed)
     wanted = [one for one in here if dtype in (None, one.dtype)]
     if not wanted:
-        raise TargetError(f"{folder}: holds no {dtype} {what} for {', '.join(dict.fromkeys(e.target for e in here))}")
+        lost = _why_missing(row for row in failed if row.target in (None, target) and row.dtype in (None, dtype))
+        names = ", ".join(dict.fromkeys(engine.target for engine in here))
+        raise TargetError(f"{folder}: holds no {dtype} {what} for {names}{lost}")
     first = (wanted[0].target, wanted[0].dtype)
     pair = first if target else _fastest(manifest, wanted, texts=texts) or first
     served = [one for one in wanted if (one.target, one.dtype) == pair]

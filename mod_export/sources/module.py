@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -14,16 +15,17 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import CaptureError, UsageError
 from mod_export.export.capture import prove_static
-from mod_export.export.not_static import refusal, refuse_dynamic
+from mod_export.export.not_static import NotCompiledError, refusal, refuse_dynamic
 from mod_export.export.weights import digests_of_tensors
 from mod_export.sources.model import Model
-from mod_export.sources.plain_programs import plain_program
+from mod_export.sources.plain_programs import functional_program, plain_program
 from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2_models import sample_tensors
 from mod_export.types import Bucket
@@ -57,6 +59,8 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"{name}: got {type(module).__name__}; expected a torch.nn.Module")
+    if isinstance(module, OptimizedModule):  # What torch.compile returns.
+        module = module._orig_mod
     devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())} - {"cpu"}
     if devices:
         raise UsageError(f"{name}: is on {', '.join(sorted(devices))}; give it on the CPU: module.to('cpu')")
@@ -67,14 +71,16 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
             f"{name}: inputs of one shape for {len(buckets)} buckets; give a function inputs(batch, seq) instead"
         )
     plain, samples = {}, {}
-    with _as_it_was(module), _plain_outputs(module), torch.no_grad():
+    # What was compiled before is captured, and compared, as it runs without torch.compile, which rounds otherwise.
+    with _as_it_was(module), _plain_outputs(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for bucket in buckets:
             where = f"{name} at {bucket.name}"
             calls = _calls(module, inputs, bucket, where)
             _run_once(module, calls[0], where)
-            program = _captured(module, calls, where)
-            plain[bucket] = plain_program(program, where)
+            exported = _captured(module, calls, where)
+            program = functional_program(exported, where, [sample_tensors(exported, *call) for call in calls])
             _compare_runs(program, module, calls, where)
+            plain[bucket] = plain_program(program, where)
             samples[bucket] = _different([sample_tensors(program, *call) for call in calls])
     loaded = ProgramModel(plain, samples)
     digests = digests_of_tensors(loaded.weights, "float32")
@@ -96,6 +102,16 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     training = {one: one.training for one in module.modules()}
+    plain = [
+        (one, name, held)
+        for one in module.modules()
+        for name, held in vars(one).items()
+        if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter)
+    ]
+    for one, name, held in plain:
+        # A table or a cache that is an attribute may be written to, which torch.export takes of buffers only.
+        delattr(one, name)
+        one.register_buffer(name, held, persistent=False)
     buffers = {one: {name: (held, _copy(held)) for name, held in one._buffers.items()} for one in module.modules()}
     module.eval()
     try:
@@ -105,10 +121,14 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
         for one, mode in training.items():
             one.training = mode
         for one, held_by_name in buffers.items():
-            for name, (held, value) in held_by_name.items():
-                one._buffers[name] = held
-                if held is not None and value is not None:
-                    held.copy_(value)
+            for name, (buffer, value) in held_by_name.items():
+                one._buffers[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
+        for one, name, tensor in plain:
+            del one._buffers[name]
+            one._non_persistent_buffers_set.discard(name)
+            setattr(one, name, tensor)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -226,9 +246,17 @@ def _run_once(module: nn.Module, call: Call, where: str) -> None:
     """Because a module that fails by itself is told so in its own words, which capture does not give."""
     args, kwargs = call
     try:
-        module(*args, **kwargs)
+        found = module(*args, **kwargs)
     except Exception as error:  # As above.
         raise UsageError(f"{where}: the module itself fails on these inputs: {own_line(error)}") from error
+    for place, one in pytree.tree_leaves_with_path(found):
+        if not isinstance(one, (torch.Tensor, bool, int, float, complex, str, type(None))):
+            name = pytree.keystr(place)
+            at = f" at {name}" if name else ""
+            raise UsageError(
+                f"{where}: forward returns an object of the class {type(one).__qualname__}{at}, and a graph returns "
+                "tensors only; leave it out of what forward returns (in transformers, a cache: give use_cache=False)"
+            )
 
 
 def own_line(error: BaseException) -> str:
@@ -243,12 +271,17 @@ def own_line(error: BaseException) -> str:
 
 
 def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedProgram:
-    prove_static(_Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]], where)
+    """The program that torch.export makes of it. torch.compile looks at it before, because it sees more: what the next
+    call finds changed, and where a number depends on the data. What it cannot capture, torch.export may.
+    """
+    called, examples = _Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]]
+    with contextlib.suppress(NotCompiledError), torch.compiler.set_stance("default"):
+        prove_static(called, examples, where)
     args, kwargs = calls[0]
     try:
         program = torch.export.export(module, args, kwargs, strict=False)
     except Exception as error:  # Of any type: it runs the model's own code.
-        raise refusal(error, _Called(module, calls[0]), _tensors(calls[0]), where) from error
+        raise refusal(error, called, examples[0], where) from error
     refuse_dynamic(program.graph, where)
     return program
 
@@ -268,5 +301,6 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, where: str) -> None:
     size = (expected.double() - found.double()).abs().nan_to_num(float("inf")).max().item()
     raise CaptureError(
         f"{where} of the captured program differs from that of the module by {size:.3g}. Either the module returns "
-        "something else each time it is called, or it reads values that capture takes for constants"
+        "something else each time it is called, or it reads values that capture takes for constants, or it asks "
+        "whether it is captured (torch.compiler.is_compiling, is_exporting) and computes something else then"
     )

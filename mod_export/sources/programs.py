@@ -19,11 +19,10 @@ from torch.fx import traceback
 
 from mod_export.environment import let_go
 from mod_export.errors import CheckpointError
-from mod_export.export.program_nodes import argument_of, with_arguments
+from mod_export.export.program_nodes import argument_of
 from mod_export.sources.plain_programs import NARROW, PlainProgram, input_values, without_tensors
 from mod_export.types import Bucket, Outputs
 
-CPU, META = torch.device("cpu"), torch.device("meta")
 ATEN = torch.ops.aten
 SAME_IDS = {
     ATEN.to.dtype, ATEN.to.dtype_layout, ATEN._to_copy.default, ATEN.clone.default, ATEN.alias.default,
@@ -125,13 +124,13 @@ class ProgramModel:
         return {bucket: _embedding_rows(plain) for bucket, plain in self.programs.items()}
 
     def module(self, outputs: Outputs = "logits") -> nn.Module:
-        return self._module({name: _widened(one) for name, one in self.weights.items()}, CPU)
+        return self._module({name: _widened(one) for name, one in self.weights.items()})
 
     def skeleton(self, outputs: Outputs = "logits") -> nn.Module:
-        return self._module({name: _widened(one.to("meta")) for name, one in self.weights.items()}, META)
+        return self._module({name: _widened(one.to("meta")) for name, one in self.weights.items()})
 
-    def _module(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
-        return _Programs({bucket: plain.program for bucket, plain in self.programs.items()}, weights, device)
+    def _module(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:
+        return _Programs({bucket: plain.program for bucket, plain in self.programs.items()}, weights)
 
 
 def constant_names(programs: Mapping[Bucket, ExportedProgram]) -> dict[Bucket, dict[str, str]]:
@@ -158,9 +157,7 @@ class _Programs(nn.Module):
     source. Its state is the weights and the programs' constants.
     """
 
-    def __init__(
-        self, programs: Mapping[Bucket, ExportedProgram], weights: Mapping[str, torch.Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, programs: Mapping[Bucket, ExportedProgram], weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         parameters = {name for program in programs.values() for name in program.graph_signature.parameters}
         for name, tensor in weights.items():
@@ -170,7 +167,7 @@ class _Programs(nn.Module):
         for bucket, program in programs.items():
             for name, tensor in program.constants.items():
                 self._register(names[bucket][name], tensor, is_parameter=False)
-            self._graphs.append(_Graph(program, names[bucket], device))
+            self._graphs.append(_Graph(program, names[bucket]))
         self.eval()
 
     def _register(self, name: str, tensor: torch.Tensor, *, is_parameter: bool) -> None:
@@ -204,7 +201,7 @@ class _Programs(nn.Module):
 class _Graph:
     """The operations of a program. `inputs` are names in the state, None for the program's own inputs."""
 
-    def __init__(self, program: ExportedProgram, constants: Mapping[str, str], device: torch.device) -> None:
+    def __init__(self, program: ExportedProgram, constants: Mapping[str, str]) -> None:
         specs = program.graph_signature.input_specs
         self.inputs = [
             None if spec.kind is InputKind.USER_INPUT else constants.get(str(spec.target), str(spec.target))
@@ -212,8 +209,6 @@ class _Graph:
         ]
         self.shapes = [tuple(value.shape) for value in input_values(program)]
         self.module = program.graph_module
-        if device != CPU:
-            self.module = with_arguments(self.module, {CPU: device})
 
 
 def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tensor]:

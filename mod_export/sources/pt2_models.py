@@ -19,7 +19,7 @@ from mod_export.errors import CheckpointError, ModExportError
 from mod_export.export.capture import with_found_sites
 from mod_export.export.routing_sites import selected_from
 from mod_export.sources.model import Model
-from mod_export.sources.plain_programs import PlainProgram, copied, input_values, plain_program
+from mod_export.sources.plain_programs import PlainProgram, copied, functional_program, input_values, plain_program
 from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2 import first_line, read_program
 from mod_export.types import Bucket
@@ -86,7 +86,9 @@ def bucket_of(plain: PlainProgram, like: ProgramModel | None = None) -> Bucket:
 
 def _checked(program: ExportedProgram, path: Path, like: Model | None) -> tuple[PlainProgram, Bucket]:
     try:
-        plain = plain_program(program, str(path))
+        args, kwargs = program.example_inputs or ((), {})
+        samples = [sample_tensors(program, args, kwargs)] if program.example_inputs else []
+        plain = plain_program(functional_program(program, str(path), samples), str(path))
         return plain, bucket_of(plain, like.loaded if like and isinstance(like.loaded, ProgramModel) else None)
     except ModExportError:
         raise

@@ -16,6 +16,7 @@ from mod_export.benchmark.roofline import cached_roofline
 from mod_export.benchmark.speedup import gate_of
 from mod_export.build_folder.manifest import GenerationFacts
 from mod_export.engines import ENGINES
+from mod_export.results.base import setting_fields
 from mod_export.results.cost import Work
 from mod_export.results.generation import DecodeRow, FirstTokenRow
 from mod_export.results.latency import LatencyRow, PrecisionRow
@@ -32,9 +33,11 @@ def benchmark(context: Context) -> None:
     """
     for role, measure in BENCHMARKS.items():
         for setting, engines in by_setting(context.runnable(role)).items():
-            measure(context, setting, engines)
+            with context.attempt("benchmark", setting_fields(setting)):
+                measure(context, setting, engines)
     for narrow, wide in precision_pairs(context.runnable("forward")):
-        _precision(context, narrow, wide)
+        with context.attempt("benchmark", setting_fields(narrow.setting)):
+            _precision(context, narrow, wide)
 
 
 def _precision(context: Context, narrow: Engine, wide: Engine) -> None:
@@ -53,7 +56,7 @@ def _inputs(context: Context, engines: Sequence[Engine], **others: Any) -> dict[
 def _rows(context: Context, setting: Setting, engines: Engines) -> None:
     # Sampling goes on until the gate is settled: another gate may need more samples.
     options = context.config.latency
-    gate = gate_of(setting.bucket, context.buckets, options.min_speedup)
+    gate = gate_of(setting.bucket, context.gated_buckets, options.min_speedup)
     latency = options.model_dump(exclude={"min_speedup", "bootstrap"})
     context.measure(
         LatencyRow,
@@ -139,10 +142,12 @@ def profile(context: Context) -> None:
             "runs": context.config.cost.profile_runs,
             "seed": context.config.seed,
         }
-        step = context.step(f"profile/{engine.target}/{engine.stem}", inputs, [], partial(_profile, context, engine))
-        profiled = None if step.result is None else Profiled(**step.result)
-        if engine.dtype in rooflines:
-            context.add(part_rows(engine, context.work[engine.path], rooflines[engine.dtype], profiled))
+        with context.attempt("profile", setting_fields(engine.setting)):
+            name = f"profile/{engine.target}/{engine.stem}"
+            step = context.step(name, inputs, [], partial(_profile, context, engine))
+            profiled = None if step.result is None else Profiled(**step.result)
+            if engine.dtype in rooflines:
+                context.add(part_rows(engine, context.work[engine.path], rooflines[engine.dtype], profiled))
 
 
 def _profile(context: Context, engine: Engine, paths: Sequence[Path]) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from mod_export.errors import GraphError
 from mod_export.export.routing_sites import SiteRun, run_sites
 from mod_export.sources.model import sample_of, token_ids
 from mod_export.sources.protocol import SampledInputs
@@ -39,10 +40,20 @@ class Calibration:
         self._found: dict[str, torch.Tensor] = {}
 
     def moments(self, name: str) -> torch.Tensor | None:
-        """Float32 (K, K), the sum of x_i x_j over all rows x; None of a weight that no row was multiplied with."""
+        """Float32 (K, K), the sum of x_i x_j over all rows x; None of a weight that no row was multiplied with.
+
+        Raises:
+            GraphError: the sums are not finite, so nothing can be rounded by them.
+        """
         if name in self._left:
             self._read(self._next(name))
-        return self._found.get(name)
+        found = self._found.get(name)
+        if found is not None and not found.isfinite().all():
+            raise GraphError(
+                f"int4: {name} is multiplied with numbers that are not finite, or too large to be squared in float32, "
+                "so it cannot be rounded to four bits; take int4 out of the dtypes"
+            )
+        return found
 
     def _next(self, name: str) -> list[str]:
         """This weight and those after it, as many as there is room for."""
@@ -78,7 +89,7 @@ class Calibration:
         """A graph of whole rows as long as the longest prompt: what short rows hold is mostly their first tokens."""
         graphs = [one for one in self._context.graphs if one.model == self._kind and one.target is None]
         longest = max((one for one in graphs if one.role != "decode"), key=lambda one: one.bucket.seq)
-        return replace(next(one for one in graphs if one.role == "forward"), bucket=longest.bucket)
+        return replace(longest, role="forward", outputs=self._context.config.returned)
 
     def _batches(self, graph: Graph) -> Iterator[Batch]:
         context, (B, S) = self._context, (graph.bucket.batch, graph.bucket.seq)

@@ -6,8 +6,10 @@ folder fill a `FolderContext` from the manifest, without recording, and run the 
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -20,9 +22,11 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder, Runner
 from mod_export.environment import describe_machine, versions
+from mod_export.errors import BuildError
 from mod_export.plan import GenerationPlan, Plan
 from mod_export.results.base import Result
 from mod_export.results.cost import Work
+from mod_export.results.failures import ABOUT, FailedRow, fields_of_graph, reason_for, sentences
 from mod_export.results.generation import StepBytes
 from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.runtime.generate.tokenizer import TokenizersFile
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
 
     from mod_export.sources.protocol import GraphSource
 
+MOST_NOTES = 4
+"""Further reasons that are named where nothing could be built."""
 Row = TypeVar("Row", bound=Result)
 Make = Callable[[Sequence[Path]], Any]
 
@@ -59,6 +65,13 @@ class Store(Protocol):
     def root(self) -> Path: ...
     def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step: ...
     def hash_of(self, output: str) -> str: ...
+
+
+class HasModel(Protocol):
+    """A graph or an engine."""
+
+    @property
+    def model(self) -> ModelKind: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +176,8 @@ class Context:
         weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor.
         work: engine -> work of its graph.
         steps: that were done, in order.
+        failed: what this run could not do, in order; everything else went on.
+        missing: what the build of a finished folder could not do.
     """
 
     def __init__(
@@ -183,6 +198,9 @@ class Context:
         self.weight_digests: dict[str, dict[str, str]] = {}
         self.work: dict[str, tuple[Work, ...]] = {}
         self.steps: list[Step] = []
+        self.failed: list[FailedRow] = []
+        self.missing: tuple[FailedRow, ...] = ()
+        self._errors: list[BuildError] = []
         self._store, self._announce = store, announce
         self._rows: list[Result] = []
         self._availability: dict[str, Availability] = {}
@@ -212,6 +230,59 @@ class Context:
         found = [row_type.model_validate_json(json.dumps(item)) for item in step.result]
         self._rows += found
         return found
+
+    @contextlib.contextmanager
+    def attempt(self, stage: str, about: Mapping[str, Any], arch: str | None = None) -> Iterator[None]:
+        """Does what is inside, and goes on without it if it cannot be built: the failure becomes a row. A request that
+        cannot be met, such as a folder that is full, ends the build all the same.
+
+        Args:
+            stage: that does it.
+            about: fields of `ABOUT`; what is not named is meant for all.
+            arch: of the GPU that an engine is built for.
+        """
+        try:
+            yield
+        except BuildError as error:
+            self.fail(stage, about, error, arch)
+
+    def fail(self, stage: str, about: Mapping[str, Any], error: BuildError, arch: str | None = None) -> None:
+        """Records what could not be done."""
+        # The build goes on, and must not keep the tensors that were at work when this failed.
+        chained: BaseException | None = error
+        while chained is not None:
+            traceback.clear_frames(chained.__traceback__)
+            chained = chained.__cause__ or chained.__context__
+        fields = {**dict.fromkeys(ABOUT), **about}
+        self.failed.append(FailedRow(stage=stage, **fields, arch=arch, reason=str(error)))
+        self._errors.append(error)
+
+    def is_lost(self, about: Mapping[str, Any]) -> bool:
+        """Whether what has these fields of `ABOUT` is missing, in this run or in the folder."""
+        return reason_for((*self.failed, *self.missing), about) is not None
+
+    def require(self, left: Iterable[HasModel]) -> None:
+        """Ends a build of which nothing is left that is of the model itself.
+
+        Raises:
+            BuildError: the first that failed for it, with the others in its notes.
+        """
+        if not self.failed or any(one.model == "mod" for one in left):
+            return
+        first = next((index for index, row in enumerate(self.failed) if row.model != "dense"), 0)
+        error = self._errors[first]
+        others = sentences(row for row in self.failed if row.why != self.failed[first].why)
+        for sentence in others[:MOST_NOTES]:
+            error.add_note(f"also: {sentence}")
+        if len(others) > MOST_NOTES:
+            error.add_note(f"also: {len(others) - MOST_NOTES} more")
+        raise error
+
+    @property
+    def gated_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of whole rows that the model has engines for: the gate on speed holds for the largest of them."""
+        built = {one.bucket for one in self.engines if (one.model, one.role) == ("mod", "forward")}
+        return tuple(bucket for bucket in self.buckets if bucket in built) or self.buckets
 
     def add(self, rows: Sequence[Result]) -> None:
         """Results that follow from others and are no step of their own."""
@@ -336,14 +407,33 @@ class BuildContext(Context):
         return {**super().identity(kind), "code": self.plan.source_of(kind).code_sha256}
 
     def planned(self) -> Iterator[tuple[EngineBuilder, Variant, Graph]]:
-        """Every engine to build, with its portable graph as it was captured."""
+        """Every engine to build, with its portable graph as it was captured; without those that cannot be built any
+        more.
+        """
         captured = {graph.path: graph for graph in self.graphs}
-        return ((builder, variant, captured[graph.path]) for builder, variant, graph in self.plan.engines())
+        for builder, variant, graph in self.plan.engines():
+            about = {**fields_of_graph(graph), "target": builder.name, "dtype": variant.dtype}
+            if graph.path in captured and self.is_wanted(about):
+                yield builder, variant, captured[graph.path]
+
+    def is_wanted(self, about: Mapping[str, Any]) -> bool:
+        """Whether it can still be built, and, of a dense baseline, whether there will be a model to compare with it."""
+        return not self.is_lost(about) and not self.is_lost({**about, "model": "mod"})
+
+    def leave_out(self, engine: Engine) -> None:
+        """Takes an engine that was built out of the build again, because nothing can be done with it."""
+        self.engines.remove(engine)
+        self.workspace.leave_out(engine_step(engine))
 
     def texts(self, rows: int, length: int) -> np.ndarray:
         """Held-out text where the model has text."""
         model = self.models.loaded("mod")
         return prompts_of(model, token_ids(model).vocab_size, rows, length, self.config.seed)
+
+
+def engine_step(engine: Engine) -> str:
+    """The name of the step that builds an engine."""
+    return f"engine/{engine.target}/{engine.stem}"
 
 
 def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:

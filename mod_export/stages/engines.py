@@ -10,7 +10,9 @@ from typing import Any
 
 from mod_export.engines.protocol import EngineBuilder, EngineJob
 from mod_export.environment import free_bytes, versions
-from mod_export.stages.context import BuildContext
+from mod_export.errors import BuildError, EngineError
+from mod_export.results.base import setting_fields
+from mod_export.stages.context import BuildContext, engine_step
 from mod_export.types import Engine, Graph, Variant
 
 BUILDER_BYTES = 2**30
@@ -20,22 +22,48 @@ COPIES = 3
 
 
 def build_engines(context: BuildContext) -> None:
-    """Every engine of every target: those that are built in processes of their own beside the others."""
-    planned = list(context.planned())
+    """Every engine of every target: those that are built in processes of their own beside the others.
+
+    Raises:
+        BuildError: there is no engine of the model.
+    """
+    jobs = [
+        (builder, variant, _engine(context, builder, variant, portable))
+        for builder, variant, portable in context.planned()
+    ]
     _ = context.machine  # Looked at once, before several threads ask for it.
-    context.engines += [_engine(context, builder, variant, portable) for builder, variant, portable in planned]
     with ThreadPoolExecutor(_at_once(context)) as pool:
-        jobs = [(context, *one[:2], engine) for one, engine in zip(planned, context.engines, strict=True)]
         try:
-            waiting = [pool.submit(_build, *job) for job in jobs if job[1].apart]
-            for job in jobs:
-                if not job[1].apart:
-                    _build(*job)
-            for future in waiting:
-                future.result()
+            waiting = {job: pool.submit(_build, context, *job) for job in jobs if job[0].apart}
+            here = {job: _build(context, *job) for job in jobs if not job[0].apart}
+            errors = {**here, **{job: future.result() for job, future in waiting.items()}}
         except BaseException:  # Interrupted as well: what has not begun must not be waited for.
             pool.shutdown(cancel_futures=True)
             raise
+    # In the order of the plan, whichever was done first.
+    for job in jobs:
+        error, (_, variant, engine) = errors[job], job
+        if error is None:
+            context.engines.append(engine)
+        else:
+            context.fail("engines", setting_fields(engine.setting), error, variant.arch)
+    _leave_out_halves(context)
+    context.require(context.engines)
+
+
+def _leave_out_halves(context: BuildContext) -> None:
+    """Text is written by engines that read prompts and by those that read one more token: neither is of use alone."""
+    writing = [engine for engine in context.engines if engine.role != "forward"]
+    sets = {(engine.target, engine.dtype, engine.model) for engine in writing}
+    for target, dtype, model in sorted(sets):
+        own = [engine for engine in writing if (engine.target, engine.dtype, engine.model) == (target, dtype, model)]
+        built = {engine.role for engine in own}
+        for engine in own:
+            if len(built) == 1:
+                other = "decode" if engine.role == "prefill" else "prefill"
+                why = f"no {other} engine of {target} {dtype} could be built, and text is written by both together"
+                context.leave_out(engine)
+                context.fail("engines", setting_fields(engine.setting), EngineError(why), engine.arch)
 
 
 def _at_once(context: BuildContext) -> int:
@@ -58,7 +86,8 @@ def _engine(context: BuildContext, builder: EngineBuilder, variant: Variant, por
     return replace(engine, path=f"engines/{builder.name}/{engine.stem}{builder.suffix}")
 
 
-def _build(context: BuildContext, builder: EngineBuilder, variant: Variant, engine: Engine) -> None:
+def _build(context: BuildContext, builder: EngineBuilder, variant: Variant, engine: Engine) -> BuildError | None:
+    """Builds one engine; why it cannot be built, if so."""
     graph = context.graph_of(engine)
     inputs = {
         "graph": context.hash_of(graph.path),
@@ -70,12 +99,16 @@ def _build(context: BuildContext, builder: EngineBuilder, variant: Variant, engi
         "machine": None if variant.arch else [context.machine["cpu"], context.machine["gpu"]],
     }
     job = EngineJob(root=context.root, graph=graph, program=partial(context.models.program, graph))
-    context.step(
-        f"engine/{builder.name}/{engine.stem}",
-        inputs,
-        [engine.path],
-        lambda paths: builder.build(job, variant, paths[0], context.config),
-    )
+    try:
+        context.step(
+            engine_step(engine),
+            inputs,
+            [engine.path],
+            lambda paths: builder.build(job, variant, paths[0], context.config),
+        )
+    except BuildError as error:
+        return error
+    return None
 
 
 def _options(context: BuildContext, builder: EngineBuilder) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from mod_export.config import BuildConfig
 from mod_export.environment import EXPORTERS, versions
 from mod_export.errors import BuildFolderError, CheckpointError
 from mod_export.plan import generating_form
+from mod_export.results.failures import sentences
 from mod_export.results.parity import ParityRow
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.sources.checkpoint import model_from_checkpoint, model_from_weights
@@ -76,9 +77,11 @@ class FolderContext(Context):
         self.engines += manifest.engines
         self.weight_digests |= manifest.weight_digests
         self.work |= manifest.work
+        self.missing = manifest.failed
         self.add(manifest.cost)
         # Refused with the reasons before anything else is done.
-        runnable_engines(root, [engine for engine in manifest.engines if engine.role == "forward"], targets)
+        forward = [engine for engine in manifest.engines if engine.role == "forward"]
+        runnable_engines(root, forward, targets, failed=manifest.failed)
 
     @property
     def exports_alike(self) -> bool:
@@ -161,7 +164,9 @@ def notes(context: FolderContext) -> list[str]:
         if graph.role == "forward" and context.hash_of(graph.path) not in ran
     ]
     counts = Counter(missed)
-    lines = [f"not run: {count} {what}; of these only the files were looked at" for what, count in counts.items()]
+    lost = [row for row in context.missing if not context.targets or row.target in (None, *context.targets)]
+    lines = [f"not in this folder: {sentence}" for sentence in sentences(lost)]
+    lines += [f"not run: {count} {what}; of these only the files were looked at" for what, count in counts.items()]
     if not context.exports_alike:
         lines.append(
             "graphs were not compared with a fresh export: other versions are installed than those that built them"

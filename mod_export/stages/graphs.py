@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from mod_export.export.weights import (
     write_weights,
 )
 from mod_export.results.cost import CostRow
+from mod_export.results.failures import fields_of_graph
 from mod_export.sources.model import stored_state
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel
 from mod_export.stages.calibration import Calibration
@@ -53,10 +54,21 @@ _kept: dict[str, bytes] = {}
 
 
 def capture(context: BuildContext) -> None:
-    """Proves that every bucket is one static graph."""
-    for graph in context.plan.graphs:
+    """Proves that every bucket is one static graph.
+
+    Raises:
+        BuildError: none is.
+    """
+    for graph in _wanted(context):
         inputs = {**context.source_inputs(graph), **context.versions("torch")}
-        context.step(f"capture/{graph.stem}", inputs, [], partial(_prove, context, graph))
+        with context.attempt("capture", fields_of_graph(graph)):
+            context.step(f"capture/{graph.stem}", inputs, [], partial(_prove, context, graph))
+    context.require(_wanted(context))
+
+
+def _wanted(context: BuildContext) -> Iterator[Graph]:
+    """The portable graphs that can still be made when it is their turn: first the model's, then the baseline's."""
+    return (graph for graph in context.plan.graphs if context.is_wanted(fields_of_graph(graph)))
 
 
 def _prove(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, int]:
@@ -65,7 +77,11 @@ def _prove(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[s
 
 
 def onnx(context: BuildContext) -> None:
-    """Weights files, and the portable graph of every model, role and bucket."""
+    """Weights files, and the portable graph of every model, role and bucket.
+
+    Raises:
+        BuildError: there is no graph of the model.
+    """
     kinds = {context.facts[kind].weights: kind for kind in reversed(KINDS) if kind in context.facts}.values()
     wanted = {"float32", *(variant.dtype for _, variant, _ in context.plan.engines())}
     dtypes = [dtype for dtype in DTYPES if dtype in wanted]
@@ -73,26 +89,35 @@ def onnx(context: BuildContext) -> None:
         for dtype in dtypes:
             if dtype not in QUANTIZED:
                 _write_weights(context, kind, dtype)
-    for graph in context.plan.graphs:
-        inputs = {
-            **context.source_inputs(graph),
-            "weights": context.hash_of(context.weights_path(graph.model, "float32")),
-            "versions": versions(*EXPORTERS),
-        }
-        step = context.step(f"graph/{graph.stem}", inputs, [graph.path], partial(_export, context, graph))
-        k_by_layer = {site_from_text(name): k for name, k in step.result["k_by_layer"].items()}
-        results = {name: tuple(shape) for name, shape in step.result["results"].items()}
-        ports = {name: (dtype, tuple(shape)) for name, (dtype, shape) in step.result["inputs"].items()}
-        context.graphs.append(replace(graph, k_by_layer=k_by_layer, inputs=ports, results=results))
-        if step.result["cost"] is not None:
-            context.add([CostRow.model_validate(step.result["cost"])])
+    for graph in _wanted(context):
+        with context.attempt("onnx", fields_of_graph(graph)):
+            _portable_step(context, graph)
+    context.require(context.graphs)
     # Which weights can become whole numbers is read from the graphs.
     for kind in kinds:
+        # A file that both models read is missing for both.
+        only = kind if len(kinds) > 1 else None
         for dtype in dtypes:
             if dtype in QUANTIZED:
-                _write_weights(context, kind, dtype, _forms(context, kind, dtype))
+                with context.attempt("onnx", {"dtype": dtype, "model": only}):
+                    _write_weights(context, kind, dtype, _forms(context, kind, dtype))
     if isinstance(context.generation, GenerationFacts):
         context.generation = _with_stored_bytes(context, context.generation, dtypes)
+
+
+def _portable_step(context: BuildContext, graph: Graph) -> None:
+    inputs = {
+        **context.source_inputs(graph),
+        "weights": context.hash_of(context.weights_path(graph.model, "float32")),
+        "versions": versions(*EXPORTERS),
+    }
+    step = context.step(f"graph/{graph.stem}", inputs, [graph.path], partial(_export, context, graph))
+    k_by_layer = {site_from_text(name): k for name, k in step.result["k_by_layer"].items()}
+    results = {name: tuple(shape) for name, shape in step.result["results"].items()}
+    ports = {name: (dtype, tuple(shape)) for name, (dtype, shape) in step.result["inputs"].items()}
+    context.graphs.append(replace(graph, k_by_layer=k_by_layer, inputs=ports, results=results))
+    if step.result["cost"] is not None:
+        context.add([CostRow.model_validate(step.result["cost"])])
 
 
 def _forms(context: BuildContext, kind: ModelKind, dtype: DType) -> Forms:
@@ -110,11 +135,12 @@ def _with_stored_bytes(context: BuildContext, facts: GenerationFacts, dtypes: Se
     """What a step has to read in other dtypes than float32: of whole numbers, what their files hold."""
     step_bytes = {bucket: dict(by_dtype) for bucket, by_dtype in facts.step_bytes.items()}
     for bucket, dtype in itertools.product(step_bytes, dtypes):
+        kinds = [kind for kind in context.facts if context.weights_path(kind, dtype) in context.weight_digests]
         if dtype not in QUANTIZED:
             wide = step_bytes[bucket]["float32"]
             step_bytes[bucket][dtype] = {kind: one.stored_in(dtype) for kind, one in wide.items()}
             continue
-        files = {kind: WeightsFile.open(context.root / context.weights_path(kind, dtype)) for kind in context.facts}
+        files = {kind: WeightsFile.open(context.root / context.weights_path(kind, dtype)) for kind in kinds}
         models = {kind: context.models.generating(kind) for kind in files}
         stored = {kind: file.quantized_bytes(models[kind].loaded.weights) for kind, file in files.items()}
         step_bytes[bucket][dtype] = {

@@ -20,6 +20,7 @@ from mod_export.export.dialect import check_dialect
 from mod_export.export.onnx_export import assert_capacity
 from mod_export.export.passes import needs_rewrite, run_passes
 from mod_export.export.passes.query_blocks import splittable_tokens
+from mod_export.results.failures import fields_of_graph
 from mod_export.stages.context import BuildContext
 from mod_export.stages.graphs import save_graph
 from mod_export.types import Dialect, DType, Graph, Setting
@@ -28,28 +29,38 @@ from mod_export.validate.parity import judge_runner
 
 
 def passes(context: BuildContext) -> None:
-    """The graph of each target's dialect, where the portable one is not already it."""
+    """The graph of each target's dialect, where the portable one is not already it.
+
+    Raises:
+        BuildError: no target can take any graph of the model.
+    """
     done: set[tuple[str, DType, str]] = set()
     for builder, variant, portable in list(context.planned()):
         key = (builder.name, variant.dtype, portable.path)
-        if not builder.from_onnx or key in done:
-            continue
-        done.add(key)
-        model = ir.load(context.root / portable.path)
-        dialect = _chosen_dialect(context, builder, model)
-        if not needs_rewrite(dialect, variant.dtype):
-            check_dialect(model, dialect, variant.dtype)
-            check_memory(builder, portable, model)
-            continue
-        graph = replace(
-            portable,
-            path=f"graphs/{portable.stem}.{builder.name}.{variant.dtype}.onnx",
-            dtype=variant.dtype,
-            target=builder.name,
-            query_blocks=dict(dialect.query_blocks),
-        )
-        _rewrite_step(context, builder, graph, portable)
-        context.graphs.append(graph)
+        if builder.from_onnx and key not in done:
+            done.add(key)
+            about = {**fields_of_graph(portable), "target": builder.name, "dtype": variant.dtype}
+            with context.attempt("passes", about):
+                _target_graph(context, builder, variant.dtype, portable)
+    context.require([graph for _, _, graph in context.planned()])
+
+
+def _target_graph(context: BuildContext, builder: EngineBuilder, dtype: DType, portable: Graph) -> None:
+    model = ir.load(context.root / portable.path)
+    dialect = _chosen_dialect(context, builder, model)
+    if not needs_rewrite(dialect, dtype):
+        check_dialect(model, dialect, dtype)
+        check_memory(builder, portable, model)
+        return
+    graph = replace(
+        portable,
+        path=f"graphs/{portable.stem}.{builder.name}.{dtype}.onnx",
+        dtype=dtype,
+        target=builder.name,
+        query_blocks=dict(dialect.query_blocks),
+    )
+    _rewrite_step(context, builder, graph, portable)
+    context.graphs.append(graph)
 
 
 def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:

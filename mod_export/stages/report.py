@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.benchmark.cost import flops_of
-from mod_export.benchmark.speedup import DENSE_ITSELF, NOTHING_COMPARED, speedup_rows
+from mod_export.benchmark.speedup import DENSE_ITSELF, NO_SITE_TO_COMPARE, NOTHING_COMPARED, speedup_rows
 from mod_export.benchmark.verdict import judge
 from mod_export.build_folder.manifest import TOKENIZER, Manifest
+from mod_export.build_folder.programs import PROGRAM
 from mod_export.environment import EXPORTERS, versions
 from mod_export.report import render_html
 from mod_export.results.base import Result
@@ -53,7 +54,7 @@ def compare_with_baseline(context: Context) -> None:
         speedup_rows(
             context.rows(LatencyRow),
             context.rows(CostRow),
-            context.buckets,
+            context.gated_buckets,
             context.config.latency,
             seed=context.config.seed,
             k_by_layer=k_by_layer,
@@ -68,22 +69,49 @@ def verdict_of(context: Context, *, parity: bool = True, speedup: bool = True) -
     engines = context.runnable("forward")
     return judge(
         [engine.setting for engine in engines if engine.model == "mod"],
-        context.buckets,
+        context.gated_buckets,
         parity=context.rows(ParityRow) if parity else None,
         speedup=context.rows(SpeedupRow) if speedup else None,
         min_speedup=context.config.latency.min_speedup if speedup else 0,
         kinds=list(context.facts),
         structure=context.rows(StructureRow),
         causality=context.rows(CausalityRow),
+        reads_rows=_reads_rows(context),
+        failed=context.failed,
+        missing=context.missing,
     )
+
+
+def _reads_rows(context: Context) -> bool:
+    return any((engine.model, engine.role) == ("mod", "forward") for engine in context.engines)
 
 
 def not_compared(context: Context) -> str | None:
     """Why there is no speed-up and how to get one; None where there is a dense baseline."""
-    if "dense" in context.facts:
+    if any(engine.model == "dense" for engine in context.engines):
         return None
-    skips = any(not is_expert(site) for graph in context.graphs for site in graph.k_by_layer)
-    return NOTHING_COMPARED if skips else DENSE_ITSELF
+    if "dense" in context.facts:
+        failed = (row for row in (*context.failed, *context.missing) if row.unbuilt and row.model != "mod")
+        lost = next(failed, None)
+        return None if lost is None else f"the dense baseline could not be built; of {lost.what}: {lost.why}"
+    sites = [site for graph in context.graphs for site in graph.k_by_layer]
+    if any(not is_expert(site) for site in sites):
+        return NOTHING_COMPARED
+    # What a spec does not declare is only known as far as it was found.
+    return NO_SITE_TO_COMPARE if context.facts["mod"].architecture == PROGRAM and not sites else DENSE_ITSELF
+
+
+def unfollowed(context: BuildContext) -> tuple[str, ...]:
+    """What a captured model without routing sites selects all the same; nothing of other models."""
+    from mod_export.export.unfollowed import unfollowed_selections  # PyTorch, which a benchmark does without.
+    from mod_export.sources.programs import ProgramModel
+
+    loaded = context.plan.model.loaded
+    if not isinstance(loaded, ProgramModel) or any(graph.k_by_layer for graph in context.graphs):
+        return ()
+    program = loaded.programs[loaded.buckets[0]].program
+    # Markers are sites, so a program without sites has none.
+    return tuple(unfollowed_selections(program))
 
 
 def write_report(
@@ -131,20 +159,24 @@ def completed(context: Context, report: BuildReport, stage: Stage) -> BuildRepor
         found = {name: tuple(context.rows(kind)) or getattr(written, name) for name, kind in WRITTEN_ROWS.items()}
         quality = next(iter(context.rows(QualityRow)), written.quality)
         written = written.model_copy(update={**found, "quality": quality})
+    failed = (*report.failed, *context.failed)
     verdict = judge(
         [engine.setting for engine in context.runnable("forward") if engine.model == "mod"],
-        context.buckets,
+        context.gated_buckets,
         parity=known["parity"],
         speedup=known["speedup"],
         min_speedup=context.config.latency.min_speedup,
         kinds=list(context.facts),
         structure=known["structure"],
         causality=known["causality"],
+        reads_rows=_reads_rows(context),
+        failed=failed,
     )
     return report.model_copy(
         update={
             **known,
             "verdict": verdict,
+            "failed": failed,
             "served": _served(known["parity"], known["latency"], () if written is None else written.decode),
             "generation": written,
             "environment": context.machine,
@@ -182,6 +214,7 @@ def _report(
         capacity=capacity,
         verdict=verdict_of(context),
         not_compared=not_compared(context),
+        unfollowed=unfollowed(context),
         model=ReportedModel(
             name=model.name,
             architecture=model.architecture,
@@ -199,6 +232,7 @@ def _report(
         served=_served(context.rows(ParityRow), context.rows(LatencyRow), context.rows(DecodeRow)),
         **{name: tuple(context.rows(kind)) for name, kind in ROWS.items()},
         generation=_generation(context) if reads_tokens else None,
+        failed=tuple(context.failed),
     )
 
 
@@ -237,7 +271,15 @@ def _targets(context: BuildContext) -> list[Target]:
     built = {engine.target for engine in context.engines}
     rows = []
     for name, found in context.plan.availability.items():
-        reason = found.reason if name in built or not found.builds else f"not asked for ({found.reason})"
+        reason = found.reason
+        if name not in built and name in context.plan.targets:
+            # Its own failure rather than that of a graph or a dtype, and the model's rather than the baseline's.
+            lost = min(
+                context.failed, key=lambda row: (row.target != name, row.target is not None, row.model == "dense")
+            )
+            reason = f"nothing could be built; of {lost.what}: {lost.why}"
+        elif name not in built and found.builds:
+            reason = f"not asked for ({found.reason})"
         rows.append(Target(target=name, available=found.builds, reason=reason, ran=name in ran))
     return rows
 
@@ -260,6 +302,7 @@ def _close(context: BuildContext, command: str, *, verified: bool) -> None:
         tokenizer=TOKENIZER if isinstance(plan.tokenizer, Path) else plan.tokenizer,
         cost=tuple(context.rows(CostRow)),
         work=context.work,
+        failed=tuple(row for row in context.failed if row.unbuilt),
         config=plan.config,
         versions={name: context.machine[name] for name in ("mod_export", "torch", "onnx", "onnxruntime")},
         files=context.workspace.files(),

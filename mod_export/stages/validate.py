@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.export.weights import digests_expected, state_of
+from mod_export.results.base import setting_fields
+from mod_export.results.failures import fields_of_graph
 from mod_export.results.generation import QualityRow, TextsRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.structure import CausalityRow, RoutingMap, StructureRow
@@ -16,7 +19,7 @@ from mod_export.runtime.generate.decoder import DecodingEngines
 from mod_export.stages.context import Context
 from mod_export.stages.folder import FolderContext
 from mod_export.stages.graphs import fresh_graph
-from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, Graph
+from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, Graph, Setting
 from mod_export.validate.candidates import Candidate, candidates_from_engines, candidates_from_graphs
 from mod_export.validate.causality import causality_of
 from mod_export.validate.findings import parity_of
@@ -34,6 +37,8 @@ from mod_export.validate.structure import (
 from mod_export.validate.texts import parity_of_decoding, texts_of_decoding
 
 QUALITY_TEXTS = 4
+NO_BUCKET = Bucket(0, 0)
+"""Stands for any."""
 
 
 def validate(context: Context) -> None:
@@ -46,13 +51,15 @@ def validate(context: Context) -> None:
     ran = {row.artifact: row for row in context.rows(ParityRow) if row.inputs}
     engines = [one for one in candidates if one.engine is not None and one.path in ran]
     for candidate in engines:
-        if candidate.setting.role == "forward":
-            _causality(context, candidate, ran[candidate.path].allowed_max_abs)
-        elif candidate.setting.role == "decode" and context.config.generation.compared_texts:
-            _texts(context, candidate, candidates)
+        with context.attempt("validate", setting_fields(candidate.setting)):
+            if candidate.setting.role == "forward":
+                _causality(context, candidate, ran[candidate.path].allowed_max_abs)
+            elif candidate.setting.role == "decode" and context.config.generation.compared_texts:
+                _texts(context, candidate, candidates)
     # A finished folder of which only some targets were asked for is asked for nothing else.
     if not isinstance(context.generation, str) and not context.targets:
-        _quality(context)
+        with context.attempt("validate", {"model": "mod", "role": "decode"}):
+            _quality(context)
     if not isinstance(context, FolderContext) or not context.manifest.verified:
         _maps(context)  # For the report, which is not written again.
     context.models.release_references()
@@ -145,7 +152,15 @@ def _candidates(context: Context) -> list[Candidate]:
     engines = candidates_from_engines(context.runnable("forward", "prefill", "decode"), context.graphs)
     if context.targets:
         return engines
-    return [*engines, *candidates_from_graphs(context.graphs, engines, context.weights_path, context.hash_of)]
+    graphs = candidates_from_graphs(context.graphs, engines, context.weights_path, context.hash_of)
+    # Steps are judged after a prompt, whose graph may have failed.
+    reads = {replace(one.setting, bucket=NO_BUCKET) for one in graphs if one.setting.role == "prefill"}
+    return [*engines, *(one for one in graphs if one.setting.role != "decode" or _prompts_of(one) in reads)]
+
+
+def _prompts_of(step: Candidate) -> Setting:
+    """The setting of the graphs that read prompts for one that reads one more token, of any length."""
+    return replace(step.setting, role="prefill", bucket=NO_BUCKET)
 
 
 def _inputs(context: Context, candidate: Candidate, **options: Any) -> dict[str, Any]:
@@ -181,7 +196,12 @@ def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candida
         decoding = _decoding(context, candidates)
         return [parity_of_decoding(decoding, candidate.as_engine, reference, context.text_of)]
 
-    context.measure(ParityRow, f"parity/{setting.target}/{setting.name}", _inputs(context, candidate, **options), make)
+    name = f"parity/{setting.target}/{setting.name}"
+    try:
+        context.measure(ParityRow, name, _inputs(context, candidate, **options), make)
+    except BuildError as error:
+        # No step of the folder: it is tried again next time.
+        context.add([failed_row(f"cannot be judged: {error}", gate, setting, artifact=candidate.path)])
 
 
 def _beside(context: Context, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
@@ -256,13 +276,15 @@ def _quality(context: Context) -> None:
 
 def _maps(context: Context) -> None:
     inputs = {"checkpoint": context.identity("mod"), "seed": context.config.seed, **context.versions("torch")}
-    for bucket in context.buckets:
+    graphs = [one for one in context.graphs if (one.model, one.role, one.target) == ("mod", "forward", None)]
+    for graph in graphs:
 
-        def make(bucket: Bucket = bucket) -> list[RoutingMap]:
+        def make(bucket: Bucket = graph.bucket) -> list[RoutingMap]:
             reference = context.models.reference("mod")
             ks = reference.k_by_layer(bucket).values()
             batches = parity_batches(reference.loaded, bucket, ks, context.config.seed, 1)
             found = routing_map(reference, bucket, batches)
             return [] if found is None else [found]
 
-        context.measure(RoutingMap, f"map/{bucket.name}", inputs, make)
+        with context.attempt("validate", fields_of_graph(graph)):
+            context.measure(RoutingMap, f"map/{graph.bucket.name}", inputs, make)

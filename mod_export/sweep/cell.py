@@ -87,7 +87,8 @@ def finished_cell(job: CellJob, *, here: bool) -> CellEntry | None:
     machine count; on a cluster there is no knowing which node would measure it.
     """
     entry = _row(job)
-    if entry is None or entry.status != "measured" or (here and entry.machine != machine_name()):
+    # What failed in it while the rest was measured is tried again.
+    if entry is None or entry.status != "measured" or not entry.complete or (here and entry.machine != machine_name()):
         return None
     report = job.root / "report.json"
     if not report.is_file() or hashlib.sha256(report.read_bytes()).hexdigest() != entry.report_sha256:
@@ -202,12 +203,13 @@ def _measured(job: CellJob) -> CellEntry:
     model, _ = Request.checkpoint(job.checkpoint, capacity=job.capacity).models()
     progress = Progress(Console(stderr=True), 1)
     report = build(lambda: (model, None), config, job.root, progress, job.command, job.capacity)
-    k_by_layer = open_folder(job.root, verify=False).graphs[0].k_by_layer
+    k_by_layer = next(one.k_by_layer for one in open_folder(job.root, verify=False).graphs if one.model == "mod")
     same = set(k_by_layer.values())
     passed = report.verdict.status == "pass"
     return CellEntry(
         **job.model_dump(include=set(CellKey.model_fields)),
         status="measured",
+        complete=not report.failed,
         passed=passed,
         reasons=report.verdict.reasons,
         exit_code=0 if passed else GATE_FAILED,

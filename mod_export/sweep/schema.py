@@ -79,6 +79,8 @@ class CellEntry(CellKey):
     """Slots of every routed layer; null where they differ, or where the cell failed before that was known."""
     status: Literal["measured", "failed"]
     """`failed` where the cell could not be built."""
+    complete: bool = True
+    """Whether nothing failed beside what was measured, such as one of two dtypes; what failed is tried again."""
     passed: bool
     """Whether every gate was met; the speed-up gate is off in a sweep."""
     reasons: tuple[str, ...] = ()

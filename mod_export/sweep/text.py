@@ -151,6 +151,10 @@ def _measured(text: Callable[[Measured], str]) -> Callable[[Line], str]:
     return lambda line: "-" if line[1] is None else text(line[1])
 
 
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else ratio_text(ratio)
+
+
 def _gates(line: Line) -> Cell:
     cell, _ = line
     text = "failed" if cell.failed else "FAIL" if cell.missed else "pass"
@@ -167,7 +171,7 @@ CELL_COLUMNS: tuple[Column[Line], ...] = (
     Column("dense ms", _measured(lambda row: ms_text(row.dense_ms))),
     Column("MoD ms", _measured(lambda row: ms_text(row.mod_ms))),
     Column("speed-up [95 %]", _measured(lambda row: interval_text(row.speedup))),
-    Column("predicted (FLOPs)", _measured(lambda row: ratio_text(row.speedup.predicted_flops))),
+    Column("predicted (FLOPs)", _measured(lambda row: _ratio(row.speedup.predicted_flops))),
     Column("perplexity", lambda line: perplexity_text(line[0].quality.perplexity) if line[0].quality else "-"),
     Column("engine / eager", _measured(fidelity_text)),
 )

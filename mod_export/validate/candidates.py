@@ -33,6 +33,7 @@ class Candidate:
         weights: the weights file that it reads, None if it holds its own.
         graph: what the file holds; None where it is no ONNX graph.
         engine: None for a graph that is no engine.
+        source: path of the graph that an engine was built from, None where it was built from none.
         engine_judged: whether an engine made from this graph is judged on all inputs, so that one of each kind is
             enough here.
     """
@@ -43,6 +44,7 @@ class Candidate:
     graph: Graph | None
     engine: Engine | None
     engine_judged: bool = False
+    source: str | None = None
 
     @property
     def as_engine(self) -> Engine:
@@ -68,16 +70,14 @@ class Candidate:
 
 def candidates_from_engines(engines: Sequence[Engine], graphs: Sequence[Graph]) -> list[Candidate]:
     """The engines, each with the graph that it is where it is one."""
-    return [
-        Candidate(
-            engine.setting,
-            engine.path,
-            engine.weights,
-            graph_of(engine, graphs) if engine.path.endswith(".onnx") else None,
-            engine,
-        )
-        for engine in engines
-    ]
+    found = []
+    for engine in engines:
+        graph = graph_of(engine, graphs) if ENGINES[engine.target].from_onnx else None
+        is_graph = engine.path.endswith(".onnx")
+        source = engine.path if is_graph else None if graph is None else graph.path
+        own = graph if is_graph else None
+        found.append(Candidate(engine.setting, engine.path, engine.weights, own, engine, source=source))
+    return found
 
 
 def candidates_from_graphs(
@@ -102,7 +102,7 @@ def candidates_from_graphs(
         setting = Setting(target=target, dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket)
         judged_with = graph.target is None and (graph.model, graph.role, graph.bucket) in with_graph
         weights = weights_of(graph.model, graph.dtype)
-        found.append(Candidate(setting, graph.path, weights, graph, None, engine_judged=judged_with))
+        found.append(Candidate(setting, graph.path, weights, graph, None, engine_judged=judged_with, source=graph.path))
     return found
 
 

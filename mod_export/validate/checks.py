@@ -12,6 +12,7 @@ holds. Every condition is written so that a NaN fails it: `not value <= limit`, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ from mod_export.types import QUANTIZED, DType, Site
 from mod_export.validate.compare import SiteRouting
 
 REFERENCE = "eager float32"
+MADE_OF_TIES = ("ties", "near_ties")
+"""Kinds of input on which scores are equal, or nearly so, by design."""
+LEAST_JUDGED = 0.25
+"""Of the rows that are judged at all; a fault shows in those that depend on it."""
 TEXT = "text"
 """The kind of input that is real text."""
 ROUNDOFF: dict[DType, float] = {
@@ -60,6 +65,14 @@ class TextNumbers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Rows of an output that are not judged, and why, as a sentence."""
+
+    rows: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """What was found about one output on one batch.
 
@@ -75,6 +88,8 @@ class Comparison:
         divergences: float64 (N,), see `compare.divergences`; likewise.
         text: only for real text.
         problems: outputs that should be there or should not.
+        left_out: rows that were not compared.
+        undetermined: how many of them the reference does not determine.
     """
 
     kind: str
@@ -88,6 +103,8 @@ class Comparison:
     divergences: np.ndarray | None = field(repr=False)
     text: TextNumbers | None = None
     problems: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    undetermined: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +122,7 @@ class Allowance:
         quantized: whether weights are whole numbers: the model is then another one, near to the reference, and is
             judged by what it makes of real text, with the routing that either of them chooses.
         narrow: whether the dtype has fewer bits than float32.
+        routed: whether the model has routing sites.
     """
 
     gate: ParityGate
@@ -115,6 +133,7 @@ class Allowance:
     rounding: float | None
     quantized: bool = False
     narrow: bool = False
+    routed: bool = False
 
     @property
     def next_token_slack(self) -> float:
@@ -126,10 +145,10 @@ class Allowance:
         return distance / (self.scales[site] or 1.0)
 
 
-def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Allowance:
+def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType, *, routed: bool = False) -> Allowance:
     """The largest rounding error of the reference over all inputs: on a single small one it can be small by luck."""
     measured = [one.rounding for one in found if one.rounding is not None]
-    coarser = ROUNDOFF[dtype] / ROUNDOFF["float32"]
+    coarser = coarser_than_float32(dtype)
     scores, scales = {}, {}
     for site, many in by_site(found).items():
         scales[site] = _largest([one.scale for one in many])
@@ -150,7 +169,13 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType) -> Al
         rounding=rounding,
         quantized=dtype in QUANTIZED,
         narrow=dtype != "float32",
+        routed=routed,
     )
+
+
+def coarser_than_float32(dtype: DType) -> float:
+    """How many times the rounding error of float32 one in another dtype is."""
+    return ROUNDOFF[dtype] / ROUNDOFF["float32"]
 
 
 def check_outputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
@@ -158,20 +183,42 @@ def check_outputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
     return [f"outputs: {problem}" for one in found for problem in one.problems]
 
 
+def check_coverage(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+    """Enough was judged: of the rows of all inputs but those that are made of ties, at least LEAST_JUDGED."""
+    usual = [one for one in found if one.kind not in MADE_OF_TIES] or found
+    judged = sum(one.tokens for one in usual)
+    total = judged + sum(one.undetermined for one in usual)
+    if judged >= LEAST_JUDGED * total:
+        return []
+    why = next(part.because for one in usual if one.undetermined for part in one.left_out)
+    return [
+        f"{usual[0].output}: could not be evaluated: {why}, and {judged:,} of {total:,} rows of it are left, at least "
+        f"{LEAST_JUDGED:.0%} must be; give samples on which the model itself decides clearly"
+    ]
+
+
 def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Positions are a selection, and every token that is routed differently is a near-tie."""
     reasons = []
-    for kind, one in ((comparison.kind, one) for comparison in found for one in comparison.sites):
-        where = f"{kind}: layer {one.site} routing"
-        if one.malformed:
-            reasons.append(f"{where}: {one.malformed}")
-        bound = allowed.scores[one.site]
-        faults = [distance for distance in one.distances if not distance <= bound]
-        if faults:
+    for site, many in by_site(found).items():
+        kinds = [comparison.kind for comparison in found for one in comparison.sites if one.site == site]
+        malformed = [(kind, one.malformed) for kind, one in zip(kinds, many, strict=True) if one.malformed]
+        if malformed:
+            kind, why = malformed[0]
+            reasons.append(f"{kind}: layer {site} routing: {why}{_and_more(len(malformed) - 1)}")
+        bound = allowed.scores[site]
+        faulty = [
+            (max(faults), len(faults), kind)
+            for kind, one in zip(kinds, many, strict=True)
+            if (faults := [distance for distance in one.distances if not distance <= bound])
+        ]
+        if faulty:
+            # A NaN is the worst.
+            worst, count, kind = max(faulty, key=lambda one: (math.isnan(one[0]), one[0]))
             reasons.append(
-                f"{where}: {len(faults)} tokens differ by more than a near-tie, "
-                f"the worst is {allowed.share(one.site, max(faults)):.3g} from the edge of the selection, "
-                f"allowed {allowed.share(one.site, bound):.3g} of the layer's root mean square"
+                f"{kind}: layer {site} routing: {count} tokens differ by more than a near-tie, the worst is "
+                f"{allowed.share(site, worst):.3g} from the edge of the selection, allowed "
+                f"{allowed.share(site, bound):.3g} of the layer's root mean square{_and_more(len(faulty) - 1)}"
             )
     return reasons
 
@@ -179,16 +226,22 @@ def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
 def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """The largest error of a value, and the root mean square of all, given the same routing."""
     reasons = []
-    for one in found:
-        for name, error, limit in (
-            ("max abs error", one.error.max_abs, allowed.max_abs),
-            ("root mean square error", one.error.rms, allowed.rms),
-        ):
-            if limit is not None and not error <= limit:
-                reasons.append(
-                    f"{one.kind}: {one.output}: {name} {error:.3g} given the same routing, allowed {limit:.3g}"
-                )
+    outputs = dict.fromkeys(one.output for one in found)
+    for output, (name, field_name, limit) in itertools.product(
+        outputs, (("max abs error", "max_abs", allowed.max_abs), ("root mean square error", "rms", allowed.rms))
+    ):
+        errors = [(getattr(one.error, field_name), one.kind) for one in found if one.output == output]
+        missed = [(error, kind) for error, kind in errors if limit is not None and not error <= limit]
+        if missed:
+            worst, kind = max(missed, key=lambda one: (math.isnan(one[0]), one[0]))
+            reasons.append(
+                f"{kind}: {output}: {name} {worst:.3g}{given(allowed)}, allowed {limit:.3g}{_and_more(len(missed) - 1)}"
+            )
     return reasons
+
+
+def _and_more(count: int) -> str:
+    return f", and on {count} more input{'' if count == 1 else 's'}" if count else ""
 
 
 def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
@@ -206,7 +259,7 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
         if not shortfalls:
             return []
         same = np.concatenate(shortfalls) <= allowed.next_token_slack
-        positions, agreed, how = len(same), int(same.sum()), "agree given the same routing"
+        positions, agreed, how = len(same), int(same.sum()), f"agree{given(allowed)}"
     # In fewer bits some differ, and how many of these positions is chance.
     luck = allowed.narrow and _is_chance(agreed, positions, least)
     if not (luck or agreed / positions >= least):
@@ -228,13 +281,19 @@ def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     """The distribution of the next token: its mean on every input. Of a quantized model that over all of its text, as
     far as it can be told from chance.
     """
-    return [
-        f"{kind}: next token: divergence {nats_N.mean():.3g} nats given the same routing, allowed "
-        f"{allowed.gate.max_kl:g}"
+    missed = [
+        (float(nats_N.mean()), kind)
         for kind, nats_N in divergences_of(found, allowed)
         # Two standard deviations of the mean: a few tokens make most of it.
         if not nats_N.mean() - (2 * nats_N.std() / math.sqrt(len(nats_N)) if allowed.quantized else 0.0)
         <= allowed.gate.max_kl
+    ]
+    if not missed:
+        return []
+    worst, kind = max(missed, key=lambda one: (math.isnan(one[0]), one[0]))
+    return [
+        f"{kind}: next token: divergence {worst:.3g} nats{given(allowed)}, allowed {allowed.gate.max_kl:g}"
+        f"{_and_more(len(missed) - 1)}"
     ]
 
 
@@ -263,7 +322,7 @@ def check_perplexity(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     expected = sum(text.own_nll if allowed.quantized else text.reference_nll for text in texts)
     nats = abs(sum(text.nll for text in texts) - expected) / sum(text.tokens for text in texts)
     if not nats <= np.log(allowed.gate.max_perplexity_ratio):
-        how = "" if allowed.quantized else " given the same routing"
+        how = "" if allowed.quantized else given(allowed)
         return [
             f"text: log perplexity is {nats:.3g} nats from the reference's{how}, allowed a factor of "
             f"{allowed.gate.max_perplexity_ratio:g}"
@@ -273,14 +332,20 @@ def check_perplexity(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
 
 CHECKS: tuple[Callable[[Sequence[Comparison], Allowance], Sequence[str]], ...] = (
     check_outputs,
+    check_coverage,
     check_routing,
     check_error,
     check_next_token,
     check_divergence,
     check_perplexity,
 )
-WHATEVER_ROUNDING_IS = (check_outputs, check_divergence, check_perplexity)
+WHATEVER_ROUNDING_IS = (check_outputs, check_coverage, check_divergence, check_perplexity)
 """Those of them whose limits do not depend on how well the reference is known."""
+
+
+def given(allowed: Allowance) -> str:
+    """What makes errors comparable, where there is routing."""
+    return " given the same routing" if allowed.routed else ""
 
 
 def by_site(found: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:

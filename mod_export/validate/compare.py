@@ -22,7 +22,7 @@ BLOCK = 2**16
 
 
 def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNumbers:
-    """Elementwise error of the logits of N real tokens, in float64."""
+    """Elementwise error of N rows, such as the logits of real tokens, in float64; none where there is no value."""
     largest, total, squares, scale, count = 0.0, 0.0, 0.0, 0.0, reference_NV.size
     for rows in _blocks(reference_NV):
         reference = reference_NV[rows].astype(np.float64)
@@ -34,13 +34,24 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
         total += float(difference.sum())
         squares += float(np.vdot(difference, difference))
         scale += float(np.vdot(reference, reference))
-    scale = float(np.sqrt(scale / count))
+    scale, count = float(np.sqrt(scale / max(1, count))), max(1, count)
     return ErrorNumbers(
         max_abs=largest,
         mean_abs=total / count,
         max_rel=largest / scale if scale else largest,
         rms=float(np.sqrt(squares / count)),
     )
+
+
+def rows_of(values: np.ndarray) -> np.ndarray:
+    """An output of any rank as rows (N, V) of its last dimension, each of which is judged or left out as a whole. Whole
+    numbers, booleans and what has one dimension at most are N rows of one value; booleans and unsigned integers become
+    int64, so that they can be subtracted.
+    """
+    width = values.shape[-1] if values.ndim > 1 and values.dtype.kind == "f" else 1
+    # Of a dimension without entries nothing can be inferred.
+    rows = values.reshape(values.size // max(1, width), width)
+    return rows.astype(np.int64) if rows.dtype.kind in "bu" else rows
 
 
 def rounded_once(exact_NV: np.ndarray, roundoff: float) -> tuple[float, float]:
@@ -50,7 +61,7 @@ def rounded_once(exact_NV: np.ndarray, roundoff: float) -> tuple[float, float]:
         exact = np.where(np.isneginf(exact_NV[rows]), 0.0, exact_NV[rows])
         largest = float(np.maximum(largest, np.abs(exact).max()))
         squares += float(np.vdot(exact, exact))
-    return roundoff * largest, roundoff * float(np.sqrt(squares / exact_NV.size))
+    return roundoff * largest, roundoff * float(np.sqrt(squares / max(1, exact_NV.size)))
 
 
 def farthest_from(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
@@ -95,9 +106,28 @@ def smallest(values: Sequence[float]) -> float | None:
 
 
 def _blocks(values_NV: np.ndarray) -> Iterator[slice]:
-    """Rows that fit a processor's cache together: float64 copies of all logits at once would be slow to go through."""
+    """Rows that fit a processor's cache together: float64 copies of all logits at once would be slow to go through.
+    None where there is no value.
+    """
     step = max(1, BLOCK // max(1, values_NV.shape[1]))
-    return (slice(start, start + step) for start in range(0, len(values_NV), step))
+    return (slice(start, start + step) for start in range(0, len(values_NV) if values_NV.size else 0, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """What a sound engine may be off by.
+
+    Attributes:
+        units: of the rounding error of the reference.
+        near_tie: a share of the root mean square of what a choice is made by; at most.
+        max_abs: of an output, where its rounding error is not known.
+        narrow: whether it computes in fewer bits than float32.
+    """
+
+    units: float
+    near_tie: float
+    max_abs: float
+    narrow: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,6 +199,7 @@ def routing_of_site(
     judged: Judged,
     exact_BS: np.ndarray | None = None,
     rounded_BS: np.ndarray | None = None,
+    judged_B: np.ndarray | None = None,
 ) -> SiteRouting:
     """Compares a candidate's selection with the definition applied to the reference's scores.
 
@@ -178,6 +209,8 @@ def routing_of_site(
         judged: the reference's scores, float32, computed with the candidate's routing at all sites.
         exact_BS: float64, the same scores of the same model in float64.
         rounded_BS: float32, the scores whose rounding error is measured; those of `judged` by default.
+        judged_B: bool, the rows whose scores the reference determines; all by default. Of the others only the form of
+            what was selected is looked at.
     """
     rule, (B, S), k = judged.rule, judged.open_BS.shape, candidate_BK.shape[1]
     rounded_BS = judged.score_BS if rounded_BS is None else rounded_BS
@@ -197,7 +230,7 @@ def routing_of_site(
         # A position that no row has cannot be a near-tie of anything.
         distances += [float("inf")] * int(np.sum((row_K < EMPTY) | (row_K >= S)))
         problems += _malformed(rule, row_K, got_G, open_L, S, b)
-        if not len(open_L):
+        if not len(open_L) or (judged_B is not None and not judged_B[b]):
             continue
         wanted_W = open_L[selected(rule, score_L, k)]
         routed += len(wanted_W)

@@ -8,6 +8,7 @@ text; and where tokens choose, who is chosen follows from the rule for ties alon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,23 @@ import numpy as np
 
 from mod_export.config import BuildConfig
 from mod_export.errors import BuildError, BuildFolderError, TargetError
-from mod_export.results.parity import Located, ParityRow
+from mod_export.results.parity import LeftOutRows, Located, ParityRow
 from mod_export.sources.protocol import DeclaredRouting, ExportableModel
 from mod_export.types import QUANTIZED, Graph, Site, is_expert, routed_output
+from mod_export.validate.against_reference import locate_against_reference
 from mod_export.validate.candidates import Candidate
-from mod_export.validate.compare import Judged, wrong_slots
+from mod_export.validate.checks import MADE_OF_TIES
+from mod_export.validate.compare import Judged, rows_of, wrong_slots
 from mod_export.validate.inputs import Batch, TextOf, one_of_each_kind
 from mod_export.validate.locate import locate_by_depth, locate_in_graph
 from mod_export.validate.near_ties import batches_of
-from mod_export.validate.parity import judge_runner, undefined_in
+from mod_export.validate.parity import judge_runner, slack_of, undefined_in
 from mod_export.validate.parity_row import failed_row
 from mod_export.validate.reference import Reference
+from mod_export.validate.undefined import origin_in_graph, origin_in_reference
 
+MOST_REASONS = 4
+"""Beside the place of the fault: the others are counted."""
 Fresh = Callable[[Graph], bytes]
 """Gives the bytes that a graph has when it is exported now."""
 
@@ -49,8 +55,9 @@ def parity_of(
         batches = one_of_each_kind(batches)
     gate = config.parity.gate(candidate.setting.dtype)
     undefined = undefined_in(reference, batches)
-    if undefined is not None:
-        return failed_row(undefined, gate, candidate.setting, candidate.path)
+    if any(batch.kind not in MADE_OF_TIES for batch in undefined):
+        return failed_row(_undefined(reference, undefined, batches), gate, candidate.setting, candidate.path)
+    batches = [batch for batch in batches if batch not in undefined]
     try:
         with candidate.open(root, config) as runner:
             row = judge_runner(runner, reference, batches, gate, candidate.setting, candidate.path)
@@ -62,31 +69,76 @@ def parity_of(
         kinds = {reason.partition(":")[0] for reason in row.reasons}
         batches = sorted(batches, key=lambda batch: batch.kind not in kinds)
         reasons = (*row.reasons, *wrong)
-        row = row.model_copy(update={"ties_exact": exact, "reasons": reasons, "passed": not reasons})
+        left_out = (*row.left_out, *_artificial(reference, undefined))
+        row = row.model_copy(
+            update={"ties_exact": exact, "reasons": reasons, "passed": not reasons, "left_out": left_out}
+        )
     if row.passed:
         return row
     try:
-        place = _place(root, candidate, reference, batches, config, fresh)
+        places = _places(root, candidate, reference, batches, config, fresh, row)
     except (BuildError, BuildFolderError, TargetError) as error:
         reason = f"the place of the fault was not found: {str(error).splitlines()[0]}"
-        return row.model_copy(update={"reasons": (*row.reasons, reason)})
-    return row if place is None else row.model_copy(update={"located": place, "reasons": (*row.reasons, str(place))})
+        return row.model_copy(update={"reasons": (*_few(row.reasons), reason)})
+    located = places[0] if places else None
+    return row.model_copy(update={"located": located, "reasons": (*_few(row.reasons), *map(str, places))})
 
 
-def _place(
+def _few(reasons: Sequence[str]) -> tuple[str, ...]:
+    """The first of them, and how many others there are."""
+    more = len(reasons) - MOST_REASONS
+    return tuple(reasons) if more <= 0 else (*reasons[:MOST_REASONS], f"and {more} more reason{'s'[: more > 1]}")
+
+
+def _undefined(reference: Reference, undefined: Sequence[Batch], batches: Sequence[Batch]) -> str:
+    """Why nothing can be compared with the reference."""
+    kinds = ", ".join(dict.fromkeys(batch.kind for batch in undefined))
+    usual = next(batch for batch in undefined if batch.kind not in MADE_OF_TIES)
+    return (
+        f"the model itself returns NaN, in {reference.name}, on {len(undefined)} of {len(batches)} inputs ({kinds}), "
+        f"so there is nothing to compare with: {origin_in_reference(reference, usual)}; its values overflow there, or "
+        "these inputs are not what it was made for"
+    )
+
+
+def _artificial(reference: Reference, undefined: Sequence[Batch]) -> list[LeftOutRows]:
+    """Inputs that are made of ties, and that the model gives NaN for."""
+    if not undefined:
+        return []
+    why = f"the model itself returns NaN there: {origin_in_reference(reference, undefined[0])}"
+    kinds = tuple(dict.fromkeys(batch.kind for batch in undefined))
+    counts = {
+        name: sum(len(rows_of(reference.free(batch).outputs[n])) for batch in undefined)
+        for n, name in enumerate(reference.output_names)
+    }
+    return [
+        LeftOutRows(output=name, inputs=kinds, rows=count, total=count, because=why) for name, count in counts.items()
+    ]
+
+
+def _places(
     root: Path,
     candidate: Candidate,
     reference: Reference,
     batches: Sequence[Batch],
     config: BuildConfig,
     fresh: Fresh,
-) -> Located | None:
-    """Where the candidate parts from what it should be, as far as it can be found out."""
+    row: ParityRow,
+) -> list[Located]:
+    """Where the candidate parts from what it should be, as far as it can be found out; and where it makes NaN."""
+    found: Located | None = None
     if candidate.graph is not None and candidate.weights is not None:
-        return locate_in_graph(root, candidate.path, fresh(candidate.graph), batches)
-    if candidate.engine is not None:
-        return locate_by_depth(root, candidate.engine, reference, batches, config)
-    return None
+        found = locate_in_graph(root, candidate.path, fresh(candidate.graph), batches)
+        if found is None and candidate.setting.dtype not in QUANTIZED:
+            slack = slack_of(config.parity.gate(candidate.setting.dtype), candidate.setting.dtype)
+            found = locate_against_reference(root, candidate.path, reference, batches, slack)
+    elif candidate.engine is not None:
+        found = locate_by_depth(root, candidate.engine, reference, batches, config)
+    errors = (row.error, *(other.error for other in row.further_outputs))
+    nan = None
+    if candidate.source is not None and row.inputs and any(math.isnan(error.max_abs) for error in errors):
+        nan = origin_in_graph(root, candidate.source, batches)
+    return [one for one in (found, nan) if one is not None]
 
 
 def _ties(

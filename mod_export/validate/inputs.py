@@ -10,6 +10,7 @@ float32.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,14 @@ class Batch:
         """Bool (B, S): True for real tokens."""
         return np.arange(self.bucket.seq) < self.lengths_B[:, None]
 
+    @property
+    def digest(self) -> str:
+        """Of its shape and inputs."""
+        digest = hashlib.sha256(str(self.bucket).encode())
+        for array in self.feeds.values():
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
     def read_by(self, inputs: Iterable[str]) -> dict[str, np.ndarray]:
         """The feeds that an engine has inputs for: some builders drop an input that nothing reads."""
         return {name: array for name, array in self.feeds.items() if name in inputs}
@@ -117,11 +126,13 @@ def parity_batches(
 
 
 def _samples(model: ExportableModel, bucket: Bucket, seed: int, per_kind: int) -> list[Batch]:
-    """Samples, and one of them with its first token everywhere, where an input has a place for each token."""
+    """Samples, and one of them with its first token everywhere, where an input has a place for each token. What has two
+    values stays: repeated, a mask could hide every token.
+    """
     count = per_kind * max(1, min(MOST_SAMPLES, affordable_tokens(model) // (bucket.batch * bucket.seq)))
     batches = [Batch("sample", bucket, sample_of(model, bucket, seed + i)) for i in range(count)]
     feeds = batches[0].feeds
-    rows = per_token(feeds, bucket)
+    rows = [name for name in per_token(feeds, bucket) if len(np.unique(feeds[name])) != 2]
     if rows:
         repeated = {name: np.repeat(feeds[name][:, :1], bucket.seq, axis=1) for name in rows}
         batches.append(Batch("ties", bucket, {**feeds, **repeated}))

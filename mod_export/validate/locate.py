@@ -8,9 +8,7 @@ weights, in the engine and in the reference, and bisection finds the layer with 
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,6 @@ import onnx_ir as ir
 
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
-from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.environment import usable_cores
 from mod_export.export.nodes import graph_from_bytes, graph_from_file, module_of, numbered_layer
 from mod_export.results.parity import Located
@@ -27,9 +24,7 @@ from mod_export.types import Engine
 from mod_export.validate.inputs import Batch
 from mod_export.validate.parity import judge_runner
 from mod_export.validate.reference import Reference
-
-AT_ONCE = 64
-"""Values that are held in memory together while graphs are compared."""
+from mod_export.validate.values import AT_ONCE, opened, producers
 
 
 def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch]) -> Located | None:
@@ -41,9 +36,9 @@ def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch
         BuildError: one of the two cannot be made or run.
     """
     candidate, expected_graph = graph_from_file(root / path), graph_from_bytes(fresh)
-    ours_by, theirs_by = _producers(candidate), _producers(expected_graph)
+    ours_by, theirs_by = producers(candidate), producers(expected_graph)
     names = [name for name in ours_by if name in theirs_by]
-    with _opened(candidate, root, names) as ours, _opened(expected_graph, root, names) as theirs:
+    with opened(candidate, root, names) as ours, opened(expected_graph, root, names) as theirs:
         for batch in batches:
             feeds = {name: array for name, array in batch.feeds.items() if name in ours.inputs}
             for start in range(0, len(names), AT_ONCE):
@@ -57,13 +52,6 @@ def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch
                         error = _largest(found[name], expected[name])
                         return Located(layer=module, operator=operator, input=batch.kind, error=error, allowed=0.0)
     return None
-
-
-def _producers(model: ir.Model) -> dict[str, ir.Node]:
-    """Name of a value whose type the graph states -> the node that computes it."""
-    return {
-        value.name: node for node in model.graph for value in node.outputs if value.name and value.dtype is not None
-    }
 
 
 def _rewired(ours: ir.Node, theirs: ir.Node, known: Collection[str]) -> tuple[str, str]:
@@ -84,19 +72,6 @@ def _rewired(ours: ir.Node, theirs: ir.Node, known: Collection[str]) -> tuple[st
 def _described(value: ir.Value) -> str:
     producer = value.producer()
     return f"{value.name} ({module_of(producer)})" if producer is not None else str(value.name)
-
-
-@contextlib.contextmanager
-def _opened(model: ir.Model, root: Path, names: Sequence[str]) -> Iterator[OrtRunner]:
-    """A graph with these values as its outputs, on ONNX Runtime's CPU kernels as they stand, nothing fused."""
-    by_name = {value.name: value for node in model.graph for value in node.outputs}
-    model.graph.outputs[:] = [by_name[name] for name in names]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "values.onnx"
-        path.write_bytes(ir.to_proto(model).SerializeToString())
-        session = session_from_onnx(path, root / "graphs", [CPU], 1, {}, optimized=False)
-        with OrtRunner(session, "values of a graph", 1) as runner:
-            yield runner
 
 
 def _largest(found: np.ndarray, expected: np.ndarray) -> float | None:

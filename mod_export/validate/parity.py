@@ -25,19 +25,23 @@ from mod_export.engines.protocol import Runner
 from mod_export.results.parity import ErrorNumbers, ParityRow
 from mod_export.runtime.generate.logits import negative_log_likelihood
 from mod_export.sources.protocol import SampledInputs
-from mod_export.types import PRIMARY, Setting, Site, routed_output
-from mod_export.validate.checks import ROUNDOFF, TEXT, Comparison, TextNumbers
+from mod_export.types import PRIMARY, DType, Setting, Site, routed_output
+from mod_export.validate.checks import ROUNDOFF, TEXT, Comparison, LeftOut, TextNumbers, coarser_than_float32
 from mod_export.validate.compare import (
     EMPTY,
     SiteRouting,
+    Slack,
     divergences,
     error_between,
     farthest_from,
     next_token_shortfalls,
     rounded_once,
     routing_of_site,
+    rows_of,
 )
+from mod_export.validate.determined import Movement, movement
 from mod_export.validate.inputs import Batch, affordable_tokens, one_of_each_kind
+from mod_export.validate.padding import Padding, declared_padding
 from mod_export.validate.parity_row import fails_anyway, judge
 from mod_export.validate.reference import Reference, Traced
 
@@ -75,34 +79,33 @@ def judge_runners(
     artifact: str | None = None,
 ) -> ParityRow:
     """`judge_runner` for a candidate that is run in several ways, each on inputs of its own."""
+    slack = slack_of(gate, setting.dtype)
     for rounding in ROUNDING:
-        compared = [one for runner, some in parts for one in compare_runner(runner, reference, some, rounding)]
+        compared = [one for runner, some in parts for one in compare_runner(runner, reference, some, slack, rounding)]
         row = judge(compared, gate, setting, artifact)
         if row.passed or fails_anyway(compared, gate, setting):
             break
     return row
 
 
-def undefined_in(reference: Reference, batches: Sequence[Batch]) -> str | None:
-    """Why nothing can be compared with the reference: on some inputs it returns NaN itself. None where it does not."""
-    kinds: list[str] = []
-    for batch in batches:
-        tokens_BS, outputs = _compared_tokens(reference, batch), reference.free(batch).outputs
-        if any(np.isnan(_rows(array, tokens_BS)).any() for array in outputs):
-            kinds.append(batch.kind)
-    if not kinds:
-        return None
-    return (
-        f"the model itself returns NaN, in {reference.name}, on {len(kinds)} of {len(batches)} inputs "
-        f"({', '.join(dict.fromkeys(kinds))}), so there is nothing to compare with: its values overflow there, or "
-        "these inputs are not what it was made for"
+def undefined_in(reference: Reference, batches: Sequence[Batch]) -> list[Batch]:
+    """The inputs on which the reference returns NaN itself, where it is compared."""
+    return [batch for batch in batches if _is_undefined(reference, batch)]
+
+
+def _is_undefined(reference: Reference, batch: Batch) -> bool:
+    padding = padding_of(reference, batch)
+    return any(
+        np.isnan(_rows(array, _compared_tokens(reference, batch, array, padding))).any()
+        for array in reference.free(batch).outputs
     )
 
 
 def compare_runner(
-    runner: Runner, reference: Reference, batches: Sequence[Batch], rounding: Rounding = "all"
+    runner: Runner, reference: Reference, batches: Sequence[Batch], slack: Slack, rounding: Rounding = "all"
 ) -> list[Comparison]:
-    """Runs the candidate and the reference on every batch.
+    """Runs the candidate and the reference on every batch. Where the model makes discrete choices that are no routing
+    sites, rows that it does not determine within `slack` are left out, and rounding is measured on all inputs at once.
 
     Raises:
         EngineError: the candidate cannot be run on these inputs.
@@ -113,8 +116,14 @@ def compare_runner(
     return [
         found
         for batch in batches
-        for found in _compare(runner, reference, batch, rounding if batch in measured else None)
+        for found in _compare(runner, reference, batch, slack, rounding if batch in measured else None)
     ]
+
+
+def slack_of(gate: ParityGate, dtype: DType) -> Slack:
+    """What an engine of this dtype may be off by."""
+    units = gate.rounding_error * coarser_than_float32(dtype)
+    return Slack(units=units, near_tie=gate.near_tie, max_abs=gate.max_abs, narrow=dtype != "float32")
 
 
 def _affordable(batches: Sequence[Batch], reference: Reference) -> list[Batch]:
@@ -124,8 +133,11 @@ def _affordable(batches: Sequence[Batch], reference: Reference) -> list[Batch]:
     return [batch for n, batch in enumerate(batches) if n == 0 or tokens[n] <= most]
 
 
-def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Rounding | None) -> list[Comparison]:
+def _compare(
+    runner: Runner, reference: Reference, batch: Batch, slack: Slack, rounding: Rounding | None
+) -> list[Comparison]:
     """One comparison for each of the model's own outputs; the first has what was found out about routing."""
+    rounding = "shaken" if reference.choices(batch.bucket) else rounding
     outputs = runner.run(batch.read_by(runner.inputs))
     free = reference.free(batch)
     candidate, unusable = _candidate_routing(outputs, free)
@@ -138,14 +150,22 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Round
     chosen = free.routed if same else {**free.routed, **routing}
     exact = reference.exact(batch, chosen) if rounding else None
     runs = [given, *(reference.shaken(batch, chosen) if rounding == "shaken" else [])]
-    sites = {site: _judged(site, index_BK, given, exact, runs) for site, index_BK in candidate.items()} | unusable
+    padding = padding_of(reference, batch)
+    tokens = [_compared_tokens(reference, batch, array, padding) for array in given.outputs]
+    moved = movement(reference, batch, chosen, slack, lambda n, array: _rows(array, tokens[n]))
+    sites = {site: _judged(site, index_BK, given, exact, runs, moved, slack) for site, index_BK in candidate.items()}
+    sites |= unusable
     found = []
     for n, name in enumerate(reference.output_names):
-        tokens_BS = _compared_tokens(reference, batch)
-        expected_NV = _rows(given.outputs[n], tokens_BS)
-        values_NV, problem = _values_of(outputs, reference, name, given.outputs[n], tokens_BS)
+        rounded = _rounding(exact, runs, n, tokens[n])
+        keep_N = _determined(n, moved, rounded, slack)
+        expected_NV = _rows(given.outputs[n], tokens[n])
+        values_NV, problem = _values_of(outputs, reference, name, given.outputs[n], tokens[n])
+        if keep_N is not None:
+            expected_NV, values_NV = expected_NV[keep_N], values_NV[keep_N]
+        undetermined = 0 if keep_N is None else int((~keep_N).sum())
         # Hidden states are made into logits where a model of token ids returns them; others' are hidden states.
-        is_logits = name in LOGITS or reference.outputs == "none"
+        is_logits = (name in LOGITS or reference.outputs == "none") and len(expected_NV) > 0
         found.append(
             Comparison(
                 kind=batch.kind,
@@ -154,23 +174,46 @@ def _compare(runner: Runner, reference: Reference, batch: Batch, rounding: Round
                 error=error_between(values_NV, expected_NV),
                 tokens=len(expected_NV),
                 values=expected_NV.size,
-                rounding=_rounding(exact, runs, n, tokens_BS),
+                rounding=rounded,
                 shortfalls=next_token_shortfalls(values_NV, expected_NV) if is_logits else None,
                 divergences=divergences(values_NV, expected_NV) if is_logits else None,
                 text=_text(values_NV, given.logits_BSV, free.logits_BSV, batch) if batch.kind == TEXT else None,
                 problems=(*problem, *(() if n else _foreign(outputs, free, reference))),
+                left_out=_left_out(undetermined, moved, padding if tokens[n] is not None else None),
+                undetermined=undetermined,
             )
         )
     return found
 
 
+def padding_of(reference: Reference, batch: Batch) -> Padding | None:
+    """What an input declares to be padding, found out once for each batch."""
+    return reference.remembered(f"padding of {batch.digest}", lambda: declared_padding(reference, batch))
+
+
+def _determined(n: int, moved: Movement | None, rounded: ErrorNumbers | None, slack: Slack) -> np.ndarray | None:
+    """Bool (N,): the rows of an output that stay within half of what rounding is allowed, wherever choices fall."""
+    if moved is None:
+        return None
+    allowed = slack.max_abs if rounded is None else slack.units * rounded.max_abs
+    keep_N: np.ndarray = moved.outputs[n] <= allowed / 2
+    return keep_N
+
+
+def _left_out(undetermined: int, moved: Movement | None, padding: Padding | None) -> tuple[LeftOut, ...]:
+    found = []
+    if padding is not None:
+        because = f"{padding.declared_by} declares these positions to be padding"
+        found.append(LeftOut(rows=padding.count, because=because))
+    if undetermined and moved is not None:
+        because = f"rounding decides what {moved.told} gives there, in the reference itself"
+        found.append(LeftOut(rows=undetermined, because=because))
+    return tuple(found)
+
+
 def _rows(values: np.ndarray, tokens_BS: np.ndarray | None) -> np.ndarray:
-    """Values of some tokens of a model of token ids; of another model all of them: rows of the last dimension."""
-    if tokens_BS is not None:
-        given_NV: np.ndarray = values[tokens_BS]
-        return given_NV
-    rows_NV = values.reshape(-1, values.shape[-1] if values.ndim else 1)
-    return rows_NV.astype(np.uint8) if rows_NV.dtype == bool else rows_NV
+    """Rows of an output: those of some tokens, or all."""
+    return rows_of(values if tokens_BS is None else values[tokens_BS])
 
 
 def _rounding(
@@ -189,13 +232,27 @@ def _rounding(
 
 
 def _judged(
-    site: Site, index_BK: np.ndarray, given: Traced, exact: Traced | None, runs: Sequence[Traced]
+    site: Site,
+    index_BK: np.ndarray,
+    given: Traced,
+    exact: Traced | None,
+    runs: Sequence[Traced],
+    moved: Movement | None,
+    slack: Slack,
 ) -> SiteRouting:
-    if exact is None:
-        return routing_of_site(site, index_BK, given.judged[site])
-    exact_BS = exact.judged[site].score_BS
-    rounded_BS = farthest_from(exact_BS, [run.judged[site].score_BS for run in runs])
-    return routing_of_site(site, index_BK, given.judged[site], exact_BS, rounded_BS)
+    exact_BS = None if exact is None else exact.judged[site].score_BS
+    scores = [run.judged[site].score_BS for run in runs]
+    rounded_BS = None if exact_BS is None else farthest_from(exact_BS, scores)
+    found = routing_of_site(site, index_BK, given.judged[site], exact_BS, rounded_BS)
+    if moved is None or not moved.scores[site].any():
+        return found
+    # As `checks.allowance` bounds the distance of two scores, half of it for each.
+    bound = slack.near_tie * found.scale / 2
+    if found.rounding is not None:
+        unit = max(found.rounding, 2 * ROUNDOFF["float32"] * found.scale)
+        bound = min(bound, slack.units * unit)
+    judged_B = moved.scores[site] <= bound
+    return routing_of_site(site, index_BK, given.judged[site], exact_BS, rounded_BS, judged_B)
 
 
 def _text(logits_NV: np.ndarray, expected_BSV: np.ndarray, own_BSV: np.ndarray, batch: Batch) -> TextNumbers | None:
@@ -233,10 +290,15 @@ def _candidate_routing(
     return usable, unusable
 
 
-def _compared_tokens(reference: Reference, batch: Batch) -> np.ndarray | None:
-    """Bool (B, S): the tokens whose logits a candidate gives, padding left out; None of a model of other inputs."""
+def _compared_tokens(
+    reference: Reference, batch: Batch, output: np.ndarray, padding: Padding | None
+) -> np.ndarray | None:
+    """Bool (B, S): the tokens whose logits a candidate gives, padding left out; None of an output of a model of other
+    inputs that has no rows of padding.
+    """
     if isinstance(reference.loaded, SampledInputs):
-        return None
+        has_rows = padding is not None and output.shape[:2] == padding.real_BS.shape
+        return padding.real_BS if padding is not None and has_rows else None
     position_S = np.arange(batch.ids_BS.shape[1])
     if reference.outputs != "last":
         given_BS: np.ndarray = batch.real_BS & (position_S >= batch.judged_from)

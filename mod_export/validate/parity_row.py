@@ -14,6 +14,7 @@ from mod_export.results.parity import (
     Gate,
     InputAgreement,
     LayerAgreement,
+    LeftOutRows,
     OutputParity,
     ParityRow,
     RoutingAgreement,
@@ -40,7 +41,8 @@ def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artif
     outputs = {
         name: [one for one in found if one.output == name] for name in dict.fromkeys(one.output for one in found)
     }
-    allowances = {name: allowance(some, gate, setting.dtype) for name, some in outputs.items()}
+    routed = any(one.sites for one in found)
+    allowances = {name: allowance(some, gate, setting.dtype, routed=routed) for name, some in outputs.items()}
     reasons = [reason for name in outputs for check in CHECKS for reason in check(outputs[name], allowances[name])]
     first, *others = outputs or [""]
     found, allowed = outputs.get(first, []), allowances.get(first) or allowance([], gate, setting.dtype)
@@ -52,7 +54,7 @@ def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artif
         **setting_fields(setting),
         artifact=artifact,
         reference=REFERENCE,
-        inputs=tuple(sorted({one.kind for one in found})),
+        inputs=tuple(sorted({one.kind for some in outputs.values() for one in some if one.tokens or not one.left_out})),
         tokens=sum(one.tokens for one in found),
         rounding_tokens=sum(one.tokens for one in found if one.rounding is not None),
         routing=_routing(found, allowed),
@@ -74,10 +76,29 @@ def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artif
             )
             for name in others
         ),
+        left_out=tuple(row for name, some in outputs.items() for row in _left_out(name, some)),
         gate=Gate.model_validate(gate.model_dump()),
         passed=not reasons,
         reasons=tuple(dict.fromkeys(reasons)),
     )
+
+
+def _left_out(name: str, found: Sequence[Comparison]) -> list[LeftOutRows]:
+    total = sum(one.tokens + sum(part.rows for part in one.left_out) for one in found)
+    by_cause: dict[str, list[tuple[str, int]]] = {}
+    for one in found:
+        for part in one.left_out:
+            by_cause.setdefault(part.because, []).append((one.kind, part.rows))
+    return [
+        LeftOutRows(
+            output=name,
+            inputs=tuple(dict.fromkeys(kind for kind, _ in some)),
+            rows=sum(rows for _, rows in some),
+            total=total,
+            because=because,
+        )
+        for because, some in by_cause.items()
+    ]
 
 
 def fails_anyway(found: Sequence[Comparison], gate: ParityGate, setting: Setting) -> bool:

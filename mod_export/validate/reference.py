@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
@@ -32,7 +32,8 @@ from mod_export.validate.inputs import Batch, affordable_tokens
 if TYPE_CHECKING:
     import torch
 
-    from mod_export.export.routing_sites import Runnable
+    from mod_export.export.routing_sites import Around, Runnable
+    from mod_export.validate.choices import Choice, Outcomes
 
 Found = TypeVar("Found")
 Precision = Literal["float32", "float64"]
@@ -48,11 +49,14 @@ MOST_MAPPED_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """One run: what the module returns; site -> positions int64 (B, k); site -> what it is judged by."""
+    """One run: what the module returns; site -> positions int64 (B, k); site -> what it is judged by; and what its
+    discrete choices that are no sites gave (`choices.py`).
+    """
 
     outputs: tuple[np.ndarray, ...]
     routed: Mapping[Site, np.ndarray]
     judged: Mapping[Site, Judged]
+    outcomes: Outcomes = field(default_factory=dict)
 
     @property
     def logits_BSV(self) -> np.ndarray:
@@ -61,8 +65,9 @@ class Traced:
 
     @property
     def nbytes(self) -> int:
-        """Of the outputs."""
-        return sum(array.nbytes for array in self.outputs)
+        """Of the outputs and outcomes."""
+        chosen = sum(tensor.nbytes for parts in self.outcomes.values() for tensor in parts)
+        return chosen + sum(array.nbytes for array in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,7 @@ class Programs:
         self.number = next(self._numbers)
         """Tells its runs from those of other models."""
         self._programs: dict[tuple[Bucket, Precision], Runnable] = {}
+        self._choices: dict[Bucket, Sequence[Choice]] = {}
 
     @cached_property
     def module(self) -> torch.nn.Module:
@@ -130,6 +136,14 @@ class Programs:
             found = self._captured(bucket) if precision == "float32" else _widened(self.program(bucket))
             self._programs[bucket, precision] = found
         return self._programs[bucket, precision]
+
+    def choices(self, bucket: Bucket) -> Sequence[Choice]:
+        """Discrete choices of the program of a shape that are no routing sites."""
+        from mod_export.validate.choices import choices_of
+
+        if bucket not in self._choices:
+            self._choices[bucket] = choices_of(self.program(bucket))
+        return self._choices[bucket]
 
     def _captured(self, bucket: Bucket) -> torch.export.ExportedProgram:
         from mod_export.export.capture import exported
@@ -188,12 +202,28 @@ def check_program(
             expected = module(*inputs)
         found = run_sites(program, state_of(module), inputs, SiteRun(bucket.seq))
         for n, (one, other) in enumerate(zip(found, expected, strict=True)):
-            if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            if not _same_bits(one, other):
                 raise CaptureError(
-                    f"the captured program is not the eager model: at {bucket.name} its output {n} differs by up to "
-                    f"{float((one - other).abs().max()):.3g}, expected the same bits, so parity with it would say "
+                    f"the captured program is not the eager model: at {bucket.name} its output {n} "
+                    f"{_difference(one, other)}, expected the same bits, so parity with it would say "
                     "nothing about the model; please report this model"
                 )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of tensors of any rank; two that are NaN alike are the same."""
+    import torch
+
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    # Without dimensions a tensor cannot be seen as bytes.
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> str:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"is {one.dtype} {list(one.shape)} in place of {other.dtype} {list(other.shape)}"
+    return f"differs by up to {float((one.double() - other.double()).abs().max()):.3g}"
 
 
 class Reference:
@@ -271,20 +301,53 @@ class Reference:
         """In float32, with the given positions at the sites that `routing` names, whatever their scores."""
         return self._run(batch, routing, "float32")
 
-    def exact(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Traced | None:
-        """The same in float64; None where this machine's memory has no room for that."""
-        return self._run(batch, routing, "float64") if self._programs.has_room else None
+    def exact(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around | None = None) -> Traced | None:
+        """The same in float64, with the outcomes of other discrete choices as in float32; None where this machine's
+        memory has no room for that. `around` stands around the operations in place of what holds these outcomes.
+        """
+        if not self._programs.has_room:
+            return None
+        return (
+            self._run(batch, routing, "float64")
+            if around is None
+            else self._observed(batch, routing, around, "float64")
+        )
 
-    def shaken(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> list[Traced]:
-        """The same in float32 with every weight moved to one of its two neighbouring numbers, drawn at random: SHAKEN
-        runs, each with another rounding error. Empty where this machine's memory does not hold the weights so often.
+    def shaken(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around | None = None) -> list[Traced]:
+        """In float32, again with the outcomes of the float32 run, and with every weight moved to one of its two
+        neighbouring numbers, drawn at random: SHAKEN runs, each with another rounding error. Empty where this machine's
+        memory does not hold the weights so often.
 
         A single run can be exact by luck where a model is ill-conditioned (Monte Carlo arithmetic; Parker, Pierce and
         Eggert, Computing in Science and Engineering 2(4), 2000).
         """
         if self._moved is None:
             self._moved = self._move()
-        return [self._trace(state, batch, routing, "float32") for state in self._moved]
+        around = around or self._holder(batch, routing)
+        return [self._trace(state, batch, routing, "float32", around) for state in self._moved]
+
+    def program(self, bucket: Bucket) -> Runnable:
+        """The captured program of a shape."""
+        return self._programs.program(bucket)
+
+    def choices(self, bucket: Bucket) -> Sequence[Choice]:
+        """Discrete choices at a shape that are no routing sites."""
+        return self._programs.choices(bucket)
+
+    def observed(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around) -> Traced:
+        """In float32, with something that stands around every operation; nothing of it is kept."""
+        return self._observed(batch, routing, around, "float32")
+
+    def _observed(
+        self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around, precision: Precision
+    ) -> Traced:
+        return self._trace(self._state, batch, routing, precision, around)
+
+    def _holder(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Around | None:
+        from mod_export.validate.choices import Holder
+
+        choices = self.choices(batch.bucket)
+        return Holder(choices, self.forced(batch, routing).outcomes) if choices else None
 
     def _move(self) -> list[dict[str, torch.Tensor]]:
         import torch
@@ -317,7 +380,8 @@ class Reference:
         key = f"{self._programs.number} {_digest(batch, routing, precision)}"
         traced = self._kept.get(key)
         if traced is None:
-            traced = self._trace(self._state, batch, routing, precision)
+            around = self._holder(batch, routing) if precision == "float64" else None
+            traced = self._trace(self._state, batch, routing, precision, around)
             self._kept.keep(key, traced)
         return traced
 
@@ -327,11 +391,15 @@ class Reference:
         batch: Batch,
         routing: Mapping[Site, np.ndarray],
         precision: Precision,
+        around: Around | None,
     ) -> Traced:
         import torch
 
         from mod_export.export.routing_sites import SiteRun, run_sites
+        from mod_export.validate.choices import Recorder
 
+        choices = self.choices(batch.bucket)
+        around = around or (Recorder(choices) if choices else None)
         run = SiteRun(batch.bucket.seq, {site: torch.from_numpy(index_BK) for site, index_BK in routing.items()})
         inputs = tensors_of(batch.feeds)
         if precision == "float64":
@@ -340,7 +408,7 @@ class Reference:
         try:
             # Of what an operation makes without naming a dtype, such as zeros to scatter into, or a mask of numbers.
             torch.set_default_dtype(torch.float64 if precision == "float64" else torch.float32)
-            outputs = run_sites(program, state, inputs, run, widen=precision == "float64")
+            outputs = run_sites(program, state, inputs, run, widen=precision == "float64", around=around)
         finally:
             torch.set_default_dtype(default)
         found = run.selections.items()
@@ -348,13 +416,12 @@ class Reference:
             tuple(tensor.numpy() for tensor in outputs),
             {site: one.index_BK.numpy() for site, one in found},
             {site: Judged(one.rule, one.score_BS.numpy(), one.open_BS.numpy()) for site, one in found},
+            around.outcomes if isinstance(around, Recorder) else {},
         )
 
 
 def _digest(batch: Batch, routing: Mapping[Site, np.ndarray], dtype: str) -> str:
-    digest = hashlib.sha256(f"{dtype} {batch.bucket}".encode())
-    for array in batch.feeds.values():
-        digest.update(np.ascontiguousarray(array).data)
+    digest = hashlib.sha256(f"{dtype} {batch.digest}".encode())
     for site, index_BK in sorted(routing.items(), key=lambda item: str(item[0])):
         digest.update(f"{site} {index_BK.shape}".encode())
         digest.update(index_BK.tobytes())

@@ -8,7 +8,7 @@ tensor when the folder was built, and each graph's references against the place 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from mod_export.export.dialect import check_dialect
 from mod_export.export.nodes import graph_from_bytes, graph_from_file, is_standard, label_of, module_of, static_shape
 from mod_export.export.passes import PORTABLE
 from mod_export.export.passes.cast_floats import NARROW
-from mod_export.export.weights import ONNX_TYPES, WeightsFile, digests_of_file, is_of_quantized
+from mod_export.export.weights import ONNX_TYPES, WeightsFile, digests_of_file, is_in_graph, is_of_quantized
 from mod_export.results.structure import StructureRow
 from mod_export.sources.program_files import changed_files
 from mod_export.types import Dialect, Graph, ModelKind, routed_output
@@ -119,7 +119,7 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
     for name, value in model.graph.initializers.items():
         shape, tensor = static_shape(value), value.const_value
         if not isinstance(tensor, ir.ExternalTensor):
-            if name in tensors:
+            if name in tensors and not _has_value_of(value, files.values(), root):
                 yield f"{name}: a value of its own in the graph instead of the shared weights"
             continue
         file = files.get(str(tensor.location))
@@ -136,6 +136,22 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
             yield f"{name}: refers to {other} in {tensor.location}"
         elif (ONNX_TYPES.get(stored), stored_shape) != (value.dtype and value.dtype.name, shape):
             yield f"{name}: is {value.dtype} {shape} in the graph and {stored} {stored_shape} in {tensor.location}"
+
+
+def _has_value_of(value: ir.Value, files: Iterable[WeightsFile], root: Path) -> bool:
+    """Whether it is one of the small constants that stand in the graph, and has the value that a file holds."""
+    shape = static_shape(value)
+    if value.const_value is None or value.dtype is None or shape is None or not is_in_graph(value.dtype, shape):
+        return False
+    held = [(file.name, *file.entries[str(value.name)]) for file in files if str(value.name) in file.entries]
+    return any(
+        stored_shape == shape
+        and ir.ExternalTensor(
+            name, offset, length, value.dtype, shape=ir.Shape(shape), name=str(value.name), base_dir=root / "graphs"
+        ).tobytes()
+        == value.const_value.tobytes()
+        for name, _, stored_shape, offset, length in held
+    )
 
 
 def _precision(model: ir.Model, graph: Graph) -> Iterator[str]:

@@ -13,6 +13,7 @@ from mod_export.results.report import Stage
 
 BUILT = Stage(name="onnx", status="built", seconds=21.04, peak_rss_bytes=448 * 2**20)
 REUSED = Stage(name="passes", status="reused", seconds=0.0, peak_rss_bytes=None)
+LOST = Stage(name="engines", status="built", seconds=1.0, peak_rss_bytes=None, failed=3)
 
 
 def shown(verbosity: int, *, terminal: bool = False) -> str:
@@ -25,10 +26,16 @@ def shown(verbosity: int, *, terminal: bool = False) -> str:
         progress.stage_finished(BUILT)
         progress.stage_started("passes")
         progress.stage_finished(REUSED)
+        progress.stage_started("engines")
+        progress.stage_finished(LOST)
     return file.getvalue()
 
 
-LINES = ["* onnx     built      21.0 s    448 MiB  2 steps", "* passes   reused      0.0 s"]
+LINES = [
+    "* onnx     built      21.0 s    448 MiB  2 steps",
+    "* passes   reused      0.0 s",
+    "* engines  built       1.0 s             3 failed",
+]
 STEPS = ["    graph/mod-b1s64", "    graph/[dense]"]
 
 
@@ -41,7 +48,7 @@ def test_a_terminal_has_a_live_line_that_goes_away() -> None:
     assert shown(-1, terminal=True) == ""
     text = shown(0, terminal=True)
     assert "onnx" in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # The cursor is hidden, and comes back.
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 3  # The cursor is hidden, and comes back.
     assert "* onnx     built      21.0 s    448 MiB  2 steps\n" in text
 
 

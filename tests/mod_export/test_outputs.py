@@ -116,6 +116,7 @@ def test_blocks_of_queries_are_built_judged_and_exported_afresh(
     # The prediction counts what the engines compute.
     (row,) = report.speedup
     dense, mod = ({cost.model: cost.flops for cost in report.cost}[kind] for kind in ("dense", "mod"))
+    assert row.predicted_flops is not None
     assert row.predicted_flops < dense / mod
 
 

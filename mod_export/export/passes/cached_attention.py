@@ -12,7 +12,6 @@ Shape legend: B rows of text, H query heads, G key/value heads, M = H / G, L slo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -260,7 +259,7 @@ def _rewrite(graph: ir.Graph, one: _Attention, slot_B: ir.Value, owners: dict[ir
     writer = NodeWriter(one.graph, one.result, "cached")
     flat = [_flat(writer, value, E) for value in (one.query, one.key, one.value)]
     attributes: dict[str, int | float] = {"num_heads": H, "kv_num_heads": G}
-    if not math.isclose(one.scale, E**-0.5, rel_tol=1e-6):
+    if np.float32(one.scale) != np.float32(E**-0.5):
         attributes["scale"] = one.scale
     y, *present = writer.many(
         "GroupQueryAttention",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,14 @@ import onnx_ir as ir
 import pytest
 import small_graphs
 import tiny_models
+import torch
 from small_graphs import portable_graph
+from torch.utils.flop_counter import FlopCounterMode
 from variants import VARIANTS
 
-from mod_export.benchmark.cost import NO_RULE, Work, cost_row, flops_of, work_of_graph
+from mod_export.benchmark.cost import Work, attention_sizes, cost_row, flops_of, work_of_graph
 from mod_export.benchmark.model_parts import PARTS, parts_of_nodes
+from mod_export.benchmark.products import NO_RULE, OPERANDS
 from mod_export.errors import GraphError
 from mod_export.results.cost import CostRow
 from mod_export.types import Bucket
@@ -198,22 +202,114 @@ def test_what_is_stored_and_computed_is_counted_once(tmp_path: Path) -> None:
     assert cost_row(model, "mod", Bucket(1, 4)).activation_bytes == 6 * 8
 
 
+LOOP = """y = Loop(n, , h) <body = b (int64 i, bool c, float[5,3] s) => (bool k, float[5,3] t)
+    { k = Identity(c) t = Add(s, outer) }>"""
+PLAIN = 2 * 5 * 7 * 3
+"""FLOPs of the product that stands beside what is not counted."""
+
+
 @pytest.mark.parametrize(
     ("body", "name"),
     [
-        ('y = Einsum<equation="ij,jk->ik">(x, w)', "Einsum"),
-        ("y = vendor.FusedMatMul(x, w)", "vendor.FusedMatMul"),
+        ("y = vendor.FusedMatMul(h, v)", "vendor.FusedMatMul"),
+        (f"n = Constant<value_ints=[4]>() outer = Relu(h) {LOOP}", "Loop"),
+        ("s = SplitToSequence<axis=0>(h) y = ConcatFromSequence<axis=0>(s)", "SplitToSequence"),
     ],
 )
-def test_a_product_without_a_rule_is_refused(body: str, name: str) -> None:
-    model = parsed(f"g (float[5,7] x) => (float[5,3] y) {{ {body} }}", w=(7, 3))
-    message = rf"mod b1s4: node .*: FLOPs of {name} cannot be counted; only MatMul"
-    with pytest.raises(GraphError, match=message):
-        cost_row(model, "mod", Bucket(1, 4))
-    with pytest.raises(GraphError, match=message):
-        work_of_graph(model, "mod b1s4", whole_scores=False)
-    # What is refused by name exists.
-    assert {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == ""} >= NO_RULE
+def test_what_has_no_rule_is_named_and_counts_nothing(body: str, name: str) -> None:
+    model = parsed(f"g (float[5,7] x) => (float[5,3] y) {{ h = MatMul(x, w) {body} }}", w=(7, 3), v=(3, 3))
+    row = cost_row(model, "mod", Bucket(1, 4))
+    assert row.flops == PLAIN
+    assert row.not_counted[name] == 1
+    assert row.not_counted.keys() <= {name, "ConcatFromSequence"}  # One makes a sequence, the other reads it.
+    found = work_of_graph(model, "mod b1s4", whole_scores=False)
+    assert {(one.flops, one.bytes) for one in found if not one.counted} == {(0, 0)}
+    assert sum(len(one.nodes) for one in found if not one.counted) == sum(row.not_counted.values())
+    assert sum(one.flops for one in found) == PLAIN
+    assert flops_of(found) is None
+
+
+def test_the_operators_that_are_named_in_the_rules_exist() -> None:
+    standard = {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == ""}
+    assert standard >= NO_RULE
+    assert {name for domain, name in OPERANDS if not domain} <= standard
+
+
+def counted_by_torch(run: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("ij,jk->ik", [(5, 7), (7, 3)]),
+        ("ij , jk", [(5, 7), (7, 3)]),
+        ("bhqd,bhkd->bhqk", [(2, 3, 5, 8), (2, 3, 7, 8)]),
+        ("...ij,...jk->...ik", [(4, 1, 5, 7), (3, 7, 2)]),
+        ("btd,dhe->bthe", [(2, 5, 8), (8, 3, 4)]),
+        ("ij,jk->k", [(5, 7), (7, 3)]),
+        ("ij,jk,kl->il", [(5, 7), (7, 3), (3, 4)]),
+        ("bij,bij->b", [(2, 5, 7), (2, 5, 7)]),
+    ],
+)
+def test_einsum_counts_what_torch_counts(equation: str, shapes: list[tuple[int, ...]]) -> None:
+    arrays = [torch.ones(shape) for shape in shapes]
+    result = list(torch.einsum(equation, *arrays).shape)
+    names = [f"x{index}" for index in range(len(shapes))]
+    inputs = ", ".join(f"float{list(shape)} {name}" for name, shape in zip(names, shapes, strict=True))
+    text = f'g ({inputs}) => (float{result} y) {{ y = Einsum<equation="{equation}">({", ".join(names)}) }}'
+    row = cost(text)
+    assert row.not_counted == {}
+    assert nonzero(row) == {"attention": counted_by_torch(lambda: torch.einsum(equation, *arrays))}
+
+
+@pytest.mark.parametrize(("equation", "shapes"), [("ij->ji", [(5, 7)]), ("ii->i", [(5, 5)]), ("i,j->ij", [(5,), (7,)])])
+def test_an_einsum_that_sums_nothing_of_two_is_no_product(equation: str, shapes: list[tuple[int, ...]]) -> None:
+    inputs = ", ".join(f"float{list(shape)} x{index}" for index, shape in enumerate(shapes))
+    names = ", ".join(f"x{index}" for index in range(len(shapes)))
+    shape = list(np.einsum(equation, *map(np.ones, shapes)).shape)
+    row = cost(f'g ({inputs}) => (float{shape} y) {{ y = Einsum<equation="{equation}">({names}) }}')
+    assert (row.flops, row.not_counted) == (0, {})
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_count_what_torch_counts(transposed: bool, groups: int) -> None:
+    make = torch.nn.ConvTranspose1d if transposed else torch.nn.Conv1d
+    layer = make(4, 6, kernel_size=3, stride=2, groups=groups, bias=False)
+    x = torch.ones(2, 4, 9)
+    name, shape = type(layer).__name__.removesuffix("1d"), list(layer(x).shape)
+    body = f"y = {name}<strides=[2], group={groups}>(x, w)"
+    row = cost(f"g (float[2,4,9] x) => (float{shape} y) {{ {body} }}", w=tuple(layer.weight.shape))
+    assert row.flops == counted_by_torch(lambda: layer(x))
+
+
+@pytest.mark.parametrize(("kind", "gates"), [("RNN", 1), ("GRU", 3), ("LSTM", 4)])
+def test_recurrent_layers_count_both_products_of_every_step(kind: str, gates: int) -> None:
+    S, B, E, H = 5, 2, 7, 3
+    text = f"""g (float[{S},{B},{E}] x) => (float[{S},2,{B},{H}] y)
+    {{ y = {kind}<hidden_size={H}, direction="bidirectional">(x, w, r) }}"""
+    model = parsed(text, w=(2, gates * H, E), r=(2, gates * H, H))
+    for name in "wr":
+        model.graph.initializers[name].name = f"layers.0.mlp.{name}"
+    layer = getattr(torch.nn, kind)(E, H, bidirectional=True, bias=False)
+    in_both_directions = sum(weight.numel() for weight in layer.parameters())
+    assert nonzero(cost_row(model, "mod", Bucket(1, 4))) == {"mlp": 2 * S * B * in_both_directions}
+
+
+@pytest.mark.parametrize(
+    ("body", "flops"),
+    [
+        ("y = ConvInteger(x, w)", 2 * (2 * 6 * 7) * (4 * 3)),
+        ("y = QLinearConv(x, s, z, w, s, z, s, z)", 2 * (2 * 6 * 7) * (4 * 3)),
+    ],
+)
+def test_products_of_whole_numbers_count_as_others_do(body: str, flops: int) -> None:
+    result = "int32" if "ConvInteger" in body else "uint8"
+    model = parsed(f"g (uint8[2,4,9] x, uint8[6,4,3] w, float s, uint8 z) => ({result}[2,6,7] y) {{ {body} }}")
+    assert cost_row(model, "mod", Bucket(1, 4)).flops == flops
 
 
 def test_a_weight_is_found_behind_anything_that_is_folded() -> None:
@@ -223,19 +319,25 @@ def test_a_weight_is_found_behind_anything_that_is_folded() -> None:
     assert nonzero(cost_row(model, "mod", Bucket(1, 4))) == {"mlp": 2 * 2 * 8 * 3}
 
 
-def test_an_unknown_shape_or_dtype_is_refused_by_name() -> None:
+def test_what_has_no_known_shape_or_dtype_is_not_counted() -> None:
     text = "g (float[5,7] x) => (float[5,7] y) { h = Relu(x) y = Relu(h) }"
     shapeless, untyped = parsed(text), parsed(text)
     next(iter(shapeless.graph)).outputs[0].shape = None
     next(iter(untyped.graph)).outputs[0].type = None
     symbolic = parsed("g (float[n,7] x) => (float[n,3] y) { y = MatMul(x, w) }", w=(7, 3))
-    for model, message in (
-        (symbolic, r"mod b1s4: the shape of value x must be known and static .* got \[n,7\]"),
-        (shapeless, r"the shape of value h must be known and static .* got none; export with fixed"),
-        (untyped, "mod b1s4: the dtype of value h must be known to count its bytes"),
-    ):
-        with pytest.raises(GraphError, match=message):
-            cost_row(model, "mod", Bucket(1, 4))
+    for model, missing in ((symbolic, {"MatMul": 1}), (shapeless, {"Relu": 1}), (untyped, {"Relu": 1})):
+        assert cost_row(model, "mod", Bucket(1, 4)).not_counted == missing
+    assert flops_of(work_of_graph(symbolic, "test", whole_scores=False)) is None
+
+
+@pytest.mark.parametrize("found", [r"\[2,4,n,8\]", "none"])
+def test_attention_of_unknown_size_is_refused_by_name(found: str) -> None:
+    model = parsed("g (float[2,4,5,8] q, float[2,4,n,8] k) => (float[2,4,5,8] y) { y = Attention(q, k, k) }")
+    (node,) = model.graph
+    if found == "none":
+        model.graph.inputs[1].shape = None
+    with pytest.raises(GraphError, match=rf"^mod b1s4: the shape and dtype of value k must be known .* got {found};"):
+        attention_sizes(node, "mod b1s4")
 
 
 def work(text: str, *, whole_scores: bool = False) -> list[tuple[int, int]]:

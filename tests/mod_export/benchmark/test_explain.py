@@ -116,3 +116,13 @@ def test_a_part_that_only_routing_has() -> None:
     # The others took what their FLOPs say, which explains nothing.
     del mod["routing"]
     assert said(DENSE, MOD, dense_parts=dense, mod_parts=mod) == said(DENSE, MOD)
+
+
+def test_nothing_is_predicted_from_flops_that_were_not_all_counted() -> None:
+    dense, mod = cost("dense", mlp=400), cost("mod", mlp=200)
+    lacking = mod.model_copy(update={"not_counted": {"Loop": 2}})
+    nothing = "FLOPs predict nothing: not all were counted (Loop (2))"
+    assert said(dense, lacking) == said(dense.model_copy(update={"not_counted": {"Loop": 2}}), mod) == nothing
+    skipped = f"{nothing}; no token skips a block, and skipping is what saves time"
+    assert said(dense, lacking, k_by_layer={}) == skipped
+    assert said(dense, cost("mod")) == "FLOPs predict nothing: the model has no product of matrices"

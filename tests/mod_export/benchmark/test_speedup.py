@@ -129,3 +129,20 @@ def test_what_a_row_needs() -> None:
     assert rows_of([latency("dense", [1.0] * 8), latency("mod", [1.0] * 8, target="inductor")]) == ()
     with pytest.raises(GraphError, match="mod b1s64: the FLOPs of this graph were not counted, so its latency has"):
         rows_of(pair(1.0, Bucket(1, 64)))
+
+
+def test_nothing_is_predicted_from_what_was_not_all_counted() -> None:
+    lacking = [row.model_copy(update={"not_counted": {"Loop": 1}}) for row in COSTS]
+    options = LatencyOptions(min_speedup=1.0, bootstrap=200)
+
+    def found(**known: Any) -> SpeedupRow:
+        return speedup_rows(pair(2.0), lacking, [SMALL, LARGE], options, seed=0, **known)[0]
+
+    row = found()
+    assert (row.predicted_flops, row.efficiency, row.verdict) == (None, None, "faster")
+    mod = row.setting
+    # The graphs that are run can be counted where the portable ones cannot, and the other way round.
+    assert found(flops={mod.of("dense"): 300, mod: 100}).efficiency == pytest.approx(2 / 3)
+    assert rows_of(pair(2.0), flops={mod.of("dense"): None, mod: None})[0].predicted_flops == 2.0
+    parts = [part_row(model="dense", predicted_ms=9.0), part_row(predicted_ms=2.0, not_counted=1)]
+    assert found(parts=parts).predicted_roofline is None

@@ -9,6 +9,7 @@ import pytest
 from sample_rows import causality_row, parity_row, speedup_row
 
 from mod_export.benchmark.verdict import judge
+from mod_export.results.failures import FailedRow
 from mod_export.results.latency import Control, SpeedupRow
 from mod_export.results.parity import ParityRow
 from mod_export.results.report import Verdict
@@ -131,3 +132,48 @@ def test_what_was_not_asked_for_is_not_missed() -> None:
     inconclusive = speedup(1.01, None, None, verdict="inconclusive", reason="noise")
     for rows in ([], [inconclusive]):
         assert verdict(rows=rows, min_speedup=0).status == "pass"
+
+
+def lost(**fields: Any) -> FailedRow:
+    made: dict[str, Any] = dict.fromkeys(("target", "dtype", "model", "role", "bucket"))
+    return FailedRow(**made | {"stage": "engines", "reason": "no memory"} | fields)
+
+
+def test_what_failed_is_a_reason_and_what_is_long_missing_is_none() -> None:
+    dense = lost(target="ort-cpu", model="dense", bucket="b1s512", dtype="float32", role="forward")
+    rest = [row for row in PARITY if (row.model, row.bucket) != ("dense", "b1s512")]
+    given: dict[str, Any] = {"parity": rest, "speedup": None, "min_speedup": 0.0}
+    unjudged = "ort-cpu b1s512 float32: parity of the dense engine was not checked"
+    assert judge(SETTINGS, [SMALL, LARGE], **given).reasons == (unjudged,)
+    said = "ort-cpu b1s512 float32 dense: could not be built (stage engines): no memory"
+    assert judge(SETTINGS, [SMALL, LARGE], **given, failed=[dense]).reasons == (said,)
+    assert judge(SETTINGS, [SMALL, LARGE], **given, missing=[dense]).status == "pass"
+    # An engine that was built and could not be timed has to be judged all the same.
+    timed = lost(target="ort-cpu", dtype="float32", stage="benchmark")
+    assert judge(SETTINGS, [SMALL, LARGE], **given, failed=[timed]).reasons == (
+        "ort-cpu float32: could not be timed (stage benchmark): no memory", unjudged
+    )  # fmt: skip
+
+
+def test_several_failures_for_one_reason_are_one_reason() -> None:
+    failed = [lost(bucket="b1s128"), lost(dtype="int4", reason="no\n memory"), lost(bucket="b1s512", stage="onnx")]
+    found = judge(SETTINGS, [SMALL, LARGE], parity=PARITY, speedup=[], min_speedup=0.0, failed=failed)
+    assert found.reasons == (
+        "b1s128, int4: could not be built (stage engines): no memory",
+        "b1s512: could not be built (stage onnx): no memory",
+    )
+
+
+def test_where_no_engine_reads_whole_rows_that_is_said() -> None:
+    steps = parity_row(role="decode", bucket="b1s128", passed=False, reasons=("max abs error 0.1",))
+    found = judge([], [SMALL], parity=[steps], speedup=[], min_speedup=1.0, reads_rows=False, failed=[lost()])
+    assert found.reasons[1:] == (
+        "no engine that reads whole rows was built, so none of their gates was evaluated",
+        "ort-cpu decode b1s128 float32 mod: parity: max abs error 0.1",
+    )
+
+
+def test_a_gate_that_was_missed_without_a_prediction() -> None:
+    slow = speedup(0.5, passed=False, predicted_flops=None, efficiency=None)
+    (reason,) = verdict(rows=[slow]).reasons
+    assert reason.endswith(" does not reach the gate of 1.00x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -141,6 +142,29 @@ def test_steps_that_are_no_longer_asked_for_are_forgotten_with_their_files(tmp_p
     assert manifest["steps"].keys() == {"new"}
     assert manifest["files"].keys() == {"shared/b"}
     assert manifest["header"] == 1
+
+
+def test_a_step_that_failed_is_left_out_with_what_it_made_before(tmp_path: Path) -> None:
+    def fail(paths: Sequence[Path]) -> None:
+        paths[0].write_text("half")
+        raise ValueError("no")
+
+    for make in (writing(), fail):
+        with Workspace(tmp_path / "b") as workspace:
+            workspace.step("one", {}, ["one"], writing())
+            with contextlib.suppress(ValueError):
+                workspace.step("two", {"by": make.__name__}, ["two"], make)
+            workspace.step("three", {}, ["three"], writing())
+            workspace.close({})
+        left = {"one", "three"} | ({"two"} if make is not fail else set())
+        assert read_manifest(tmp_path / "b")["files"].keys() == left
+        assert files_of(tmp_path / "b") == {*left, MANIFEST, ".lock"}
+    with Workspace(tmp_path / "b") as workspace:
+        reused = [workspace.step(name, {}, [name], writing()).reused for name in ("one", "three")]
+        workspace.leave_out("three")
+        workspace.close({})
+    assert reused == [True, True]
+    assert files_of(tmp_path / "b") == {"one", MANIFEST, ".lock"}
 
 
 def test_a_finished_build_has_a_header_until_something_in_it_changes(tmp_path: Path) -> None:

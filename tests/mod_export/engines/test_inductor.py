@@ -23,7 +23,7 @@ from mod_export.errors import EngineError, TargetError
 from mod_export.export.weights import state_of, write_weights
 from mod_export.types import Bucket, Engine, Graph, Variant
 from mod_export.validate.inputs import parity_batches
-from mod_export.validate.parity import compare_runner
+from mod_export.validate.parity import compare_runner, slack_of
 from mod_export.validate.parity_row import judge
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
@@ -31,6 +31,7 @@ from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
 CONFIG = config_from_toml(None)
+SLACK = slack_of(CONFIG.parity.float32, "float32")
 BUCKETS = (Bucket(1, 32), Bucket(2, 24))
 WEIGHTS = "graphs/weights-float32.data"
 
@@ -92,7 +93,7 @@ def test_every_bucket_equals_the_eager_model(bucket: Bucket, root: Path, loaded:
     if bucket != BUCKETS[0]:
         compiled(root, loaded, bucket)
     with Inductor().load(root, engine_of(bucket), CONFIG, 1) as runner:
-        found = compare_runner(runner, Reference(loaded), parity_batches(loaded, bucket, [], 0, 1))
+        found = compare_runner(runner, Reference(loaded), parity_batches(loaded, bucket, [], 0, 1), SLACK)
     row = judge(found, CONFIG.parity.float32, engine_of(bucket).setting)
     assert row.passed, row.reasons
     assert row.routing.routed > 0

@@ -26,7 +26,7 @@ from mod_export.errors import EngineError, TargetError
 from mod_export.export.weights import state_of, write_weights
 from mod_export.types import Bucket, Engine, Graph, Variant
 from mod_export.validate.inputs import parity_batches
-from mod_export.validate.parity import compare_runner
+from mod_export.validate.parity import compare_runner, slack_of
 from mod_export.validate.parity_row import judge
 from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
@@ -34,6 +34,7 @@ from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
 CONFIG = config_from_toml(None)
+SLACK = slack_of(CONFIG.parity.bfloat16, "bfloat16")
 BUCKET = Bucket(2, 24)
 ENGINE = Engine(
     target="inductor", model="mod", bucket=BUCKET, dtype="bfloat16", path="engines/e.pt2",
@@ -74,7 +75,7 @@ def feeds(seed: int = 0) -> dict[str, np.ndarray]:
 
 def test_bfloat16_meets_its_gates(root: Path, loaded: LoadedTransformer) -> None:
     with Inductor().load(root, ENGINE, CONFIG, 1) as runner:
-        found = compare_runner(runner, Reference(loaded), parity_batches(loaded, BUCKET, [], 0, 1))
+        found = compare_runner(runner, Reference(loaded), parity_batches(loaded, BUCKET, [], 0, 1), SLACK)
         row = judge(found, CONFIG.parity.bfloat16, ENGINE.setting)
         assert row.passed, row.reasons
         assert row.routing.routed > 0

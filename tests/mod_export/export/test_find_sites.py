@@ -256,23 +256,80 @@ def kept_logits(x: Tensor, score: Tensor) -> Tensor:
     return x + torch.zeros_like(logits).scatter(1, words, values.softmax(-1)).sum(-1)[:, None, None]
 
 
-def with_the_rest(x: Tensor, score: Tensor) -> Tensor:
-    """The tokens that are left are read by the rest of the same sort, and all go back by its inverse."""
-    order, rows = score[..., 0].argsort(1, descending=True), torch.arange(B)[:, None]
-    both = torch.cat([x[rows, order[:, :K]] @ torch.ones(D, D), x[rows, order[:, K:]]], 1)
-    return both[rows, order.argsort(1)]
-
-
 def beams(x: Tensor, score: Tensor) -> Tensor:
     """The best continuations of several beams, whose states are taken along."""
     best = (x[:, :4] @ torch.ones(D, V)).reshape(B, -1).topk(4).indices
     return x + x[:, :4].gather(1, (best // V)[..., None].expand(-1, -1, D)).mean(1, keepdim=True)
 
 
+def copied_for_experts(x: Tensor, score: Tensor) -> Tensor:
+    """Each of the 8 experts has a copy of the tokens, of which it takes three."""
+    index = score.reshape(B * S, 8).t().topk(3).indices
+    made = x.reshape(B * S, D)[index] @ torch.ones(D, D)
+    return x + made.mean((0, 1))
+
+
+def mask_by_identity(x: Tensor, score: Tensor) -> Tensor:
+    """A mask that is made of one-hot rows, over results of all tokens."""
+    mask = torch.eye(S)[score[..., 0].topk(K).indices].sum(1)
+    return x + mask[..., None] * (x @ torch.ones(D, D))
+
+
+def positions_alone(x: Tensor, score: Tensor) -> Tensor:
+    """A table of positions is read, and not the tokens."""
+    index = score[..., 0].topk(K).indices.sort().values
+    return x + torch.arange(S * D).reshape(S, D).to(x.dtype).cos()[index].mean(1, keepdim=True)
+
+
+def best_token(x: Tensor, score: Tensor) -> Tensor:
+    """One token of the selected ones is projected for all others."""
+    index = score[..., 0].topk(K).indices[..., None].expand(-1, -1, D)
+    return x + x.gather(1, index)[:, :1] @ torch.ones(D, D)
+
+
+def sorted_windows(x: Tensor, score: Tensor) -> Tensor:
+    """All tokens run, in windows of an order, and go back."""
+    order = score[..., 0].argsort(1)
+    packed = torch.take_along_dim(x, order[..., None], 1).view(B, 4, K, D) @ torch.ones(D, D)
+    return torch.take_along_dim(packed.view(B, S, D), order.argsort(1)[..., None], 1)
+
+
+def both_parts(x: Tensor, score: Tensor) -> Tensor:
+    """Both parts of an order run, in different ways."""
+    order = score[..., 0].argsort(1)
+    packed = torch.take_along_dim(x, order[..., None], 1)
+    packed = torch.cat([packed[:, :K] @ torch.ones(D, D), packed[:, K:] @ torch.eye(D)], 1)
+    return torch.take_along_dim(packed, order.argsort(1)[..., None], 1)
+
+
+def top_of_features(x: Tensor, score: Tensor) -> Tensor:
+    """The largest features of each token are kept."""
+    values, index = x.topk(3, dim=-1)
+    return torch.zeros_like(x).scatter(-1, index, values) @ torch.ones(D, D)
+
+
+def sampled_from_the_top(x: Tensor, score: Tensor) -> Tensor:
+    """Nucleus sampling: words in order of probability, those behind a share of it hidden, in their old order again."""
+    logits = x[:, -1] @ torch.ones(D, V)
+    ordered, order = logits.sort(descending=True)
+    ordered = ordered.masked_fill(ordered.softmax(-1).cumsum(-1) > 0.9, -1e4)
+    return x + torch.empty_like(logits).scatter(1, order, ordered).softmax(-1).sum(-1)[:, None, None]
+
+
+def pooled_and_masked(x: Tensor, score: Tensor) -> Tensor:
+    """The selected tokens are pooled, and the mean is added where their mask is: all of that runs for all tokens."""
+    index = score[..., 0].topk(K).indices
+    mask = torch.zeros(B, S, dtype=torch.bool).scatter(1, index, True)[..., None]
+    mean = x.gather(1, index[..., None].expand(-1, -1, D)).mean(1, keepdim=True)
+    return torch.where(mask, x + mean, x)
+
+
 NO_SITES = [
     experts_of_tokens, normalised_experts, tokens_of_experts, mask_alone, read_alone, unrelated,
     whole_sort, nothing, changed_in_place, soft_mask, soft_ranks, masked_scatter, chosen_experts, weights_of_experts,
-    experts_with_capacity, experts_that_choose, sampled_words, kept_logits, beams, with_the_rest,
+    experts_with_capacity, experts_that_choose, sampled_words, kept_logits, beams,
+    copied_for_experts, mask_by_identity, positions_alone, best_token, sorted_windows, both_parts, top_of_features,
+    sampled_from_the_top, pooled_and_masked,
 ]  # fmt: skip
 
 

@@ -92,11 +92,12 @@ def test_damaged_folder_is_not_described(built_copy: Path) -> None:
     [
         ("float[N, 4] x", "ReduceSum <keepdims=0> (x)", "FLOPs not counted: the first input is not (batch, sequence)"),
         ("float[3, 4] x", "ReduceSum <keepdims=0> (x)", "0 FLOPs, 0 bytes of weights"),
-        ("float[3, 4] x", 'Einsum <equation="ij->"> (x)', "FLOPs not counted: "),
+        ("float[3, 4] x", 'Einsum <equation="ij->"> (x)', "0 FLOPs, 0 bytes of weights"),
+        ("float[3, 4] x", "vendor.Sum (x)", "0 FLOPs, 0 bytes of weights; not counted: vendor.Sum (1)"),
     ],
 )
 def test_a_graph_of_somebody_else(tmp_path: Path, inputs: str, body: str, said: str) -> None:
-    text = f'<ir_version: 10, opset_import: ["" : 23]> g ({inputs}) => (float y) {{ y = {body} }}'
+    text = f'<ir_version: 10, opset_import: ["" : 23, "vendor" : 1]> g ({inputs}) => (float y) {{ y = {body} }}'
     path = tmp_path / "theirs.onnx"
     onnx.save(onnx.parser.parse_model(text), path)
     assert said in describe(path)

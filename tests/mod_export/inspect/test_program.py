@@ -135,7 +135,7 @@ def test_the_gate_is_how_scores_weigh_results(make: type[nn.Module], gate: str, 
 
 def test_a_program_without_sites_says_how_to_mark_one(tmp_path: Path) -> None:
     saved(Model(Inner), tmp_path / "dense.pt2")
-    assert "no routing site: nothing selects k tokens and gathers them to run" in describe(tmp_path / "dense.pt2")
+    assert "no routing site was found. Mark a selection of another form" in describe(tmp_path / "dense.pt2")
     with pytest.raises(UsageError, match=r"--png: .*dense\.pt2 is a graph; give the checkpoint of a model"):
         describe(tmp_path / "dense.pt2", png=tmp_path / "picture.png")
 

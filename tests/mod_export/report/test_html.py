@@ -17,6 +17,7 @@ from sample_rows import changed, parity_row, precision_row
 
 from mod_export.report import render_html
 from mod_export.report.wording import interval_text
+from mod_export.results.failures import FailedRow
 from mod_export.results.generation import GenerationReport
 from mod_export.results.parity import InputAgreement
 from mod_export.results.report import BuildReport
@@ -273,6 +274,43 @@ def test_what_was_not_measured_is_said(report: BuildReport) -> None:
         assert sentence in text
     assert "#generation" not in render_html(empty)
     assert "Lower precision" not in text
+
+
+def test_what_could_not_be_counted_or_built_is_said(report: BuildReport) -> None:
+    for absent in ("Not counted:", "What failed", "Predictions leave out"):
+        assert absent not in words(render_html(report))
+    (first, *_) = report.speedup
+    row = FailedRow(
+        stage="engines", target=first.target, dtype=first.dtype, model="dense", role="forward", bucket=first.bucket,
+        reason="<no room>",
+    )  # fmt: skip
+    told = render_html(
+        changed(
+            report,
+            failed=(row,),
+            speedup=report.speedup[1:],
+            cost=tuple(changed(one, not_counted={"Loop": 1}) for one in report.cost[:1]),
+            parts=tuple(changed(one, not_counted=2) for one in report.parts),
+        )
+    )
+    text = words(told)
+    cost = report.cost[0]
+    assert f"Not counted: Loop (1) in {cost.model} {cost.bucket}. What a graph computes there is in no number" in text
+    assert re.search(r"Predictions leave out \d+ nodes whose work is not known\.", text)
+    assert "where the roofline predicts" in words(render_html(report))
+    assert "where the roofline predicts" not in text
+    assert f"Not compared: {first.setting}: the dense engine could not be built: <no room>" in text
+    assert f"{row.what} engines <no room>" in text
+    assert_even(told)
+
+
+def test_a_speed_up_without_a_prediction_is_drawn_without_it(report: BuildReport) -> None:
+    speedup = tuple(changed(one, predicted_flops=None, efficiency=None) for one in report.speedup)
+    told = render_html(changed(report, speedup=speedup))
+    assert "predicted by FLOPs" in render_html(report)
+    assert "predicted by FLOPs" not in told
+    assert "predicted by the roofline" in told
+    assert_inside(Page(told))
 
 
 def test_every_score_and_every_choice_can_be_read_without_the_script(report: BuildReport) -> None:

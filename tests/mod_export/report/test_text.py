@@ -114,7 +114,12 @@ def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> No
     told = "routing agreement: no routing site was found, so no selection is judged by itself; if the model selects"
     unrouted = tuple(changed(row, routing=parity_row().routing) for row in report.parity)
     assert told not in render_text(report, "b")
-    assert told in render_text(changed(report, parity=unrouted), "b")
+    assert "given the same routing" in render_text(report, "b")
+    seen = "a top-k of 4 of 16 in [2, 16] scores at model.py:31, whose indices go to aten.foo at model.py:35"
+    text = render_text(changed(report, parity=unrouted, unfollowed=(seen,)), "b", width=400)
+    assert told in text
+    assert f"no routing site: {seen}\n" in text
+    assert "given the same routing" not in text
     dense = tuple(row for row in unrouted if row.model == "dense")
     assert dense
     assert told not in render_text(changed(report, parity=dense), "b")
@@ -126,6 +131,17 @@ def test_a_report_without_results_is_still_a_report(report: BuildReport) -> None
     lines = render_text(changed(report, verdict=verdict, generation=None, **nothing), "b").splitlines()
     assert lines[-2:] == ["  - nothing can run", "FAIL  1 reason, listed above: b"]
     assert len(lines) == 4
+
+
+def test_operators_that_were_not_counted_are_named(report: BuildReport) -> None:
+    assert "not counted" not in render_text(report, "b")
+    cost = tuple(changed(row, not_counted={"ConvTranspose": 1, "Loop": 2}) for row in report.cost)
+    speedup = tuple(changed(row, predicted_flops=None, efficiency=None) for row in report.speedup)
+    text = render_text(changed(report, cost=cost, speedup=speedup), "b")
+    graphs = ", ".join(f"{row.model} {row.bucket}" for row in cost)
+    named = f"FLOPs not counted: ConvTranspose (1), Loop (2) in {graphs}; nothing is predicted from the others"
+    assert named in text.splitlines()
+    assert cells(line(text, "ort-cpu"))[-2:] == ["-", "-"]
 
 
 def test_what_was_only_validated_or_only_timed_has_dashes(report: BuildReport) -> None:

@@ -117,6 +117,71 @@ def branches(x: Tensor) -> Tensor:
     return found
 
 
+TABLE = torch.polar(torch.ones(S, WIDTH), angles()[:S])
+REAL = torch.linspace(0.5, 1.5, S * WIDTH).view(S, WIDTH)
+MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to a device": lambda z: z.to(torch.device("cpu")) * TABLE.to("cpu"),
+    "to a dtype": lambda z: z.to(torch.complex128).to(torch.complex64),
+    "narrow": lambda z: z.narrow(1, 1, 4),
+    "slices with steps": lambda z: z[:, 1::2, ::2],
+    "flip, roll and rotate": lambda z: z.flip(1).roll(2, -1).rot90(1, [1, 2]),
+    "split, chunk and unbind": lambda z: torch.cat([*z.split(3, 1), *z.chunk(2, 1), z.unbind(1)[0][:, None]], 1),
+    "movedim and swapaxes": lambda z: z.movedim(1, 2).swapaxes(1, 2).mT.adjoint(),
+    "tile, repeat and broadcast": lambda z: (
+        z.tile(2, 1, 1).repeat_interleave(2, 1).broadcast_to(3, 2 * B, 2 * S, WIDTH)
+    ),
+    "unfold and diagonal": lambda z: z.unfold(1, 4, 2).diagonal(0, 1, 3),
+    "take along a dimension": lambda z: torch.take_along_dim(z, torch.tensor([[[1], [0], [3]]]), 1),
+    "index with a mask's positions": lambda z: z[:, torch.tensor([0, 2, 5])],
+    "where": lambda z: torch.where(torch.arange(S)[:, None] > 3, z, z.conj()),
+    "where, of a real number": lambda z: torch.where(torch.arange(S)[:, None] > 3, z, 0.0),
+    "masked_fill": lambda z: z.masked_fill(torch.arange(S)[:, None] > 3, 0.5),
+    "pad": lambda z: F.pad(z, (1, 2)),
+    "scatter": lambda z: z.scatter(1, torch.zeros(B, 1, WIDTH, dtype=torch.int64), z[:, -1:]),
+    "written in place": lambda z: torch.zeros_like(z).index_copy_(1, torch.tensor([1, 0]), z[:, :2]),
+    "real numbers added": lambda z: z + REAL - 2.0 + torch.ones_like(z),
+    "complex numbers added": lambda z: z + (1 + 2j),
+    "times real numbers": lambda z: z * REAL / 3.0,
+    "times complex numbers": lambda z: z * TABLE * (2 - 1j) * 1j,
+    "quotient": lambda z: z / (TABLE + 2) / REAL / (1 + 1j),
+    "quotient of a number": lambda z: 1.0 / (z + 4),
+    "reciprocal and powers": lambda z: (z + 4).reciprocal() * z.pow(3) * z.square(),
+    "sums": lambda z: z.sum(1) + z.mean(1) + z.cumsum(1)[:, -1],
+    "matrix product": lambda z: z @ z.mH,
+    "einsum": lambda z: torch.einsum("btw,bsw->bts", z, z),
+    "exp": lambda z: z.exp(),
+    "absolute value": lambda z: z.abs() * z,
+    "angle": lambda z: torch.polar(z.abs(), z.angle()),
+    "real part alone": lambda z: torch.complex(z.real, z.imag) + z.to(torch.float32),
+    "Fourier transform of a complex number": lambda z: torch.fft.fftn(z, dim=(1, 2), norm="ortho"),
+    "Fourier transforms of real numbers": lambda z: torch.fft.fft(torch.fft.fft2(z.real), dim=1).real + z,
+    "half a Fourier transform": lambda z: (
+        torch.fft.rfft(z.real, dim=1, norm="forward") * torch.fft.ifft(z, dim=1)[:, :5]
+    ),
+    "a new tensor": lambda z: torch.full((S, WIDTH), 1 + 2j) * z + torch.zeros(S, WIDTH, dtype=torch.complex64),
+}
+"""What is done with complex numbers (B, S, WIDTH)."""
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manner: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        found = MANNERS[manner](torch.view_as_complex(x)).resolve_conj()
+        return torch.view_as_real(found) if found.is_complex() else found
+
+    module = Calling(function).eval()
+    x = torch.randn(B, S, WIDTH, 2, generator=torch.Generator().manual_seed(0))
+    model = model_from_module(module, x, [Bucket(B, S)], "mine")
+    assert isinstance(model.loaded, ProgramModel)
+    restored = model.loaded.module()
+    with torch.no_grad():
+        (found,) = restored(x)
+    torch.testing.assert_close(found, function(x), rtol=1e-5, atol=1e-5)
+    computed = run(graph_of(captured(restored, (x,), "mine"), restored), {"x": x.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(computed), function(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -125,17 +190,21 @@ def branches(x: Tensor) -> Tensor:
             r"mine at b2s2: returns complex numbers; return torch\.view_as_real",
         ),
         (
-            lambda x: torch.view_as_complex(x).abs(),
-            r"mine at b2s2: aten\.abs\.default of complex numbers, which no engine has, at .*_complex_numbers\.py:\d+\n"
+            lambda x: torch.view_as_real(torch.view_as_complex(x).sqrt()),
+            r"mine at b2s2: aten\.sqrt\.default of complex numbers, which no engine has, at .*_numbers\.py:\d+\n"
             r"    return self\.function\(x\)\nWrite rotary positions with cos and sin, or .*\nSee \"Comp",
         ),
         (
-            lambda x: torch.view_as_real(torch.view_as_complex(x) + 1.0),
-            r"mine at b2s2: aten\.add\.Tensor of complex numbers, which no engine has, at ",
+            lambda x: torch.view_as_real(torch.view_as_complex(x) ** 0.5),
+            r"mine at b2s2: aten\.pow\.Tensor_Scalar of complex numbers, which no engine has, at ",
         ),
         (
-            lambda x: torch.view_as_complex(x).to(torch.float32),
-            r"mine at b2s2: aten\.\S+ of complex numbers, which no engine has, at ",
+            lambda x: torch.view_as_real(torch.view_as_complex(x).cumprod(0)),
+            r"mine at b2s2: aten\.cumprod\.default of complex numbers, which no engine has, at ",
+        ),
+        (
+            lambda x: torch.view_as_real(torch.fft.fft(x, n=3)),
+            r"mine at b2s2: aten\.fft_fft\.default of complex numbers, which no engine has, at ",
         ),
         (
             branches,
@@ -143,7 +212,6 @@ def branches(x: Tensor) -> Tensor:
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_what_engines_cannot_have_is_refused(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         model_from_module(Calling(function), torch.rand(2, 2, 2), [Bucket(2, 2)], "mine")

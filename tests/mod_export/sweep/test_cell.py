@@ -48,6 +48,9 @@ def test_a_finished_cell_is_reused_while_nothing_has_changed(
     write_whole(job.row, entry.model_copy(update={"machine": "other"}).model_dump_json(), "-o")
     assert finished_cell(job, here=True) is None
     assert finished_cell(job, here=False) is not None
+    write_whole(job.row, entry.model_copy(update={"complete": False}).model_dump_json(), "-o")
+    assert finished_cell(job, here=True) is None
+    write_whole(job.row, entry.model_dump_json(), "-o")
     write_whole(job.root / "report.json", "damaged", "-o")
     assert finished_cell(job, here=False) is None
     write_whole(job.row, "no row", "-o")

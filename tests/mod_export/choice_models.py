@@ -1,0 +1,214 @@
+"""Small sound models that make discrete choices which are no routing sites, one for each manner of choosing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+D, V, N = 16, 50, 4
+"""Width, token ids, and what is chosen among: experts, codes, classes, buckets."""
+SHAPE = (2, 24)
+
+
+def ids_of(batch: int, seq: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, V, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+class Chooser(nn.Module):
+    """Embeds ids, mixes them, chooses something, and goes on with what was chosen: logits (B, S, N)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(V, D), nn.Linear(D, D)
+        self.router, self.table = nn.Linear(D, N), nn.Parameter(torch.randn(N, D))
+        self.score, self.head = nn.Linear(D, 1), nn.Linear(D, N)
+
+    def forward(self, ids: Tensor) -> Tensor | tuple[Tensor, ...]:
+        x = self.embedding(ids)
+        # Each token sees the mean of those before it.
+        count = torch.arange(1, ids.shape[1] + 1)[:, None]
+        x = x + torch.tanh(self.mix(x.cumsum(1) / count))
+        return self.head(self.choose(x))
+
+    def choose(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Argmax(Chooser):
+    """An expert's vector for each token."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        return x + self.table[self.router(x).argmax(-1)]
+
+
+class MaxOfRow(Chooser):
+    """The best token of a row is added to all."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        best = self.score(x)[..., 0].max(1)
+        return x + torch.gather(x, 1, best.indices[:, None, None].expand(-1, 1, D))
+
+
+class MinValues(Chooser):
+    """The smallest score and where it is."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        values, indices = self.router(x).min(-1, keepdim=True)
+        return x * values.sigmoid() + self.table[indices[..., 0]]
+
+
+class Bucketize(Chooser):
+    def choose(self, x: Tensor) -> Tensor:
+        return x + self.table[torch.bucketize(self.score(x)[..., 0], torch.tensor([-0.5, 0.0, 0.5]))]
+
+
+class SecondTopk(Chooser):
+    """A top-k whose tokens are only counted among: a mask by which all tokens are kept or dropped."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        score_BS = self.score(x)[..., 0]
+        index = score_BS.topk(6, 1).indices
+        kept = torch.zeros_like(score_BS).scatter(1, index, 1.0)
+        return x + kept[..., None] * torch.tanh(self.mix(x))
+
+
+class Sorted(Chooser):
+    """Tokens in the order of their scores."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        order = self.score(x)[..., 0].argsort(1)
+        return x + 0.5 * x.gather(1, order[..., None].expand(-1, -1, D))
+
+
+class Rounded(Chooser):
+    """Activations in whole steps, with the coarse steps of a quantizer."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        scale = 4 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+        return torch.round(x * scale) / scale
+
+
+class Floored(Chooser):
+    def choose(self, x: Tensor) -> Tensor:
+        return x + torch.floor(self.score(x) * 3)
+
+
+class Signed(Chooser):
+    def choose(self, x: Tensor) -> Tensor:
+        return x * torch.sign(self.score(x))
+
+
+class EqualToMax(Chooser):
+    """`x == x.max()`, as gates are written by hand."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        gate = (logits == logits.max(-1, keepdim=True).values).to(x.dtype)
+        return x + gate @ self.table
+
+
+class AtLeastKth(Chooser):
+    """A mask of the k largest, by comparing with the k-th."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        score_BS = self.score(x)[..., 0]
+        kth = score_BS.topk(5, 1).values[:, -1:]
+        return torch.where((score_BS >= kth)[..., None], torch.tanh(self.mix(x)) + x, x)
+
+
+class Threshold(Chooser):
+    def choose(self, x: Tensor) -> Tensor:
+        return x + (torch.sigmoid(self.score(x)) > 0.5).float() * torch.tanh(self.mix(x))
+
+
+class Codebook(Chooser):
+    """The nearest vector of a table."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        distance = (x * x).sum(-1, keepdim=True) - 2 * x @ self.table.T + (self.table * self.table).sum(-1)
+        return x + self.table[distance.argmin(-1)]
+
+
+class OneHot(Chooser):
+    """A hard gate with the softmax's weight."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        gate = self.router(x).softmax(-1)
+        hard = F.one_hot(gate.argmax(-1), N).to(x.dtype)
+        return x + (hard * gate) @ self.table
+
+
+class Cast(Chooser):
+    """To whole numbers, by `.long()`."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        return x + self.table[(torch.sigmoid(self.score(x)[..., 0]) * N).long().clamp(max=N - 1)]
+
+
+class LeakyByHand(Chooser):
+    """A comparison whose jump does not show."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        y = self.mix(x)
+        return x + torch.where(y > 0, y, 0.1 * y) + y * (y > 0)
+
+
+class TwoScores(Chooser):
+    """Compared with one another."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        scores = self.router(x)
+        return x + torch.where(scores[..., :1] > scores[..., 1:2], self.table[0], self.table[1])
+
+
+class Ids(Chooser):
+    """Returns what it chose, and how often: whole numbers beside logits."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        logits = self.router(self.mix(self.embedding(ids)))
+        chosen = logits.argmax(-1)
+        return logits, chosen, (chosen == 0).sum(), (logits > 0).any(-1)
+
+    def choose(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Routed(Chooser):
+    """A routing site, behind an expert for each token."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        x = x + self.table[self.router(x).argmax(-1)]
+        score_BS = self.score(x)[..., 0]
+        gate, index = score_BS.topk(6)
+        wide = index[..., None].expand(-1, -1, D)
+        return x.scatter_add(1, wide, torch.sigmoid(gate)[..., None] * torch.tanh(self.mix(x.gather(1, wide))))
+
+
+class Positions(Chooser):
+    """Buckets of distances, as T5 has them, which are the same on every input."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        distance = torch.arange(x.shape[1], dtype=torch.float32)
+        bucket = (torch.log(distance + 1) / torch.log(torch.tensor(2.0))).floor().long().clamp(max=N - 1)
+        return x + self.table[bucket]
+
+
+CHOOSERS: dict[str, type[Chooser]] = {
+    "argmax": Argmax, "max of a row": MaxOfRow, "min with indices": MinValues, "bucketize": Bucketize,
+    "a top-k that is no site": SecondTopk, "sort": Sorted, "round": Rounded, "floor": Floored, "sign": Signed,
+    "equal to the largest": EqualToMax, "at least the k-th": AtLeastKth, "threshold": Threshold, "codebook": Codebook,
+    "one hot": OneHot, "cast": Cast, "leaky by hand": LeakyByHand, "two scores": TwoScores, "ids": Ids,
+    "routed behind an argmax": Routed, "buckets of distances": Positions,
+}  # fmt: skip
+
+
+def chooser(name: str, change: Callable[[Chooser], object] = lambda model: None) -> Chooser:
+    """With initial weights, always the same, and a change."""
+    torch.manual_seed(1)
+    model = CHOOSERS[name]().eval()
+    with torch.no_grad():
+        change(model)
+    return model

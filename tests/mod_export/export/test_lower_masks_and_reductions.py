@@ -1,0 +1,176 @@
+"""Masks and reductions that ONNX has no operator for are exported as others that compute what PyTorch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mod_export.export.capture import captured
+from mod_export.export.onnx_export import onnx_from_captured
+
+B, S, D = 2, 8, 16
+DYNAMIC = {"Loop", "Scan", "NonZero", "SequenceMap", "SequenceEmpty", "SplitToSequence", "ConcatFromSequence"}
+"""Operators whose results have sizes that depend on the data, or that no engine but ONNX Runtime takes."""
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mask_of(*shape: int) -> Tensor:
+    return rand(*shape, seed=1) > 0
+
+
+MASK = mask_of(B, S)
+OF_ONE_ROW = torch.arange(S) % 3 == 1
+INDEX = torch.randint(0, S, (B, 5, D), generator=torch.Generator().manual_seed(2))
+IDS = torch.randint(0, S, (B, S), generator=torch.Generator().manual_seed(3))
+
+
+def put(x: Tensor, index: Any, value: Any) -> Tensor:
+    found = x.clone()
+    found[index] = value
+    return found
+
+
+Case = tuple[Callable[..., Any], list[Tensor]]
+MASKS: dict[str, Case] = {
+    "a number": (lambda x, m: put(x, m, 0.5), [rand(B, S, D), MASK]),
+    "a number, of some elements": (lambda x: put(x, x > 0, 0.0), [rand(B, S, D)]),
+    "one row for all": (lambda x, m, v: put(x, m, v), [rand(B, S, D), MASK, rand(D, seed=4)]),
+    "a row for each": (lambda x, m, v: put(x, m, v), [rand(B, S, D), MASK, rand(int(MASK.sum()), D, seed=4)]),
+    "of a dimension inside": (lambda x, m: put(x, (slice(None), m), 0.0), [rand(B, S, D), OF_ONE_ROW]),
+    "of a dimension inside, a row for each": (
+        lambda x, m, v: put(x, (slice(None), m), v), [rand(B, S, D), OF_ONE_ROW, rand(B, 3, D, seed=4)]
+    ),
+    "masked_scatter of whole rows": (
+        lambda x, m, v: x.masked_scatter(m[..., None].expand_as(x), v), [rand(B, S, D), MASK, rand(20, D, seed=4)]
+    ),
+    "masked_scatter of a narrow mask": (
+        lambda x, m, v: x.masked_scatter(m[..., None], v), [rand(B, S, D), MASK, rand(20, D, seed=4)]
+    ),
+    "masked_scatter of elements": (lambda x, v: x.masked_scatter(x > 0, v), [rand(B, S, D), rand(300, seed=4)]),
+    "the first that are true": (lambda x: (x > 0).nonzero_static(size=40, fill_value=-1), [rand(B, S, D)]),
+    "more than are true": (lambda m: m.nonzero_static(size=20, fill_value=7), [MASK]),
+}  # fmt: skip
+SCATTERED: dict[str, Case] = {
+    f"{kind} {reduce}{'' if include_self else ' without what was there'}": (
+        lambda x, i, v, kind=kind, reduce=reduce, include_self=include_self: getattr(x, kind)(
+            1, i, v, reduce, include_self=include_self
+        ),
+        [rand(B, S, D), INDEX if kind == "scatter_reduce" else torch.tensor([0, 3, 3, 7, 1]), rand(B, 5, D, seed=4)],
+    )
+    for kind, reductions in (
+        ("scatter_reduce", ("sum", "prod", "mean", "amax", "amin")),
+        ("index_reduce", ("prod", "mean", "amax", "amin")),
+    )
+    for reduce in reductions
+    for include_self in (True, False)
+}
+REDUCED: dict[str, Case] = {
+    "integers, mean": (
+        lambda x, i, v: x.scatter_reduce(0, i, v, "mean"),
+        [torch.tensor([9, 4, 7]), torch.tensor([0, 0, 2]), torch.tensor([3, 1, 6])],
+    ),
+    "median": (lambda x: x.median(1), [rand(B, S, D)]),
+    "median of an odd number, kept": (lambda x: x.median(1, keepdim=True), [rand(B, 7, D)]),
+    "median of all": (lambda x: x.median(), [rand(B, S, D)]),
+    "cumprod": (lambda x: x.cumprod(1), [rand(B, S, D)]),
+    "cumprod of integers": (lambda x: (x > 0).cumprod(1), [rand(B, S, D)]),
+    "distances": (lambda x, y: torch.cdist(x, y), [rand(B, S, D), rand(B, 3, D, seed=1)]),
+    "distances by the largest": (lambda x: torch.cdist(x, x[:, :3], p=float("inf")), [rand(B, S, D)]),
+    "distances, counted": (lambda x: torch.cdist(x.round(), x[:, :3].round(), p=0.0), [rand(B, S, D)]),
+    "distances by absolute values": (lambda x: torch.cdist(x, x[:, :3], p=1.0), [rand(B, S, D)]),
+    "distances of the third power": (lambda x: torch.cdist(x, x[:, :3], p=3.0), [rand(B, S, D)]),
+    "searchsorted": (lambda b, x: torch.searchsorted(b, x), [rand(6).sort().values, rand(B, S)]),
+    "searchsorted from the right": (
+        lambda b, x: torch.searchsorted(b, x, right=True), [rand(6).sort().values, rand(6).sort().values]
+    ),
+    "searchsorted in rows": (lambda b, x: torch.searchsorted(b, x), [rand(B, 6).sort().values, rand(B, S)]),
+    "bucketize": (lambda b, x: torch.bucketize(x, b, out_int32=True), [rand(6).sort().values, rand(B, S)]),
+    "hstack": (lambda x: torch.hstack([x, x]), [rand(B, S, D)]),
+    "vstack": (lambda x: torch.vstack([x, x]), [rand(B, S, D)]),
+    "dstack": (lambda x: torch.dstack([x, x]), [rand(B, S, D)]),
+    "column_stack": (lambda x: torch.column_stack([x, x]), [rand(S)]),
+    "a squeeze of what is no 1": (lambda x: x.squeeze(1).squeeze((0, 1)), [rand(1, S, D)]),
+}  # fmt: skip
+BAGS: dict[str, nn.Module] = {
+    "mean": nn.EmbeddingBag(S, D),
+    "sum without padding": nn.EmbeddingBag(S, D, mode="sum", padding_idx=2),
+    "mean without padding": nn.EmbeddingBag(S, D, padding_idx=2),
+    "largest": nn.EmbeddingBag(S, D, mode="max"),
+}
+ATTENTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
+    "one head of keys": ((B, 1, S, D), (B, 1, S, D), False),
+    "one head of values": ((B, 4, S, D), (B, 1, S, D), False),
+    "one row of keys": ((1, 4, S, D), (1, 4, S, D), False),
+    "one of both": ((1, 1, S, D), (1, 1, S, D), False),
+    "groups": ((B, 2, S, D), (B, 2, S, D), True),
+}
+
+
+class Calling(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs)
+
+
+def check(module: nn.Module, inputs: list[Tensor]) -> None:
+    """What ONNX Runtime makes of the graph is what PyTorch computes, and no size of the graph depends on the data."""
+    with torch.no_grad():
+        found = module(*inputs)
+    expected = [found] if isinstance(found, Tensor) else list(found)
+    names, outputs = [f"in_{n}" for n in range(len(inputs))], [f"out_{n}" for n in range(len(expected))]
+    with torch.no_grad():
+        model = onnx_from_captured(captured(module, inputs, "test"), {}, names, outputs)
+    assert {node.op_type for node in model.graph.all_nodes()} & DYNAMIC == set()
+    session = pytest.importorskip("onnxruntime").InferenceSession(ir.to_proto(model).SerializeToString())
+    read = {one.name for one in session.get_inputs()}
+    feeds = {name: one.numpy() for name, one in zip(names, inputs, strict=True) if name in read}
+    for one, other in zip(session.run(None, feeds), expected, strict=True):
+        assert (one.shape, one.dtype) == (tuple(other.shape), other.numpy().dtype)
+        np.testing.assert_allclose(one, other.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_what_a_mask_selects_is_chosen_in_place(case: str) -> None:
+    function, inputs = MASKS[case]
+    check(Calling(function), inputs)
+
+
+@pytest.mark.parametrize("case", SCATTERED)
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta:UserWarning")
+def test_every_reduction_of_what_is_scattered(case: str) -> None:
+    function, inputs = SCATTERED[case]
+    check(Calling(function), inputs)
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_what_onnx_has_no_operator_for(case: str) -> None:
+    function, inputs = REDUCED[case]
+    check(Calling(function), inputs)
+
+
+@pytest.mark.parametrize("case", BAGS)
+def test_bags_of_one_size_are_rows(case: str) -> None:
+    check(Calling(BAGS[case].requires_grad_(False)), [IDS])
+
+
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_heads_and_rows_of_keys_are_shared_as_in_pytorch(case: str) -> None:
+    key, value, grouped = ATTENTIONS[case]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+    check(Calling(attention), [rand(B, 4, S, D), rand(*key, seed=1), rand(*value, seed=2)])
