@@ -109,7 +109,7 @@ ENTRIES = [
     ),
     replace(
         decoder("MixtralForCausalLM", Paper, num_local_experts=4),
-        refused="calls transformers.grouped_mm_fallback.default, which engines do not have",
+        refused="calls transformers.grouped_mm_fallback.default, at ",
     ),
     decoder("Qwen3MoeForCausalLM", SoftmaxGate, **MOE, **BATCHED),
     decoder("OlmoeForCausalLM", ScatterAdd, num_experts=4, num_experts_per_tok=2, **BATCHED),

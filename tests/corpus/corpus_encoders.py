@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,12 @@ def seq2seq(
 ) -> Entry:
     """An entry of a class with an encoder and a decoder."""
     return Entry("transformers", of, partial(small, of, **changes), both_ids, blocks, manner, variant, tokens)
+
+
+def both_with_masks(batch: int, seq: int) -> Inputs:
+    """The same with masks of ones: Switch Transformers makes them itself, but not where it is traced."""
+    masks = {"attention_mask": torch.ones(batch, READ).long(), "decoder_attention_mask": torch.ones(batch, seq).long()}
+    return both_ids(batch, seq) | masks
 
 
 def t5(of: str, manner: type[Routed], **changes: Any) -> Entry:
@@ -175,7 +182,10 @@ ENTRIES = [
     t5("T5ForConditionalGeneration", Paper),
     t5("MT5ForConditionalGeneration", SoftmaxGate),
     t5("UMT5ForConditionalGeneration", ScatterAdd),
-    t5("SwitchTransformersForConditionalGeneration", Paper, num_experts=4, expert_capacity=8),
+    replace(
+        t5("SwitchTransformersForConditionalGeneration", Paper, num_experts=4, expert_capacity=8),
+        inputs=both_with_masks,
+    ),
     Entry(
         "transformers",
         "T5GemmaForConditionalGeneration",
