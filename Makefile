@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors study retrofit real gpu load triton figures test test-slice test-all check docs clean
+.PHONY: install demo-install demo bench faults floors study retrofit real gpu load triton corpus figures test test-slice test-all check docs clean
 
 install: .venv/dev
 
@@ -85,6 +85,11 @@ load: install .venv/load/installed
 
 triton: install .venv/triton/installed
 	$(BIN)/pytest tests/triton -m triton
+
+# Model classes of PyPI packages, routed, through every target that needs no GPU; writes docs/corpus.md. An hour or two, and it
+# goes on where it was stopped. `make corpus ARGS="--help"`.
+corpus: install
+	$(BIN)/python tests/corpus/run_corpus.py $(ARGS)
 
 faults: install
 	PYTHONPATH=tests/mod_export:tests/mod_export/export $(BIN)/python tests/faults/rates.py
