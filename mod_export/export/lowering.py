@@ -133,7 +133,8 @@ def _attention(
     Rows, heads and outer dimensions of which there is one are the same for all. One head of keys and values stays one
     (`enable_gqa`); rows are copied.
     """
-    shares_heads = enable_gqa or key.shape[-3:-2] == value.shape[-3:-2] == (1,)
+    # The exporter refuses groups of one head.
+    shares_heads = enable_gqa or (key.shape[-3:-2] == value.shape[-3:-2] == (1,) and query.shape[-3:-2] != (1,))
     leads = [(*one.shape[:-3], 1) if shares_heads else one.shape[:-2] for one in (key, value)]
     lead = torch.broadcast_shapes(query.shape[:-2], *leads)  # type: ignore[no-untyped-call]  # torch has no annotations there.
     *rows, heads = [1] * (2 - len(lead)) + list(lead)

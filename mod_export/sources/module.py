@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.export import ExportedProgram
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from mod_export.build_folder.programs import PROGRAM
@@ -296,12 +297,22 @@ def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[C
     runs = program.module()
     for args, kwargs in calls:
         expected, found = _tensors(_eager(module, (args, kwargs))), _tensors(runs(*args, **kwargs))
+        if all(map(_is_same, expected, found)):
+            continue
+        # A module may name the kernel of its attention (`sdpa_kernel`), which rounds otherwise and is in no program.
+        with sdpa_kernel(SDPBackend.MATH):
+            if all(map(_is_same, expected, _tensors(runs(*args, **kwargs)))):
+                continue
         for number, (one, other) in enumerate(zip(expected, found, strict=True)):
             _compare(one, other, f"{where}: output {number}")
 
 
+def _is_same(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    return torch.equal(expected, found) or bool(((expected == found) | (expected.isnan() & found.isnan())).all())
+
+
 def _compare(expected: torch.Tensor, found: torch.Tensor, where: str) -> None:
-    if torch.equal(expected, found) or bool(((expected == found) | (expected.isnan() & found.isnan())).all()):
+    if _is_same(expected, found):
         return
     size = (expected.double() - found.double()).abs().nan_to_num(float("inf")).max().item()
     raise CaptureError(

@@ -112,6 +112,7 @@ ATTENTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
     "one head of values": ((B, 4, S, D), (B, 1, S, D), False),
     "one row of keys": ((1, 4, S, D), (1, 4, S, D), False),
     "one of both": ((1, 1, S, D), (1, 1, S, D), False),
+    "one row and one head of both": ((1, 1, S, D), (1, 1, S, D), False),
     "groups": ((B, 2, S, D), (B, 2, S, D), True),
 }
 
@@ -173,4 +174,5 @@ def test_heads_and_rows_of_keys_are_shared_as_in_pytorch(case: str) -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
-    check(Calling(attention), [rand(B, 4, S, D), rand(*key, seed=1), rand(*value, seed=2)])
+    heads = 1 if "one head of both" in case else 4
+    check(Calling(attention), [rand(B, heads, S, D), rand(*key, seed=1), rand(*value, seed=2)])
