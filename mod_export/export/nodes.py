@@ -27,6 +27,8 @@ Input = ir.Value | np.ndarray | Sequence[int] | None
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 """The metadata in which the exporter notes the modules that a node came from, outermost first."""
 NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
+REPLACED = "replaced by"
+"""The key under which a value that was replaced keeps what replaced it."""
 NEWEST_OPSET = 24
 """Of the operators that passes write."""
 UNNUMBERED = -1
@@ -263,7 +265,10 @@ class NodeWriter:
     ) -> Sequence[ir.Value]:
         name = f"{self._prefix}_{op_type}_{self._count}"
         self._count += 1
-        read = [one if one is None or isinstance(one, ir.Value) else self.constant(np.asarray(one)) for one in inputs]
+        read = [
+            one if one is None else _latest(one) if isinstance(one, ir.Value) else self.constant(np.asarray(one))
+            for one in inputs
+        ]
         values = [ir.Value(name=f"{name}_{i}") for i in range(count)]
         node = ir.Node(domain, op_type, read, ir.convenience.convert_attributes(attributes), outputs=values, name=name)
         node.metadata_props.update(self._anchor.metadata_props)
@@ -313,10 +318,18 @@ class NodeWriter:
         return self._graph.initializers[name]
 
 
+def _latest(value: ir.Value) -> ir.Value:
+    """What stands in the place of a value now: a pass may have found it before it replaced the node that made it."""
+    while REPLACED in value.meta:
+        value = value.meta[REPLACED]
+    return value
+
+
 def substitute(old: ir.Value, new: ir.Value, *computed_by: ir.Node) -> None:
     """Gives `new` the place and the name of `old`, and removes the nodes that computed `old`, readers first."""
     name = old.name
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    old.meta[REPLACED] = new
     for node in computed_by:
         assert node.graph is not None
         node.graph.remove(node, safe=True)

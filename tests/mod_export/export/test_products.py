@@ -56,6 +56,16 @@ def test_rows_without_a_batch_are_multiplied_by_the_same_operator() -> None:
     np.testing.assert_array_equal(run(model, feeds)[0], run(parsed(text), feeds)[0])
 
 
+def test_a_product_of_a_product_reads_what_replaced_it() -> None:
+    """As two projections without a norm between them: the second was found before the first one was replaced."""
+    text = """g (float[2,3,4] x) => (float[2,3,4] y) <float[4,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}> {
+        t = Transpose (w) a = MatMul (x, t) u = Transpose (w) y = MatMul (a, u)
+    }"""
+    model, feeds = parsed(text), {"x": np.random.default_rng(0).standard_normal((2, 3, 4), np.float32)}
+    assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 2
+    np.testing.assert_allclose(run(model, feeds)[0], run(parsed(text), feeds)[0], rtol=1e-6)
+
+
 BRANCHES = f"""g (bool flag, float[1,3,4] x) => (float[1,3,6] y) {WEIGHT} {{
 y = If (flag) <
 then_branch = a () => (float[1,3,6] p) {{ t = Transpose <perm: ints = [1,0]> (w) p = MatMul (x, t) }},
