@@ -25,8 +25,9 @@ from mod_export.errors import CaptureError, UsageError
 from mod_export.export.capture import prove_static
 from mod_export.export.not_static import NotCompiledError, refusal, refuse_dynamic
 from mod_export.export.weights import digests_of_tensors
+from mod_export.sources.functional_programs import functional_program
 from mod_export.sources.model import Model
-from mod_export.sources.plain_programs import functional_program, plain_program
+from mod_export.sources.plain_programs import plain_program
 from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2_models import sample_tensors
 from mod_export.types import Bucket

@@ -1,17 +1,12 @@
 """A captured program as everything behind it expects one: tensors in, tensors out, weights in float32, nothing kept.
 
 What a program of `torch.export` may have beside that is removed where nothing is lost by it, and refused where it is.
-torch itself makes a program functional (`run_decompositions` without decompositions): operators that write into a
-tensor become operators that return a new one, and what stood in graphs of its own (autocast, no_grad, checkpoints,
-vmap) stands in the program itself. Only then no value shares its memory with another, so `view`, which fails where
-strides do not fit, may be `reshape`.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,21 +26,16 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from mod_export.errors import CaptureError
-from mod_export.export.not_static import place_of
-from mod_export.export.program_nodes import METADATA, argument_of, inferred_values, with_arguments
+from mod_export.export.program_nodes import inferred_values, with_arguments
 from mod_export.sources.complex_numbers import as_real_parts
 from mod_export.sources.flex_attention import write_out_flex_attention
-from mod_export.sources.operators import is_operator
+from mod_export.sources.functional_programs import program_of
 from mod_export.sources.value_names import free_names, input_names, only_output, output_names
 
 ATEN = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
 ROUTED = "routed_"
-VIEWS = {ATEN.view.default, ATEN._unsafe_view.default}
 METHODS = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
-MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
-DRAWS = 2
-"""Other values of state that a program may depend on."""
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -68,115 +58,6 @@ class PlainProgram:
     program: ExportedProgram
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-
-
-def functional_program(
-    program: ExportedProgram, where: str, samples: Sequence[Sequence[torch.Tensor]]
-) -> ExportedProgram:
-    """The program without operators that write into a tensor, and without graphs inside it but those of conditions and
-    of flex_attention. It computes the same bits. Tensors are not copied.
-
-    State that a run writes and no run reads, such as a cache that is filled anew, is not written any more.
-
-    Args:
-        program: from `torch.export`, at fixed sizes, on the CPU.
-        where: what messages call it.
-        samples: inputs, on which it is tried whether results depend on what the run before has written.
-
-    Raises:
-        CaptureError: it draws random numbers, changes its inputs, or depends on state that it changes.
-    """
-    _check_operators(program, where)
-    with warnings.catch_warnings():
-        # torch warns of its own doings.
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        program = program.run_decompositions({})
-    for node in list(_calls(program.graph_module)):
-        if node.target in VIEWS:
-            node.target = ATEN.reshape.default
-        elif node.target is ATEN._assert_tensor_metadata.default:
-            node.graph.erase_node(node)  # It asserts the dtype that the model had.
-    for inner in (one for one in program.graph_module.modules() if isinstance(one, fx.GraphModule)):
-        for node in inner.graph.nodes:
-            # The history of a node names graphs by numbers, which another process gives otherwise.
-            node.meta = {key: one for key, one in node.meta.items() if key in ("val", *METADATA)}
-    _check_mutation(program, where, samples)
-    return _without_state(program)
-
-
-def _without_state(program: ExportedProgram) -> ExportedProgram:
-    """The program that returns its own outputs only."""
-    module, signature = program.graph_module, program.graph_signature
-    output = module.graph.output_node()
-    values: Any = output.args[0]
-    own = [(one, spec) for one, spec in zip(values, signature.output_specs, strict=True) if spec.kind not in MUTATIONS]
-    output.args = (tuple(one for one, _ in own),)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    signature = ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=[spec for _, spec in own])
-    return _program(program, module, signature, program.state_dict, program.constants)
-
-
-def _check_mutation(program: ExportedProgram, where: str, samples: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Of what a program writes, state may be left as it was that is written with the values that it has, or that no run
-    reads before it has written it.
-    """
-    specs = program.graph_signature.output_specs
-    nodes: Any = program.graph.output_node().args[0]
-    written = {n: str(spec.target) for n, spec in enumerate(specs) if spec.kind in MUTATIONS}
-    if not written:
-        return
-    held = {**program.state_dict, **program.constants}
-    runs = [_results(program, held, inputs) for inputs in samples]
-    changed = {
-        n: name
-        for n, name in written.items()
-        if name not in held or not runs or not all(_same_bits(run[n], held[name]) for run in runs)
-    }
-    others = [{**held, **_drawn(held, [*changed.values()], seed)} for seed in range(DRAWS)]
-    results = [n for n, spec in enumerate(specs) if spec.kind is OutputKind.USER_OUTPUT]
-    for n, name in changed.items():
-        if name in held and runs:
-            found = [_results(program, other, inputs) for other in others for inputs in samples]
-            if all(_same_bits(one[n], run[n]) for one, run in zip(found, runs * DRAWS, strict=True) for n in results):
-                return  # None of it is read, whichever it is.
-        what = "buffer" if name in held else "input"
-        line = place_of(nodes[n])
-        raise CaptureError(
-            f"{where}: changes its {what} {name} in place,{line}\n"
-            "which engines do not: each run begins with the same weights. Return the new value as an output, or write "
-            "to a copy"
-        )
-
-
-def _results(program: ExportedProgram, state: Mapping[str, Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """Everything that a run gives: what it writes into its state, then its outputs."""
-    given = iter(inputs)
-    read: list[Any] = []
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is not InputKind.USER_INPUT:
-            read.append(state[str(spec.target)])
-        else:
-            read.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else next(given))
-    with torch.no_grad():
-        return list(fx.Interpreter(program.graph_module).run(*read, enable_io_processing=False))
-
-
-def _drawn(held: Mapping[str, torch.Tensor], names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-    """Other values of some state."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name in dict.fromkeys(names):
-        if name in held:
-            noise = torch.randint(0, 100, held[name].shape, generator=generator)
-            found[name] = noise > 50 if held[name].dtype is torch.bool else noise.to(held[name].dtype)
-    return found
-
-
-def _same_bits(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return bool(one == other)
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
@@ -233,7 +114,7 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
 def copied(program: ExportedProgram) -> ExportedProgram:
     """The same program with a graph of its own, and the same tensors."""
     module = copy.deepcopy(program.graph_module)
-    return _program(program, module, program.graph_signature, program.state_dict, program.constants)
+    return program_of(program, module, program.graph_signature, program.state_dict, program.constants)
 
 
 def input_values(program: ExportedProgram) -> list[torch.Tensor]:
@@ -250,53 +131,7 @@ def without_tensors(program: ExportedProgram) -> ExportedProgram:
         for name, one in program.state_dict.items()
     }
     constants = {name: torch.empty(0) for name in program.constants}
-    return _program(program, program.graph_module, program.graph_signature, state, constants)
-
-
-def _program(
-    program: ExportedProgram,
-    module: fx.GraphModule,
-    signature: ExportGraphSignature,
-    state: Mapping[str, torch.Tensor],
-    constants: Mapping[str, Any],
-    calls: Sequence[ModuleCallEntry] | None = None,
-) -> ExportedProgram:
-    return ExportedProgram(
-        root=module,
-        graph=module.graph,
-        graph_signature=signature,
-        state_dict=dict(state),
-        range_constraints={},
-        module_call_graph=list(program.module_call_graph if calls is None else calls),
-        constants=dict(constants),
-        verifiers=program.verifiers,
-    )
-
-
-def _check_operators(program: ExportedProgram, where: str) -> None:
-    for node in _calls(program.graph_module):
-        name = str(node.target)
-        if isinstance(node.target, torch._ops.OpOverload) and not is_operator(f"torch.ops.{name}"):
-            raise CaptureError(
-                f"{where}: calls {name},{place_of(node)}\nwhich engines do not have, or which trusts sizes unchecked. "
-                "Write it with operators of torch (in transformers, experts_implementation='batched_mm' for grouped_mm)"
-            )
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags and not _is_off(node):
-            raise CaptureError(
-                f"{where}: draws random numbers ({name}),{place_of(node)}\nand no two runtimes draw the same; give the "
-                "noise as an input, or switch it off in eval mode"
-            )
-
-
-def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
-    return (node for graph in graphs for node in graph.nodes if node.op == "call_function")
-
-
-def _is_off(node: fx.Node) -> bool:
-    """Whether it is dropout that drops nothing."""
-    return argument_of(node, "train", "training") is False or argument_of(node, "dropout_p", "p") in (0, 0.0)
+    return program_of(program, program.graph_module, program.graph_signature, state, constants)
 
 
 def _memory(tensor: Any) -> Any:
@@ -440,4 +275,4 @@ def _made(
         input_specs=specs,
         output_specs=[OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=one.name), None) for one in outputs],
     )
-    return _program(program, module, signature, state, constants, [ModuleCallEntry(fqn=root.fqn, signature=call)])
+    return program_of(program, module, signature, state, constants, [ModuleCallEntry(fqn=root.fqn, signature=call)])

@@ -18,8 +18,9 @@ from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import CheckpointError, ModExportError
 from mod_export.export.capture import with_found_sites
 from mod_export.export.routing_sites import selected_from
+from mod_export.sources.functional_programs import functional_program
 from mod_export.sources.model import Model
-from mod_export.sources.plain_programs import PlainProgram, copied, functional_program, input_values, plain_program
+from mod_export.sources.plain_programs import PlainProgram, copied, input_values, plain_program
 from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2 import first_line, read_program
 from mod_export.types import Bucket
