@@ -6,8 +6,8 @@ position is padding only if all of this holds for the batch at hand, on the refe
 
 * an input says so: it has two values for each token, one for tokens that count and one for those that do not, or masks
   the position for every query;
-* what stands there does not matter: with other contents at these positions, every other row of every output keeps its
-  bits;
+* what stands there does not matter: with other contents at these positions and the same routing, every other row of
+  every output keeps its bits;
 * it is the mask that hides them: once it says that they count, other contents there do change the other rows.
 
 Only outputs with a row for each token have rows to leave out. A pooled output is compared whole.
@@ -112,8 +112,11 @@ def _have_rows(reference: Reference, batch: Batch) -> bool:
 
 
 def _same_elsewhere(reference: Reference, one: Batch, other: Batch, real_BS: np.ndarray) -> bool:
-    """Whether both batches give the same bits but for rows of padding, and select the same real tokens."""
-    pairs = zip(reference.free(one).outputs, reference.free(other).outputs, strict=True)
+    """Whether both batches give the same bits but for rows of padding, given the same routing: a router that sees the
+    mask not at all selects padding as well, and candidates are compared given the same routing.
+    """
+    found = reference.free(one)
+    pairs = zip(found.outputs, reference.forced(other, found.routed).outputs, strict=True)
     return all(_same(before, after, real_BS) for before, after in pairs)
 
 
