@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib
 import linecache
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import dynamic_models as models
 import pytest
@@ -333,3 +336,58 @@ def test_a_program_with_a_dynamic_length_is_captured_at_one() -> None:
         program = exported(dynamic.module(), (x,), "mine")
         assert not program.range_constraints
         torch.testing.assert_close(program.module()(x), dynamic.module()(x))
+
+
+PACKAGE = """
+import builtins
+import sys
+
+
+def positive(x):
+    return x[x > 0].sum() * x
+
+
+def print_as_ray_does(*args):
+    sys.stdout.write(" ".join(map(str, args)))
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package that models call, installed as others are."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "helping_package.py").write_text(PACKAGE, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("helping_package")
+    del sys.modules["helping_package"]
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.function(x))
+
+
+@pytest.mark.parametrize("way", BOTH)
+def test_the_line_is_that_of_the_model_and_not_of_a_package_that_it_calls(package: Any, way: Way) -> None:
+    with pytest.raises(CaptureError) as caught:
+        way(Calls(package.positive), (torch.randn(2, 4),))
+    first, line, *_ = str(caught.value).splitlines()
+    assert first.startswith("mine at b2s16: no static graph because of ")
+    assert "test_not_static.py:" in first
+    assert "self.function(x)" in line
+
+
+def test_a_print_that_a_library_has_replaced_is_a_print(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def printing(x: Tensor) -> Tensor:
+        print("x")  # noqa: T201  # It is what this is about.
+        return x
+
+    monkeypatch.setattr(builtins, "print", package.print_as_ray_does)
+    with pytest.raises(CaptureError, match=r"The forward pass writes a message, which a graph cannot") as caught:
+        proof(Calls(printing), (torch.randn(2, 4),))
+    assert 'print("x")' in str(caught.value)
