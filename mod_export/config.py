@@ -164,6 +164,8 @@ class ParityGate(_Section):
     """Largest distance of a score from the edge of the selection (the k-th score, or 0), as a share of the layer's
     largest root mean square of a row's scores, at which a token that only one side selected can be a near-tie, however
     large the rounding error. Beyond it the difference is a fault."""
+    judged_rows: Share
+    """Smallest share of the rows of outputs that has to be judged, where discrete choices leave others to rounding."""
     next_token_agreement: Share
     """Smallest share of positions whose most probable next token is the same, or equally probable within the rounding
     error."""

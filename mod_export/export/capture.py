@@ -56,7 +56,8 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
 
     def keep(graph_module: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(graph_module.graph)
-        return _in_mode_of(graph_module, _inputs)
+        has_values = not any(isinstance(tensor, FakeTensor) for tensor in _inputs)
+        return graph_module.forward if has_values else _shapes_only(graph_module)
 
     torch._dynamo.reset()
     # fullgraph=True turns a graph break into an exception; the counters are read as well, so that the proof does not
@@ -86,13 +87,12 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
     return proof
 
 
-def _in_mode_of(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The graph as it is called: without values where its inputs have none, also for tensors that it makes itself."""
-    mode = next((tensor.fake_mode for tensor in inputs if isinstance(tensor, FakeTensor)), contextlib.nullcontext())
+def _shapes_only(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Gives results without values: of inputs without values nothing can be asked that a condition or a size needs."""
+    outputs = graph_module.graph.output_node().args[0]
 
-    def forward(*given: torch.Tensor) -> Any:
-        with mode:
-            return graph_module.forward(*given)
+    def forward(*_inputs: torch.Tensor) -> Any:
+        return torch.fx.map_arg(outputs, lambda node: torch.empty_like(node.meta["example_value"], device="meta"))
 
     return forward
 

@@ -82,6 +82,8 @@ class Gate(Result):
     """Most for `error.max_abs` where the rounding error is not known."""
     near_tie: float
     """Bound of the distance of scores where the rounding error is not known."""
+    judged_rows: float | None = None
+    """Least share of the rows of outputs that were judged; null in reports that were written before."""
     next_token_agreement: float
     """Least `next_token_agreement`."""
     rounding_error: float

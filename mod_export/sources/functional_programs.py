@@ -25,6 +25,7 @@ from mod_export.sources.operators import is_operator
 ATEN = torch.ops.aten
 VIEWS = {ATEN.view.default, ATEN._unsafe_view.default}
 MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+METHODS = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
 DRAWS = 2
 """Other values of state that a program may depend on."""
 
@@ -45,6 +46,7 @@ def functional_program(
     Raises:
         CaptureError: it draws random numbers, changes its inputs, or depends on state that it changes.
     """
+    _check_names(program, where)
     _check_operators(program, where)
     with warnings.catch_warnings():
         # torch warns of its own doings.
@@ -157,6 +159,16 @@ def program_of(
         constants=dict(constants),
         verifiers=program.verifiers,
     )
+
+
+def _check_names(program: ExportedProgram, where: str) -> None:
+    for spec in program.graph_signature.input_specs:
+        taken = [part for part in str(spec.target).split(".") if part in METHODS]
+        if taken:
+            raise CaptureError(
+                f"{where}: the weight {spec.target} is called as a method of every module ({taken[0]}), which "
+                "torch.export does not take; rename it"
+            )
 
 
 def _check_operators(program: ExportedProgram, where: str) -> None:

@@ -35,7 +35,6 @@ from mod_export.sources.value_names import free_names, input_names, only_output,
 ATEN = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
 ROUTED = "routed_"
-METHODS = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -156,12 +155,6 @@ def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, A
         if tensor.dtype is torch.float64 and spec.kind is InputKind.PARAMETER:
             raise CaptureError(
                 f"{where}: the weight {spec.target} is float64; engines compute in float32 at most. Give model.float()"
-            )
-        taken = [part for part in str(spec.target).split(".") if part in METHODS]
-        if taken:
-            raise CaptureError(
-                f"{where}: the weight {spec.target} is called as a method of every module ({taken[0]}), which "
-                "torch.export does not take; rename it"
             )
 
 

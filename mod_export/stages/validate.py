@@ -200,6 +200,8 @@ def _parity(context: Context, candidate: Candidate, candidates: Sequence[Candida
     try:
         context.measure(ParityRow, name, _inputs(context, candidate, **options), make)
     except BuildError as error:
+        if isinstance(context, FolderContext) and changed_program(context) is not None:
+            raise  # Nothing can be judged by a reference that was changed.
         # No step of the folder: it is tried again next time.
         context.add([failed_row(f"cannot be judged: {error}", gate, setting, artifact=candidate.path)])
 

@@ -30,8 +30,6 @@ from mod_export.validate.compare import SiteRouting
 REFERENCE = "eager float32"
 MADE_OF_TIES = ("ties", "near_ties")
 """Kinds of input on which scores are equal, or nearly so, by design."""
-LEAST_JUDGED = 0.25
-"""Of the rows that are judged at all; a fault shows in those that depend on it."""
 TEXT = "text"
 """The kind of input that is real text."""
 ROUNDOFF: dict[DType, float] = {
@@ -184,16 +182,16 @@ def check_outputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
 
 
 def check_coverage(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """Enough was judged: of the rows of all inputs but those that are made of ties, at least LEAST_JUDGED."""
+    """Enough was judged: of the rows of all inputs but those that are made of ties, at least the share of the gate."""
     usual = [one for one in found if one.kind not in MADE_OF_TIES] or found
     judged = sum(one.tokens for one in usual)
     total = judged + sum(one.undetermined for one in usual)
-    if judged >= LEAST_JUDGED * total:
+    if judged >= allowed.gate.judged_rows * total:
         return []
     why = next(part.because for one in usual if one.undetermined for part in one.left_out)
     return [
         f"{usual[0].output}: could not be evaluated: {why}, and {judged:,} of {total:,} rows of it are left, at least "
-        f"{LEAST_JUDGED:.0%} must be; give samples on which the model itself decides clearly"
+        f"{allowed.gate.judged_rows:.0%} must be; give samples on which the model itself decides clearly"
     ]
 
 

@@ -27,7 +27,7 @@ from mod_export.sources.protocol import SampledInputs
 from mod_export.validate.inputs import Batch, per_token
 from mod_export.validate.reference import Reference
 
-HIDDEN = -1e4
+HIDDEN = -10_000
 """An additive mask hides what is below: exp of it is zero in every dtype."""
 OTHER = 10_007
 """Seed of a sample that no batch is made of."""

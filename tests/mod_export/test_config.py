@@ -25,6 +25,7 @@ GATES = (
     "max_abs",
     "near_tie",
     "next_token_agreement",
+    "judged_rows",
     "max_kl",
     "max_perplexity_ratio",
 )
