@@ -194,7 +194,9 @@ def _bias(writer: NodeWriter, node: ir.Node, sizes: _Sizes, shared: _Shared) -> 
         mask = writer.op("Where", causal, mask, never)
     elif given.meta.get(LEAVES_A_KEY) or (fixed is not None and _leaves_a_key(fixed)):
         return mask, None
-    hidden = writer.op("Equal", writer.op("ReduceMax", mask, [-1], keepdims=1), never)
+    # Counted in integers: OpenVINO's largest number of a row of minus infinities is the smallest finite one.
+    unseen = writer.op("Cast", writer.op("Equal", mask, never), to=INT32)
+    hidden = writer.op("Cast", writer.op("ReduceMin", unseen, [-1], keepdims=1), to=BOOL)
     return writer.op("Where", hidden, zero, mask), hidden
 
 

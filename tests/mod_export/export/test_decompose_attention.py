@@ -69,6 +69,23 @@ def test_a_mask_hides_the_same_keys(mask: str, attributes: str, heads: int, dial
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("mask", ["bool[3,5] m", "float[3,5] m"])
+def test_a_query_that_sees_no_key_is_zero_in_openvino_too(mask: str) -> None:
+    """Its largest number of a row of minus infinities is finite."""
+    openvino = pytest.importorskip("openvino")
+    model = masked(mask)
+    seen = np.array([[True] * 5, [False] * 5, [False, True, False, True, False]])
+    given = {**random_feeds(model), "m": seen if mask.startswith("bool") else np.where(seen, 0, -np.inf)}
+    given = {name: array.astype(np.float32) if array.dtype == float else array for name, array in given.items()}
+    before = run(model, given)[0]
+    DecomposeAttention().run(model, GROUPED, "float32")
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(ir.to_proto(model).SerializeToString()), "CPU")
+    found = compiled(given)[0]
+    np.testing.assert_allclose(found, before, rtol=1e-4, atol=1e-5)
+    assert (found[:, :, 1] == 0).all()
+
+
 @pytest.mark.parametrize("dialect", [TENSORRT, GROUPED], ids=["groups", "rows"])
 @pytest.mark.parametrize("shape", [(1, 5), (2, 1, 1, 5), (2, 2, 1, 5)])
 def test_one_row_of_a_mask_is_for_all_queries(shape: tuple[int, ...], dialect: Dialect) -> None:
