@@ -79,7 +79,9 @@ def of_bucket(bucket: str) -> set[str]:
     return {*steps, f"latency/ort-cpu/{bucket}-float32", f"map/{bucket}", "structure"}
 
 
-GATES = ("rounding_error_rms", "near_tie", "next_token_agreement", "max_kl", "max_perplexity_ratio")
+GATES = (
+    "rounding_error_rms", "near_tie", "judged_rows", "next_token_agreement", "max_kl", "max_perplexity_ratio",
+)  # fmt: skip
 REDONE: dict[str, set[str]] = {
     "cost/profile_runs": PROFILE,
     "seed": PARITY | CAUSALITY | MAP | LATENCY | PROFILE,
