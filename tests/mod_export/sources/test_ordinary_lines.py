@@ -247,3 +247,19 @@ def test_state_that_a_run_reads_of_the_run_before_is_refused() -> None:
     said = r"^mine at b2s16: changes its buffer mean in place, at .*test_ordinary_lines\.py:\d+\n +self\.mean\.mul_"
     with pytest.raises(CaptureError, match=said):
         model_from_module(Remembering(), torch.randn(B, S, D), [Bucket(B, S)], "mine")
+
+
+class CountsAndWrites(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x += 1
+        return x * 2
+
+
+def test_a_counter_that_nothing_reads_hides_no_input_that_is_written_to() -> None:
+    with pytest.raises(CaptureError, match=r"^mine at b2s16: changes its input x in place, at .*\n +x \+= 1"):
+        model_from_module(CountsAndWrites(), torch.randn(B, S, D), [Bucket(B, S)], "mine")
