@@ -1,7 +1,6 @@
 """Writes operators that the ONNX exporter has no good form of as others that compute the same.
 
-* `einsum` becomes products of matrices: the FLOPs of Einsum cannot be counted, and it hides attention and weights from
-  the passes.
+* `einsum` becomes products of matrices, because it hides attention and weights from the passes.
 * The k-th value of a row is the last of a top-k: ONNX has no operator of its own for it.
 * Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query, and
   with as many rows and heads of keys as there are of queries, or a number that divides it.
