@@ -26,6 +26,7 @@ import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
 
+from mod_export.cli import cli
 from mod_export.cli.serve import serve
 
 ROOT = Path(__file__).parents[3]
@@ -133,7 +134,9 @@ def command_line(name: str) -> list[str]:
 
 def options(name: str) -> dict[str, Any]:
     """The command line as the command itself reads it: option -> value. A UsageError if it cannot."""
-    context = serve.make_context("serve", command_line(name))
+    # Under the group, as users call it: a command keeps the names of its help option from its first context.
+    group = cli.make_context("mod-export", ["serve"])
+    context = serve.make_context("serve", command_line(name), parent=group)
     return {spelling: context.params[one.name or ""] for one in serve.params for spelling in one.opts}
 
 
