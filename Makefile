@@ -46,18 +46,18 @@ demo: .venv/demo
 
 # `make bench ARGS="--help"`; with a trained model: ARGS="--text-model build/smollm2 --text english.txt".
 bench: .venv/rivals
-	$(BIN)/python tests/benchmarks/run_benchmarks.py $(ARGS)
+	$(BIN)/python -m benchmarks.rivals.run $(ARGS)
 
 study: .venv/bench
-	$(BIN)/python tests/study/run_study.py
+	$(BIN)/python -m benchmarks.study.run
 
 # Needs a dense checkpoint, which `mod-export convert` writes, and downloads nothing. `make retrofit ARGS="--help"`.
 retrofit: .venv/bench
-	$(BIN)/python tests/retrofit/run_retrofit.py $(ARGS)
+	$(BIN)/python -m benchmarks.retrofit.run $(ARGS)
 
 # Everything that a machine with an NVIDIA GPU can show, in less than eight minutes; goes on where it was stopped.
 gpu: .venv/demo
-	$(BIN)/python tests/gpu/run_gpu.py $(ARGS)
+	$(BIN)/python -m benchmarks.gpu.run $(ARGS)
 
 # A trained model in a GGUF file next to transformers; downloads nothing. `make real MODEL=FILE.gguf TEXT=english.txt`.
 real: install
@@ -65,7 +65,7 @@ real: install
 
 # The pictures of the README, from what `make demo` has built. Run it on a quiet machine, after a demo.
 figures: install
-	PYTHONPATH=tests/mod_export $(BIN)/python tests/figures/make_figures.py
+	PYTHONPATH=tests/mod_export $(BIN)/python -m benchmarks.figures.run
 
 # Locust pins another HTTP library than Triton's client, so it has an environment of its own.
 .venv/load/installed: .venv/dev
@@ -75,7 +75,7 @@ figures: install
 
 # A server under load, overload, clients that leave, and kill -9. Half an hour; `make load ARGS="--help"`.
 load: install .venv/load/installed
-	$(BIN)/python tests/load/run_load.py $(ARGS)
+	$(BIN)/python -m benchmarks.load.run $(ARGS)
 
 # A real Triton Inference Server, of PyPI, with the Python backend only. It needs an older numpy.
 .venv/triton/installed: .venv/dev
@@ -89,13 +89,13 @@ triton: install .venv/triton/installed
 # Model classes of PyPI packages, routed, through every target that needs no GPU; writes docs/corpus.md. An hour or two, and it
 # goes on where it was stopped. `make corpus ARGS="--help"`.
 corpus: install
-	$(BIN)/python tests/corpus/run_corpus.py $(ARGS)
+	$(BIN)/python -m benchmarks.corpus.run $(ARGS)
 
 faults: install
-	PYTHONPATH=tests/mod_export:tests/mod_export/export $(BIN)/python tests/faults/rates.py
+	PYTHONPATH=tests/mod_export:tests/mod_export/export $(BIN)/python -m benchmarks.faults.rates
 
 floors: install
-	$(BIN)/python tests/floors/run.py
+	$(BIN)/python -m benchmarks.floors.run
 
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist worksteal
 COMMIT := $$(git rev-parse HEAD)

@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import measure_case
-import measure_text
 import pytest
-import run_benchmarks
-from cases import KINDS, Case
 from example_routes import doubles, first, second
-from prepared import prepare
-from render import render
-from routes import PRECISIONS, ROUTES
-from text_models import TextCase
-from text_routes import ROUTES as TEXT_ROUTES
-from turns import RouteError, Worker, opened_workers, rounds
+
+from benchmarks.rivals import measure_case, measure_text
+from benchmarks.rivals import run as run_benchmarks
+from benchmarks.rivals.cases import KINDS, Case
+from benchmarks.rivals.prepared import prepare
+from benchmarks.rivals.render import render
+from benchmarks.rivals.routes import PRECISIONS, ROUTES
+from benchmarks.rivals.text_models import TextCase
+from benchmarks.rivals.text_routes import ROUTES as TEXT_ROUTES
+from benchmarks.rivals.turns import RouteError, Worker, opened_workers, rounds
 
 CASE = Case("XS", 64, vocab=256)
 TEXT = TextCase("XS", prompt=16, new=8, window=64, judged=32)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from cases import Case
-from dense_files import write_gguf, write_hugging_face
 from tokenizers import Tokenizer
 
+from benchmarks.rivals.cases import Case
+from benchmarks.rivals.dense_files import write_gguf, write_hugging_face
 from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
 from mod_models.convert import read_foreign
 from mod_models.convert.folder import write_folder

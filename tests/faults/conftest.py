@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from base_folder import FOLDERS, FolderName
-from compiled_faults import write_packages
+
+from benchmarks.faults.base_folder import FOLDERS, FolderName
+from benchmarks.faults.compiled_faults import write_packages
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from base_folder import FOLDERS, FolderName
-from foreign_faults import HIDDEN, TIES
-from planting import FAULTS, outcome_of
-from random_specs import foreign_of_ties, random_build, random_build_of_any_kind, random_foreign
-from rates import build_clean
 
+from benchmarks.faults.base_folder import FOLDERS, FolderName
+from benchmarks.faults.foreign_faults import HIDDEN, TIES
+from benchmarks.faults.planting import FAULTS, outcome_of
+from benchmarks.faults.random_specs import foreign_of_ties, random_build, random_build_of_any_kind, random_foreign
+from benchmarks.faults.rates import build_clean
 from mod_export.rerun import validate_folder
 from mod_export.results.structure import StructureRow
 from mod_models.declarations import CHOICES, SELECTIONS

@@ -15,9 +15,9 @@ import torch
 from command_line import FEW_SAMPLES
 from foreign_models import made
 from headless_chromium import BROWSER
-from make_figures import main
 from mod_dialects import Inner
 
+from benchmarks.figures.run import main
 from mod_export.cli import cli, generate
 from mod_export.config import GenerationOptions
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fault_table import f32
 from graph_folders import write_graph
-from graph_surgery import plant
 from observing import observed
 from small_graphs import make_model, make_spec
 from tiny_models import lively_checkpoint
 from tiny_models import make_spec as routed_spec
 
+from benchmarks.faults.fault_table import f32
+from benchmarks.faults.graph_surgery import plant
 from mod_export.config import BuildConfig
 from mod_export.errors import ConfigError, EngineError
 from mod_export.export.passes import PORTABLE

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fault_table import f32
-from graph_surgery import Surgery, plant
 
+from benchmarks.faults.fault_table import f32
+from benchmarks.faults.graph_surgery import Surgery, plant
 from mod_export.config import BuildConfig
 from mod_export.errors import EngineError, GraphError
 from mod_export.results.parity import Located

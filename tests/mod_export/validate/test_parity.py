@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
-from fault_table import f32, gate_mul, i64
-from graph_surgery import Surgery
 from small_graphs import portable_graph, session
 
+from benchmarks.faults.fault_table import f32, gate_mul, i64
+from benchmarks.faults.graph_surgery import Surgery
 from mod_export.config import config_from_toml
 from mod_export.engines.ort_session import OrtRunner
 from mod_export.results.parity import ParityRow

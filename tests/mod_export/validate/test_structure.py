@@ -12,10 +12,10 @@ import onnx_ir as ir
 import pytest
 import torch
 from graph_folders import write_graph
-from graph_surgery import Surgery, plant
 from safetensors.torch import load_file, save_file
 from small_graphs import make_spec
 
+from benchmarks.faults.graph_surgery import Surgery, plant
 from mod_export.build_folder.files import FileEntry
 from mod_export.engines import ENGINES
 from mod_export.export.weights import Form, digests_of_tensors, state_of, write_weights

@@ -13,9 +13,9 @@ import onnx_ir as ir
 import pytest
 import torch
 from command_line import FEW_SAMPLES
-from graph_surgery import Surgery, plant
 from torch import Tensor, nn
 
+from benchmarks.faults.graph_surgery import Surgery, plant
 from mod_export.api import build
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.results.parity import Located, ParityRow

@@ -1,0 +1,84 @@
+"""Attention of which only the queries are routed: keys and values are those of all tokens, so none is hidden."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from benchmarks.corpus.routers import Apart
+from benchmarks.corpus.tokens import at_tokens
+
+QUERIES = (-2,)
+"""The dimension of a mask that is that of the queries."""
+
+
+class Queries(Apart):
+    """Around attention that takes what it attends to as an argument; `context` names it.
+
+    The mask has a row for each query, so only that dimension is gathered.
+    """
+
+    around = "attention"
+    context = "encoder_hidden_states"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.pop(self.hidden) if self.hidden in kwargs else None
+        x, args = (args[0], args[1:]) if given is None else (given, args)
+        index_BK, gate_BK = self.select(x)
+        chosen = self.taken(x, index_BK)
+        returned = self.attend(chosen, x, index_BK, args, kwargs)
+        result = returned[0] if isinstance(returned, tuple) else returned
+        out = self.put_back(x, index_BK, gate_BK, chosen, result)
+        return (out, *returned[1:]) if isinstance(returned, tuple) else out
+
+    def attend(self, chosen: Tensor, x: Tensor, index_BK: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the selected tokens see among all of x; `args` and `kwargs` are those of all tokens."""
+        args, kwargs = at_tokens((args, kwargs), index_BK, x.shape[1], QUERIES)
+        return self.block(chosen, *args, **kwargs | {self.context: x})
+
+
+class QueriesOfKeyValueStates(Queries):
+    """Attention of encoder-decoders of transformers, which takes `key_value_states`."""
+
+    context = "key_value_states"
+
+
+class QueriesOfContext(Queries):
+    """Attention of x-transformers, which takes `context`."""
+
+    context = "context"
+
+
+class QueriesOfMultihead(Queries):
+    """`nn.MultiheadAttention`, which is given query, key and value."""
+
+    def attend(self, chosen: Tensor, x: Tensor, index_BK: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+        return self.block(chosen, x, x, **{name: kwargs[name] for name in ("key_padding_mask",) if name in kwargs})
+
+
+class QueriesOfProjections(Queries):
+    """Attention of decoders of transformers with `q_proj`, `k_proj`, `v_proj` and `o_proj` and rotary positions: the
+    lines of its forward, with queries of the selected tokens.
+    """
+
+    @property
+    def computes(self) -> nn.Module:
+        return self.block.q_proj
+
+    def attend(self, chosen: Tensor, x: Tensor, index_BK: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+        attention, (cos, sin) = self.block, kwargs["position_embeddings"]
+        # The tokens of the tables and the queries of the mask are both dimension -2.
+        mask, cos_BKE, sin_BKE = at_tokens((kwargs["attention_mask"], cos, sin), index_BK, x.shape[1], QUERIES)
+        heads = (-1, attention.head_dim)
+        query = attention.q_proj(chosen).unflatten(-1, heads).transpose(1, 2)
+        key = attention.k_proj(x).unflatten(-1, heads).transpose(1, 2)
+        value = attention.v_proj(x).unflatten(-1, heads).transpose(1, 2)
+        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        query, _ = rotate(query, query, cos_BKE, sin_BKE)
+        key, _ = rotate(key, key, cos, sin)
+        seen = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=attention.scaling, enable_gqa=True
+        )
+        return attention.o_proj(seen.transpose(1, 2).flatten(2)), None

@@ -1,0 +1,87 @@
+"""What engines take of the GPU's memory, and their times when kernels are started one by one and not as a CUDA graph.
+
+    python benchmarks/gpu/device.py BUILD OUT.json
+
+A process of its own: the first engine that it loads brings the CUDA context and the libraries with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mod_export.benchmark.latency import measure_latency
+from mod_export.build_folder.manifest import Manifest, open_folder
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.sources.model import tokens_sample
+from mod_export.types import Engine, by_setting
+
+
+def used_mib() -> int:
+    """Of the first GPU, by all processes, as nvidia-smi says."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0])
+
+
+def measured(root: Path, used: Callable[[], int] = used_mib) -> dict[str, Any]:
+    """Memory of every engine of a build folder, and times without CUDA graphs where the target has them."""
+    manifest = open_folder(root)
+    engines = [one for one in manifest.engines if one.role == "forward"]
+    memory = _memory(root, manifest, engines, used)
+    config = without_cuda_graphs(manifest.config, engines[0].target)
+    times = [] if config is None else _times(root, manifest, engines, config)
+    return {"memory": memory, "one_by_one": times}
+
+
+def _feeds(manifest: Manifest, engine: Engine) -> dict[str, Any]:
+    vocab_size = manifest.models["mod"].vocab_size
+    assert vocab_size is not None
+    return dict(tokens_sample(vocab_size, engine.bucket, manifest.config.seed))
+
+
+def _memory(root: Path, manifest: Manifest, engines: list[Engine], used: Callable[[], int]) -> list[dict[str, Any]]:
+    """All of them are held until the end: an allocator keeps what it was given back."""
+    found: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as opened:
+        before = used()
+        # The first one twice, so that it stands there alone as well.
+        for number, engine in enumerate([engines[0], *engines]):
+            builder = ENGINES[engine.target]
+            runner = opened.enter_context(builder.load(root, engine, manifest.config, 0))
+            feeds = _feeds(manifest, engine)
+            runner.run({name: array for name, array in feeds.items() if name in runner.inputs})
+            now = used()
+            what = "with context and libraries" if number == 0 else "one more engine"
+            found.append({"engine": engine.path, "what": what, "mib": now - before})
+            before = now
+    return found
+
+
+def without_cuda_graphs(config: BuildConfig, target: str) -> BuildConfig | None:
+    """The configuration with CUDA graphs off; None where the target has none to turn off."""
+    name = target.replace("-", "_")
+    options = getattr(config.target, name)
+    if not getattr(options, "cuda_graph", False):
+        return None
+    plain = options.model_copy(update={"cuda_graph": False})
+    return config.model_copy(update={"target": config.target.model_copy(update={name: plain})})
+
+
+def _times(root: Path, manifest: Manifest, engines: list[Engine], config: BuildConfig) -> list[dict[str, Any]]:
+    rows = [
+        row
+        for both in by_setting(engines).values()
+        for row in measure_latency(root, both, _feeds(manifest, both["mod"]), config)
+    ]
+    kept = {"target", "dtype", "bucket", "model", "p50_ms", "p90_ms"}
+    return [row.model_dump(mode="json", include=kept) for row in rows]
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(measured(Path(sys.argv[1]))), encoding="utf-8")

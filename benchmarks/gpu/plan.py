@@ -1,0 +1,177 @@
+"""What `make gpu` does: its steps, what each of them runs, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mod_export.results.report import report_from_json
+from mod_export.types import Availability
+from mod_models.spec import ModelSpec, RoutingSpec
+
+SPEC = ModelSpec(
+    vocab_size=8192, d_model=512, n_layers=12, n_heads=8, n_kv_heads=4, d_head=64, d_ff=1408, max_positions=2048,
+    routing=RoutingSpec(),
+)  # fmt: skip
+"""A Llama-like decoder of 40 M parameters, with initial weights; every other block is routed at 12.5 %."""
+GATE_FAILED = 4
+"""What `mod-export build` ends with where a gate failed: it has a report, which says so."""
+SHOWN_LINES = 3
+CONFIG = """\
+buckets = {buckets}
+targets = ["{target}"]
+# The logits of a row's last token, as sampling reads them: those of all tokens would be timed on their way to the host.
+outputs = "last"
+
+[parity]
+text_batches = 1
+
+[latency]
+min_speedup = 0.0
+max_seconds = 6.0
+
+[generation]
+build = "never"
+
+[target.{target}]
+dtypes = {dtypes}
+"""
+DECODE = (
+    "no target of mod-export runs steps on a GPU: inductor-cuda and ort-cuda build engines for whole rows only, and "
+    "plans of tensorrt and tensorrt-rtx that write text are run by a server, which keeps the cache on the GPU"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One process.
+
+    Attributes:
+        name: of its files under steps/.
+        title: what it does, for people.
+        target: that has to run here.
+        needs: a step whose build folder it uses, if any.
+        seconds: after which it is stopped.
+        files: to write before it starts: name in its folder -> content.
+        command: what is run in its folder.
+        collect: what is kept, from its folder.
+        never: why it is not run on any machine; empty where it is.
+    """
+
+    name: str
+    title: str
+    target: str
+    needs: str | None = None
+    seconds: float = 0.0
+    files: Mapping[str, str]
+    command: Sequence[str] = ()
+    collect: Callable[[Path], dict[str, Any]]
+    never: str = ""
+
+
+def build_step(
+    target: str, dtypes: Sequence[str], bucket: tuple[int, int], checkpoint: Path, more: str = "", name: str = ""
+) -> Step:
+    """A build of one target at one shape, with all of its evidence. `more` are further options of the target."""
+    rows, seq = bucket
+    command = ["-m", "mod_export", "build", str(checkpoint.resolve()), "-c", "config.toml", "-o", "build", "-q"]
+    listed = "[" + ", ".join(f'"{dtype}"' for dtype in dtypes) + "]"
+    config = CONFIG.format(target=target, dtypes=listed, buckets=f"[[{rows}, {seq}]]") + more
+    return Step(
+        name=f"{target}-{rows}x{seq}{name}",
+        title=f"{target}, {', '.join(dtypes)}, {rows} x {seq}: built, judged, timed",
+        target=target,
+        seconds=240.0,
+        files={"config.toml": config},
+        command=[sys.executable, *command],
+        collect=found_by_build,
+    )
+
+
+def device_step(build: Step) -> Step:
+    """Memory and launches of the engines that another step built."""
+    script = Path(__file__).with_name("device.py").resolve()
+    return Step(
+        name=f"{build.name}-device",
+        title=f"{build.name}: memory, and kernels one by one",
+        target=build.target,
+        needs=build.name,
+        seconds=90.0,
+        files={},
+        command=[sys.executable, str(script), f"../{build.name}/build", "device.json"],
+        collect=found_on_device,
+    )
+
+
+def planned(arch: str, checkpoint: Path) -> list[Step]:
+    """The steps, those that say most first: what is left when the time is over says least.
+
+    Args:
+        arch: of the GPU, such as sm90.
+        checkpoint: that every build reads.
+    """
+    row, batch = (1, 512), (8, 2048)
+    inductor = build_step("inductor-cuda", ["bfloat16"], row, checkpoint)
+    steps = [inductor, device_step(inductor), build_step("inductor-cuda", ["bfloat16"], batch, checkpoint)]
+    for target, more in (("ort-cuda", ""), ("tensorrt", ""), ("tensorrt-rtx", f'architectures = ["{arch}"]\n')):
+        small = build_step(target, ["float16", "float32"], row, checkpoint, more)
+        steps += [small, device_step(small), build_step(target, ["float16"], batch, checkpoint, more)]
+    steps.append(build_step("inductor-cuda", ["float32"], row, checkpoint, name="-float32"))
+    none = Step(
+        name="decode", title="steps of writing text", target="", files={}, collect=lambda folder: {}, never=DECODE
+    )
+    return [*steps, none]
+
+
+def why_not(step: Step, availability: Mapping[str, Availability], ran: Mapping[str, bool]) -> str:
+    """Why a step cannot be run here, empty where it can. `ran` says of earlier steps whether they did."""
+    if step.never:
+        return step.never
+    found = availability[step.target]
+    if not (found.builds and found.runs):
+        return f"{step.target}: {found.reason}"
+    if step.needs is not None and not ran.get(step.needs, False):
+        return f"{step.needs} left no engines"
+    return ""
+
+
+def found_by_build(folder: Path) -> dict[str, Any]:
+    """The rows of report.json that are about engines that ran here, without single samples."""
+    report = report_from_json((folder / "build" / "report.json").read_text(encoding="utf-8"))
+    targets = {row.target for row in report.latency}
+    parity = [row for row in report.parity if row.target in targets]
+    engines = [one for one in report.artifacts if one.kind == "engine"]
+    return {
+        "verdict": report.verdict.model_dump(mode="json"),
+        "parity": [
+            row.model_dump(mode="json", include={"target", "dtype", "bucket", "model", "passed", "reasons", "error",
+                "allowed_max_abs", "next_token_agreement"})
+            | {"routed": row.routing.routed, "agreed": row.routing.agreed, "near_ties": row.routing.near_ties}
+            for row in parity
+        ],
+        "latency": [
+            row.model_dump(mode="json", include={"target", "dtype", "bucket", "model", "p50_ms", "p90_ms", "flags"})
+            for row in report.latency
+        ],
+        "speedup": [
+            row.model_dump(mode="json", include={"target", "dtype", "bucket", "measured", "ci95", "predicted_flops",
+                "verdict"})
+            for row in report.speedup
+        ],
+        "precision": [
+            row.model_dump(mode="json", include={"target", "dtype", "bucket", "model", "measured", "ci95"})
+            for row in report.precision
+        ],
+        "engines": [{"path": one.path, "bytes": one.bytes} for one in engines],
+        "stages": {stage.name: stage.seconds for stage in report.stages},
+    }  # fmt: skip
+
+
+def found_on_device(folder: Path) -> dict[str, Any]:
+    """What `gpu_device.py` wrote."""
+    found: dict[str, Any] = json.loads((folder / "device.json").read_text(encoding="utf-8"))
+    return found

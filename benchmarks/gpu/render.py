@@ -1,0 +1,148 @@
+"""docs/gpu.md, from gpu.json beside it: `python -m benchmarks.gpu.render [DOCS]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+HEAD = """# On a GPU
+
+What `make gpu` finds on a machine with an NVIDIA GPU, in one run of less than eight minutes that can be stopped and
+started again. Written by `benchmarks/gpu/render.py`; do not edit.
+
+* **Model.** A Llama-like decoder of 40 M parameters (d=512, 12 layers, vocabulary 8,192) with initial weights, every
+  other block routed at 12.5 %; `dense` is the same weights with every token through every block. Engines return the
+  logits of a row's last token.
+* **Parity** is the build's own: against eager float32 PyTorch on the CPU, by the gates of the dtype
+  ([numerics.md](numerics.md)).
+* **Latency** is the build's own: model and dense baseline interleaved in one process, from inputs in host memory to
+  outputs in host memory ([measurement.md](measurement.md)). Speed-up is dense / MoD. *One by one* is the same engine
+  without its CUDA graph.
+* **Memory** is what nvidia-smi sees more of after an engine was loaded and run.
+* Each step is a process of its own. What was not run says why.
+"""
+NOT_RUN = """
+**Not run yet.** No machine with a GPU has run it; everything of it that needs none is tested
+(`tests/benchmarks/test_gpu_run.py`).
+"""
+
+
+def render(docs: Path) -> None:
+    """Writes gpu.md in the folder `docs`, from its gpu.json if it has one."""
+    results = docs / "gpu.json"
+    found = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
+    (docs / "gpu.md").write_text(page(found), encoding="utf-8")
+
+
+def page(found: dict[str, Any] | None) -> str:
+    """The page; of a run that has not been, one that says so."""
+    if found is None:
+        return HEAD + NOT_RUN
+    machine = found["machine"]
+    versions = [
+        f"{name} {machine[name]}" for name in ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx") if machine[name]
+    ]
+    about = f"* **Machine.** {machine['gpu']} ({', '.join(machine['architectures'])}); {machine['cpu']}, "
+    about += f"{machine['cores']} cores. {', '.join(versions)}.\n"
+    return HEAD + about + "\n" + "\n".join(_tables(found["steps"]))
+
+
+def _tables(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
+    ran = [step for step in steps if step["status"] == "ran"]
+    builds = [step["found"] for step in ran if "latency" in step["found"]]
+    devices = [step["found"] for step in ran if "memory" in step["found"]]
+    alone = {_key(row): row["p50_ms"] for found in devices for row in found["one_by_one"]}
+    yield _table(
+        "## Latency",
+        [
+            "target",
+            "dtype",
+            "shape",
+            "dense, ms",
+            "MoD, ms",
+            "speed-up",
+            "predicted (FLOPs)",
+            "one by one: dense",
+            "MoD",
+        ],
+        [line for found in builds for line in _speed(found, alone)],
+    )
+    yield _table(
+        "## Parity",
+        [
+            "target",
+            "dtype",
+            "shape",
+            "model",
+            "gates",
+            "largest error",
+            "allowed",
+            "same next token",
+            "routed",
+            "near-ties",
+        ],
+        [_parity(row) for found in builds for row in found["parity"]],
+    )
+    yield _table(
+        "## Memory",
+        ["engine", "MiB of the GPU", ""],
+        [[row["engine"], str(row["mib"]), row["what"]] for found in devices for row in found["memory"]],
+    )
+    yield _table(
+        "## Steps",
+        ["step", "outcome", "seconds", ""],
+        [[step["title"], _outcome(step), f"{step['seconds']:.0f}", _cell(step["reason"])] for step in steps],
+    )
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["target"], row["dtype"], row["bucket"], row["model"]
+
+
+def _speed(found: dict[str, Any], alone: dict[tuple[str, ...], float]) -> Iterator[list[str]]:
+    ms = {_key(row): row["p50_ms"] for row in found["latency"]}
+    for row in found["speedup"]:
+        setting = (row["target"], row["dtype"], row["bucket"])
+        low, high = row["ci95"]
+        yield [
+            *setting,
+            *(f"{ms[*setting, kind]:.3g}" for kind in ("dense", "mod")),
+            f"{row['measured']:.2f} [{low:.2f}, {high:.2f}], {row['verdict']}",
+            f"{row['predicted_flops']:.2f}",
+            *(f"{alone[*setting, kind]:.3g}" if (*setting, kind) in alone else "" for kind in ("dense", "mod")),
+        ]
+
+
+def _parity(row: dict[str, Any]) -> list[str]:
+    agreement = row["next_token_agreement"]
+    return [
+        row["target"], row["dtype"], row["bucket"], row["model"],
+        "met" if row["passed"] else _cell("missed: " + "; ".join(row["reasons"])),
+        f"{row['error']['max_abs']:.2g}", f"{row['allowed_max_abs']:.2g}",
+        "" if agreement is None else f"{agreement:.2%}",
+        f"{row['routed']:,}", f"{row['near_ties']:,}",
+    ]  # fmt: skip
+
+
+def _outcome(step: dict[str, Any]) -> str:
+    verdict = step["found"].get("verdict", {"status": "pass"})["status"]
+    return step["status"] if verdict == "pass" else f"{step['status']}, a gate failed"
+
+
+def _cell(text: str) -> str:
+    """Text of a process, as it can stand in a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return f"{title}\n\nNothing was run.\n"
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([title, "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines]) + "\n"
+
+
+if __name__ == "__main__":
+    render(Path(sys.argv[1] if len(sys.argv) > 1 else "docs"))

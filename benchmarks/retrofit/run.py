@@ -1,0 +1,183 @@
+"""Retrofits a dense model in several ways, measures each, and writes its table into docs/retrofit.md: `make retrofit`.
+
+    python -m benchmarks.retrofit.run [--model DIR] [--data PATH] [--results DIR] [--docs DIR] [--steps N] ...
+
+Nothing is downloaded: `--model` is a dense checkpoint on this machine, such as `mod-export convert` writes. A run that
+was stopped goes on where it was: each way in a folder of its own, from its last evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.retrofit.render import render
+from mod_models import probe
+from mod_models.checkpoint import load_checkpoint
+from mod_models.corpus import TOKENIZER, Corpus, read_corpus
+from mod_models.evaluation import evaluate
+from mod_models.retrofit import layers_of, retrofitted, routed_spec
+from mod_models.train import train
+from mod_models.train_config import PRECISIONS, RECOMPUTED, TrainConfig
+
+SPEED = """\
+# One engine, one thread, whole rows: what the table's speed-up is measured with.
+buckets = [[1, {seq}]]
+targets = ["ort-cpu"]
+outputs = "last"
+
+[latency]
+min_speedup = 0.0
+
+[generation]
+build = "never"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to retrofit: which part of which layers (`{half}` is half of them) routes, at which capacity."""
+
+    parts: str
+    route: str
+    capacity: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
+
+    def share_of(self, routed: int, layers: int) -> float:
+        """Of the tokens, how many an attention or an MLP runs, the mean over those of all layers."""
+        parts = 1 if self.parts == "block" else 0.5
+        return 1 - parts * (1 - self.capacity) * routed / layers
+
+
+DENSE = Way("dense", "none", 1.0)
+GRID = (
+    DENSE,
+    Way("mlp", "deepest:{half}", 0.5),
+    Way("attention", "deepest:{half}", 0.5),
+    Way("block", "deepest:{half}", 0.5),
+    Way("mlp", "cheapest:{half}", 0.5),
+    Way("attention", "cheapest:{half}", 0.5),
+    Way("block", "cheapest:{half}", 0.5),
+    Way("block", "cheapest:{half}", 0.75),
+    Way("block", "cheapest:{half}", 0.25),
+)
+"""In the order in which they are trained, so that a study that is stopped has the simplest first."""
+
+
+def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
+    """The same budget and the same batches for every way; the dense model has nothing to anneal and no teacher."""
+    routed = way != DENSE
+    return TrainConfig(
+        steps=given.steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
+        learning_rate=given.learning_rate, router_learning_rate=10 * given.learning_rate, weight_decay=0.0,
+        warmup=max(1, given.steps // 20), eval_every=max(1, given.steps // 4), eval_batches=given.eval_batches,
+        log_every=max(1, given.steps // 40), recompute=given.recompute, precision=given.precision,
+        anneal=0.5 if routed else 0.0, distill=1.0 if routed else 0.0,
+        calibrate=8 if routed else 0,
+    )  # fmt: skip
+
+
+def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
+    """Trains and measures one way, unless that has been done; returns a line to show."""
+    folder: Path = given.results / way.name
+    done = folder / "result.json"
+    if done.exists():
+        return f"{way.name}: done before"
+    dense = load_checkpoint(given.model)
+    config = config_of(way, given)
+    if way == DENSE:
+        initial = dense
+    else:
+        text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(given.results / "probe.json"))
+        layers = layers_of(text, dense.spec.n_layers, way.parts)
+        initial = retrofitted(dense, routed_spec(dense.spec, layers, way.capacity, way.parts, "predictor"), config.seed)
+    for event in train(initial.spec, config, folder, initial=initial, corpus=corpus):
+        if event.text:
+            print(f"{way.name}: {event.text}", flush=True)
+    with (folder / "log.csv").open(encoding="utf-8", newline="") as file:
+        last = list(csv.DictReader(file))[-1]
+    accuracies = [float(last[name]) for name in last if name.startswith("held_out_predictor_accuracy/")]
+    result = {
+        **asdict(way),
+        "layers": initial.spec.routed_layers,
+        "tokens_run": way.share_of(len(initial.spec.routed_layers), initial.spec.n_layers),
+        "bits_per_byte": float(last["held_out_bits_per_byte"]),
+        "next_token_loss": float(last["held_out_next_token_loss"]),
+        "predictor_accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
+        "speed": None if way == DENSE else speed_of(folder, given.seq),
+    }
+    done.write_text(json.dumps(result), encoding="utf-8")
+    return f"{way.name}: {result['bits_per_byte']:.3f} bits/byte"
+
+
+def speed_of(folder: Path, seq: int) -> dict[str, Any]:
+    """Builds what was trained, in a process of its own, and returns what the report says about its speed."""
+    (folder / "speed.toml").write_text(SPEED.format(seq=seq), encoding="utf-8")
+    command = [sys.executable, "-m", "mod_export", "build", "model.pt", "-c", "speed.toml", "-o", "build", "-q"]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    # 4 is a build of which a gate failed: it has a report, which says so.
+    if ran.returncode not in (0, 4):
+        raise RuntimeError(f"{folder}: {' '.join(command)} ended with {ran.returncode}: {ran.stderr}")
+    report = json.loads((folder / "build" / "report.json").read_text(encoding="utf-8"))
+    (row,) = report["speedup"]
+    found = {name: row[name] for name in ("measured", "ci95", "predicted_flops")}
+    return {**found, "status": report["verdict"]["status"]}
+
+
+def before(given: argparse.Namespace, corpus: Corpus) -> None:
+    """The probe, and the dense model as it was given: once for each folder of results."""
+    ranking, untouched = given.results / "probe.json", given.results / "untouched.json"
+    if not ranking.exists():
+        options = ["--seq", str(given.seq), "--batch", "1", "--batches", str(given.probe_rows), "--out", str(ranking)]
+        data = ["--data", str(given.data)] if given.data is not None else []
+        if probe.main([str(given.model), *options, *data]):
+            raise RuntimeError(f"{given.model}: the probe failed")
+    if not untouched.exists():
+        found = evaluate(load_checkpoint(given.model).module(), config_of(DENSE, given), corpus)
+        untouched.write_text(json.dumps(found), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("build/smollm2"), help="a dense checkpoint (%(default)s)")
+    add("--data", type=Path, help="text to train on; without it this Python's sources")
+    add("--results", type=Path, default=Path("build/retrofit"))
+    add("--docs", type=Path, default=Path("docs"))
+    # Ten minutes for each way of 135 M parameters on two cores, with its build, and 5 GB.
+    add("--steps", type=int, default=60)
+    add("--batch", type=int, default=4)
+    add("--micro-batch", type=int, default=0, help="rows at a time, for less memory (default: all of them)")
+    add("--seq", type=int, default=256)
+    add("--recompute", choices=RECOMPUTED, default="none", help="less memory, more time (%(default)s)")
+    add("--precision", choices=PRECISIONS, default="float32", help="of products (%(default)s)")
+    add("--learning-rate", type=float, default=3e-4, help="routers and predictors get 10 times as much (%(default)s)")
+    add("--eval-batches", type=int, default=16)
+    add("--probe-rows", type=int, default=4)
+    given = parser.parse_args(arguments)
+    if not given.model.exists():
+        parser.error(f"{given.model}: no such checkpoint; make one of a dense model with mod-export convert")
+    given.results.mkdir(parents=True, exist_ok=True)
+    tokenizer = given.model / TOKENIZER
+    corpus = read_corpus(given.data, tokenizer if tokenizer.is_file() else None)
+    before(given, corpus)
+    for number, way in enumerate(grid, 1):
+        print(f"[{number}/{len(grid)}] {run_way(way, given, corpus)}", flush=True)
+        text = corpus.name if given.data is None else given.data.name
+        about = {"model": given.model.name, "text": text, "steps": given.steps, "batch": given.batch}
+        render(given.results, given.docs, [one.name for one in grid], {**about, "seq": given.seq})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,132 @@
+"""Whole rows: one case, one precision and one number of threads, each route in a process of its own, taking turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rivals.cases import KINDS, Case
+from benchmarks.rivals.prepared import prepare
+from benchmarks.rivals.routes import (
+    ANCHOR,
+    MODELS,
+    PORTABLE,
+    ROUTES,
+    STEPS,
+    Route,
+    graph_of_ours,
+    opened,
+    write_reference,
+)
+from benchmarks.rivals.turns import RouteError, Worker, opened_workers, other_load, rounds, versions
+from mod_export.benchmark.cost import cost_row
+from mod_export.benchmark.roofline import product
+from mod_export.environment import describe_machine
+from mod_export.export.nodes import graph_from_file
+
+WARMUP, FEWEST_ROUNDS = 1, 5
+REFERENCE = "reference"
+GEMM = "GEMM"
+PACKAGES = ("torch", "openvino", "onnxruntime", "nncf")
+ALL_STEPS = {**STEPS, REFERENCE: (MODELS, write_reference)}
+
+
+def measure(
+    case: Case, precision: str, threads: int, seconds: float, folder: Path, routes: Sequence[Route] = ROUTES
+) -> dict[str, Any]:
+    """Milliseconds of every round by route and kind, what each route computes, and matrix products of the model's own
+    sizes in between. A route that could not be prepared, opened or run has the reason in place of times.
+    """
+    chosen = [one for one in routes if one.precision == precision]
+    anchor = [one for one in routes if (one.name, one.precision) == (ANCHOR, "float32") and precision != "float32"]
+    steps = [REFERENCE, PORTABLE, *(one.step for one in (*chosen, *anchor))]
+    missing = prepare(ALL_STEPS, dict.fromkeys(steps), case, folder)
+    if reason := missing.get(REFERENCE) or missing.get(PORTABLE):
+        raise RuntimeError(f"{case.name}: {reason}")
+    names = {**{one.name: one for one in chosen}, **{_title(one, precision): one for one in anchor}}
+    openers: dict[str, Any] = {
+        name: (opened, (route, case, folder, threads)) for name, route in names.items() if route.step not in missing
+    }
+    openers[GEMM] = (_products, (case, threads))
+    with opened_workers(folder / "measured.log", openers) as (workers, failed):
+        failed |= {name: missing[route.step] for name, route in names.items() if route.step in missing}
+        quality, failed_here = _quality(workers)
+        failed |= failed_here
+        turns = _turns({name: worker for name, worker in workers.items() if name not in failed})
+        load = other_load()
+        taken, failed_later = rounds(turns, WARMUP, FEWEST_ROUNDS, seconds)
+    failed |= {name: reason for (name, _), reason in failed_later.items()}
+    ms = {key: [1e3 * took for took, _ in found] for key, found in taken.items()}
+    machine = describe_machine()
+    return {
+        "size": case.size, "seq": case.seq, "batch": case.batch, "vocab": case.vocab,
+        "precision": precision, "threads": threads, **_costs(case, folder),
+        "routes": {
+            name: {
+                "ours": route.ours, "precision": route.precision, "failed": failed.get(name),
+                "ms": {} if name in failed else {kind: ms[name, kind] for kind in KINDS},
+                "quality": quality.get(name, {}),
+            }
+            for name, route in names.items()
+        },
+        "gemm_flops": sum(2 * a * b * c for a, b, c in _sizes(case)), "gemm_ms": ms[GEMM, GEMM],
+        "other_load": load,
+        "machine": {key: machine[key] for key in ("cpu", "cores", "memory_bytes")},
+        "versions": versions(PACKAGES),
+    }  # fmt: skip
+
+
+def _title(route: Route, precision: str) -> str:
+    return route.name if route.precision == precision else f"{route.name}, {route.precision}"
+
+
+def _turns(workers: Mapping[str, Worker]) -> dict[tuple[str, str], Callable[[], tuple[float, Any]]]:
+    """Both models of every route, and the products."""
+    kinds = {name: (GEMM,) if name == GEMM else KINDS for name in workers}
+    return {(name, kind): partial(workers[name].ask, kind) for name in workers for kind in kinds[name]}
+
+
+def _quality(workers: Mapping[str, Worker]) -> tuple[dict[str, Any], dict[str, str]]:
+    found: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for name, worker in workers.items():
+        if name != GEMM:
+            try:
+                found[name] = {kind: worker.ask("quality", kind)[1] for kind in KINDS}
+            except RouteError as error:
+                failed[name] = str(error)
+    return found, failed
+
+
+def _costs(case: Case, folder: Path) -> dict[str, Any]:
+    """FLOPs of the portable graphs, and those that nobody can do without."""
+    rows = {
+        kind: cost_row(graph_from_file(graph_of_ours(folder, kind, case)), kind, case.bucket)  # type: ignore[arg-type]
+        for kind in KINDS
+    }
+    return {
+        "flops": {kind: row.flops for kind, row in rows.items()},
+        "needed_flops": {kind: row.needed_flops for kind, row in rows.items()},
+    }
+
+
+def _sizes(case: Case) -> list[tuple[int, int, int]]:
+    """Matrix products as a block of the dense model has them."""
+    spec, rows = case.spec, case.batch * case.seq
+    return [
+        (rows, spec.d_model, spec.n_heads * spec.d_head),
+        (rows, spec.d_model, spec.d_ff),
+        (rows, spec.d_ff, spec.d_model),
+    ]
+
+
+def _products(case: Case, threads: int) -> dict[str, Callable[[], None]]:
+    each = [product("onnxruntime", threads, *one) for one in _sizes(case)]
+
+    def run() -> None:
+        for one in each:
+            one()
+
+    return {GEMM: run}

@@ -1,0 +1,108 @@
+"""Text: one model, one precision and one number of threads, each program in a process of its own, taking turns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rivals.prepared import prepare
+from benchmarks.rivals.text_models import TextCase, dense_checkpoint
+from benchmarks.rivals.text_routes import BATCHES, MODELS, ROUTES, STEPS, TextRoute, opened
+from benchmarks.rivals.turns import RouteError, Worker, opened_workers, other_load, rounds, versions
+from mod_export.environment import describe_machine
+from mod_models.spec import ModelSpec
+
+WARMUP, FEWEST_ROUNDS = 1, 3
+ANCHOR = "mod-export, ort-cpu, dense"
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
+"""Of a weight; where it is a whole number, blocks of 32 have a scale."""
+HEAD_BYTES = BYTES | {"int4": 1 + 4 / 64}
+"""Of a weight of the head."""
+PACKAGES = ("torch", "openvino", "onnxruntime", "onnxruntime-genai", "openvino-genai", "llama_cpp_python",
+            "transformers", "nncf")  # fmt: skip
+
+
+def measure(
+    case: TextCase, precision: str, threads: int, seconds: float, folder: Path, routes: Sequence[TextRoute] = ROUTES
+) -> dict[str, Any]:
+    """Milliseconds to the first token and tokens per second of every round, by program and batch; and what each says of
+    a text. A program that could not be prepared, opened or run has the reason in their place.
+    """
+    chosen = {one.name: one for one in routes if one.precision == precision}
+    if precision != "float32":
+        chosen |= {f"{ANCHOR}, float32": one for one in routes if (one.name, one.precision) == (ANCHOR, "float32")}
+    missing = prepare(STEPS, dict.fromkeys((MODELS, *(one.step for one in chosen.values()))), case, folder)
+    if MODELS in missing:
+        raise RuntimeError(f"{case.name}: {missing[MODELS]}")
+    openers = {
+        name: (opened, (route, case, folder, threads)) for name, route in chosen.items() if route.step not in missing
+    }
+    with opened_workers(folder / "measured.log", openers) as (workers, failed):
+        failed |= {name: missing[route.step] for name, route in chosen.items() if route.step in missing}
+        said, failed_here = _asked(workers)
+        failed |= failed_here
+        turns = _turns({name: worker for name, worker in workers.items() if name not in failed})
+        load = other_load()
+        taken, failed_later = rounds(turns, WARMUP, FEWEST_ROUNDS, seconds)
+    failed |= {name: reason for (name, _), reason in failed_later.items()}
+    spec, machine = dense_checkpoint(case).spec, describe_machine()
+    ran = [one["ran"] for one in said.values() if one.get("ran")]
+    return {
+        "model": case.name, "trained": bool(case.model), "capacity": case.capacity,
+        "prompt": case.prompt, "new": case.new, "judged": case.judged, "window": case.window,
+        "predicted_bytes": gain_by_bytes(spec, precision, ran[0]) if ran else None,
+        "d_model": spec.d_model, "n_layers": spec.n_layers, "vocab": spec.vocab_size,
+        "precision": precision, "threads": threads,
+        "routes": {
+            name: {
+                "ours": route.ours, "kind": route.kind, "precision": route.precision, "failed": failed.get(name),
+                "batches": {} if name in failed else {
+                    str(batch): {
+                        "first_ms": [1e3 * first for _, (first, _, _) in taken[name, batch]],
+                        "tokens_per_s": [tokens / rest for _, (_, rest, tokens) in taken[name, batch]],
+                    }
+                    for batch in BATCHES
+                },
+                **said.get(name, {}),
+            }
+            for name, route in chosen.items()
+        },
+        "other_load": load,
+        "machine": {key: machine[key] for key in ("cpu", "cores", "memory_bytes")},
+        "versions": versions(PACKAGES),
+    }  # fmt: skip
+
+
+def _turns(workers: Mapping[str, Worker]) -> dict[tuple[str, int], Callable[[], tuple[float, Any]]]:
+    """Each batch size of each program; the prompts of a program are other ones each time."""
+
+    def turn(worker: Worker, batch: int) -> Callable[[], tuple[float, Any]]:
+        count = itertools.count(1)
+        return lambda: worker.ask("write", batch, next(count))
+
+    return {(name, batch): turn(worker, batch) for name, worker in workers.items() for batch in BATCHES}
+
+
+def _asked(workers: Mapping[str, Worker]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What each program says of the text, and what it writes; of those that failed the reasons."""
+    found: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for name, worker in workers.items():
+        try:
+            found[name] = {"quality": worker.ask("quality")[1], **worker.ask("sample")[1]}
+        except RouteError as error:
+            failed[name] = str(error)
+    return found, failed
+
+
+def gain_by_bytes(spec: ModelSpec, precision: str, ran: Mapping[str, float]) -> float:
+    """Bytes of weights that a step of the dense model reads over those that one of the MoD model reads, given the share
+    of tokens that ran in each routed layer.
+    """
+    heads = (2 * spec.n_heads + 2 * spec.n_kv_heads) * spec.d_head
+    layer = (heads + 3 * spec.d_ff) * spec.d_model * BYTES[precision]
+    head = spec.vocab_size * spec.d_model * HEAD_BYTES[precision]
+    left_out = sum(1 - share for share in ran.values())
+    return (head + spec.n_layers * layer) / (head + (spec.n_layers - left_out) * layer)

@@ -1,0 +1,40 @@
+"""Files that routes are opened from, each written once by a step in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rivals.turns import done_apart
+
+Steps = Mapping[str, tuple[str | None, Callable[..., None]]]
+"""Name -> the step before it, and what writes the files, given a subject and the folder."""
+
+
+def prepare(steps: Steps, wanted: Iterable[str], subject: Any, folder: Path) -> dict[str, str]:
+    """Does the steps that are wanted and those before them, unless they were done before; of those that failed, and
+    of those that come after them, the reasons.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    failed: dict[str, str] = {}
+
+    def do(name: str) -> str:
+        if name in failed:
+            return failed[name]
+        done = folder / f"{name}.done"
+        if done.exists():
+            return ""
+        before, write = steps[name]
+        reason = do(before) if before else ""
+        reason = reason or done_apart(folder / "prepared.log", write, subject, folder)
+        if reason:
+            failed[name] = reason
+        else:
+            done.write_text(json.dumps(name), encoding="utf-8")
+        return reason
+
+    for name in wanted:
+        do(name)
+    return failed

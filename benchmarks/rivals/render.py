@@ -1,0 +1,288 @@
+"""docs/benchmarks.md and its figures, from what was measured.
+
+python -m benchmarks.rivals.render [RESULTS] [DOCS]
+
+The samples are kept beside the page, in docs/benchmarks/, and the page can be made from there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.rivals.cases import KINDS
+from benchmarks.rivals.render_text import text_figure, text_tables
+from benchmarks.rivals.routes import ANCHOR, PRECISIONS
+from benchmarks.rivals.tables import (
+    OURS,
+    RIVAL,
+    ROUTED,
+    Found,
+    Summary,
+    bars,
+    failures,
+    medians,
+    names_in,
+    table,
+    threads_of,
+)
+
+WORSE, ROUNDING = 2, 1e-4
+"""A rival has not the same quality if its error is more than so many times ours, and more than float32 rounds."""
+HEAD = """# Benchmarks
+
+The results of `make bench`: the time of whole rows (one prefill), and tokens per second of text, by route, at each
+precision, at one and at all cores. Written by `benchmarks/rivals/render.py`; do not edit.
+
+    make bench ARGS="--text-model build/smollm2 --text english.txt"    # a dense checkpoint of `mod-export convert`
+    make bench ARGS="--only 'rows-M-s512-*,text-*-int4-*'"             # some cells; `--list` names them
+
+It installs the rivals, compiles llama.cpp, keeps every cell that it has finished, and goes on after an interruption.
+
+* **Method.** Each route in a process of its own, because pools of threads of several libraries in one process disturb
+  each other. In every round each route runs once, in a new random order, after a pause in which the pool that ran
+  last goes to sleep. Times are medians of at least {rounds} rounds after one of warm-up. Compare ratios within a
+  table, not times: machines differ, and other work on a machine slows down all routes of a round alike. In each table
+  the float32 engine of `ort-cpu` takes turns with the others, so that the table says what its precision gains.
+* **Quality beside speed.** *Next token*: share of tokens after which the most probable next token is that of eager
+  float32 PyTorch. *Error*: root mean square of the error of the logits over that of the logits, of the nine tokens in
+  ten with the least (where two scores of a router are within rounding of each other, another token is routed, and may
+  be). *Perplexity*: over that of eager float32, on a text of English. Initial weights have no perplexity, and what
+  they say of the next token is no forecast for trained ones.
+* **Samples** of every cell, and what each program wrote: [benchmarks/](benchmarks), a file in JSON for each.
+* **A star** at the number of threads: others took more than a tenth of the machine before this cell was sampled.
+* **Machine.** {cpu}, {cores} cores. {versions}.
+"""
+ROWS = """## Whole rows
+
+* **Ours** is what `mod-export build` writes and `mod_export.load` serves, for each target. **ONNX Runtime**:
+  `torch.onnx.export` at opset 23 with its own optimiser, default settings; *dynamic*: `quantize_dynamic`, by channel;
+  *MatMulNBits*: `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4. **OpenVINO**: its CPU plug-in on that
+  export, set for latency, with a hint of float32 or bfloat16; *our graph*: the same on the portable graph that
+  `mod-export build` writes; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups of 64), activations
+  quantized as they come; *quantized*: `nncf.quantize`, weights and activations. **torch.compile**: the eager model,
+  weights frozen. Rivals select with `torch.topk`.
+* **Models.** Llama-like decoders with initial weights: S d=256 L=8, M d=512 L=12, L d=1024 L=16, heads of width 64,
+  half as many key and value heads, SwiGLU of 2.75 d; MoD with every other block routed at 12.5 %, dense without
+  routers.
+* **Cases.** M with 512 tokens, and others with one thing changed: fewer tokens, more tokens, a larger vocabulary. All
+  36 combinations of three sizes, three lengths, two batches and two vocabularies would take many hours, with four
+  precisions and two numbers of threads; `--cases` measures any of them.
+"""
+RATES = """### Speed-up over dense, and from one core to all
+
+Of the fastest of ours. GFLOP/s count needed FLOPs, which leave out the half of the scores that a causal mask hides; the
+roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in the same rounds. Efficiency:
+speed-up over the dense baseline, divided by the ratio of their needed FLOPs. Scaling: time at one thread over this.
+"""
+FIGURES = {
+    "rows": "![Time of whole rows by route and precision](figures/latency.svg)\n",
+    "text": "![Tokens per second by program and precision](figures/text.svg)\n",
+}
+
+
+def render(results: Path, docs: Path) -> None:
+    """Writes docs/benchmarks.md and docs/figures/, if anything was measured."""
+    rows, texts = (_read(results, kind) for kind in ("rows", "text"))
+    if not rows and not texts:
+        return
+    figures = docs / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    parts = [_head([*rows, *texts])]
+    if rows:
+        _rows_figure(rows, figures / "latency.svg")
+        parts += [ROWS, FIGURES["rows"], *_row_tables(rows)]
+    if texts:
+        text_figure(texts, figures / "text.svg")
+        parts += text_tables(texts, FIGURES["text"])
+    (docs / "benchmarks.md").write_text("\n".join(parts), encoding="utf-8")
+    _keep(results, docs / "benchmarks")
+
+
+def _keep(results: Path, samples: Path) -> None:
+    """The samples of the page's cells, and of no others."""
+    if results.resolve() == samples.resolve():
+        return
+    shutil.rmtree(samples, ignore_errors=True)
+    samples.mkdir()
+    for path in sorted([*results.glob("rows-*.json"), *results.glob("text-*.json")]):
+        shutil.copyfile(path, samples / path.name)
+
+
+def _read(results: Path, kind: str) -> list[Found]:
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"{kind}-*.json"))]
+    for one in found:
+        one["name"] = one["model"] if kind == "text" else case_name(one)
+    return sorted(
+        found, key=_place if kind == "rows" else lambda one: (one["name"] == "M", one["name"], one["threads"])
+    )
+
+
+def _place(one: Found) -> tuple[object, ...]:
+    return "XSML".index(one["size"]), one["vocab"], one["batch"], one["seq"], one["threads"]
+
+
+def case_name(one: Found) -> str:
+    batch = f", batch {one['batch']}" if one["batch"] > 1 else ""
+    return f"{one['size']}, {one['seq']:,} tokens{batch}, vocabulary {one['vocab']:,}"
+
+
+def time_of(one: Found, kind: str, name: str, summary: Summary = medians) -> float | None:
+    """Milliseconds of a route; None where it has none."""
+    route = one["routes"].get(name)
+    return None if route is None or route["failed"] else summary(route["ms"][kind])
+
+
+def fastest(
+    one: Found, kind: str, *, ours: bool, summary: Summary = medians, most_error: float = math.inf
+) -> tuple[str, float] | None:
+    """Of the routes of this precision, ours or the rivals', that have no larger error."""
+    times = {
+        name: time_of(one, kind, name, summary)
+        for name, route in one["routes"].items()
+        if route["ours"] == ours and route["precision"] == one["precision"] and not _exceeds(route, kind, most_error)
+    }
+    known = {name: time for name, time in times.items() if time is not None}
+    return min(known.items(), key=lambda item: item[1], default=None)
+
+
+def _exceeds(route: Found, kind: str, most_error: float) -> bool:
+    return not route["failed"] and route["quality"][kind]["error"] > most_error
+
+
+def _head(found: Sequence[Found]) -> str:
+    machine = found[0]["machine"]
+    versions = sorted({(name, version) for one in found for name, version in one["versions"].items()})
+    rounds = min(len(ms) for ms in _samples(found))
+    return HEAD.format(
+        rounds=rounds,
+        cpu=machine["cpu"],
+        cores=machine["cores"],
+        versions=", ".join(f"{name} {version}" for name, version in versions),
+    )
+
+
+def _samples(found: Sequence[Found]) -> Iterator[Sequence[float]]:
+    for one in found:
+        for route in one["routes"].values():
+            yield from route.get("ms", {}).values()
+            yield from (batch["tokens_per_s"] for batch in route.get("batches", {}).values())
+
+
+def _row_tables(found: Sequence[Found]) -> Iterator[str]:
+    for precision in PRECISIONS:
+        chosen = [one for one in found if one["precision"] == precision]
+        if chosen:
+            yield from _precision(precision, chosen)
+    yield RATES
+    yield table(
+        ["precision", "case", "threads", "roofline", "dense", "MoD", "speed-up", "efficiency", "scaling dense", "MoD"],
+        [_rates(one, found) for precision in PRECISIONS for one in found if one["precision"] == precision],
+    )
+
+
+def _precision(precision: str, found: Sequence[Found]) -> Iterator[str]:
+    names = names_in(found)
+    yield f"### Whole rows in {precision}\n"
+    yield (
+        "Milliseconds; fastest of ours over fastest rival (below 1: ours is faster), of minima in brackets. *Same "
+        f"quality*: over the fastest rival whose error is at most {WORSE} times ours, where that is another one.\n"
+    )
+    yield table(
+        ["case", "threads", "model", *names, "ours / rival", "same quality"],
+        [
+            [
+                one["name"],
+                threads_of(one),
+                kind,
+                *(_shown(time_of(one, kind, name)) for name in names),
+                (ratio := _ratio(one, kind)),
+                "" if (equal := _ratio(one, kind, WORSE)) == ratio else equal,
+            ]
+            for one in found
+            for kind in KINDS
+        ],
+    )
+    yield table(
+        ["route", *(f"next token, {kind}" for kind in KINDS), *(f"error, {kind}" for kind in KINDS)],
+        [[name, *_quality(found, name)] for name in names],
+    )
+    yield "\n".join([*failures(found), ""])
+
+
+def _ratio(one: Found, kind: str, worse: float = math.inf) -> str:
+    found = []
+    for summary in (medians, min):
+        own = fastest(one, kind, ours=True, summary=summary)
+        if own is None:
+            return ""
+        error = max(one["routes"][own[0]]["quality"][kind]["error"] * worse, ROUNDING)
+        other = fastest(one, kind, ours=False, summary=summary, most_error=error)
+        if other is None:
+            return ""
+        found.append((own[1] / other[1], other[0]))
+    return f"{found[0][0]:.2f} ({found[1][0]:.2f}), {found[0][1]}"
+
+
+def _quality(found: Sequence[Found], name: str) -> list[str]:
+    """The least agreement and the largest error over all cases."""
+    qualities = [one["routes"][name]["quality"] for one in found if one["routes"].get(name, {}).get("quality")]
+    if not qualities:
+        return [""] * 4
+    least = [f"{min(one[kind]['agreement'] for one in qualities):.2%}" for kind in KINDS]
+    return [*least, *(f"{max(one[kind]['error'] for one in qualities):.2g}" for kind in KINDS)]
+
+
+def _rates(one: Found, found: Sequence[Found]) -> list[str]:
+    roofline = float(one["gemm_flops"]) / medians(one["gemm_ms"]) / 1e6
+    times = {kind: fastest(one, kind, ours=True) for kind in KINDS}
+    if None in times.values():
+        return [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}", *[""] * 6]
+    ms = {kind: time[1] for kind, time in times.items() if time}
+    rates = [f"{one['needed_flops'][kind] / ms[kind] / 1e6:.0f}" for kind in KINDS]
+    gain, ideal = ms["dense"] / ms["mod"], one["needed_flops"]["dense"] / one["needed_flops"]["mod"]
+    single = next(
+        (other for other in found
+         if (other["name"], other["precision"], other["threads"]) == (one["name"], one["precision"], 1)), None
+    )  # fmt: skip
+    scaling = [""] * len(KINDS)
+    if single is not None and one["threads"] > 1:
+        before = {kind: fastest(single, kind, ours=True) for kind in KINDS}
+        scaling = [f"{time[1] / ms[kind]:.2f}x" for kind, time in before.items() if time]
+    gains = [f"{gain:.2f}x", f"{gain / ideal:.2f}"]
+    return [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}", *rates, *gains, *scaling]
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}"
+
+
+def _rows_figure(found: Sequence[Found], path: Path) -> None:
+    """The routes of the first case, at the most threads, for each precision; MoD."""
+    case = found[0]["name"]
+    most = max(one["threads"] for one in found if one["name"] == case)
+    groups = []
+    for precision in PRECISIONS:
+        for one in found:
+            if (one["name"], one["precision"], one["threads"]) == (case, precision, most):
+                rows = [
+                    (
+                        f"{name}, {kind}",
+                        time,
+                        (ROUTED if kind == "mod" else OURS) if one["routes"][name]["ours"] else RIVAL,
+                    )
+                    for name in names_in([one])
+                    if not name.startswith(ANCHOR) or precision == "float32" or name == ANCHOR
+                    for kind in KINDS
+                    if (time := time_of(one, kind, name)) is not None
+                ]
+                groups.append((precision, rows))
+    bars(path, groups, f"Milliseconds: {case}, {most} threads")
+
+
+if __name__ == "__main__":
+    render(*(Path(given) for given in (sys.argv[1:] or ("build/benchmarks", "docs"))))

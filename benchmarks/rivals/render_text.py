@@ -1,0 +1,132 @@
+"""The part of docs/benchmarks.md about programs that write text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rivals.routes import PRECISIONS
+from benchmarks.rivals.tables import OURS, RIVAL, ROUTED, Found, bars, failures, medians, names_in, table, threads_of
+
+TEXT = """## Text
+
+Tokens per second after the first token, with a prompt of {prompt} tokens, {new} tokens written, greedy, of one text
+and of eight at once; and milliseconds until the first token of one text. All programs have the same dense weights: as
+a Hugging Face folder, or as a GGUF file in float32. {models}
+
+* **Ours**: `mod-export build` and `mod_export.load_generator`, window {window}, caches as long as the request, as those
+  of the others are; dense, and Mixture-of-Depths with every other block routed, its routers at random and its
+  predictors calibrated to them, so that as many tokens run as are declared. What it writes means nothing, so only its
+  speed is shown. (What such a model is worth after training is in [retrofit.md](retrofit.md).)
+* **llama.cpp** through `llama-cpp-python`, compiled for this processor: F32, BF16, Q8_0 and Q4_0 of its own
+  `llama_model_quantize`; the cache in float16, its default. **onnxruntime-genai**: its model builder,
+  `accuracy_level` 4 and blocks of 32 in int8 and int4. **OpenVINO GenAI**: its reader of GGUF files (which takes
+  float16), `nncf.compress_weights` for int8 and int4, paged attention, a whole batch of prompts at once, prefix cache
+  off; whole-number weights with its default precision hint and cache. **transformers**: eager. llama.cpp and OpenVINO
+  GenAI have no MoD models.
+* **Predicted (bytes)**: weights that a step of the dense model reads over those that one of the MoD model reads, at
+  one text, with the share of tokens that ran in each routed layer.
+"""
+
+
+def text_tables(found: Sequence[Found], figure: str) -> Iterator[str]:
+    """All of it."""
+    models = "; ".join(dict.fromkeys(_model(one) for one in found))
+    first = found[0]
+    yield TEXT.format(prompt=first["prompt"], new=first["new"], window=first["window"], models=f"Models: {models}.")
+    yield figure
+    for precision in PRECISIONS:
+        chosen = [one for one in found if one["precision"] == precision]
+        if not chosen:
+            continue
+        yield f"### Text in {precision}\n"
+        yield table(
+            [
+                "model",
+                "threads",
+                "program",
+                "tokens/s, 1 text",
+                "8 texts",
+                "first token, ms",
+                "next token",
+                "perplexity",
+            ],
+            [
+                [one["name"], threads_of(one), name, *_shown(one, one["routes"][name])]
+                for one in chosen
+                for name in names_in([one])
+            ],
+        )
+        yield "Ours over the fastest rival (above 1: ours is faster), and MoD over dense of ours.\n"
+        yield table(
+            ["model", "threads", "texts", "fastest rival", "dense / rival", "MoD / rival", "MoD / dense", "predicted"],
+            [row for one in chosen for batch in ("1", "8") if (row := _against(one, batch))],
+        )
+        yield "\n".join([*failures(chosen), ""])
+
+
+def _model(one: Found) -> str:
+    weights = "trained" if one["trained"] else "initial weights"
+    return (
+        f"{one['name']} (d={one['d_model']} L={one['n_layers']}, vocabulary {one['vocab']:,}, {weights}; "
+        f"MoD at {one['capacity']:.1%})"
+    )
+
+
+def _shown(one: Found, route: dict[str, Any]) -> list[str]:
+    if route["failed"]:
+        return ["none"] * 3 + [""] * 2
+    speeds = [f"{medians(route['batches'][batch]['tokens_per_s']):,.3g}" for batch in ("1", "8")]
+    first_ms = f"{medians(route['batches']['1']['first_ms']):,.3g}"
+    if route["kind"] == "mod":
+        return [*speeds, first_ms, "", ""]
+    quality = route["quality"]
+    perplexity = f"{quality['perplexity_ratio']:.3f}" if one["trained"] else ""
+    return [*speeds, first_ms, f"{quality['agreement']:.1%}", perplexity]
+
+
+def _against(one: Found, batch: str) -> list[str] | None:
+    rates = {
+        name: medians(route["batches"][batch]["tokens_per_s"])
+        for name, route in one["routes"].items()
+        if not route["failed"] and route["precision"] == one["precision"]
+    }
+    ours = {
+        kind: max((rates[name] for name, route in one["routes"].items()
+                   if name in rates and route["ours"] and route["kind"] == kind), default=None)
+        for kind in ("dense", "mod")
+    }  # fmt: skip
+    rivals = {name: rate for name, rate in rates.items() if not one["routes"][name]["ours"]}
+    if not rivals or None in ours.values():
+        return None
+    best = max(rivals, key=lambda name: rivals[name])
+    dense, mod = (float(rate) for rate in ours.values() if rate is not None)
+    predicted = f"{one['predicted_bytes']:.2f}" if batch == "1" and one["predicted_bytes"] else ""
+    return [
+        one["name"], threads_of(one), batch, best, f"{dense / rivals[best]:.2f}", f"{mod / rivals[best]:.2f}",
+        f"{mod / dense:.2f}", predicted,
+    ]  # fmt: skip
+
+
+def text_figure(found: Sequence[Found], path: Path) -> None:
+    """Tokens per second of one text, at the most threads, for each precision, of the first model."""
+    model = found[0]["name"]
+    most = max(one["threads"] for one in found if one["name"] == model)
+    groups = []
+    for precision in PRECISIONS:
+        for one in found:
+            if (one["name"], one["precision"], one["threads"]) == (model, precision, most):
+                rows = [
+                    (name, medians(route["batches"]["1"]["tokens_per_s"]), _colour(route))
+                    for name in names_in([one])
+                    if not (route := one["routes"][name])["failed"] and route["precision"] == precision
+                ]
+                groups.append((precision, rows))
+    bars(path, groups, f"Tokens per second: {model}, one text, {most} threads")
+
+
+def _colour(route: dict[str, Any]) -> str:
+    if not route["ours"]:
+        return RIVAL
+    return ROUTED if route["kind"] == "mod" else OURS

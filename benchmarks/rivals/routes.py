@@ -1,0 +1,200 @@
+"""The ways from a PyTorch model to logits of whole rows on a CPU: ours, and what a user would do instead.
+
+A route is made of files that a step writes, and of a function that opens them in the process that will be timed. Ours
+is what `mod-export build` writes and `mod_export.load` serves. The rivals get the model as a user would write it:
+`torch.topk` selects (PyTorch's exporter has no translation of a stable sort), everything else is the same code.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from benchmarks.rivals import programs
+from benchmarks.rivals.cases import KINDS, Case, case_of, checkpoints, write_models
+from mod_export import load
+from mod_export.config import TargetOptions
+
+Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+Opened = Callable[[Path, str, int], Run]
+"""(files of the case, kind, threads) -> what runs a batch."""
+PRECISIONS = ("float32", "bfloat16", "int8", "int4")
+TARGETS = ("ort-cpu", "openvino", "inductor")
+ANCHOR = "mod-export, ort-cpu"
+"""The float32 route that takes turns with those of every precision, so that each table says what is gained over it."""
+OUR_BUILD = """\
+targets = ["{target}"]
+buckets = [[{batch}, {seq}]]
+outputs = "logits"
+
+[target.{target}]
+dtypes = [{dtypes}]
+
+[generation]
+build = "never"
+"""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way, at one precision.
+
+    Attributes:
+        name: of the way; unique within a precision.
+        precision: of the products.
+        step: writes its files; a name of STEPS.
+        open: opens them.
+        ours: whether it is of this project.
+    """
+
+    name: str
+    precision: str
+    step: str
+    open: Opened
+    ours: bool = False
+
+
+def our_dtypes(target: str) -> tuple[str, ...]:
+    """Those that a target can be configured to have, of those that are compared."""
+    options = TargetOptions.model_fields[target.replace("-", "_")].annotation
+    assert options is not None
+    offered = get_args(get_args(options.model_fields["dtypes"].annotation)[0])
+    return tuple(dtype for dtype in PRECISIONS if dtype in offered)
+
+
+def built(case: Case, folder: Path, target: str, dtype: str) -> None:
+    """`mod-export build` of both models; without evidence, because all routes are compared in the same way here."""
+    config = folder / f"{target}-{dtype}.toml"
+    text = OUR_BUILD.format(target=target, batch=case.batch, seq=case.seq, dtypes=f'"{dtype}"')
+    config.write_text(text, encoding="utf-8")
+    words = ["build", str(folder / "mod.pt"), "-c", str(config), "-o", str(_built(folder, target, dtype))]
+    run_ours([*words, "--no-evidence", "-q"])
+
+
+def run_ours(words: list[str]) -> None:
+    """The command `mod-export`.
+
+    Raises:
+        RuntimeError: it refused or failed, with what it said.
+    """
+    done = subprocess.run([sys.executable, "-m", "mod_export", *words], capture_output=True, text=True, check=False)
+    sys.stdout.write(done.stdout + done.stderr)
+    if done.returncode:
+        raise RuntimeError(f"mod-export {words[0]} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+
+
+def served(target: str, dtype: str, folder: Path, kind: str, threads: int) -> Run:
+    """`mod_export.load`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That nothing was verified is what was asked for.
+        opened = load(_built(folder, target, dtype), target, dtype, model=kind, threads=threads)  # type: ignore[arg-type]
+    return lambda feeds: opened.run(feeds["input_ids"])
+
+
+def graph_of_ours(folder: Path, kind: str, case: Case) -> Path:
+    """The portable graph of a model, as `mod-export build` writes it."""
+    return _built(folder, "ort-cpu", "float32") / "graphs" / f"{kind}-{case.bucket.name}.onnx"
+
+
+def _built(folder: Path, target: str, dtype: str) -> Path:
+    return folder / f"ours-{target}-{dtype}"
+
+
+def _hinted(folder: Path, kind: str, threads: int) -> Run:
+    return programs.openvino("bf16", graph_of_ours(folder, kind, case_of(folder)), threads)
+
+
+def _compressed(precision: str, folder: Path, kind: str, threads: int) -> Run:
+    path = folder / f"{kind}.{precision}-weights.xml"
+    return programs.openvino("bf16", path, threads, programs.OPENVINO_GROUP[precision])
+
+
+def _file(open_file: Callable[[Path, int], Run], name: str, folder: Path, kind: str, threads: int) -> Run:
+    return open_file(folder / name.format(kind=kind), threads)
+
+
+MODELS, PLAIN, PORTABLE = "models", "torch.onnx.export", "ours-ort-cpu-float32"
+STEPS: dict[str, tuple[str | None, Callable[[Case, Path], None]]] = {
+    MODELS: (None, write_models),
+    PLAIN: (MODELS, programs.write_plain),
+    "quantize_dynamic": (PLAIN, programs.write_dynamic_int8),
+    "matmul_nbits": (PLAIN, programs.write_nbits_int4),
+    "nncf-int8-weights": (PLAIN, partial(programs.write_compressed, "int8")),
+    "nncf-int4-weights": (PLAIN, partial(programs.write_compressed, "int4")),
+    "nncf-int8": (PLAIN, programs.write_quantized),
+    **{
+        f"ours-{target}-{dtype}": (MODELS, partial(built, target=target, dtype=dtype))
+        for target in TARGETS
+        for dtype in our_dtypes(target)
+    },
+}
+"""Name -> the step before it, and what writes the files."""
+ROUTES: tuple[Route, ...] = (
+    *(
+        Route(f"mod-export, {target}", dtype, f"ours-{target}-{dtype}", partial(served, target, dtype), ours=True)
+        for dtype in PRECISIONS
+        for target in TARGETS
+        if dtype in our_dtypes(target)
+    ),
+    Route("ONNX Runtime", "float32", PLAIN, partial(_file, programs.onnx_runtime, "{kind}.plain.onnx")),
+    Route("OpenVINO", "float32", PLAIN, partial(_file, partial(programs.openvino, "f32"), "{kind}.plain.onnx")),
+    Route("torch.compile", "float32", MODELS, partial(programs.compiled_torch, "float32")),
+    Route("OpenVINO", "bfloat16", PLAIN, partial(_file, partial(programs.openvino, "bf16"), "{kind}.plain.onnx")),
+    Route("OpenVINO, our graph", "bfloat16", PORTABLE, _hinted),
+    Route("torch.compile", "bfloat16", MODELS, partial(programs.compiled_torch, "bfloat16")),
+    Route("ONNX Runtime, dynamic", "int8", "quantize_dynamic",
+          partial(_file, programs.onnx_runtime, "{kind}.dynamic-int8.onnx")),
+    Route("OpenVINO, weights", "int8", "nncf-int8-weights",
+          partial(_compressed, "int8")),
+    Route("OpenVINO, quantized", "int8", "nncf-int8",
+          partial(_file, partial(programs.openvino, "bf16"), "{kind}.int8.xml")),
+    Route("ONNX Runtime, MatMulNBits", "int4", "matmul_nbits",
+          partial(_file, programs.onnx_runtime, "{kind}.nbits-int4.onnx")),
+    Route("OpenVINO, weights", "int4", "nncf-int4-weights",
+          partial(_compressed, "int4")),
+)  # fmt: skip
+
+
+def opened(route: Route, case: Case, folder: Path, threads: int) -> dict[str, Callable[..., Any]]:
+    """Both models of a route, for a `turns.Worker`: by kind, what runs once; and `quality`, what it computes."""
+    feeds = case.feeds
+    runs = {kind: route.open(folder, kind, threads) for kind in KINDS}
+
+    def once(kind: str) -> None:
+        runs[kind](feeds)
+
+    def quality(kind: str) -> dict[str, float]:
+        expected_BSV = np.load(folder / f"{kind}.logits.npy", mmap_mode="r")
+        return compared(np.asarray(runs[kind](feeds)), expected_BSV)
+
+    return {**{kind: partial(once, kind) for kind in KINDS}, "quality": quality}
+
+
+def compared(found_BSV: np.ndarray, expected_BSV: np.ndarray) -> dict[str, float]:
+    """Share of tokens after which the same token is the most probable, and the root mean square of the error of the
+    logits over that of the logits, of the nine tokens in ten that have the least: where two scores of a router are
+    within rounding of each other, another token is routed, and may be.
+    """
+    same_BS = found_BSV.argmax(-1) == expected_BSV.argmax(-1)
+    square_BS = np.square(found_BSV.astype(np.float64) - expected_BSV).mean(-1)
+    kept = np.sort(square_BS, axis=None)[: max(1, square_BS.size * 9 // 10)]
+    rms = float(np.sqrt(np.square(expected_BSV.astype(np.float64)).mean()))
+    return {"agreement": float(same_BS.mean()), "error": float(np.sqrt(kept.mean())) / rms}
+
+
+def write_reference(case: Case, folder: Path) -> None:
+    """Logits of the eager float32 models, which every route is compared with."""
+    import torch
+
+    for kind, checkpoint in checkpoints(folder).items():
+        with torch.no_grad():
+            (logits_BSV,) = checkpoint.module()(*(torch.from_numpy(array) for array in case.feeds.values()))
+        np.save(folder / f"{kind}.logits.npy", logits_BSV.numpy())

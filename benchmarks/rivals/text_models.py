@@ -1,0 +1,124 @@
+"""The models that write text in the benchmark: dense weights, the files that every program reads them from, the
+Mixture-of-Depths model beside them, and what all of them are asked to continue.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.rivals.cases import SIZES
+from benchmarks.rivals.dense_files import write_gguf, write_hugging_face
+from mod_models.calibration import calibrate
+from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
+from mod_models.generation_spec import for_generation
+from mod_models.retrofit import layers_of, retrofitted, routed_spec
+from mod_models.spec import ModelSpec
+from mod_models.transformer import Transformer
+
+ROOT = Path(__file__).parents[2]
+ROUTE, VOCAB = "every:2", 8192
+CALIBRATION_ROWS = 4
+
+
+@dataclass(frozen=True)
+class TextCase:
+    """A model and a request.
+
+    Attributes:
+        name: of the model, in files and tables.
+        model: folder of a dense checkpoint with its tokenizer; empty for initial weights of the size `name`.
+        text: a file that prompts are taken from; empty for pages of this project. Random ids without a tokenizer.
+        capacity: of the routed half of the Mixture-of-Depths model's blocks.
+        prompt: tokens of each prompt.
+        new: tokens that are written after it.
+        window: that the routed layers' slots in the engines of this project are for.
+        judged: tokens on which the next token is compared.
+    """
+
+    name: str
+    model: str = ""
+    text: str = ""
+    capacity: float = 0.25
+    prompt: int = 512
+    new: int = 64
+    window: int = 1024
+    judged: int = 512
+
+    @property
+    def cache(self) -> int:
+        """Tokens that a cache has room for: a request, and the text on which next tokens are compared."""
+        return max(self.prompt + self.new, self.judged)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return Path(self.model) if self.model else None
+
+
+def dense_checkpoint(case: TextCase) -> Checkpoint:
+    """The dense model, its rows no longer than a request needs."""
+    if case.model:
+        return load_checkpoint(Path(case.model))
+    sizes = SIZES[case.name]
+    return random_checkpoint(ModelSpec(vocab_size=VOCAB, max_positions=max(case.window, 128), **sizes), 0)
+
+
+def ids_of(case: TextCase, vocab: int, count: int) -> np.ndarray:
+    """The beginning of the text, int64; ids drawn at random where a model has no words.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    if not case.model:
+        return np.random.default_rng(0).integers(0, vocab, count, dtype=np.int64)
+    paths = [Path(case.text)] if case.text else sorted((ROOT / "docs").glob("*.md"))
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in paths)
+    tokenizer = Tokenizer.from_file(str(Path(case.model) / "tokenizer.json"))
+    found = np.array(tokenizer.encode(text[: 8 * count], add_special_tokens=False).ids[:count], dtype=np.int64)
+    if len(found) < count:
+        raise ValueError(f"{case.text or 'docs'}: holds {len(found)} tokens of the {count} that are needed")
+    return found
+
+
+def write_models(case: TextCase, folder: Path) -> None:
+    """Checkpoints, the Hugging Face folder and the GGUF file, the ids; and what the eager models say of them."""
+    dense = dense_checkpoint(case)
+    ids = ids_of(case, dense.spec.vocab_size, CALIBRATION_ROWS * case.window)
+    spec = routed_spec(dense.spec, layers_of(ROUTE, dense.spec.n_layers, "block"), case.capacity, "block", "predictor")
+    routed = retrofitted(dense, spec, 0)
+    module = routed.module()
+    calibrate(module, torch.from_numpy(ids).view(CALIBRATION_ROWS, 1, case.window))
+    routed = Checkpoint(spec=spec, weights={name: tensor.clone() for name, tensor in module.state_dict().items()})
+    save_checkpoint(folder / "mod.pt", routed)
+    np.save(folder / "ids.npy", ids)
+    write_hugging_face(dense, folder / "hf", case.tokenizer)
+    write_gguf(dense, folder / "float32.gguf")
+    write_gguf(dense, folder / "float16.gguf", np.float16)
+    (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
+    ids_1S = torch.from_numpy(ids[None, : case.judged])
+    for kind, one in (("mod", routed), ("dense", routed.dense())):
+        eager = Transformer(for_generation(one.spec, case.window)).sharing(one.module()).eval()
+        with torch.no_grad():
+            (logits_1SV,) = eager(ids_1S, torch.tensor([case.judged]))
+        np.save(folder / f"{kind}.logits.npy", logits_1SV[0].numpy())
+
+
+@cache
+def judged_ids(folder: Path) -> np.ndarray:
+    """int64, on which the next token is compared."""
+    case = TextCase(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
+    found: np.ndarray = np.load(folder / "ids.npy")[: case.judged]
+    return found
+
+
+def prompts_of(case: TextCase, folder: Path, batch: int, turn: int) -> np.ndarray:
+    """int32 (batch, prompt): other ones each turn, so that no program can keep what it read before."""
+    ids = np.load(folder / "ids.npy")
+    starts = (turn * 97 + 131 * np.arange(batch)) % (len(ids) - case.prompt)
+    return np.stack([ids[start : start + case.prompt] for start in starts]).astype(np.int32)

@@ -1,0 +1,207 @@
+"""Programs that write text on a CPU: this project, and llama.cpp, onnxruntime-genai, OpenVINO GenAI and transformers.
+
+Each route gives a `Writer`, open in the process that is timed. Each is made by its own tools, from the same weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.rivals import text_rivals as rivals
+from benchmarks.rivals.cases import KINDS
+from benchmarks.rivals.routes import PRECISIONS, our_dtypes, run_ours
+from benchmarks.rivals.text_models import TextCase, judged_ids, prompts_of, write_models
+from benchmarks.rivals.text_rivals import Written
+from mod_export import load_generator
+from mod_export.config import GenerationOptions
+from mod_export.runtime.generate.decoder import Decoder
+from mod_export.types import Bucket
+
+BATCHES = (1, 8)
+SAMPLE_TOKENS = 48
+MODELS = "models"
+OUR_BUILD = """\
+targets = ["{target}"]
+buckets = [[1, 16]]
+outputs = "last"
+
+[target.{target}]
+dtypes = ["{dtype}"]
+
+[generation]
+build = "always"
+targets = ["{target}"]
+window = {window}
+prompts = [{prompt}]
+caches = [{cache}]
+batches = {batches}
+"""
+FIRST = ("ort-cpu", "float32")
+"""The build that the others begin with a copy of: what is captured and exported is the same for all."""
+
+
+class Judged(NamedTuple):
+    """What a route says of a text that it is given: share of tokens after which the same token is the most probable
+    as in the eager float32 model, and its perplexity over that model's.
+    """
+
+    agreement: float
+    perplexity_ratio: float
+
+
+@dataclass(frozen=True)
+class TextRoute:
+    """One program at one precision; `open(case, folder, threads)` gives its writer, `step` writes its files."""
+
+    name: str
+    precision: str
+    step: str
+    open: Callable[[TextCase, Path, int], rivals.Writer]
+    kind: str = "dense"
+    ours: bool = False
+
+
+class OurWriter:
+    """`mod_export.load_generator`."""
+
+    def __init__(self, target: str, dtype: str, kind: str, case: TextCase, folder: Path, threads: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That nothing was verified is what was asked for.
+            built = folder / f"ours-{target}-{dtype}"
+            self._generator = load_generator(built, target, dtype, model=kind, threads=threads)  # type: ignore[arg-type]
+        self._cache = case.cache
+
+    def write(self, ids_BS: np.ndarray, new: int) -> Written:
+        prompts = [row.tolist() for row in ids_BS]
+        begin, first, early = time.perf_counter(), {}, 0
+        with self._generator.stream(prompts, new, temperature=0.0, ignore_eos=True) as stream:
+            for piece in stream:
+                if len(first) < len(prompts):
+                    first.setdefault(piece.row, time.perf_counter())
+                    early += 1
+        end = time.perf_counter()
+        rows = [list(one.ids) for one in stream.completions]
+        last = max(first.values())
+        read = ids_BS.size + sum(map(len, rows)) - len(rows)
+        ran = {site: sum(one.ran[site] for one in stream.completions) / read for site in stream.completions[0].ran}
+        return Written(last - begin, end - last, sum(map(len, rows)) - early, rows, ran)
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """Step by step, from the first token on."""
+        found = []
+        with self._generator._exclusive(Bucket(1, self._cache)) as (decoder,):
+            assert isinstance(decoder, Decoder)
+            decoder.clear(0)
+            for position, token in enumerate(ids):
+                found.append(decoder.step(np.array([token]), np.array([position]))[0].copy())
+        return np.stack(found)
+
+
+def built(case: TextCase, folder: Path, target: str, dtype: str) -> None:
+    """`mod-export build` of the Mixture-of-Depths model, whose dense baseline has the weights that the others have."""
+    config, out = folder / f"{target}-{dtype}.toml", folder / f"ours-{target}-{dtype}"
+    if (target, dtype) != FIRST:
+        shutil.copytree(folder / "-".join(["ours", *FIRST]), out, dirs_exist_ok=True)
+    made = {"target": target, "dtype": dtype, "window": case.window, "prompt": case.prompt, "cache": case.cache}
+    config.write_text(OUR_BUILD.format(**made, batches=list(BATCHES)), encoding="utf-8")
+    words = ["build", str(folder / "mod.pt"), "-c", str(config), "-o", str(out)]
+    given = ["--tokenizer", str(case.tokenizer / "tokenizer.json")] if case.tokenizer else []
+    run_ours([*words, *given, "--no-evidence", "-q"])
+
+
+def our_targets() -> tuple[str, ...]:
+    """Those that write text on a CPU."""
+    return tuple(name for name in ("ort-cpu", "openvino") if name in GenerationOptions().targets)
+
+
+STEPS: dict[str, tuple[str | None, Callable[[TextCase, Path], None]]] = {
+    MODELS: (None, write_models),
+    **{f"llama.cpp-{one}": (MODELS, partial(rivals.write_llama_cpp, one)) for one in ("bfloat16", "int8", "int4")},
+    **{
+        f"onnxruntime-genai-{one}": (MODELS, partial(rivals.write_onnxruntime_genai, one))
+        for one in ("float32", "int8", "int4")
+    },
+    "openvino-genai": (MODELS, rivals.write_openvino_genai),
+    **{
+        f"openvino-genai-{one}": ("openvino-genai", partial(rivals.write_openvino_compressed, one))
+        for one in ("int8", "int4")
+    },
+    **{
+        f"ours-{target}-{dtype}": (
+            MODELS if (target, dtype) == FIRST else "-".join(["ours", *FIRST]),
+            partial(built, target=target, dtype=dtype),
+        )
+        for target in our_targets()
+        for dtype in our_dtypes(target)
+    },
+}
+ROUTES: tuple[TextRoute, ...] = (
+    *(
+        TextRoute(f"mod-export, {target}, {'MoD' if kind == 'mod' else kind}", dtype, f"ours-{target}-{dtype}",
+                  partial(OurWriter, target, dtype, kind), kind, ours=True)
+        for dtype in PRECISIONS
+        for target in our_targets()
+        if dtype in our_dtypes(target)
+        for kind in KINDS
+    ),
+    *(
+        TextRoute("llama.cpp", dtype, MODELS if dtype == "float32" else f"llama.cpp-{dtype}",
+                  partial(rivals.LlamaCpp, dtype, batches=BATCHES))
+        for dtype in PRECISIONS
+    ),
+    *(
+        TextRoute("onnxruntime-genai", dtype, f"onnxruntime-genai-{dtype}", partial(rivals.OnnxRuntimeGenai, dtype))
+        for dtype in ("float32", "int8", "int4")
+    ),
+    *(
+        TextRoute("OpenVINO GenAI", dtype,
+                  "openvino-genai" if dtype in ("float32", "bfloat16") else f"openvino-genai-{dtype}",
+                  partial(rivals.OpenVinoGenai, dtype, batches=BATCHES))
+        for dtype in PRECISIONS
+    ),
+    *(
+        TextRoute("transformers", dtype, MODELS, partial(rivals.Transformers, dtype))
+        for dtype in ("float32", "bfloat16")
+    ),
+)  # fmt: skip
+
+
+def opened(route: TextRoute, case: TextCase, folder: Path, threads: int) -> dict[str, Callable[..., Any]]:
+    """A route, for a `turns.Worker`: `write` a batch, `quality`, and a `sample` of what it writes."""
+    writer = route.open(case, folder, threads)
+
+    def write(batch: int, turn: int) -> tuple[float, float, int]:
+        return writer.write(prompts_of(case, folder, batch, turn), case.new)[:3]
+
+    def quality() -> dict[str, float]:
+        ids = judged_ids(folder)
+        expected_SV = np.load(folder / f"{route.kind}.logits.npy", mmap_mode="r")
+        return judged(writer.logits(ids), expected_SV, ids)._asdict()
+
+    def sample() -> dict[str, Any]:
+        found = writer.write(prompts_of(case, folder, 1, 0), min(SAMPLE_TOKENS, case.new))
+        return {"sample": found.rows[0], "ran": found.ran}
+
+    return {"write": write, "quality": quality, "sample": sample}
+
+
+def judged(found_SV: np.ndarray, expected_SV: np.ndarray, ids_S: np.ndarray) -> Judged:
+    """Compares logits of every token of a text; perplexity is that of the tokens that follow."""
+    same_S = found_SV.argmax(-1) == expected_SV.argmax(-1)
+    losses = [_loss(one[:-1].astype(np.float64), ids_S[1:]) for one in (found_SV, np.asarray(expected_SV))]
+    return Judged(float(same_S.mean()), float(np.exp(losses[0] - losses[1])))
+
+
+def _loss(logits_SV: np.ndarray, next_S: np.ndarray) -> float:
+    largest_S1 = logits_SV.max(-1, keepdims=True)
+    total_S = np.log(np.exp(logits_SV - largest_S1).sum(-1)) + largest_S1[:, 0]
+    return float((total_S - logits_SV[np.arange(len(next_S)), next_S]).mean())

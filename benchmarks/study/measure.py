@@ -1,0 +1,106 @@
+"""What is measured of a trained model of the study, on held-out text.
+
+Loss as trained, loss when the predictor decides instead of top-k, how well the predictor knows what top-k selects, and
+for the figures: router scores, which tokens each layer selected, and how uncertain the model was about each next token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.study.models import SEQ
+from mod_models.checkpoint import Checkpoint, read_plain
+from mod_models.corpus import batch_at, read_corpus
+from mod_models.losses import losses
+from mod_models.routing import Decisions
+from mod_models.spec import ModelSpec, is_expert
+from mod_models.transformer import Transformer
+
+EVAL_SEED = 20_000_000
+EVAL_BATCHES = 16
+EVAL_ROWS = 8
+MAP_SEED = 30_000_000
+BINS = 10
+
+
+def trained_model(folder: Path, spec: ModelSpec, selection: str | None = None) -> Transformer:
+    """The float32 model of a finished run, in eval mode; `selection` takes the place of the one that was trained."""
+    if selection is not None and spec.routing is not None:
+        spec = replace(spec, routing=replace(spec.routing, selection=selection))
+    return Checkpoint(spec=spec, weights=read_plain(folder / "state.pt")["model"]).module()
+
+
+@torch.no_grad()
+def measured(folder: Path, spec: ModelSpec) -> dict[str, Any]:
+    """Plain numbers, for JSON."""
+    text_N = read_corpus().held_out.id_N
+    batches = [batch_at(text_N, EVAL_ROWS, SEQ + 1, EVAL_SEED + i) for i in range(EVAL_BATCHES)]
+    model = trained_model(folder, spec)
+    found = [losses(model, ids_BS1) for ids_BS1 in batches]
+    accuracies = [one.metrics[name] for one in found for name in one.metrics if name.startswith("predictor_accuracy")]
+    result: dict[str, Any] = {
+        "bits_per_byte": _bits([one.next_token for one in found]),
+        "predictor_accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
+        "overflow": _means(found, "overflow"),
+    }
+    if accuracies:
+        causal = trained_model(folder, spec, "predictor")
+        again = [losses(causal, ids_BS1) for ids_BS1 in batches]
+        result["predictor_bits_per_byte"] = _bits([one.next_token for one in again])
+        result["predictor_overflow"] = _means(again, "overflow")
+    if spec.routing is not None:
+        result |= _routing(model, batches)
+        result["map"] = _map(model, text_N)
+    return result
+
+
+def _bits(nats: list[Tensor]) -> float:
+    return float(torch.stack(nats).mean()) / math.log(2)
+
+
+def _means(found: list[Any], prefix: str) -> dict[str, float]:
+    names = [name for name in found[0].metrics if name.startswith(f"{prefix}/")]
+    return {name.partition("/")[2]: sum(one.metrics[name] for one in found) / len(found) for name in names}
+
+
+def _routing(model: Transformer, batches: list[Tensor]) -> dict[str, Any]:
+    """Scores of each routed layer, and the share of tokens that run by how uncertain the next token is."""
+    scores: dict[str, list[Tensor]] = {}
+    entropies, passes = [], []
+    for ids_BS1 in batches:
+        ids_BS = ids_BS1[:, :-1]
+        decisions = Decisions()
+        logits_BSV = model.logits(model.hidden(ids_BS, torch.full((len(ids_BS),), SEQ), decisions))
+        p_BSV = torch.softmax(logits_BSV, -1)
+        entropies.append(-(p_BSV * p_BSV.clamp(min=1e-12).log2()).sum(-1).flatten())
+        depth = {site: one for site, one in decisions.made.items() if not is_expert(site)}
+        for site, one in depth.items():
+            scores.setdefault(str(site), []).append(one.score_BT.flatten())
+        selected = [torch.zeros(ids_BS.shape).scatter(1, one.position_BK, 1.0) for one in depth.values()]
+        passes.append(torch.stack(selected).mean(0).flatten())
+    entropy, share = torch.cat(entropies), torch.cat(passes)
+    edges = torch.quantile(entropy[:: max(1, len(entropy) // 100_000)], torch.linspace(0, 1, BINS + 1))
+    inside = [(entropy >= low) & (entropy <= high) for low, high in pairwise(edges)]
+    pairs = torch.stack([entropy, share])
+    return {
+        "scores": {site: torch.cat(many)[:20_000].tolist() for site, many in scores.items()},
+        "entropy_bins": [float(entropy[one].mean()) for one in inside],
+        "share_by_entropy": [float(share[one].mean()) for one in inside],
+        "entropy_correlation": float(torch.corrcoef(pairs)[0, 1]) if share.std() > 0 else 0.0,
+    }
+
+
+def _map(model: Transformer, text_N: Tensor) -> dict[str, Any]:
+    """One row of text, and which positions each routed layer ran."""
+    ids_1S = batch_at(text_N, 1, SEQ, MAP_SEED)
+    decisions = Decisions()
+    model.hidden(ids_1S, torch.tensor([SEQ]), decisions)
+    layers = {str(site): one.position_BK[0].tolist() for site, one in decisions.made.items() if not is_expert(site)}
+    return {"ids": ids_1S[0].tolist(), "layers": layers}

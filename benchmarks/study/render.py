@@ -1,0 +1,160 @@
+"""docs/study.md and its figures, from the results of `run_study.py`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study.figures import draw_all
+from benchmarks.study.models import BATCH, BUDGET, DENSE, SEEDS, SEQ, STUDIED, flops_of_row
+from mod_models.train_config import TrainConfig
+
+Results = dict[str, list[dict[str, Any]]]
+
+
+def render(results: Path, docs: Path) -> None:
+    """Writes `docs`/study.md and `docs`/figures/study-*; models without a finished run in `results` are left out."""
+    runs = read_runs(results)
+    times = json.loads((results / "step_times.json").read_text(encoding="utf-8"))
+    (docs / "figures").mkdir(parents=True, exist_ok=True)
+    draw_all(runs, docs / "figures")
+    (docs / "study.md").write_text(_page(runs, times), encoding="utf-8")
+
+
+def read_runs(results: Path) -> Results:
+    """Name -> its finished runs in the order of their seeds; names in the order of the study."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*/result.json"))]
+    by_name = {one.name: [run for run in found if run["name"] == one.name] for one in STUDIED}
+    return {name: sorted(many, key=lambda run: run["seed"]) for name, many in by_name.items() if many}
+
+
+def _page(runs: Results, times: dict[str, Any]) -> str:
+    return "\n".join([*_intro(runs), *_table(runs, times), *_claims(runs), *_figures()]) + "\n"
+
+
+def _intro(runs: Results) -> list[str]:
+    page = f"""\
+# The paper's comparison at small scale
+
+The models that `make study` trained, and their measurements. Written by `benchmarks/study/render.py`; do not edit.
+
+* **Equal FLOPs, not equal steps.** Each model is trained for {_flops(BUDGET)}, forward and backward, counted by
+  PyTorch's flop counter on the step itself with its auxiliary losses; so a model that costs less per step gets more
+  steps and more text. Attention scores are counted as the full square.
+* **Models.** Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's source, rows of
+  {SEQ}, {BATCH} rows a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine. {len(runs)} models,
+  {len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters: a result here need not hold there, nor the other
+  way round.
+* **Loss** is held-out bits per byte. *By predictor* is the same weights when the auxiliary predictor decides, first
+  come first served, instead of top-k: only in this way can the model generate text.
+* **Times** are measured on one thread with all models interleaved in one process, relative to the dense model in the
+  same round: the median, and in brackets the smallest and the largest.
+"""
+    return [*page.splitlines(), ""]
+
+
+def _table(runs: Results, times: dict[str, Any]) -> list[str]:
+    columns = (
+        "model", "loss, each seed", "steps", "forward FLOPs", "forward time", "step time", "predictor accuracy",
+        "by predictor",
+    )  # fmt: skip
+    lines = ["## Loss at equal training FLOPs", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    dense = flops_of_row(DENSE, training=False)
+    for name, many in runs.items():
+        accuracies = [run["predictor_accuracy"] for run in many if run["predictor_accuracy"] is not None]
+        causal = [run["predictor_bits_per_byte"] for run in many if "predictor_bits_per_byte" in run]
+        cells = [
+            name,
+            ", ".join(f"{run['bits_per_byte']:.3f}" for run in many),
+            f"{many[0]['steps']:,}",
+            f"{many[0]['forward_flops'] / dense:.2f}",
+            _ratio(times, name, "forward"),
+            _ratio(times, name, "step"),
+            f"{statistics.mean(accuracies):.1%}" if accuracies else "",
+            ", ".join(f"{value:.3f}" for value in causal),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    abouts = [f"* *{one.name}*: {one.about}." for one in STUDIED if one.name in runs]
+    return [*lines, "", "FLOPs and times are those of the dense model = 1.", "", *abouts, ""]
+
+
+def _ratio(times: dict[str, Any], name: str, kind: str) -> str:
+    ratios = [own / dense for own, dense in zip(times[name][kind], times["dense"][kind], strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _claims(runs: Results) -> list[str]:
+    lines = ["## The paper's claims here", "", "| claim | here |", "|---|---|"]
+    lines += [f"| {claim} | {answer} |" for claim, answer in _answers(runs) if answer]
+    caution = (
+        "No model is near the end of its training at this budget. A cheaper step means more text for the same FLOPs, "
+        "and this explains much of the difference between the models."
+    )
+    return [*lines, "", caution, ""]
+
+
+def _answers(runs: Results) -> list[tuple[str, str]]:
+    mod, every = "MoD 12.5 %", "MoD 12.5 %, every block"
+    accuracy = [run["predictor_accuracy"] for many in runs.values() for run in many if run["predictor_accuracy"]]
+    gap = [
+        run["predictor_bits_per_byte"] - run["bits_per_byte"]
+        for many in runs.values()
+        for run in many
+        if "predictor_bits_per_byte" in run
+    ]
+    entropy = [run["entropy_correlation"] for run in runs.get(mod, [])]
+    return [
+        ("learned routing is better than stochastic routing", _against(runs, mod, "stochastic MoD 12.5 %")),
+        (
+            "learned selection alone is better, with learned weights in both",
+            _against(runs, mod, "MoD 12.5 %, random choice"),
+        ),
+        ("MoD at 12.5 % is better than dense at equal training FLOPs", _against(runs, mod, "dense")),
+        ("routing every other block is better than routing every block", _against(runs, mod, every)),
+        ("12.5 % is the best capacity: against 25 %", _against(runs, mod, "MoD 25 %")),
+        ("12.5 % is the best capacity: against 50 %", _against(runs, mod, "MoD 50 %")),
+        ("MoD and MoE add up: staged MoDE against MoE", _against(runs, "staged MoDE", "MoE")),
+        ("integrated MoDE is better than staged", _against(runs, "integrated MoDE", "staged MoDE")),
+        (
+            "a predictor knows what top-k selects, with an accuracy of 97 % and more",
+            f"{min(accuracy):.1%} to {max(accuracy):.1%} over models and seeds" if accuracy else "",
+        ),
+        (
+            "deciding by the predictor costs little",
+            f"{min(gap):+.3f} to {max(gap):+.3f} bits per byte" if gap else "",
+        ),
+        (
+            "tokens that are hard to continue are routed through blocks",
+            "correlation of the share of blocks that run a token with the entropy of the next one: "
+            + ", ".join(f"{value:+.2f}" for value in entropy)
+            if entropy
+            else "",
+        ),
+    ]
+
+
+def _against(runs: Results, one: str, other: str) -> str:
+    """Whether the loss is lower on every seed that both have, with the differences."""
+    if one not in runs or other not in runs:
+        return ""
+    pairs = zip(runs[one], runs[other], strict=False)
+    differences = [a["bits_per_byte"] - b["bits_per_byte"] for a, b in pairs]
+    better = sum(difference < 0 for difference in differences)
+    verdict = {len(differences): "holds", 0: "does not hold"}.get(better, "undecided")
+    return f"{verdict}: {', '.join(f'{difference:+.3f}' for difference in differences)} bits per byte, seed by seed"
+
+
+def _figures() -> list[str]:
+    shown = (
+        ("study-curves.svg", "Held-out loss against training FLOPs"),
+        ("study-scores.svg", "Router scores"),
+        ("study-entropy.svg", "Share of routed blocks that run a token, against the entropy of the next one"),
+        ("study-map.png", "Which layers ran which byte of a text"),
+    )
+    return ["## Figures", "", *(line for file, title in shown for line in (f"![{title}](figures/{file})", ""))]
+
+
+def _flops(value: float) -> str:
+    return f"{value / 1e12:g} TFLOP"

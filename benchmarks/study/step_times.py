@@ -1,0 +1,37 @@
+"""Time of a training step and of a forward pass of every model, in turns in one process, on one thread."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+
+from benchmarks.study.models import BATCH, SEQ, STUDIED
+from mod_models.losses import losses
+from mod_models.transformer import Transformer
+
+
+def step_times(rounds: int = 7) -> dict[str, dict[str, list[float]]]:
+    """Name -> {`step`, `forward`} -> seconds of each round, after one round of warm-up. The order is drawn anew."""
+    torch.set_num_threads(1)
+    models = {}
+    for studied in STUDIED:
+        model = Transformer(studied.spec)
+        model.init_weights(torch.Generator().manual_seed(0))
+        models[studied.name] = model
+    ids_BS1 = torch.randint(0, 256, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    seconds: dict[str, dict[str, list[float]]] = {name: {"step": [], "forward": []} for name in models}
+    rng = random.Random(0)
+    for _ in range(rounds + 1):
+        for name in rng.sample(list(models), len(models)):
+            model = models[name]
+            begin = time.perf_counter()
+            losses(model, ids_BS1).total.backward()
+            model.zero_grad()
+            seconds[name]["step"].append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            with torch.no_grad():
+                model(ids_BS1[:, 1:], torch.full((BATCH,), SEQ))
+            seconds[name]["forward"].append(time.perf_counter() - begin)
+    return {name: {kind: values[1:] for kind, values in one.items()} for name, one in seconds.items()}

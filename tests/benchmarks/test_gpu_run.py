@@ -1,0 +1,266 @@
+"""`make gpu` without a GPU: its plan, its processes and what becomes of them, its page, and a whole run over targets of
+this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import device as gpu_device
+from benchmarks.gpu import run as run_gpu
+from benchmarks.gpu.device import measured, without_cuda_graphs
+from benchmarks.gpu.plan import DECODE, Step, build_step, device_step, planned, why_not
+from benchmarks.gpu.render import NOT_RUN, page, render
+from benchmarks.gpu.run import main, run_all, run_step
+from mod_export.config import config_from_toml
+from mod_export.engines import ENGINES
+from mod_export.types import Availability
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec, RoutingSpec
+
+DOCS = Path(__file__).parents[2] / "docs"
+GPU_TARGETS = {"ort-cuda", "inductor-cuda", "tensorrt", "tensorrt-rtx"}
+HERE = Availability(builds=True, runs=True, reason="found")
+TINY = ModelSpec(
+    vocab_size=64, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, d_head=16, d_ff=48, max_positions=64,
+    routing=RoutingSpec(),
+)  # fmt: skip
+
+
+def python(code: str, *, name: str = "one", seconds: float = 60.0, needs: str | None = None) -> Step:
+    return Step(
+        name=name, title=f"step {name}", target="a", needs=needs, seconds=seconds, files={"given.txt": "given"},
+        command=[sys.executable, "-c", code], collect=lambda folder: json.loads((folder / "out.json").read_text()),
+    )  # fmt: skip
+
+
+WRITES = (
+    "import pathlib; p = pathlib.Path('out.json'); p.write_text('{\"n\": ' + str(len(open('given.txt').read())) + '}')"
+)
+
+
+def later(seconds: float = 600.0) -> float:
+    return time.monotonic() + seconds
+
+
+def test_the_plan_has_every_target_for_gpus_and_configurations_that_are_valid(tmp_path: Path) -> None:
+    steps = planned("sm89", tmp_path / "model.pt")
+    assert len({step.name for step in steps}) == len(steps)
+    assert {step.target for step in steps} - {""} == GPU_TARGETS
+    names = [step.name for step in steps]
+    for step in steps:
+        assert step.needs is None or names.index(step.needs) < names.index(step.name)
+        for name, content in step.files.items():
+            (tmp_path / name).write_text(content)
+            config = config_from_toml(tmp_path / name)
+            assert config.targets == (step.target,)
+            assert config.latency.min_speedup == 0
+            assert ENGINES[step.target].variants(config)
+            if step.target == "tensorrt-rtx":
+                assert config.target.tensorrt_rtx.architectures == ("sm89",)
+
+
+def test_the_targets_for_gpus_are_those_of_the_package() -> None:
+    assert set(ENGINES) - {"ort-cpu", "openvino", "inductor"} == GPU_TARGETS
+
+
+def test_why_a_step_is_not_run() -> None:
+    step = python(WRITES, needs="before")
+    absent = Availability(builds=False, runs=False, reason="a is not installed")
+    unfit = Availability(builds=True, runs=False, reason="a 1.0, which has no kernels for this GPU (sm90)")
+    assert why_not(step, {"a": HERE}, {"before": True}) == ""
+    assert why_not(step, {"a": absent}, {"before": True}) == "a: a is not installed"
+    assert why_not(step, {"a": unfit}, {"before": True}) == "a: a 1.0, which has no kernels for this GPU (sm90)"
+    assert why_not(step, {"a": HERE}, {"before": False}) == why_not(step, {"a": HERE}, {}) == "before left no engines"
+    decode = planned("sm90", Path("m.pt"))[-1]
+    assert why_not(decode, {}, {}) == DECODE
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "reason"),
+    [
+        ("import os; print('before'); os.abort()", 60, "signal SIGABRT: "),
+        ("raise SystemExit('no such thing')", 60, "exit 1: no such thing"),
+        ("pass", 60, "what it left cannot be read: FileNotFoundError: "),
+        ("import time; print('begun', flush=True); time.sleep(60)", 3, "stopped after 3 s: begun"),
+    ],
+    ids=["crash", "error", "nothing left", "too long"],
+)
+def test_whatever_becomes_of_a_process_is_a_row(tmp_path: Path, code: str, seconds: float, reason: str) -> None:
+    row = run_step(python(code), tmp_path, seconds)
+    assert (row["status"], row["name"], row["found"]) == ("failed", "one", {})
+    assert row["reason"].startswith(reason)
+    assert row["seconds"] < 30
+
+
+def test_a_build_whose_gate_failed_has_been_run(tmp_path: Path) -> None:
+    row = run_step(python(WRITES + "; raise SystemExit(4)"), tmp_path, 60)
+    assert (row["status"], row["reason"], row["found"]) == ("ran", "", {"n": 5})
+
+
+def test_a_second_start_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ran is kept, and what failed, was skipped or was left is tried again."""
+    (tmp_path / "steps").mkdir()
+    steps = [python(WRITES, name="good"), python("raise SystemExit(1)", name="bad"),
+             python(WRITES, name="after", needs="bad"), python(WRITES, name="late")]  # fmt: skip
+    rows = run_all(steps[:3], {"a": HERE}, tmp_path, later())
+    rows += run_all(steps[3:], {"a": HERE}, tmp_path, later(0))
+    assert [row["status"] for row in rows] == ["ran", "failed", "skipped", "left"]
+    assert rows[2]["reason"] == "bad left no engines"
+    assert rows[3]["reason"] == "the time was over; start again to go on"
+    capsys.readouterr()
+    mended = [python("raise SystemExit('never run again')", name="good"), python(WRITES, name="bad"), *steps[2:]]
+    again = run_all(mended, {"a": HERE}, tmp_path, later())
+    assert [row["status"] for row in again] == ["ran"] * 4
+    assert again[0] == rows[0]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "[1/4] step good: done before"
+    assert shown[3].startswith("[4/4] step late: ran, ")
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Which GPUs the driver finds is the environment.
+    monkeypatch.setattr(run_gpu, "cuda_devices", lambda: [])
+    assert main(["--results", str(tmp_path / "results"), "--docs", str(tmp_path)]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err == (
+        "make gpu: no NVIDIA GPU is here (the CUDA driver finds no device); run it on a machine that has one\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_whose_probe_dies_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_gpu._availability_apart("no such target")
+    assert (found.builds, found.runs) == (False, False)
+    assert found.reason == "the probe failed: KeyError: 'no such target'"
+
+
+def test_paths_of_modules_hold_in_the_folder_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("n = 7")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ".")
+    code = "import only_here; open('out.json', 'w').write('{\"n\": ' + str(only_here.n) + '}')"
+    assert run_step(python(code), tmp_path, 60)["found"] == {"n": 7}
+
+
+def test_cuda_graphs_are_turned_off_where_there_are_any() -> None:
+    config = config_from_toml(None)
+    plain = without_cuda_graphs(config, "inductor-cuda")
+    assert plain is not None
+    assert not plain.target.inductor_cuda.cuda_graph
+    assert plain.target.ort_cuda.cuda_graph
+    assert without_cuda_graphs(plain, "inductor-cuda") is None
+    assert without_cuda_graphs(config, "tensorrt") is None
+    assert without_cuda_graphs(config, "ort-cpu") is None
+
+
+def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 1234\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert gpu_device.used_mib() == 1234
+
+
+def test_the_page_is_current() -> None:
+    results = DOCS / "gpu.json"
+    found = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
+    assert (DOCS / "gpu.md").read_text(encoding="utf-8") == page(found)
+
+
+def test_until_it_has_been_run_the_page_says_so(tmp_path: Path) -> None:
+    render(tmp_path)
+    assert (tmp_path / "gpu.md").read_text().endswith(NOT_RUN)
+
+
+@pytest.fixture
+def on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose steps build for this machine's CPU, as those of a GPU build for it: the same functions, other names.
+
+    Returns:
+        Its folder of results; docs/ beside it.
+    """
+    checkpoint = tmp_path / "tiny.pt"
+    save_checkpoint(checkpoint, random_checkpoint(TINY, 0))
+
+    def small(arch: str, given: Path) -> list[Step]:
+        assert given.name == "model.pt"
+        build = build_step("ort-cpu", ["float32"], (1, 32), checkpoint)
+        failing = python("raise SystemExit('it | <failed>')", name="failing")
+        return [build, device_step(build), build_step("tensorrt", ["float16"], (1, 32), checkpoint), failing]
+
+    monkeypatch.setattr(run_gpu, "planned", small)
+    monkeypatch.setattr(run_gpu, "SPEC", TINY)
+    monkeypatch.setattr(run_gpu, "cuda_devices", lambda: ["sm90"])
+    monkeypatch.setattr(run_gpu, "ENGINES", {name: ENGINES[name] for name in ("ort-cpu", "tensorrt")} | {"a": None})
+    # The step that asks how much of a GPU is used finds a tool that says the same each time.
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\nfor one in $*; do case $one in *driver*) echo 'A GPU, 580'; exit;; esac; done\necho 500\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(
+        run_gpu, "_availability_apart", lambda name: HERE if name == "a" else ENGINES[name].availability()
+    )
+    (tmp_path / "docs").mkdir()
+    return tmp_path / "results"
+
+
+@pytest.mark.slow
+def test_a_whole_run(on_cpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs = on_cpu.parent / "docs"
+    arguments = ["--results", str(on_cpu), "--docs", str(docs)]
+    assert main(arguments) == 1
+    found = json.loads((docs / "gpu.json").read_text())
+    steps: list[dict[str, Any]] = found["steps"]
+    assert [step["status"] for step in steps] == ["ran", "ran", "skipped", "failed"], [one["reason"] for one in steps]
+    assert found["machine"]["gpu"] == "A GPU, 580"
+    assert found["machine"]["architectures"] == ["sm90"]
+    assert found["targets"]["tensorrt"]["builds"] is False
+    build, device = steps[0]["found"], steps[1]["found"]
+    assert {(row["dtype"], row["model"]) for row in build["parity"]} >= {("float32", "mod"), ("float32", "dense")}
+    assert {row["model"]: row["passed"] for row in build["parity"] if row["dtype"] == "float32"} == {
+        "mod": True, "dense": True
+    }  # fmt: skip
+    assert len(build["latency"]) == len(build["engines"]) == 2
+    assert "samples_ms" not in build["latency"][0]
+    # The first engine is loaded twice, and this machine's GPU is always as full.
+    assert [row["mib"] for row in device["memory"]] == [0] * 3
+    assert device["one_by_one"] == []
+    text = (docs / "gpu.md").read_text()
+    assert NOT_RUN not in text
+    assert "| ort-cpu | float32 | b1s32 |" in text
+    assert "| step failing | failed | 0 | exit 1: it \\| &lt;failed> |" in text
+    assert "* **Machine.** A GPU, 580 (sm90); " in text
+    assert "tensorrt: tensorrt is not installed; install mod-export[tensorrt]" in text
+    capsys.readouterr()
+    main(arguments)
+    assert capsys.readouterr().out.splitlines()[0].endswith(": done before")
+    _times_without_cuda_graphs(on_cpu / "ort-cpu-1x32/build")
+    main([*arguments, "--again", "--minutes", "0"])
+    left = json.loads((docs / "gpu.json").read_text())["steps"]
+    assert [step["status"] for step in left] == ["left", "skipped", "skipped", "left"]
+    render(docs)
+    assert "## Latency\n\nNothing was run." in (docs / "gpu.md").read_text()
+
+
+def _times_without_cuda_graphs(folder: Path) -> None:
+    """Of a target that has none, by the functions that measure those that have."""
+    used = iter(range(100, 2000, 100))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_device, "without_cuda_graphs", lambda config, target: config)
+        found = measured(folder, lambda: next(used))
+    assert [row["mib"] for row in found["memory"]] == [100] * 3
+    assert [row["what"] for row in found["memory"]] == ["with context and libraries", *["one more engine"] * 2]
+    assert {row["model"] for row in found["one_by_one"]} == {"mod", "dense"}
+    assert all(row["p50_ms"] > 0 for row in found["one_by_one"])

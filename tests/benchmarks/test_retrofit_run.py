@@ -1,0 +1,103 @@
+"""`make retrofit` on a tiny model, trained for this; the results of a real one are in docs/retrofit.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.retrofit import run as run_retrofit
+from benchmarks.retrofit.render import BEGIN, COLUMNS, END, render
+from benchmarks.retrofit.run import DENSE, GRID, Way, main
+from mod_models.checkpoint import load_checkpoint
+from mod_models.spec import ModelSpec
+from mod_models.train import train
+from mod_models.train_config import TrainConfig
+
+SPEC = ModelSpec(vocab_size=256, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, d_head=16, d_ff=64, max_positions=64)
+SMALL = (DENSE, Way("mlp", "cheapest:{half}", 0.5))
+QUICK = ["--steps", "4", "--batch", "2", "--seq", "32", "--eval-batches", "2", "--probe-rows", "1"]
+PAGE = f"# Before\n\n{BEGIN}\nnot run yet\n{END}\n\nafter\n"
+
+
+def row(parts: str, loss: float, speed: float | None = None, status: str = "pass") -> dict[str, object]:
+    fast = {"measured": speed, "ci95": [1.1, 1.3], "predicted_flops": 1.5, "status": status}
+    return {
+        "parts": parts, "route": "deepest:{half}", "capacity": 0.5, "layers": [2, 3], "tokens_run": 0.75,
+        "bits_per_byte": 2.0,
+        "next_token_loss": loss, "predictor_accuracy": 0.9, "speed": None if speed is None else fast,
+    }  # fmt: skip
+
+
+def test_the_page(tmp_path: Path) -> None:
+    (tmp_path / "retrofit.md").write_text(PAGE)
+    (tmp_path / "untouched.json").write_text('{"perplexity": 12.5, "bits_per_byte": 1.5}')
+    found = {"dense": row("dense", 2.0), "mlp": row("mlp", 2.1, 1.2), "block": row("block", 2.3, 1.4, "fail")}
+    for name, one in found.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(json.dumps(one))
+    about = {"model": "m", "text": "t", "steps": 10, "batch": 2, "seq": 50}
+    for _ in range(2):  # Again over a page that has been written.
+        render(tmp_path, tmp_path, [*found, "not trained"], about)
+    page = (tmp_path / "retrofit.md").read_text()
+    assert page.startswith("# Before\n")
+    assert page.endswith(f"{END}\n\nafter\n")
+    assert "not run yet" not in page
+    assert "10 steps of 2 rows of 50 tokens, 1,000 tokens" in page
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    assert lines[0].count("|") == len(COLUMNS) + 1
+    assert lines[2:] == [
+        "| dense, as given |  |  | 100% | 12.50 |  | 1.500 |  | 1 | 1 |",
+        "| dense, trained as long |  |  | 100% | 7.39 | +0.0% | 2.000 |  | 1 | 1 |",
+        "| mlp | 2 deepest | 0.5 | 75% | 8.17 | +10.5% | 2.000 | 90.0% | 1.50 | 1.20 [1.10, 1.30] |",
+        "| block | 2 deepest | 0.5 | 75% | 9.97 | +35.0% | 2.000 | 90.0% | 1.50 | 1.40 [1.10, 1.30], a gate failed |",
+    ]
+    assert (tmp_path / "figures" / "retrofit.svg").stat().st_size > 1000
+
+
+def test_ways_have_folders_of_their_own() -> None:
+    assert len({way.name for way in GRID}) == len(GRID)
+    assert GRID[0] == DENSE
+    assert GRID[1].name == "mlp-deepest-0.5"
+
+
+def test_the_share_of_tokens_that_run() -> None:
+    assert DENSE.share_of(0, 4) == 1
+    assert Way("block", "", 0.5).share_of(2, 4) == 0.75
+    assert Way("mlp", "", 0.5).share_of(2, 4) == 0.875
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path / "nowhere")])
+    assert "nowhere: no such checkpoint; make one of a dense model with mod-export convert" in capsys.readouterr().err
+
+
+def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"nothing")
+    with pytest.raises(RuntimeError, match=r"build model.pt -c speed.toml -o build -q ended with 2: .*model\.pt"):
+        run_retrofit.speed_of(tmp_path, 32)
+
+
+@pytest.mark.slow
+def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains a dense model, retrofits it, builds the result and times it; the second call has nothing left to do."""
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(steps=40, batch=4, seq=32, warmup=4, eval_every=40, eval_batches=1, learning_rate=1e-2)
+    list(train(SPEC, config, Path("dense")))
+    Path("docs").mkdir()
+    Path("docs/retrofit.md").write_text(PAGE)
+    command = ["--model", "dense/model.pt", "--results", "results", *QUICK]
+    assert main(command, SMALL) == 0
+    result = json.loads(Path("results/mlp-cheapest-0.5/result.json").read_text())
+    assert len(result["layers"]) == 2
+    assert load_checkpoint(Path("results/mlp-cheapest-0.5/model.pt")).spec.routed_layers == tuple(result["layers"])
+    assert result["speed"]["status"] == "pass"
+    assert result["speed"]["predicted_flops"] > 1
+    assert result["speed"]["measured"] > 0
+    page = Path("docs/retrofit.md").read_text()
+    assert "| mlp | 2 cheapest | 0.5 |" in page
+    capsys.readouterr()
+    assert main(command, SMALL) == 0
+    assert capsys.readouterr().out == "[1/2] dense-none-1.0: done before\n[2/2] mlp-cheapest-0.5: done before\n"
