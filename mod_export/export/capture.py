@@ -70,7 +70,7 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
             torch.no_grad(),
             _on_the_cpu(module, examples) as given,
             torch._dynamo.config.patch(error_on_recompile=True),
-            _without_dumps(),
+            without_dumps(),
         ):
             for placed in given:
                 compiled(*placed)
@@ -175,7 +175,7 @@ def exported(
     # A tensor that is given twice is taken for one input, and the graph is wrong without a word.
     assert len({id(tensor) for tensor in example}) == len(example)
     try:
-        with torch.no_grad(), _on_the_cpu(module, [example]) as (placed,), _without_dumps():
+        with torch.no_grad(), _on_the_cpu(module, [example]) as (placed,), without_dumps():
             program = torch.export.export(module, placed, strict=strict)
     except Exception as error:  # Of torch, or of the model: it runs while it is captured.
         raise refusal(error, module, example, where) from error
@@ -184,7 +184,7 @@ def exported(
 
 
 @contextlib.contextmanager
-def _without_dumps() -> Iterator[None]:
+def without_dumps() -> Iterator[None]:
     """Keeps from the terminal what torch writes there before it raises: tracebacks, and the whole graph so far."""
     for name in _TALKATIVE:
         logging.getLogger(name).addFilter(_no_record)

@@ -4,8 +4,10 @@
 * The k-th value of a row is the last of a top-k: ONNX has no operator of its own for it.
 * Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query, and
   with as many rows and heads of keys as there are of queries, or a number that divides it.
+* What reduces as it scatters, and what writes to a diagonal, is written with operators that ONNX has.
+* An LSTM with projections becomes its steps, because ONNX has none.
 * What is joined by `hstack` and its like is joined by `cat`, as torch itself does it.
-* Masks and reductions: `lower_masks.py` and `lower_reductions.py`.
+* Masks, reductions, and functions of numbers: `lower_masks.py`, `lower_reductions.py` and `lower_numerics.py`.
 
 The graph that PyTorch runs as the reference keeps what the model wrote.
 """
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from mod_export.export.lower_masks import lowered_index_put, lowered_masked_scatter, lowered_nonzero_static
+from mod_export.export.lower_numerics import EXACT
 from mod_export.export.lower_reductions import (
     lowered_bucketize,
     lowered_cdist,
@@ -41,6 +44,13 @@ JOINS = (
     ATEN.atleast_1d.Sequence, ATEN.atleast_2d.Sequence, ATEN.atleast_3d.Sequence, ATEN.block_diag.default,
 )  # fmt: skip
 """What the exporter would make sequences of tensors and loops of."""
+TAKEN_APART = {*JOINS, ATEN.cross_entropy_loss.default}
+"""Also losses, of which the exporter leaves out label smoothing and targets that are probabilities."""
+PRODUCTS: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    ATEN.baddbmm.default: torch.bmm, ATEN.addmm.default: torch.mm, ATEN.addmv.default: torch.mv,
+    ATEN.addr.default: torch.outer, ATEN.addbmm.default: lambda one, other: torch.bmm(one, other).sum(0),
+}  # fmt: skip
+"""What is added to beta times something else, which may hold anything where beta is 0."""
 
 
 def lower(graph: fx.Graph) -> None:
@@ -49,7 +59,7 @@ def lower(graph: fx.Graph) -> None:
         if node.target is ATEN.einsum.default:
             # Others torch takes apart itself where it runs below autograd.
             replace_by(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
-        elif node.target in JOINS:
+        elif node.target in TAKEN_APART or _is_projected(node):
             replace_by(graph, node, node.target, whole=False)
         elif node.target is ATEN.kthvalue.default:
             _replace_kth(graph, node)
@@ -108,6 +118,94 @@ def _lowered_squeeze(node: fx.Node) -> Callable[..., Tensor] | None:
     if len(ones) == len(dims):
         return None
     return lambda x, *_, **__: ATEN.squeeze.dims(x, ones) if ones else x
+
+
+def _is_projected(node: fx.Node) -> bool:
+    """Whether it is an LSTM whose outputs are narrower than its cells, which ONNX does not have."""
+    if node.target is not ATEN.lstm.input:
+        return False
+    hidden, cells = argument_of(node, "hx")
+    return shape_of(hidden) != shape_of(cells)
+
+
+def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_training: Any) -> Tensor:
+    """As it is without training: the slope is the mean."""
+    found: Tensor = ATEN.leaky_relu.default(x, (lower + upper) / 2)
+    return found
+
+
+def _scatter_reduced(x: Tensor, dim: int, index: Tensor, source: Tensor | float, *, reduce: str) -> Tensor:
+    """`reduce` is `add` or `multiply`."""
+    source = source if isinstance(source, Tensor) else torch.full_like(index, source, dtype=x.dtype)
+    source = source[tuple(map(slice, index.shape))]
+    return x.scatter_add(dim, index, source) if reduce == "add" else x.scatter_reduce(dim, index, source, "prod")
+
+
+def _lowered_scatter(node: fx.Node) -> Callable[..., Tensor] | None:
+    """PyTorch takes as many of the new elements as there are indices; in ONNX there are as many."""
+    index, source = argument_of(node, "index"), argument_of(node, "src")
+    if shape_of(index) == shape_of(source):
+        return None
+    target: Any = node.target
+    return lambda x, dim, index, source: target(x, dim, index, source[tuple(map(slice, index.shape))])
+
+
+def _lowered_clamp(node: fx.Node) -> Callable[..., Tensor] | None:
+    """The exporter makes a tensor of a bound that is an integer, and finds no form with one number and one tensor."""
+    source: Any = node.args[0]
+    bounds = [argument_of(node, name) for name in ("min", "max")]
+    if not source.meta["val"].is_floating_point() or None in bounds or len({type(one) for one in bounds}) == 1:
+        return None
+    return lambda x, *_, **__: x.clamp(*map(float, bounds))
+
+
+def _lowered_extreme(node: fx.Node) -> Callable[..., Tensor] | None:
+    """The exporter knows that of named dimensions only."""
+    if argument_of(node, "dim") or not shape_of(node.args[0]):  # type: ignore[arg-type]  # A tensor's node.
+        return None
+    target: Any = node.target
+    return lambda x, _dim=(), keepdim=False: target(x, list(range(x.dim())), keepdim)
+
+
+def _lowered_products(node: fx.Node) -> Callable[..., Tensor] | None:
+    if argument_of(node, "beta") != 0:
+        return None
+    product = PRODUCTS[node.target]
+    return lambda _, one, other, *, beta, alpha=1: product(one, other) * alpha
+
+
+def _lowered_conv3d(node: fx.Node) -> Callable[..., Tensor] | None:
+    """The exporter gives one without a bias a bias of a wrong size."""
+    if argument_of(node, "bias") is not None:
+        return None
+    return lambda x, weight, _=None, *rest, **named: ATEN.conv3d.default(
+        x, weight, weight.new_zeros(weight.shape[0]), *rest, **{key: one for key, one in named.items() if key != "bias"}
+    )
+
+
+def _copied(x: Tensor, source: Tensor, *_blocking: Any) -> Tensor:
+    return source.to(x.dtype).expand(x.shape)
+
+
+def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    dims = list(range(x.dim())) if dim is None else [dim]
+    return x.amin(dims, keepdim), x.amax(dims, keepdim)
+
+
+def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    """Elements are counted over the whole tensor, from its end where an index is below 0."""
+    at = torch.where(index < 0, index + x.numel(), index).reshape(-1)
+    flat, new = x.reshape(-1), source.reshape(-1)
+    return (flat.scatter_add(0, at, new) if accumulate else flat.scatter(0, at, new)).reshape(x.shape)
+
+
+def _diagonal_scatter(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    """`source` (..., N) is written to the diagonal of x, whose dimensions dim1 and dim2 are behind its others."""
+    x_RC = x.movedim((dim1, dim2), (-2, -1))
+    row_R, column_C = (torch.arange(size, device=x.device) for size in x_RC.shape[-2:])
+    place_R = (row_R + min(offset, 0)).clamp(0, source.shape[-1] - 1)
+    found = torch.where(column_C - row_R[:, None] == offset, source.index_select(-1, place_R)[..., None], x_RC)
+    return found.movedim((-2, -1), (dim1, dim2))
 
 
 def _has_narrow_mask(node: fx.Node) -> bool:
@@ -207,6 +305,10 @@ def _product(
     return product.reshape(shape(batch, rows, columns)), batch + rows + columns
 
 
+def _of_every_node(function: Callable[..., Any]) -> Callable[[fx.Node], Callable[..., Any]]:
+    return lambda _node: function
+
+
 LOWERED: Mapping[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
     ATTENTION: _lowered_attention,
     ATEN.squeeze.dim: _lowered_squeeze,
@@ -226,5 +328,20 @@ LOWERED: Mapping[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
     ATEN.searchsorted.Tensor: lowered_searchsorted,
     ATEN.searchsorted.Scalar: lowered_searchsorted,
     ATEN.bucketize.Tensor: lowered_bucketize,
+    **{target: _of_every_node(function) for target, function in EXACT.items()},
+    **dict.fromkeys(PRODUCTS, _lowered_products),
+    ATEN.amax.default: _lowered_extreme,
+    ATEN.amin.default: _lowered_extreme,
+    ATEN.clamp.default: _lowered_clamp,
+    ATEN.conv3d.default: _lowered_conv3d,
+    ATEN.scatter.src: _lowered_scatter,
+    ATEN.scatter_add.default: _lowered_scatter,
+    ATEN.copy.default: _of_every_node(_copied),
+    ATEN.aminmax.default: _of_every_node(_aminmax),
+    ATEN.rrelu.default: _of_every_node(_rrelu),
+    ATEN.scatter.reduce: _of_every_node(_scatter_reduced),
+    ATEN.scatter.value_reduce: _of_every_node(_scatter_reduced),
+    ATEN.put.default: _of_every_node(_put),
+    ATEN.diagonal_scatter.default: _of_every_node(_diagonal_scatter),
 }
 """Operator -> what computes the same as a node of it, or None where the exporter translates that node well."""

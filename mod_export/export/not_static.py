@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental import symbolic_shapes
+from torch.utils import _pytree as pytree
 
 from mod_export.errors import CaptureError
 
@@ -138,7 +139,9 @@ _SLICES = ("slice", "narrow")
 _INDICES = ("arg", "tolist(")
 _CHECKS = ("isnan", "isinf", "isfinite", "assert", "raise", "allclose")
 _MESSAGES = re.compile(r"\bprint\(|\bwarn(ings)?\b|\blog(ger|ging)?\.")
-_CAPTURING = (torch.__path__[0] + os.sep, "torch/fx/", str(Path(__file__).parents[1]) + os.sep, "<frozen")
+_CAPTURING = (
+    torch.__path__[0] + os.sep, "torch/fx/", str(Path(__file__).parents[1]) + os.sep, "<frozen", "<eval_with_key>",
+)  # fmt: skip
 """Where code lies that captures a model, and is not the model's."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
@@ -164,6 +167,10 @@ class NotCompiledError(CaptureError):
     """torch cannot capture a module in one way, for a reason that says nothing about sizes and values: another way may
     do, such as torch.export where torch.compile does not know a context manager or sees a `print`.
     """
+
+
+class StateError(CaptureError):
+    """The next call of a module finds something else than the one that was captured."""
 
 
 def refuse_dynamic(graph: fx.Graph, where: str) -> None:
@@ -204,6 +211,7 @@ def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.T
     if pattern is not None:
         pattern = LOOP if pattern is CONDITION and line is not None and _is_in_loop(line) else pattern
         kind = NotCompiledError if pattern is PRINTS else CaptureError
+        kind = StateError if pattern.section == STATE.section else kind
         return kind(_message(where, pattern, line, ()))
     own = _own_error(module, example)
     if own is None:
@@ -399,7 +407,12 @@ def _name_of(node: fx.Node) -> str:
 
 
 def _depends(node: fx.Node) -> bool:
-    return bool(symbolic_shapes.free_unbacked_symbols(_value(node)))
+    value = _value(node)
+    # Not a generator of random numbers, which is an object.
+    known = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return bool(
+        symbolic_shapes.free_unbacked_symbols([one for one in pytree.tree_leaves(value) if isinstance(one, known)])
+    )
 
 
 def _value(node: fx.Node) -> Any:

@@ -46,7 +46,8 @@ def _mish(self: Any) -> Any:
 
 
 OPERATOR = re.compile(
-    r"No ONNX function found for <OpOverload\(op='(?P<name>[\w.]+)'|target=torch\.ops\.(?P<target>\w+\.\w+)\."
+    r"No ONNX function found for <OpOverload\(op='(?P<name>[\w.]+)', overload='(?P<overload>\w+)'"
+    r"|target=torch\.ops\.(?P<target>\w+\.\w+)\."
 )
 """How the exporter names an operator that it cannot translate: one that it does not know, or one that it fails at."""
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -208,6 +209,8 @@ def _untranslated(error: BaseException, program: torch.export.ExportedProgram) -
     if named is None:
         return f"torch.onnx.export failed: {cause}"
     name = named["name"] or named["target"]
+    if named["overload"] not in (None, "default"):
+        name = f"{name}.{named['overload']}"
     node = _node_of(program, name) or _node_of(program.run_decompositions(), name)
     place = "" if node is None else place_of(node)
     missing = "has no ONNX form in torch.onnx" if named["name"] else "cannot be translated by torch.onnx"
@@ -216,10 +219,14 @@ def _untranslated(error: BaseException, program: torch.export.ExportedProgram) -
 
 
 def _node_of(program: torch.export.ExportedProgram, name: str) -> torch.fx.Node | None:
-    """A call of an operator, such as `aten.cummax`, of any overload; that of `prims.erf_inv` is `aten.erfinv`."""
-    wanted = name.partition(".")[2].replace("_", "")
+    """A call of an operator: of `aten.cummax` any overload, of `aten.scatter.reduce` this one; for `prims.erf_inv` one
+    of `aten.erfinv`.
+    """
+    wanted = [part.replace("_", "") for part in name.split(".")[1:]]
     named = ((node, str(node.target).split(".")) for node in program.graph.nodes if node.op == "call_function")
-    return next((node for node, parts in named if len(parts) > 1 and parts[1].replace("_", "") == wanted), None)
+    return next(
+        (node for node, parts in named if [part.replace("_", "") for part in parts[1:]][: len(wanted)] == wanted), None
+    )
 
 
 def _strip_metadata(model: ir.Model) -> None:

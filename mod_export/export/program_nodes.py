@@ -85,8 +85,7 @@ def replace_by(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], *, 
         whole: keeps attention and matmul as one operator each; where not, vmap becomes operators of all rows.
     """
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
-    # What is a graph of its own is called, and so becomes a part of this one.
-    leaves = [_inner_graph(leaf) or leaf for leaf in leaves]
+    leaves = [_called(leaf) for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
 
     def call(*tensors: torch.Tensor) -> Any:
@@ -99,14 +98,15 @@ def replace_by(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], *, 
     values = [leaves[place].meta["val"] for place in places]
     mode = detect_fake_mode(values)
     assert mode is not None
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
         inner = make_fx(call, pre_dispatch=whole)(*values).graph
     inputs = dict(zip(inner.find_nodes(op="placeholder"), (leaves[place] for place in places), strict=True))
     with graph.inserting_before(node):
         found: Any = graph.graph_copy(inner, inputs)
     for copied in set(inputs.values()) - {leaves[place] for place in places}:
-        # In place of where they were traced.
-        copied.meta = {"val": copied.meta["val"], **{key: node.meta[key] for key in METADATA if key in node.meta}}
+        # Where a graph inside the node says it; else that of the node, in place of where it was traced.
+        told = copied.meta if "nn_module_stack" in copied.meta else node.meta
+        copied.meta = {"val": copied.meta["val"], **{key: told[key] for key in METADATA if key in told}}
     if isinstance(found, (tuple, list)):
         for use in list(node.users):
             number: Any = use.args[1]
@@ -117,13 +117,14 @@ def replace_by(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], *, 
     graph.erase_node(node)
 
 
-def _inner_graph(argument: Any) -> fx.GraphModule | None:
+def _called(argument: Any) -> Any:
+    """In place of a graph inside another what runs it, operation by operation: so each keeps its module and line."""
     if not isinstance(argument, fx.Node) or argument.op != "get_attr":
-        return None
+        return argument
     held: Any = argument.graph.owning_module
     for name in str(argument.target).split("."):
         held = getattr(held, name)
-    return held if isinstance(held, fx.GraphModule) else None
+    return fx.Interpreter(held).run if isinstance(held, fx.GraphModule) else argument
 
 
 def inferred_values(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:

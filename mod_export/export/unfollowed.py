@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from mod_export.export.find_sites import ARGSORTS, SELECTS, judged_selections
 from mod_export.export.not_static import place_of
 from mod_export.export.probing import is_pointwise, tensor_of
-from mod_export.export.program_nodes import argument_of, shape_of
+from mod_export.export.program_nodes import argument_of, behind, shape_of
 from mod_export.export.token_flow import Flow
 
 NO_SELECTION = "the model has no top-k and no sort of scores"
@@ -34,16 +34,10 @@ def unfollowed_selections(program: ExportedProgram) -> list[str]:
     found, others = judged_selections(program)
     flows = {flow.selection.node: flow for flow in others}
     sites = {site.selection.node for site in found}
-    said = Counter(_said(node, flows.get(node)) for node in _selecting(program.graph) if node not in sites)
-    inner = Counter(
-        f"{_named(node)} inside a condition, where none is followed"
-        for module in program.graph_module.modules()
-        if isinstance(module, fx.GraphModule) and module is not program.graph_module
-        for node in _selecting(module.graph)
-    )
-    return [f"{text} ({count} times)" if count > 1 else text for text, count in (said + inner).items()] or [
-        NO_SELECTION
-    ]
+    selecting = [node for node in _selecting(program.graph) if node not in sites]
+    said = Counter(_said(node, flows.get(node)) for node in selecting)
+    said.update(f"{_named(node)}, which are whole numbers" for node in _of_whole_numbers(program.graph, selecting))
+    return [f"{text} ({count} times)" if count > 1 else text for text, count in said.items()] or [NO_SELECTION]
 
 
 def _selecting(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -51,6 +45,16 @@ def _selecting(graph: fx.Graph) -> Iterator[fx.Node]:
         scores: Any = node.args[0] if node.args else None
         if node.op == "call_function" and node.target in SELECTS and scores.meta["val"].dtype.is_floating_point:
             yield node
+
+
+def _of_whole_numbers(graph: fx.Graph, selecting: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """Such as a sort of what is above a threshold; not what brings indices into order."""
+    ordered = {user for node in selecting for user in behind(node)}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in SELECTS and node not in ordered and _has_indices(node):
+            scores: Any = node.args[0]
+            if not scores.meta["val"].dtype.is_floating_point:
+                yield node
 
 
 def _has_indices(node: fx.Node) -> bool:

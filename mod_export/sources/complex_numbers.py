@@ -33,6 +33,10 @@ INSTEAD = (
     "Write rotary positions with cos and sin, or as a product of torch.view_as_complex(...) and torch.polar(...)\n"
     'See "Complex numbers and float64" in docs/porting.md'
 )
+IN_PARTS = (
+    "Write it with torch.fft.rfft and irfft of fixed length, or as a product with a matrix of cosines and sines\n"
+    'See "Complex numbers and float64" in docs/porting.md'
+)
 CLOSE = 1e-5
 """Two roundings of numbers below LARGEST are nearer than this; a wrong rule is wrong by more."""
 LARGEST = 5
@@ -64,7 +68,6 @@ def as_real_parts(module: fx.GraphModule, held: Mapping[fx.Node, Any], where: st
     Raises:
         CaptureError: a complex input or output, or an operation that has no rule here.
     """
-    _refuse_in_branches(module, where)
     if not any(_is_complex(node) for node in module.graph.nodes):
         return {}
     found: dict[fx.Node, Tensor] = {}
@@ -82,8 +85,9 @@ def as_real_parts(module: fx.GraphModule, held: Mapping[fx.Node, Any], where: st
             if any(one in parts for one in node.all_input_nodes):
                 raise CaptureError(f"{where}: returns complex numbers; return torch.view_as_real of them")
         elif (_is_complex(node) or any(one in parts for one in node.all_input_nodes)) and not _rewrite(node, parts):
+            instead = IN_PARTS if "fft" in str(node.target) else INSTEAD
             raise CaptureError(
-                f"{where}: {node.target} of complex numbers, which no engine has,{place_of(node)}\n{INSTEAD}"
+                f"{where}: {node.target} of complex numbers, which no engine has,{place_of(node)}\n{instead}"
             )
     _erase(parts)
     module.recompile()
@@ -101,17 +105,6 @@ def _erase(parts: Mapping[fx.Node, Parts]) -> None:
 
 def _is_complex(node: fx.Node) -> bool:
     return any(isinstance(one, Tensor) and one.is_complex() for one in pytree.tree_leaves(node.meta.get("val")))
-
-
-def _refuse_in_branches(module: fx.GraphModule, where: str) -> None:
-    if any(_is_complex(node) for inner in _inner_graphs(module) for node in inner.nodes):
-        raise CaptureError(
-            f"{where}: computes with complex numbers in a branch of torch.cond, which no engine has\n{INSTEAD}"
-        )
-
-
-def _inner_graphs(module: fx.GraphModule) -> list[fx.Graph]:
-    return [one.graph for one in module.modules() if isinstance(one, fx.GraphModule) and one is not module]
 
 
 def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
@@ -135,7 +128,7 @@ def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
         elif node.target in TRANSFORMS:
             source = leaves[0] if isinstance(leaves[0], Parts) else (leaves[0], None)
             pair = transformed(add, node, *source)
-            found = None if pair is None else Parts(*pair)
+            found = pair[0] if pair[1] is None else Parts(*pair)
         elif node.target in _OWN:
             args, kwargs = pytree.tree_unflatten(leaves, tree)
             found = _OWN[node.target](add, *args, **kwargs)

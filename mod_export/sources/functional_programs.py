@@ -1,15 +1,18 @@
-"""A captured program in functional form: no operator writes into a tensor, and no graph stands inside it but branches.
+"""A captured program in functional form: no operator writes into a tensor, and no graph stands inside it.
 
 torch itself makes a program functional (`run_decompositions` without decompositions): operators that write into a
 tensor become operators that return a new one, and what stood in graphs of its own (autocast, no_grad, checkpoints,
-vmap) stands in the program itself. Only then no value shares its memory with another, so `view`, which fails where
-strides do not fit, may be `reshape`.
+vmap) stands in the program itself. Of `torch.cond` both branches are computed, and the condition selects between their
+results: a static graph has one way through it. Only then no value shares its memory with another, so `view`, which
+fails where strides do not fit, may be `reshape`.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +22,16 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature,
 
 from mod_export.errors import CaptureError
 from mod_export.export.not_static import place_of
-from mod_export.export.program_nodes import METADATA, argument_of
+from mod_export.export.program_nodes import METADATA, argument_of, replace_by
+from mod_export.sources.flex_attention import FLEX
 from mod_export.sources.operators import is_operator
+from mod_export.sources.strided_views import AS_STRIDED, write_out_strided_views
 
 ATEN = torch.ops.aten
+COND = torch.ops.higher_order.cond
 VIEWS = {ATEN.view.default, ATEN._unsafe_view.default}
 MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+STOPPED = re.compile(r"While executing %(?P<name>\w+) :")
 METHODS = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
 DRAWS = 2
 """Other values of state that a program may depend on."""
@@ -33,8 +40,8 @@ DRAWS = 2
 def functional_program(
     program: ExportedProgram, where: str, samples: Sequence[Sequence[torch.Tensor]]
 ) -> ExportedProgram:
-    """The program without operators that write into a tensor, and without graphs inside it but those of conditions and
-    of flex_attention. It computes the same bits. Tensors are not copied.
+    """The program without operators that write into a tensor, and without graphs inside it but those of flex_attention.
+    It computes the same bits. Tensors are not copied.
 
     State that a run writes and no run reads, such as a cache that is filled anew, is not written any more.
 
@@ -44,14 +51,17 @@ def functional_program(
         samples: inputs, on which it is tried whether results depend on what the run before has written.
 
     Raises:
-        CaptureError: it draws random numbers, changes its inputs, or depends on state that it changes.
+        CaptureError: it draws random numbers, changes its inputs, depends on state that it changes, or holds a loop.
     """
     _check_names(program, where)
     _check_operators(program, where)
     with warnings.catch_warnings():
         # torch warns of its own doings.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        program = program.run_decompositions({})
+        program = without_writes(program, where)
+    _compute_both_branches(program.graph_module)
+    write_out_strided_views(program.graph, where)
+    _refuse_loops(program.graph_module, where)
     for node in list(calls_of(program.graph_module)):
         if node.target in VIEWS:
             node.target = ATEN.reshape.default
@@ -65,6 +75,57 @@ def functional_program(
     return _without_state(program)
 
 
+def without_writes(program: ExportedProgram, where: str) -> ExportedProgram:
+    """The program as torch itself makes it functional.
+
+    Raises:
+        CaptureError: it writes into a tensor in a way that torch cannot follow.
+    """
+    try:
+        functional: ExportedProgram = program.run_decompositions({})
+    except RuntimeError as error:
+        # torch names the node that it stopped at.
+        stopped = STOPPED.search(str(error))
+        node = None if stopped is None else next(one for one in program.graph.nodes if one.name == stopped["name"])
+        if node is None:
+            raise
+        raise CaptureError(
+            f"{where}: calls {node.target},{place_of(node)}\nwhich writes into a part of a tensor in a way that torch "
+            "cannot follow. Write it with an operator that returns a new tensor, such as torch.where"
+        ) from error
+    return functional
+
+
+def _compute_both_branches(module: fx.GraphModule) -> None:
+    """Inner graphs come first, so that there is no condition in what is put into an outer one."""
+    for inner in reversed([one for one in module.modules() if isinstance(one, fx.GraphModule)]):
+        for node in inner.graph.find_nodes(op="call_function", target=COND):
+            replace_by(inner.graph, node, _both)
+        inner.graph.eliminate_dead_code()
+        inner.recompile()
+    module.delete_all_unused_submodules()
+
+
+def _both(condition: Any, true: Callable[..., Any], false: Callable[..., Any], given: Sequence[Any] = ()) -> list[Any]:
+    if not isinstance(condition, torch.Tensor):
+        return list(true(*given) if condition else false(*given))
+    pairs = zip(true(*given), false(*given), strict=True)
+    return [
+        torch.where(condition.reshape(()), one, other) if isinstance(one, torch.Tensor) else one for one, other in pairs
+    ]
+
+
+def _refuse_loops(module: fx.GraphModule, where: str) -> None:
+    for node in calls_of(module):
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not FLEX:
+            name = str(node.target).removesuffix("_impl")
+            raise CaptureError(
+                f"{where}: calls {name}, which holds a graph of its own,{place_of(node)}\n"
+                "which engines do not take. Write a loop in Python, over a range or `x.unbind(0)`: its length is "
+                "fixed, so all its steps become parts of one graph"
+            )
+
+
 def _without_state(program: ExportedProgram) -> ExportedProgram:
     """The program that returns its own outputs only."""
     module, signature = program.graph_module, program.graph_signature
@@ -72,9 +133,13 @@ def _without_state(program: ExportedProgram) -> ExportedProgram:
     values: Any = output.args[0]
     own = [(one, spec) for one, spec in zip(values, signature.output_specs, strict=True) if spec.kind not in MUTATIONS]
     output.args = (tuple(one for one, _ in own),)
+    # The result of a condition has another name now.
+    specs = [
+        replace(spec, arg=replace(spec.arg, name=one.name)) if isinstance(one, fx.Node) else spec for one, spec in own
+    ]
     module.graph.eliminate_dead_code()
     module.recompile()
-    signature = ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=[spec for _, spec in own])
+    signature = ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=specs)
     return program_of(program, module, signature, program.state_dict, program.constants)
 
 
@@ -102,12 +167,12 @@ def _check_mutation(program: ExportedProgram, where: str, samples: Sequence[Sequ
     for n, name in changed.items():
         if name in held and is_unread:
             continue
-        what = "buffer" if name in held else "input"
-        line = place_of(nodes[n])
+        is_weight = specs[n].kind is OutputKind.PARAMETER_MUTATION
+        what = "weight" if is_weight else "buffer" if name in held else "input"
+        reason = "each run begins with the same weights" if name in held else "what they are given is read alone"
         raise CaptureError(
-            f"{where}: changes its {what} {name} in place,{line}\n"
-            "which engines do not: each run begins with the same weights. Return the new value as an output, or write "
-            "to a copy"
+            f"{where}: changes its {what} {name} in place,{place_of(nodes[n])}\n"
+            f"which engines do not: {reason}. Return the new value as an output, or write to a copy"
         )
 
 
@@ -175,10 +240,12 @@ def _check_names(program: ExportedProgram, where: str) -> None:
 def _check_operators(program: ExportedProgram, where: str) -> None:
     for node in calls_of(program.graph_module):
         name = str(node.target)
-        if isinstance(node.target, torch._ops.OpOverload) and not is_operator(f"torch.ops.{name}"):
+        is_unknown = isinstance(node.target, torch._ops.OpOverload) and not is_operator(f"torch.ops.{name}")
+        if is_unknown and node.target not in AS_STRIDED:
+            hint = " (in transformers, experts_implementation='batched_mm')" if "grouped_mm" in name else ""
             raise CaptureError(
                 f"{where}: calls {name},{place_of(node)}\nwhich engines do not have, or which trusts sizes unchecked. "
-                "Write it with operators of torch (in transformers, experts_implementation='batched_mm' for grouped_mm)"
+                f"Write it with operators of torch that return a new tensor{hint}"
             )
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags and not _is_off(node):

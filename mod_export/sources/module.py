@@ -1,13 +1,13 @@
-"""A model from a PyTorch module: captured at each shape, and compared with the module bit for bit."""
+"""A model from a PyTorch module: captured at each shape, and compared with the module."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import inspect
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +22,13 @@ from torch.utils import _pytree as pytree
 
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import CaptureError, UsageError
-from mod_export.export.capture import prove_static
-from mod_export.export.not_static import NotCompiledError, refusal, refuse_dynamic
+from mod_export.export.capture import prove_static, without_dumps
+from mod_export.export.not_static import NotCompiledError, StateError, refusal, refuse_dynamic
 from mod_export.export.weights import digests_of_tensors
+from mod_export.sources.fixed_sizes import with_fixed_sizes
 from mod_export.sources.functional_programs import functional_program
 from mod_export.sources.model import Model
+from mod_export.sources.module_state import as_it_was, attributes_kept, is_unread
 from mod_export.sources.plain_programs import plain_program
 from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2_models import sample_tensors
@@ -34,6 +36,8 @@ from mod_export.types import Bucket
 
 INSTALLED = ("<frozen ", sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Where lines of a traceback are that are not the user's."""
+ROUNDINGS = 8
+"""By which a captured program may differ from its module, of the largest number that is returned."""
 SAMPLES = 4
 """Inputs of each bucket that are asked for, seeds 0 to 3."""
 Given: TypeAlias = "torch.Tensor | Sequence[Any] | Mapping[str, Any]"
@@ -73,7 +77,7 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
             f"{name}: inputs of one shape for {len(buckets)} buckets; give a function inputs(batch, seq) instead"
         )
     plain, samples = {}, {}
-    with _as_it_was(module), _plain_outputs(module), torch.no_grad():
+    with as_it_was(module), _plain_outputs(module), torch.no_grad():
         for bucket in buckets:
             where = f"{name} at {bucket.name}"
             calls = _calls(module, inputs, bucket, where)
@@ -94,46 +98,6 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
         loaded=loaded,
         checkpoint_sha256=hashlib.sha256(text.encode()).hexdigest(),
     )
-
-
-@contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Inside, the module is in eval mode; behind it in that of before, with the same values in its buffers."""
-    # The fused kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer is in no program, and rounds otherwise.
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    training = {one: one.training for one in module.modules()}
-    plain = [
-        (one, name, held)
-        for one in module.modules()
-        for name, held in vars(one).items()
-        if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter)
-    ]
-    for one, name, held in plain:
-        # A table or a cache that is an attribute may be written to, which torch.export takes of buffers only.
-        delattr(one, name)
-        one.register_buffer(name, held, persistent=False)
-    buffers = {one: {name: (held, _copy(held)) for name, held in one._buffers.items()} for one in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        for one, mode in training.items():
-            one.training = mode
-        for one, held_by_name in buffers.items():
-            for name, (buffer, value) in held_by_name.items():
-                one._buffers[name] = buffer
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
-        for one, name, tensor in plain:
-            del one._buffers[name]
-            one._non_persistent_buffers_set.discard(name)
-            setattr(one, name, tensor)
-
-
-def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
 
 
 def _different(samples: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -282,19 +246,40 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
     call finds changed, and where a number depends on the data. What it cannot capture, torch.export may.
     """
     called, examples = _Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]]
-    with contextlib.suppress(NotCompiledError):
-        prove_static(called, examples, where)
+    refused: CaptureError | None = None
+    try:
+        with attributes_kept(module):
+            prove_static(called, examples, where)
+    except NotCompiledError:
+        pass
+    except StateError:
+        if not is_unread(module, lambda: _tensors(_eager(module, calls[0]))):
+            raise
+    except CaptureError as error:
+        # Unless torch.export has the values that a size depends on, such as those of a mask that is a buffer.
+        refused = error
     args, kwargs = calls[0]
     try:
-        program = torch.export.export(module, args, kwargs, strict=False)
+        with attributes_kept(module), without_dumps(), warnings.catch_warnings():
+            # They are put back, and what a later call would read of them is looked for.
+            warnings.filterwarnings(
+                "ignore", message="The tensor attribute.* assigned during export", category=UserWarning
+            )
+            program = torch.export.export(module, args, kwargs, strict=False)
     except Exception as error:  # Of any type: it runs the model's own code.
-        raise refusal(error, called, examples[0], where) from error
-    refuse_dynamic(program.graph, where)
+        raise refused or refusal(error, called, examples[0], where) from error
+    program = with_fixed_sizes(program, where)
+    try:
+        refuse_dynamic(program.graph, where)
+    except CaptureError as error:
+        raise refused or error from error
     return program
 
 
 def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[Call], where: str) -> None:
-    """Runs both on every sample, in the dtypes that they have."""
+    """Runs both on every sample, in the dtypes that they have. They may differ by a few roundings: a program has no
+    tensors that share memory, and kernels go by the layout of what they are given.
+    """
     runs = program.module()
     for args, kwargs in calls:
         expected, found = _tensors(_eager(module, (args, kwargs))), _tensors(runs(*args, **kwargs))
@@ -304,6 +289,8 @@ def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[C
         with sdpa_kernel(SDPBackend.MATH):
             if all(map(_is_same, expected, _tensors(runs(*args, **kwargs)))):
                 continue
+        if not all(map(_is_same, expected, _tensors(_eager(module, (args, kwargs))))):
+            raise CaptureError(f"{where}: the module returns something else each time it gets the same inputs")
         for number, (one, other) in enumerate(zip(expected, found, strict=True)):
             _compare(one, other, f"{where}: output {number}")
 
@@ -313,11 +300,15 @@ def _is_same(expected: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def _compare(expected: torch.Tensor, found: torch.Tensor, where: str) -> None:
-    if _is_same(expected, found):
-        return
-    size = (expected.double() - found.double()).abs().nan_to_num(float("inf")).max().item()
-    raise CaptureError(
-        f"{where} of the captured program differs from that of the module by {size:.3g}. Either the module returns "
-        "something else each time it is called, or it reads values that capture takes for constants, or it asks "
-        "whether it is captured (torch.compiler.is_compiling, is_exporting) and computes something else then"
-    )
+    size = (expected.double() - found.double()).abs()
+    size = size.masked_fill((expected == found) | (expected.isnan() & found.isnan()), 0.0).nan_to_num(float("inf"))
+    largest = size.max().item() if size.numel() else 0.0
+    allowed = 0.0
+    if expected.is_floating_point():
+        allowed = ROUNDINGS * torch.finfo(expected.dtype).eps * expected.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    if largest > allowed:
+        raise CaptureError(
+            f"{where} of the captured program differs from that of the module by {largest:.3g}. Either the module "
+            "reads values that capture takes for constants, or it asks whether it is captured "
+            "(torch.compiler.is_compiling, is_exporting) and computes something else then"
+        )

@@ -246,7 +246,10 @@ def _made(
             name = str(spec.target)
             tensor = held[name]
             if not tensor.is_contiguous():
-                tensor = tensor.contiguous()  # What writes files reads memory from its beginning to its end.
+                # What writes files reads memory from its beginning to its end.
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                tensor = tensor.detach().contiguous()
+                tensor = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
             # What programs hold by themselves is read as it is; weights become what an engine's dtype is.
             if name in program.state_dict and tensor.is_floating_point() and tensor.dtype is not torch.float64:
                 state[name] = tensor

@@ -112,6 +112,12 @@ COMPETING = {
     ATEN.mode.default, ATEN.cummax.default, ATEN.cummin.default,
 }  # fmt: skip
 
+UNORDERED = {
+    ATEN.topk.default, ATEN.sort.default, ATEN.argsort.default, ATEN.kthvalue.default, ATEN.median.default,
+    ATEN.median.dim, ATEN.mode.default,
+}  # fmt: skip
+"""Of these, PyTorch does not say which of equal entries comes first."""
+
 
 def choices_of(program: Runnable) -> list[Choice]:
     """The discrete choices that a program's own outputs depend on, in the order in which it makes them."""
@@ -300,7 +306,7 @@ class Nudger:
         local: dict[fx.Node, Any] = {}
         for number, origin in enumerate(choice.origins):
             sign = self._direction * (-1 if self._opposed and number % 2 else 1)
-            local[origin] = self._moved(origin.name, values[origin.name], choice.dim, sign)
+            local[origin] = self._moved(choice, origin.name, values[origin.name], sign)
 
         def value_of(node: fx.Node) -> Any:
             return local[node] if node in local else values[node.name]
@@ -325,21 +331,41 @@ class Nudger:
                     return True
         return False
 
-    def _moved(self, name: str, value: Tensor, dim: int | None, sign: int) -> Tensor:
+    def _moved(self, choice: Choice, name: str, value: Tensor, sign: int) -> Tensor:
         off = self._off(name, value)
-        return torch.where(off == 0, value, value + sign * off * _parity(value, dim))
+        if choice.contest is not None and choice.contest.target in UNORDERED:
+            # Which of equal entries comes first, each runtime decides by itself.
+            off = torch.where(_is_tied(value, choice.dim) & (off == 0), self._allowed(name, value), off)
+        return torch.where(off == 0, value, value + sign * off * _parity(value, choice.dim))
 
     def _off(self, name: str, value: Tensor) -> Tensor:
-        finite = value.isfinite()
-        known = torch.where(finite, value, 0.0)
-        rms = float(known.double().square().mean().sqrt()) if known.numel() else 0.0
-        off = self._slack.units * (UNIT * known.abs() + self._spread.get(name, 0.0))
-        off = off.clamp(max=self._slack.near_tie * rms)
+        """How far a sound engine may be off there; 0 where the number is the same however it is rounded."""
+        off = self._allowed(name, value)
         same = self._same.get(name)
         if same is not None and self._slack.narrow:
             # The same in float32 and float64, but rounded where it does not fit into 16 bits.
             same = same & (value == value.bfloat16())
-        return off.masked_fill(~finite if same is None else ~finite | same, 0.0)
+        return off if same is None else off.masked_fill(same, 0.0)
+
+    def _allowed(self, name: str, value: Tensor) -> Tensor:
+        finite = value.isfinite()
+        known = torch.where(finite, value, 0.0)
+        rms = float(known.double().square().mean().sqrt()) if known.numel() else 0.0
+        off = self._slack.units * (UNIT * known.abs() + self._spread.get(name, 0.0))
+        return off.clamp(max=self._slack.near_tie * rms).masked_fill(~finite, 0.0)
+
+
+def _is_tied(value: Tensor, dim: int | None) -> Tensor:
+    """Where an entry is equal to another that it competes with."""
+    if not value.dim() or not value.numel():
+        return torch.zeros_like(value, dtype=torch.bool)
+    rows, along = _contestants(value, dim)
+    ordered, place = rows.sort(dim=along)
+    last = ordered.shape[along] - 1
+    equal = ordered.narrow(along, 0, last) == ordered.narrow(along, 1, last)
+    one = torch.zeros_like(ordered.narrow(along, 0, 1), dtype=torch.bool)
+    tied = torch.cat([equal, one], along) | torch.cat([one, equal], along)
+    return torch.zeros_like(tied).scatter(along, place, tied).reshape(value.shape)
 
 
 def _parity(value: Tensor, dim: int | None) -> Tensor:

@@ -196,9 +196,18 @@ class Positions(Chooser):
         return x + self.table[bucket]
 
 
+class Saturated(Chooser):
+    """Scores that are cut at a number which several tokens of some rows reach, exactly."""
+
+    def choose(self, x: Tensor) -> Tensor:
+        best = self.score(x)[..., 0].clamp(max=0.5).topk(3, 1).indices
+        return x + torch.gather(x, 1, best[..., None].expand(-1, -1, D)).mean(1, keepdim=True)
+
+
 CHOOSERS: dict[str, type[Chooser]] = {
     "argmax": Argmax, "max of a row": MaxOfRow, "min with indices": MinValues, "bucketize": Bucketize,
-    "a top-k that is no site": SecondTopk, "sort": Sorted, "round": Rounded, "floor": Floored, "sign": Signed,
+    "a top-k that is no site": SecondTopk, "scores that are cut": Saturated, "sort": Sorted, "round": Rounded,
+    "floor": Floored, "sign": Signed,
     "equal to the largest": EqualToMax, "at least the k-th": AtLeastKth, "threshold": Threshold, "codebook": Codebook,
     "one hot": OneHot, "cast": Cast, "leaky by hand": LeakyByHand, "two scores": TwoScores, "ids": Ids,
     "routed behind an argmax": Routed, "buckets of distances": Positions,

@@ -34,6 +34,10 @@ INDEX = torch.randint(0, S, (B, 5, D), generator=torch.Generator().manual_seed(2
 IDS = torch.randint(0, S, (B, S), generator=torch.Generator().manual_seed(3))
 
 
+SMALL = torch.tensor([0.0, 1e-12, -1e-12, 2e-8, -3e-8, 1e-5, 1e-3, 0.3, -0.5])
+WIDE = torch.tensor([0.0, 1e-12, 2e-8, -0.5, 1.0, 5.0, 20.0, 80.0, -20.0, -80.0, -100.0, 100.0, -3.0])
+
+
 def put(x: Tensor, index: Any, value: Any) -> Tensor:
     found = x.clone()
     found[index] = value
@@ -99,6 +103,67 @@ REDUCED: dict[str, Case] = {
     "vstack": (lambda x: torch.vstack([x, x]), [rand(B, S, D)]),
     "dstack": (lambda x: torch.dstack([x, x]), [rand(B, S, D)]),
     "column_stack": (lambda x: torch.column_stack([x, x]), [rand(S)]),
+    "scattered and added": (
+        lambda x, i, v: x.scatter(1, i, v, reduce="add"), [rand(B, S, D), INDEX, rand(B, 5, D, seed=4)]
+    ),
+    "scattered and multiplied": (
+        lambda x, i, v: x.scatter(1, i, v, reduce="multiply").scatter(1, i, 0.5, reduce="multiply"),
+        [rand(B, S, D), INDEX, rand(B, S, D, seed=4)],
+    ),
+    "more that is scattered than indices": (
+        lambda x, i, v: x.scatter_add(1, i, v) + x.scatter(1, i[:, :1], v),
+        [rand(B, S, D), INDEX, rand(B, S, D, seed=4)],
+    ),
+    "products added to nothing": (
+        lambda x, y: (
+            torch.baddbmm(torch.full((1,), torch.nan), x, y, beta=0, alpha=0.5),
+            torch.addmm(x[0, :1, :S] * torch.inf, x[0], y[0], beta=0),
+            torch.addmv(x[0, :, 0] * torch.nan, x[0], y[0, :, 0], beta=0),
+            torch.addr(torch.full((1,), torch.nan), x[0, 0], y[0, 0], beta=0, alpha=2),
+            torch.addbmm(torch.full((1,), torch.nan), x, y, beta=0),
+            torch.baddbmm(x[:, :, :S], x, y, beta=0.5),
+        ),
+        [rand(B, S, D), rand(B, D, S, seed=1)],
+    ),
+    "a convolution in three dimensions": (
+        lambda x, w: F.conv3d(x, w, stride=2) + F.conv3d(x, w, bias=None, padding=1)[..., ::2, ::3, ::3].mean(),
+        [rand(B, 3, 4, 6, 6), rand(5, 3, 2, 2, 2, seed=1)],
+    ),
+    "losses": (
+        lambda x, i: (
+            F.cross_entropy(x, i, label_smoothing=0.1, reduction="none"), F.cross_entropy(x, x.softmax(-1)),
+            F.cross_entropy(x, i, weight=torch.linspace(0.5, 2, D), ignore_index=3),
+        ),
+        [rand(S, D), IDS[0]],
+    ),
+    "log1p and expm1": (lambda x: (x.clamp(-0.9, 80).log1p() * 1e8, x.clamp(-9, 9).expm1() * 1e8), [SMALL]),
+    "log1p and expm1 of wide numbers": (lambda x: (x.abs().log1p(), x.expm1()), [WIDE]),
+    "logsigmoid": (lambda x: F.logsigmoid(x), [WIDE]),
+    "logaddexp": (
+        lambda x: (torch.logaddexp(x, x.roll(3)), torch.logaddexp2(x, x.roll(2)), torch.logaddexp(x, x)), [WIDE]
+    ),
+    "logcumsumexp": (lambda x: (x.logcumsumexp(0), x[:12].view(3, 4).logcumsumexp(1)), [WIDE]),
+    "losses of logits": (
+        lambda x, y: (
+            F.binary_cross_entropy_with_logits(x, y), F.binary_cross_entropy_with_logits(x, y, reduction="sum"),
+            F.binary_cross_entropy_with_logits(x, y, y + 1, pos_weight=y * 3, reduction="none"),
+        ),
+        [WIDE, WIDE.sigmoid()],
+    ),
+    "hypot": (lambda x: torch.hypot(x * 1e30, x.roll(1)), [WIDE]),
+    "fmax and fmin": (
+        lambda x, y: (torch.fmax(x, y), torch.fmin(x, y)), [WIDE, torch.where(WIDE > 0, torch.nan, WIDE.roll(1))]
+    ),
+    "largest and smallest of all": (lambda x: (x.amax(), torch.amin(x, (), keepdim=True)), [rand(B, S, D)]),
+    "put": (lambda x, v: x.put(torch.tensor([[3, -1]]), v), [rand(B, S, D), rand(1, 2)]),
+    "put and added": (
+        lambda x, v: x.put(torch.tensor([3, 3]), v, accumulate=True), [rand(B, S, D), rand(2)]
+    ),
+    "a diagonal": (lambda x, v: x.diagonal_scatter(v, 1, 1, 2), [rand(B, S, D), rand(B, S)]),
+    "a diagonal below": (lambda x, v: x.diagonal_scatter(v, -2, 2, 0), [rand(4, S, 5), rand(S, 3)]),
+    "a copy of a number": (lambda x, v: torch.ops.aten.copy.default(x, v), [rand(B, S), torch.tensor(2)]),
+    "aminmax": (lambda x: (*torch.aminmax(x), *torch.aminmax(x, dim=1, keepdim=True)), [rand(B, S, D)]),
+    "rrelu": (lambda x: F.rrelu(x, 0.1, 0.3), [rand(B, S, D)]),
     "a squeeze of what is no 1": (lambda x: x.squeeze(1).squeeze((0, 1)), [rand(1, S, D)]),
 }  # fmt: skip
 BAGS: dict[str, nn.Module] = {
@@ -157,6 +222,7 @@ def test_every_reduction_of_what_is_scattered(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", REDUCED)
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter with Tensor src is deprecated:UserWarning")
 def test_what_onnx_has_no_operator_for(case: str) -> None:
     function, inputs = REDUCED[case]
     check(Calling(function), inputs)
@@ -165,6 +231,22 @@ def test_what_onnx_has_no_operator_for(case: str) -> None:
 @pytest.mark.parametrize("case", BAGS)
 def test_bags_of_one_size_are_rows(case: str) -> None:
     check(Calling(BAGS[case].requires_grad_(False)), [IDS])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:LSTM with projections:UserWarning", "ignore:The tensor attributes self.lstm._flat_weights:UserWarning"
+)
+def test_an_lstm_with_projections_is_its_steps() -> None:
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(D, 12, proj_size=4, num_layers=2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Any:
+            y, (h, c) = self.lstm(x)
+            return y, h, c
+
+    check(Projected().requires_grad_(False), [rand(B, S, D)])
 
 
 @pytest.mark.parametrize("case", ATTENTIONS)

@@ -40,14 +40,6 @@ def changed_in_place(_self: nn.Module, x: Tensor, score: Tensor) -> Tensor:
     return x.scatter(1, wide(order[:, :K]), x.gather(1, wide(order[:, :K]))) + values.sum()
 
 
-def in_a_branch(_self: nn.Module, x: Tensor, score: Tensor) -> Tensor:
-    def routed(x: Tensor, score: Tensor) -> Tensor:
-        index = wide(score.topk(K).indices)
-        return x.scatter(1, index, x.gather(1, index) @ torch.ones(D, D))
-
-    return torch.cond(x.sum() > 0, routed, lambda x, _: x * 2, (x, score[..., 0].clone()))
-
-
 def all_in_order(_self: nn.Module, x: Tensor, score: Tensor) -> Tensor:
     order = wide(score[..., 0].argsort(1))
     return torch.zeros_like(x).scatter(1, order, x.gather(1, order) @ torch.ones(D, D))
@@ -105,10 +97,6 @@ SAID: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], Tensor], str]] = {
         r"a top-k of 4 of 16 in \[2, 16\] scores at \S+, whose indices read no tokens \(2 times\)",
     ),
     "changed in place": (changed_in_place, r"a sort of \[2, 16\] scores at \S+, which is changed in place"),
-    "in a branch": (
-        in_a_branch,
-        r"a top-k of 4 of 16 in \[2, 16\] scores at \S+ inside a condition, where none is followed",
-    ),
 }  # fmt: skip
 
 

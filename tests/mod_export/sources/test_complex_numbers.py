@@ -109,14 +109,6 @@ class Calling(nn.Module):
         return self.function(x)
 
 
-def branches(x: Tensor) -> Tensor:
-    def turned(x: Tensor) -> Tensor:
-        return torch.view_as_real(torch.view_as_complex(x) * 2.0)
-
-    found: Tensor = torch.cond(x.sum() > 0, turned, torch.clone, (x,))
-    return found
-
-
 TABLE = torch.polar(torch.ones(S, WIDTH), angles()[:S])
 REAL = torch.linspace(0.5, 1.5, S * WIDTH).view(S, WIDTH)
 MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -154,6 +146,17 @@ MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
     "angle": lambda z: torch.polar(z.abs(), z.angle()),
     "real part alone": lambda z: torch.complex(z.real, z.imag) + z.to(torch.float32),
     "Fourier transform of a complex number": lambda z: torch.fft.fftn(z, dim=(1, 2), norm="ortho"),
+    "Fourier transforms with zeros behind, and cut": lambda z: (
+        torch.fft.fft(z, n=S + 3, dim=1)[:, :S] + torch.fft.ifftn(z, s=(S - 1, WIDTH), dim=(1, 2)).sum()
+    ),
+    "Fourier transforms to real numbers": lambda z: (
+        torch.fft.irfft(torch.fft.rfft(z.real, n=2 * S, dim=1) * torch.fft.rfft(z.imag, n=2 * S, dim=1), dim=1)[:, :S]
+        * z
+    ),
+    "to an odd number of real numbers": lambda z: torch.fft.irfftn(z, s=(S, 2 * WIDTH - 1)).sum() + z,
+    "to real numbers along two dimensions": lambda z: (
+        torch.fft.irfft2(torch.fft.rfft2(z.real, dim=(1, 2), norm="ortho"), s=(S, WIDTH), dim=(1, 2), norm="ortho") + z
+    ),
     "Fourier transforms of real numbers": lambda z: torch.fft.fft(torch.fft.fft2(z.real), dim=1).real + z,
     "half a Fourier transform": lambda z: (
         torch.fft.rfft(z.real, dim=1, norm="forward") * torch.fft.ifft(z, dim=1)[:, :5]
@@ -203,12 +206,9 @@ def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manner: s
             r"mine at b2s2: aten\.cumprod\.default of complex numbers, which no engine has, at ",
         ),
         (
-            lambda x: torch.view_as_real(torch.fft.fft(x, n=3)),
-            r"mine at b2s2: aten\.fft_fft\.default of complex numbers, which no engine has, at ",
-        ),
-        (
-            branches,
-            r"mine at b2s2: computes with complex numbers in a branch of torch\.cond, which no engine has\nWrite",
+            lambda x: torch.fft.hfft(torch.view_as_complex(x)),
+            r"mine at b2s2: aten\.fft_hfft\.default of complex numbers, which no engine has, at .*\n.*\n"
+            r"Write it with torch\.fft\.rfft and irfft",
         ),
     ],
 )

@@ -173,6 +173,11 @@ class Counted(Apart):
         return self.linear(x) * self.calls
 
 
+class Asking(Apart):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 if torch.compiler.is_compiling() else 1.00001)
+
+
 class Number(Apart):
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         return self.linear(x), 3
@@ -189,8 +194,12 @@ class Reserved(Apart):
 
 
 class Strided(Apart):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("row", torch.ones(1, 4).expand(4, 4))
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).as_strided((2, 2), (1, 1))
+        return self.linear(x) * self.row.as_strided((2, 4), (0, 1))
 
 
 class Nothing(Apart):
@@ -225,10 +234,11 @@ REFUSED: dict[type[nn.Module], str] = {
     Number: "mine at b2s4: returns the number 3 beside its tensors; return tensors only",
     Constant: "mine at b2s4: returns bias, which does not depend on its inputs",
     Reserved: "mine at b2s4: returns routed_3; names that begin with routed_ are those of routing sites",
-    Strided: r"mine at b2s4: calls aten\.as_strided\.default, at .*\n.*\nwhich engines do not have, or which trusts",
+    Strided: r"mine at b2s4: calls aten\.as_strided, at .*\n.*\nwhich reads memory that is none of its tensor's",
     Nothing: "mine at b2s4: returns no tensor",
     Named: r"mine at b2s4: the weight inner.eval is called as a method of every module \(eval\)",
-    Counted: "mine at b2s4: output 0 of the captured program differs from that of the module by ",
+    Counted: "mine at b2s4: the module returns something else each time it gets the same inputs",
+    Asking: "mine at b2s4: output 0 of the captured program differs from that of the module by ",
     Narrow: "mine at b2s4: cannot be computed in float32: ",
 }
 

@@ -16,6 +16,7 @@ import torch
 from mod_manners import graph_of
 from small_graphs import run
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as hop_map
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -178,6 +179,26 @@ class Autocast(Routed):
         return x.scatter(1, wide, self.block(x.gather(1, wide), index))
 
 
+class Conditional(Routed):
+    """Routed under a condition that is computed, in which another one stands."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = super().forward
+
+        def routed(x: Tensor) -> Any:
+            return torch.cond(x.sum() < -1e6, torch.zeros_like, lambda x: run(x), (x,))
+
+        found: Tensor = torch.cond(x.mean() < 1e6, routed, torch.clone, (x,))
+        return found
+
+
+class Region(Routed):
+    def forward(self, x: Tensor) -> Tensor:
+        run = super().forward
+        found: Tensor = torch.compiler.nested_compile_region(lambda x: run(x))(x)
+        return found
+
+
 def compiled_in_place() -> nn.Module:
     module = Routed(Block())
     module.compile()
@@ -201,6 +222,8 @@ LINES: dict[str, Callable[[], nn.Module]] = {
     "a compiled module": lambda: torch.compile(Routed(Block())),  # type: ignore[dict-item,return-value]
     "a compiled part": lambda: Routed(torch.compile(Block())),  # type: ignore[arg-type]
     "compiled in place": compiled_in_place,
+    "torch.cond": lambda: Conditional(Block()),
+    "a region that is compiled once": lambda: Region(Block()),
     "a print and a warning": lambda: Routed(Printing()),
 }
 IGNORED = (
@@ -263,3 +286,16 @@ class CountsAndWrites(nn.Module):
 def test_a_counter_that_nothing_reads_hides_no_input_that_is_written_to() -> None:
     with pytest.raises(CaptureError, match=r"^mine at b2s16: changes its input x in place, at .*\n +x \+= 1"):
         model_from_module(CountsAndWrites(), torch.randn(B, S, D), [Bucket(B, S)], "mine")
+
+
+class Mapping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = hop_map(lambda row: row * 2, x)
+        return found
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+def test_a_loop_that_is_a_graph_of_its_own_is_refused() -> None:
+    said = r"^mine at b2s16: calls map, which holds a graph of its own, at .*\n +found: Tensor = hop_map\("
+    with pytest.raises(CaptureError, match=said):
+        model_from_module(Mapping(), torch.randn(B, S, D), [Bucket(B, S)], "mine")

@@ -37,7 +37,15 @@ from mod_export.validate.reference import Reference
 BUCKET = Bucket(*SHAPE)
 CONFIG = config_from_toml(None)
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=BUCKET)
-FAST = {"argmax", "a top-k that is no site", "equal to the largest", "round", "ids", "leaky by hand"}
+FAST = {
+    "argmax",
+    "scores that are cut",
+    "a top-k that is no site",
+    "equal to the largest",
+    "round",
+    "ids",
+    "leaky by hand",
+}
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CHOOSERS]
 
 
