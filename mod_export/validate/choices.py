@@ -266,6 +266,10 @@ UNIT = 2.0**-24
 """Half the distance from 1 to the next number in float32."""
 
 
+LEAST = 1e-20
+"""By which equal entries are moved apart where all are 0."""
+
+
 class Nudger:
     """Moves what choices read before they are made: entries that compete in turn up and down by rank, so that two
     neighbours change places where they can.
@@ -306,12 +310,15 @@ class Nudger:
         local: dict[fx.Node, Any] = {}
         for number, origin in enumerate(choice.origins):
             sign = self._direction * (-1 if self._opposed and number % 2 else 1)
-            local[origin] = self._moved(choice, origin.name, values[origin.name], sign)
+            local[origin] = self._moved(origin.name, values[origin.name], choice.dim, sign)
 
         def value_of(node: fx.Node) -> Any:
             return local[node] if node in local else values[node.name]
 
         for node in (*choice.chain, choice.node):
+            if node is choice.contest and node.target in UNORDERED:
+                source: Any = node.args[0]
+                local[source] = self._untied(value_of(source), choice.dim)
             args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
             local[node] = node.target(*args, **kwargs)  # type: ignore[operator]  # An operator.
         return local[choice.node]
@@ -331,28 +338,32 @@ class Nudger:
                     return True
         return False
 
-    def _moved(self, choice: Choice, name: str, value: Tensor, sign: int) -> Tensor:
+    def _moved(self, name: str, value: Tensor, dim: int | None, sign: int) -> Tensor:
         off = self._off(name, value)
-        if choice.contest is not None and choice.contest.target in UNORDERED:
-            # Which of equal entries comes first, each runtime decides by itself.
-            off = torch.where(_is_tied(value, choice.dim) & (off == 0), self._allowed(name, value), off)
-        return torch.where(off == 0, value, value + sign * off * _parity(value, choice.dim))
+        return torch.where(off == 0, value, value + sign * off * _parity(value, dim))
+
+    def _untied(self, value: Tensor, dim: int | None) -> Tensor:
+        """Which of equal entries comes first, each runtime decides by itself."""
+        known = torch.where(value.isfinite(), value, 0.0)
+        off = self._slack.units * UNIT * known.abs().clamp(min=max(_rms(known), LEAST))
+        tied = _is_tied(value, dim) & value.isfinite()
+        return torch.where(tied, value + self._direction * off * _parity(value, dim), value)
 
     def _off(self, name: str, value: Tensor) -> Tensor:
         """How far a sound engine may be off there; 0 where the number is the same however it is rounded."""
-        off = self._allowed(name, value)
+        finite = value.isfinite()
+        known = torch.where(finite, value, 0.0)
+        off = self._slack.units * (UNIT * known.abs() + self._spread.get(name, 0.0))
+        off = off.clamp(max=self._slack.near_tie * _rms(known))
         same = self._same.get(name)
         if same is not None and self._slack.narrow:
             # The same in float32 and float64, but rounded where it does not fit into 16 bits.
             same = same & (value == value.bfloat16())
-        return off if same is None else off.masked_fill(same, 0.0)
+        return off.masked_fill(~finite if same is None else ~finite | same, 0.0)
 
-    def _allowed(self, name: str, value: Tensor) -> Tensor:
-        finite = value.isfinite()
-        known = torch.where(finite, value, 0.0)
-        rms = float(known.double().square().mean().sqrt()) if known.numel() else 0.0
-        off = self._slack.units * (UNIT * known.abs() + self._spread.get(name, 0.0))
-        return off.clamp(max=self._slack.near_tie * rms).masked_fill(~finite, 0.0)
+
+def _rms(value: Tensor) -> float:
+    return float(value.double().square().mean().sqrt()) if value.numel() else 0.0
 
 
 def _is_tied(value: Tensor, dim: int | None) -> Tensor:
