@@ -168,7 +168,8 @@ def float32_island(graph: ir.Graph) -> set[ir.Node]:
         if node in selecting or branches_of(node):
             continue
         users = {user for value in node.outputs if value.dtype == FLOAT for user in branches.readers(value)}
-        readers = {user for user in users if _only_reads(user, node)}
+        is_read = any(is_standard(user, *PRODUCTS) for user in users & selecting)
+        readers = {user for user in users if _only_reads(user, node, is_stream=is_read)}
         beside = {user for user in users if is_standard(user, *GATES)}
         n = _count(node.outputs[0])
         # A value that is compared may also be used as a weight.
@@ -236,9 +237,17 @@ def _has_float32(values: Iterable[ir.Value | None]) -> bool:
     return any(value is not None and value.dtype == FLOAT for value in values)
 
 
-def _only_reads(user: ir.Node, node: ir.Node) -> bool:
-    """Whether `user` compares the node's values, or gathers some of them by position."""
-    return not any(map(_is_float, user.outputs)) or (is_standard(user, *GATHERS) and user.inputs[0] in node.outputs)
+def _only_reads(user: ir.Node, node: ir.Node, *, is_stream: bool) -> bool:
+    """Whether `user` compares the node's values, or gathers some of the scores by position.
+
+    Args:
+        user: of a result of the node.
+        node: on the way up.
+        is_stream: whether scores are a product of it, so that what is gathered of it are tokens, which a block runs on.
+    """
+    if not any(map(_is_float, user.outputs)):
+        return True
+    return not is_stream and is_standard(user, *GATHERS) and user.inputs[0] in node.outputs
 
 
 def _is_from_integers(node: ir.Node) -> bool:

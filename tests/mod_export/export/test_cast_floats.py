@@ -389,3 +389,24 @@ def test_what_cannot_be_cast_is_refused() -> None:
         with pytest.raises(error, match=message):
             CastFloats().run(model, TENSORRT, "float16")
     CastFloats().run(parsed(LARGE), TENSORRT, "bfloat16")
+
+
+def test_tokens_that_go_on_alone_are_no_scores() -> None:
+    """What only the router and the gather of the tokens read is computed in 16 bit: other tokens are dropped."""
+    model = parsed(
+        """g (float[1, 8, 4] x, float[4, 4] w, float[4, 1] r, float[4, 4] v) => (float[1, 2, 4] y)
+        <int64[1] k = {2}, int64[2] rows = {1, 8}, int64[1] last = {2}, int64[3] wide = {1, 2, 4}> {
+            before = MatMul(x, w)
+            logit = MatMul(before, r)
+            score = Reshape(logit, rows)
+            value, index = TopK(score, k)
+            column = Unsqueeze(index, last)
+            place = Expand(column, wide)
+            chosen = GatherElements <axis = 1> (before, place)
+            y = MatMul(chosen, v)
+        }"""
+    )
+    assert CastFloats().run(model, TENSORRT, "float16") > 0
+    made = {node.outputs[0].name: node.outputs[0].dtype for node in model.graph if node.op_type == "MatMul"}
+    assert (made["before"], made["logit"]) == (FLOAT16, FLOAT)
+    assert FLOAT not in {node.outputs[0].dtype for node in model.graph if node.op_type == "GatherElements"}

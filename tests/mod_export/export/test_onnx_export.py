@@ -189,6 +189,17 @@ def test_an_operator_without_a_translation_is_named() -> None:
             onnx_from_captured(program, {}, TOKEN_INPUTS, ["logits"])
 
 
+def test_an_overload_without_a_translation_is_named() -> None:
+    """And not another one of the same operator, in front of it."""
+
+    def bits(ids_BS: Tensor, _lengths_B: Tensor) -> Tensor:
+        return ids_BS.float().view(-1).view(torch.int32)
+
+    program = captured_module(Does(bits), Bucket(1, 4), "mod")
+    with pytest.raises(GraphError, match=r"^aten\.view\.dtype has no ONNX form in torch\.onnx, at .*:\d+\n"):
+        onnx_from_captured(program, {}, TOKEN_INPUTS, ["logits"])
+
+
 def test_an_operator_of_another_domain_is_refused() -> None:
     def foreign(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
         return torch.onnx.ops.symbolic("com.vendor::Fast", (ids_BS,), dtype=ids_BS.dtype, shape=ids_BS.shape, version=1)

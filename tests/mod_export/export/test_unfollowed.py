@@ -96,6 +96,10 @@ SAID: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], Tensor], str]] = {
         twice,
         r"a top-k of 4 of 16 in \[2, 16\] scores at \S+, whose indices read no tokens \(2 times\)",
     ),
+    "whole numbers": (
+        lambda _self, x, score: x.gather(1, wide((score[..., 0] > 0).to(torch.uint8).argsort(1)[:, :K])) * 2,
+        r"a sort of \[2, 16\] scores at \S+, which are whole numbers",
+    ),
     "changed in place": (changed_in_place, r"a sort of \[2, 16\] scores at \S+, which is changed in place"),
 }  # fmt: skip
 
