@@ -23,7 +23,8 @@ ENTRIES = [
     decoder("GraniteMoeForCausalLM", SequenceFirst, num_local_experts=4, **BATCHED),
     decoder("FlexOlmoForCausalLM", Apart, PARTS, num_experts=4, num_experts_per_tok=2, **BATCHED),
     decoder(
-        "Mamba2ForCausalLM", Paper, "backbone.layers.*", state_size=8, num_heads=8, head_dim=16, n_groups=1, chunk_size=8
+        "Mamba2ForCausalLM", Paper, "backbone.layers.*",
+        state_size=8, num_heads=8, head_dim=16, n_groups=1, chunk_size=8,
     ),
     decoder("FalconMambaForCausalLM", SoftmaxGate, "backbone.layers.*", state_size=8),
     decoder(
