@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import sys
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mod_export.errors import CaptureError
@@ -27,6 +30,7 @@ from mod_export.types import DType, routed_output
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+_TORCH = torch.__path__[0] + os.sep
 _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
@@ -195,6 +199,24 @@ def without_dumps() -> Iterator[None]:
         for name in _TALKATIVE:
             logging.getLogger(name).removeFilter(_no_record)
     sys.stderr.write(written.getvalue())
+
+
+@contextlib.contextmanager
+def lines_of_helpers() -> Iterator[None]:
+    """Inside, nodes of a program keep the lines of whatever `forward` calls; torch keeps those of `forward` alone."""
+
+    def own_frames(_tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((n for n, frame in enumerate(frames) if frame.name == "forward"), len(frames))
+        return traceback.StackSummary.from_list(
+            [frame for frame in frames[first:] if not frame.filename.startswith(_TORCH)]
+        )
+
+    before = fx.proxy.TracerBase._filter_traceback_frames
+    fx.proxy.TracerBase._filter_traceback_frames = own_frames  # type: ignore[method-assign,assignment]  # It is made to be replaced.
+    try:
+        yield
+    finally:
+        fx.proxy.TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
 
 
 def _no_record(_record: logging.LogRecord) -> bool:

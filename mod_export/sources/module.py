@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import CaptureError, UsageError
-from mod_export.export.capture import prove_static, without_dumps
+from mod_export.export.capture import lines_of_helpers, prove_static, without_dumps
 from mod_export.export.not_static import NotCompiledError, StateError, refusal, refuse_dynamic
 from mod_export.export.weights import digests_of_tensors
 from mod_export.sources.fixed_sizes import with_fixed_sizes
@@ -260,7 +260,7 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
         refused = error
     args, kwargs = calls[0]
     try:
-        with attributes_kept(module), without_dumps(), warnings.catch_warnings():
+        with attributes_kept(module), without_dumps(), lines_of_helpers(), warnings.catch_warnings():
             # They are put back, and what a later call would read of them is looked for.
             warnings.filterwarnings(
                 "ignore", message="The tensor attribute.* assigned during export", category=UserWarning

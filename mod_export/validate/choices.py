@@ -16,6 +16,7 @@ is the same on every input and chooses nothing, and what only decides what a rou
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -266,7 +267,7 @@ UNIT = 2.0**-24
 """Half the distance from 1 to the next number in float32."""
 
 
-LEAST = 1e-20
+LEAST = math.sqrt(torch.finfo(torch.float32).tiny)
 """By which equal entries are moved apart where all are 0."""
 
 
