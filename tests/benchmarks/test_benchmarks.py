@@ -30,7 +30,8 @@ FARTHEST = {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.1, "int4": 0.3}
 NEAREST = {"float32": 1.001, "bfloat16": 1.05, "int8": 1.1, "int4": 1.5}
 """Ratio of perplexities of random ids, either way."""
 REFUSALS = (
-    "not installed", "OpenVINO names no BF16", "RuntimeError: mod-export build ended with 2", "mod-export build ended with 2"
+    "not installed", "OpenVINO names no BF16", "RuntimeError: OpenVINO names no BF16", "mod-export build ended with 2",
+    "RuntimeError: mod-export build ended with 2",
 )  # fmt: skip
 """Reasons that a machine may have for a route without times."""
 
