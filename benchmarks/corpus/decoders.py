@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,6 @@ def decoder(of: str, manner: type[Routed], blocks: str = "model.layers.*", varia
 
 PARTS = "model.layers.*:self_attn,mlp"
 KINDS = ["full_attention", "sliding_attention"]
-BATCHED = {"experts_implementation": "batched_mm"}
-"""Experts in operators of torch; by default, their products are an operator of transformers' own."""
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 EXPLICIT = {"attn_implementation": "eager"}
 """Without it, transformers leaves a causal mask out where it is not traced, and in order of score it is another one."""
 ENTRIES = [
@@ -89,38 +85,5 @@ ENTRIES = [
     decoder("XGLMForCausalLM", ScatterAdd, "model.layers.*", d_model=64, ffn_dim=96, num_layers=2, attention_heads=4),
     decoder("CTRLLMHeadModel", BatchFirst, "transformer.h.*", dff=96, **EXPLICIT),
     decoder("OpenAIGPTLMHeadModel", SoftmaxGate, "transformer.h.*"),
-    decoder(
-        "DeepseekV3ForCausalLM",
-        Paper,
-        head_dim=8,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        first_k_dense_replace=1,
-        num_key_value_heads=4,
-        **BATCHED,
-    ),
-    replace(
-        decoder("MixtralForCausalLM", Paper, num_local_experts=4),
-        refused="calls transformers.grouped_mm_fallback.default, at ",
-    ),
-    decoder("Qwen3MoeForCausalLM", SoftmaxGate, **MOE, **BATCHED),
-    decoder("OlmoeForCausalLM", ScatterAdd, num_experts=4, num_experts_per_tok=2, **BATCHED),
-    decoder("MambaForCausalLM", Paper, "backbone.layers.*", state_size=8),
-    decoder("Lfm2ForCausalLM", Paper, layer_types=["full_attention", "conv"], block_auto_adjust_ff_dim=False),
-    decoder(
-        "RecurrentGemmaForCausalLM",
-        Paper,
-        lru_width=64,
-        attention_window_size=16,
-        block_types=["recurrent", "attention"],
-    ),
     decoder("DogeForCausalLM", Apart, PARTS),
 ]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.corpus.decoders import BATCHED, EXPLICIT, KINDS, MOE, PARTS, decoder
+from dataclasses import replace
+
+from benchmarks.corpus.decoders import EXPLICIT, KINDS, PARTS, decoder
 from benchmarks.corpus.routers import Apart, BatchFirst, OneHot, Paper, ScatterAdd, SequenceFirst, SoftmaxGate
 
+BATCHED = {"experts_implementation": "batched_mm"}
+"""Experts in operators of torch; by default, their products are an operator of transformers' own."""
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LINEAR = ["linear_attention", "full_attention"]
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -12,6 +17,39 @@ DELTA = {
 }  # fmt: skip
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
 ENTRIES = [
+    decoder(
+        "DeepseekV3ForCausalLM",
+        Paper,
+        head_dim=8,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
+        **BATCHED,
+    ),
+    replace(
+        decoder("MixtralForCausalLM", Paper, num_local_experts=4),
+        refused="calls transformers.grouped_mm_fallback.default, at ",
+    ),
+    decoder("Qwen3MoeForCausalLM", SoftmaxGate, **MOE, **BATCHED),
+    decoder("OlmoeForCausalLM", ScatterAdd, num_experts=4, num_experts_per_tok=2, **BATCHED),
+    decoder("MambaForCausalLM", Paper, "backbone.layers.*", state_size=8),
+    decoder("Lfm2ForCausalLM", Paper, layer_types=["full_attention", "conv"], block_auto_adjust_ff_dim=False),
+    decoder(
+        "RecurrentGemmaForCausalLM",
+        Paper,
+        lru_width=64,
+        attention_window_size=16,
+        block_types=["recurrent", "attention"],
+    ),
     decoder("CwmForCausalLM", Paper, layer_types=KINDS),
     decoder("GPTNeoXJapaneseForCausalLM", SoftmaxGate, "gpt_neox_japanese.layers.*"),
     decoder("GptOssForCausalLM", ScatterAdd, num_local_experts=4, num_experts_per_tok=2, layer_types=KINDS, **BATCHED),

@@ -1,7 +1,7 @@
 """Writes reductions that ONNX has no operator for, or that torch's exporter translates wrongly, as others that it has.
 
-`scatter_reduce(mean)` becomes a scatter without a reduction there, and what takes no part of the tensor itself
-(`include_self=False`) becomes one that does; median, cumprod, searchsorted and index_reduce have no translation.
+Median, cumprod, cdist and searchsorted have no translation; that of a bag of embeddings has sizes that depend on the
+data.
 """
 
 from __future__ import annotations
@@ -17,18 +17,6 @@ from mod_export.export.program_nodes import argument_of, shape_of
 
 ATEN = torch.ops.aten
 Lowered = Callable[..., Any]
-
-
-def lowered_scatter_reduce(node: fx.Node) -> Lowered | None:
-    """Sums, products, largest and smallest values that count the tensor itself are left to the exporter."""
-    if argument_of(node, "reduce") != "mean" and argument_of(node, "include_self"):
-        return None
-    return _scatter_reduce
-
-
-def lowered_index_reduce(node: fx.Node) -> Lowered:
-    """As `scatter_reduce`, with an index for whole slices."""
-    return _index_reduce
 
 
 def lowered_embedding_bag(node: fx.Node) -> Lowered | None:
@@ -77,40 +65,6 @@ def lowered_bucketize(node: fx.Node) -> Lowered:
     return lambda x, boundaries, *, out_int32=False, right=False: _searchsorted(
         boundaries, x, out_int32=out_int32, right=right
     )
-
-
-_NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -math.inf, "amin": math.inf}
-
-
-def _scatter_reduce(
-    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
-    src = src[tuple(slice(size) for size in index.shape)]
-    count = torch.zeros_like(x).scatter_add(dim, index, torch.ones_like(src))
-    touched = count > 0
-    neutral = _NEUTRAL[reduce] if x.is_floating_point() else _neutral_integer(reduce, x.dtype)
-    base = x if include_self else torch.where(touched, neutral, x)
-    if reduce not in ("sum", "mean"):
-        return base.scatter_reduce(dim, index, src, reduce, include_self=True)
-    total = base.scatter_add(dim, index, src)
-    if reduce == "sum":
-        return total
-    parts = count + 1 if include_self else torch.where(touched, count, 1)
-    return total / parts if x.is_floating_point() else total.div(parts, rounding_mode="floor")
-
-
-def _neutral_integer(reduce: str, dtype: torch.dtype) -> int:
-    limits = torch.iinfo(dtype)
-    return {"amax": limits.min, "amin": limits.max}.get(reduce, int(_NEUTRAL[reduce]) if reduce == "prod" else 0)
-
-
-def _index_reduce(
-    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
-    shape = [1] * x.dim()
-    shape[dim] = index.shape[0]
-    wide = index.reshape(shape).expand(source.shape)
-    return _scatter_reduce(x, dim, wide, source, reduce, include_self=include_self)
 
 
 def _bags_of(bags: int) -> Lowered:

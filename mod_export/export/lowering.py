@@ -4,10 +4,10 @@
 * The k-th value of a row is the last of a top-k: ONNX has no operator of its own for it.
 * Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query, and
   with as many rows and heads of keys as there are of queries, or a number that divides it.
-* What reduces as it scatters, and what writes to a diagonal, is written with operators that ONNX has.
 * An LSTM with projections becomes its steps, because ONNX has none.
 * What is joined by `hstack` and its like is joined by `cat`, as torch itself does it.
-* Masks, reductions, and functions of numbers: `lower_masks.py`, `lower_reductions.py` and `lower_numerics.py`.
+* Masks, reductions, what is scattered, and functions of numbers: `lower_masks.py`, `lower_reductions.py`,
+  `lower_scatters.py` and `lower_numerics.py`.
 
 The graph that PyTorch runs as the reference keeps what the model wrote.
 """
@@ -29,11 +29,17 @@ from mod_export.export.lower_reductions import (
     lowered_cdist,
     lowered_cumprod,
     lowered_embedding_bag,
-    lowered_index_reduce,
     lowered_median,
     lowered_median_of_all,
-    lowered_scatter_reduce,
     lowered_searchsorted,
+)
+from mod_export.export.lower_scatters import (
+    diagonal_scattered,
+    index_reduced,
+    lowered_scatter,
+    lowered_scatter_reduce,
+    put,
+    scattered_by,
 )
 from mod_export.export.program_nodes import add_node, argument_of, replace_by, shape_of
 
@@ -134,22 +140,6 @@ def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_training: An
     return found
 
 
-def _scatter_reduced(x: Tensor, dim: int, index: Tensor, source: Tensor | float, *, reduce: str) -> Tensor:
-    """`reduce` is `add` or `multiply`."""
-    source = source if isinstance(source, Tensor) else torch.full_like(index, source, dtype=x.dtype)
-    source = source[tuple(map(slice, index.shape))]
-    return x.scatter_add(dim, index, source) if reduce == "add" else x.scatter_reduce(dim, index, source, "prod")
-
-
-def _lowered_scatter(node: fx.Node) -> Callable[..., Tensor] | None:
-    """PyTorch takes as many of the new elements as there are indices; in ONNX there are as many."""
-    index, source = argument_of(node, "index"), argument_of(node, "src")
-    if shape_of(index) == shape_of(source):
-        return None
-    target: Any = node.target
-    return lambda x, dim, index, source: target(x, dim, index, source[tuple(map(slice, index.shape))])
-
-
 def _lowered_clamp(node: fx.Node) -> Callable[..., Tensor] | None:
     """The exporter makes a tensor of a bound that is an integer, and finds no form with one number and one tensor."""
     source: Any = node.args[0]
@@ -190,22 +180,6 @@ def _copied(x: Tensor, source: Tensor, *_blocking: Any) -> Tensor:
 def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     dims = list(range(x.dim())) if dim is None else [dim]
     return x.amin(dims, keepdim), x.amax(dims, keepdim)
-
-
-def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    """Elements are counted over the whole tensor, from its end where an index is below 0."""
-    at = torch.where(index < 0, index + x.numel(), index).reshape(-1)
-    flat, new = x.reshape(-1), source.reshape(-1)
-    return (flat.scatter_add(0, at, new) if accumulate else flat.scatter(0, at, new)).reshape(x.shape)
-
-
-def _diagonal_scatter(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    """`source` (..., N) is written to the diagonal of x, whose dimensions dim1 and dim2 are behind its others."""
-    x_RC = x.movedim((dim1, dim2), (-2, -1))
-    row_R, column_C = (torch.arange(size, device=x.device) for size in x_RC.shape[-2:])
-    place_R = (row_R + min(offset, 0)).clamp(0, source.shape[-1] - 1)
-    found = torch.where(column_C - row_R[:, None] == offset, source.index_select(-1, place_R)[..., None], x_RC)
-    return found.movedim((-2, -1), (dim1, dim2))
 
 
 def _has_narrow_mask(node: fx.Node) -> bool:
@@ -318,7 +292,7 @@ LOWERED: Mapping[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
     ATEN.masked_scatter.default: lowered_masked_scatter,
     ATEN.nonzero_static.default: lowered_nonzero_static,
     ATEN.scatter_reduce.two: lowered_scatter_reduce,
-    ATEN.index_reduce.default: lowered_index_reduce,
+    ATEN.index_reduce.default: _of_every_node(index_reduced),
     ATEN.embedding_bag.padding_idx: lowered_embedding_bag,
     ATEN.embedding_bag.default: lowered_embedding_bag,
     ATEN.median.dim: lowered_median,
@@ -334,14 +308,14 @@ LOWERED: Mapping[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
     ATEN.amin.default: _lowered_extreme,
     ATEN.clamp.default: _lowered_clamp,
     ATEN.conv3d.default: _lowered_conv3d,
-    ATEN.scatter.src: _lowered_scatter,
-    ATEN.scatter_add.default: _lowered_scatter,
+    ATEN.scatter.src: lowered_scatter,
+    ATEN.scatter_add.default: lowered_scatter,
     ATEN.copy.default: _of_every_node(_copied),
     ATEN.aminmax.default: _of_every_node(_aminmax),
     ATEN.rrelu.default: _of_every_node(_rrelu),
-    ATEN.scatter.reduce: _of_every_node(_scatter_reduced),
-    ATEN.scatter.value_reduce: _of_every_node(_scatter_reduced),
-    ATEN.put.default: _of_every_node(_put),
-    ATEN.diagonal_scatter.default: _of_every_node(_diagonal_scatter),
+    ATEN.scatter.reduce: _of_every_node(scattered_by),
+    ATEN.scatter.value_reduce: _of_every_node(scattered_by),
+    ATEN.put.default: _of_every_node(put),
+    ATEN.diagonal_scatter.default: _of_every_node(diagonal_scattered),
 }
 """Operator -> what computes the same as a node of it, or None where the exporter translates that node well."""

@@ -220,6 +220,12 @@ def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.T
     return CaptureError(f"{where}: the model itself fails with these inputs{place}\n{_summary(own)}")
 
 
+def state_that_changes(where: str, attributes: Sequence[str]) -> StateError:
+    """Why a module is refused whose results depend on attributes that a run changes, each told as `name == value`."""
+    seen = STATE.seen.format(" and ".join(attributes))
+    return StateError(_message(where, replace(STATE, seen=seen), None, ()))
+
+
 def _message(where: str, pattern: Pattern, line: _Line | None, others: Sequence[str]) -> str:
     further = [f"Others: {', '.join(others)}"] if others else []
     return "\n".join(

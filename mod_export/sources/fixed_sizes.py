@@ -1,4 +1,4 @@
-"""Selections by a mask whose size is fixed all the same: what a mask of constants picks, and what torch found fixed.
+"""Makes selections by a mask static where their size is fixed: by a mask of constants, or by what the model does next.
 
 torch takes the number of true entries of every mask for a number that depends on the data. It does not where the mask
 is made of buffers and constants alone, such as every second position; and a model fixes it itself where it goes on with
@@ -25,10 +25,14 @@ ATEN = torch.ops.aten
 CHECKS = {ATEN._assert_scalar.default, ATEN.sym_constrain_range.default, ATEN.sym_constrain_range_for_size.default}
 LISTS = {ATEN.nonzero.default, ATEN.argwhere.default, ATEN.nonzero_numpy.default}
 STATE = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+LARGEST = 2**24
+"""Elements of what is computed to know a mask."""
 
 
 def with_fixed_sizes(program: ExportedProgram, where: str) -> ExportedProgram:
-    """A program in which selections of fixed size say it, as `nonzero_static` does; the same one where there are none.
+    """The program in which each selection of fixed size names its size, as `nonzero_static` does.
+
+    It is the same program where there is none; where there is, the graph of the one that is given is changed.
 
     Args:
         program: from `torch.export`, at fixed sizes, with the values of its buffers and constants.
@@ -57,7 +61,7 @@ def with_fixed_sizes(program: ExportedProgram, where: str) -> ExportedProgram:
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
-    """What it selects by, if that is one mask."""
+    """The mask that it selects by, if it is a selection by one mask."""
     if node.op != "call_function":
         return None
     arguments: Any = node.args
@@ -125,29 +129,20 @@ class _Constants:
         return self._values[node]
 
     def _computed(self, node: fx.Node) -> Any:
-        if node.op != "call_function" or _is_written(node) or torch.Tag.nondeterministic_seeded in _tags(node):
+        if node.op != "call_function" or _is_written(node):
+            return None
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return None
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and math.prod(size for size in value.shape if isinstance(size, int)) > LARGEST:
             return None
         given = {one: self.value(one) for one in node.all_input_nodes}
-        if any(one is None for one in given.values()) or _numel(node) > LARGEST:
+        if any(one is None for one in given.values()):
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
         target: Any = node.target
         with torch.no_grad():
             return target(*args, **kwargs)
-
-
-LARGEST = 2**24
-"""Elements of a mask that is computed here."""
-
-
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, Tensor) else ()
-    return math.prod(size for size in sizes if isinstance(size, int))
-
-
-def _tags(node: fx.Node) -> Any:
-    return getattr(node.target, "tags", ())
 
 
 def _is_written(node: fx.Node) -> bool:

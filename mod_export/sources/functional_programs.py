@@ -55,10 +55,7 @@ def functional_program(
     """
     _check_names(program, where)
     _check_operators(program, where)
-    with warnings.catch_warnings():
-        # torch warns of its own doings.
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        program = without_writes(program, where)
+    program = without_writes(program, where)
     _compute_both_branches(program.graph_module)
     write_out_strided_views(program.graph, where)
     _refuse_loops(program.graph_module, where)
@@ -82,11 +79,14 @@ def without_writes(program: ExportedProgram, where: str) -> ExportedProgram:
         CaptureError: it writes into a tensor in a way that torch cannot follow.
     """
     try:
-        functional: ExportedProgram = program.run_decompositions({})
+        with warnings.catch_warnings():
+            # torch warns of its own doings.
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            functional: ExportedProgram = program.run_decompositions({})
     except RuntimeError as error:
         # torch names the node that it stopped at.
         stopped = STOPPED.search(str(error))
-        node = None if stopped is None else next(one for one in program.graph.nodes if one.name == stopped["name"])
+        node = next((one for one in program.graph.nodes if stopped and one.name == stopped["name"]), None)
         if node is None:
             raise
         raise CaptureError(

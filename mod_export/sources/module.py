@@ -23,12 +23,12 @@ from torch.utils import _pytree as pytree
 from mod_export.build_folder.programs import PROGRAM
 from mod_export.errors import CaptureError, UsageError
 from mod_export.export.capture import lines_of_helpers, prove_static, without_dumps
-from mod_export.export.not_static import NotCompiledError, StateError, refusal, refuse_dynamic
+from mod_export.export.not_static import NotCompiledError, StateError, refusal, refuse_dynamic, state_that_changes
 from mod_export.export.weights import digests_of_tensors
 from mod_export.sources.fixed_sizes import with_fixed_sizes
 from mod_export.sources.functional_programs import functional_program
 from mod_export.sources.model import Model
-from mod_export.sources.module_state import as_it_was, attributes_kept, is_unread
+from mod_export.sources.module_state import as_it_was, attributes_kept, attributes_read
 from mod_export.sources.plain_programs import plain_program
 from mod_export.sources.programs import ProgramModel
 from mod_export.sources.pt2_models import sample_tensors
@@ -251,9 +251,10 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
         with attributes_kept(module):
             prove_static(called, examples, where)
     except NotCompiledError:
-        pass
+        if read := attributes_read(module, lambda: _tensors(_eager(module, calls[0]))):
+            raise state_that_changes(where, read) from None
     except StateError:
-        if not is_unread(module, lambda: _tensors(_eager(module, calls[0]))):
+        if attributes_read(module, lambda: _tensors(_eager(module, calls[0]))) != ():
             raise
     except CaptureError as error:
         # Unless torch.export has the values that a size depends on, such as those of a mask that is a buffer.

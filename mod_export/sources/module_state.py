@@ -6,19 +6,22 @@ must not decide what the next one computes, because an engine begins every run a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-OWN = frozenset(vars(nn.Module())) | {"training"}
+OWN = frozenset(vars(nn.Module()))
 """Attributes of every module: its parts, and hooks."""
 NUMBERS = (0, 7, 10**9)
 """Put in the place of numbers that a run changes, such as a count of calls."""
-CONTAINERS = (list, dict, set)
-Attributes = Mapping[nn.Module, dict[str, Any]]
+CONTAINERS = (list, deque, dict, set)
 
 
 @contextmanager
@@ -74,79 +77,112 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
         restore()
 
 
-def is_unread(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]) -> bool:
-    """Whether results are the same whatever stands in the attributes that a run changes, such as a count of calls.
+def attributes_read(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]) -> tuple[str, ...] | None:
+    """What a run changes in the attributes of a module, if results depend on it, such as a schedule that counts calls.
 
-    Numbers are tried as NUMBERS, and what a run puts into lists and dictionaries as never or twice put there.
+    Numbers are tried as NUMBERS. Lists are tried empty and twice as long, dictionaries and sets empty, so a result that
+    needs a number in a dictionary is found to need it. So are the attributes of objects that modules hold.
 
     Args:
         module: in eval mode.
         run: runs the module on the same inputs each time.
 
     Returns:
-        False also where a run changes no attribute.
+        Each attribute that a run changes, as `name == value` before it; nothing where results are the same whatever
+        stands there; None where a run changes no attribute.
     """
     with attributes_kept(module):
         before = _values(module)
         expected = run()
-        changed = {key: value for key, value in _values(module).items() if key in before and before[key] != value}
+        after = _values(module)
+        changed = [key for key, value in after.items() if key in before and before[key].value != value.value]
+        told = tuple(f"{before[key].name} == {before[key].value}" for key in changed)
         if not changed:
-            return False
+            return None
         for draw in range(len(NUMBERS)):
-            for (one, name), value in changed.items():
-                _set_other(one, name, value, draw)
+            for key in changed:
+                _set_other(after[key].holder, key[1], draw)
             try:
                 found = run()
             except Exception:  # Of any type: it is the model's own code, which misses what stood there.
-                return False
+                return told
             if not all(map(torch.equal, expected, found)):
-                return False
-    return True
+                return told
+    return ()
 
 
-def _set_other(module: nn.Module, name: str, value: Any, draw: int) -> None:
-    held = getattr(module, name)
-    if isinstance(held, list):
-        held[:] = [] if draw % 2 else [*held, *held]
-    elif isinstance(held, (dict, set)):
-        held.clear()
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """An attribute: who holds it, what messages call it, and its number, or the size of it and the numbers in it."""
+
+    holder: Any
+    name: str
+    value: Any
+
+
+def _set_other(holder: Any, name: str, draw: int) -> None:
+    held = vars(holder)[name]
+    if not isinstance(held, CONTAINERS):
+        vars(holder)[name] = type(held)(NUMBERS[draw])
+    elif isinstance(held, (list, deque)) and draw % 2 == 0:
+        held.extend(list(held))
     else:
-        setattr(module, name, type(value)(NUMBERS[draw]))
+        held.clear()
 
 
-def _values(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """Numbers, and the sizes of containers."""
-    found: dict[tuple[nn.Module, str], Any] = {}
-    for one in module.modules():
-        for name, held in vars(one).items():
-            if name in OWN:
+def _values(module: nn.Module) -> dict[tuple[int, str], _Value]:
+    """By the identity of who holds it, and the name of the attribute."""
+    found: dict[tuple[int, str], _Value] = {}
+    for path, holder in _holders(module):
+        for name, held in vars(holder).items():
+            full = f"{path}.{name}" if path else name
+            if _is_own(holder, name):
                 continue
-            if isinstance(held, (bool, int, float)):
-                found[one, name] = held
+            if isinstance(held, (int, float)):
+                found[id(holder), name] = _Value(holder, full, held)
             elif isinstance(held, CONTAINERS):
-                found[one, name] = len(held)
+                inside = held.values() if isinstance(held, dict) else held
+                numbers = [one for one in inside if isinstance(one, (int, float))]
+                found[id(holder), name] = _Value(holder, full, (len(held), *numbers))
     return found
 
 
+def _holders(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every module, and every object that one holds as an attribute, with its path; each once.
+
+    What is called, and Python's own modules, are no such objects: others write to them as well.
+    """
+    seen = set[int]()
+    for path, one in module.named_modules():
+        yield path, one
+        for name, held in vars(one).items():
+            is_other = callable(held) or isinstance(held, (torch.Tensor, ModuleType, *CONTAINERS))
+            if name not in OWN and hasattr(held, "__dict__") and not is_other and id(held) not in seen:
+                seen.add(id(held))
+                yield f"{path}.{name}" if path else name, held
+
+
 def _attributes_kept(module: nn.Module) -> Callable[[], None]:
-    attributes: Attributes = {
-        one: {name: held for name, held in vars(one).items() if name not in OWN} for one in module.modules()
-    }
-    contents = _contents([held for own in attributes.values() for held in own.values()])
+    attributes = [
+        (holder, {name: held for name, held in vars(holder).items() if not _is_own(holder, name)})
+        for _, holder in _holders(module)
+    ]
+    contents = _contents([held for _, own in attributes for held in own.values()])
 
     def restore() -> None:
-        for one, own in attributes.items():
-            for name in [name for name in vars(one) if name not in OWN and name not in own]:
-                del vars(one)[name]
-            vars(one).update(own)
+        for holder, own in attributes:
+            for name in [name for name in vars(holder) if not _is_own(holder, name) and name not in own]:
+                del vars(holder)[name]
+            vars(holder).update(own)
         for container, copied in contents:
-            if isinstance(container, list):
-                container[:] = copied
-            else:
-                container.clear()
-                container.update(copied)
+            container.clear()
+            container.extend(copied) if isinstance(container, (list, deque)) else container.update(copied)
 
     return restore
+
+
+def _is_own(holder: Any, name: str) -> bool:
+    return isinstance(holder, nn.Module) and name in OWN
 
 
 def _contents(held: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -155,10 +191,10 @@ def _contents(held: Sequence[Any]) -> list[tuple[Any, Any]]:
     waiting = list(held)
     while waiting:
         one = waiting.pop()
-        if type(one) in CONTAINERS and id(one) not in found:
-            found[id(one)] = (one, type(one)(one))
+        if isinstance(one, CONTAINERS) and id(one) not in found:
+            found[id(one)] = (one, copy.copy(one))
             waiting += one.values() if isinstance(one, dict) else one
-        elif type(one) is tuple:
+        elif isinstance(one, tuple):
             waiting += one
     return list(found.values())
 

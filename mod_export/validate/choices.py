@@ -344,7 +344,7 @@ class Nudger:
         return torch.where(off == 0, value, value + sign * off * _parity(value, dim))
 
     def _untied(self, value: Tensor, dim: int | None) -> Tensor:
-        """Which of equal entries comes first, each runtime decides by itself."""
+        """Moves equal entries apart, because each runtime decides by itself which of them comes first."""
         known = torch.where(value.isfinite(), value, 0.0)
         off = self._slack.units * UNIT * known.abs().clamp(min=max(_rms(known), LEAST))
         tied = _is_tied(value, dim) & value.isfinite()

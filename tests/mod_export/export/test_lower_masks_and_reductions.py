@@ -111,7 +111,7 @@ REDUCED: dict[str, Case] = {
         [rand(B, S, D), INDEX, rand(B, S, D, seed=4)],
     ),
     "more that is scattered than indices": (
-        lambda x, i, v: x.scatter_add(1, i, v) + x.scatter(1, i[:, :1], v),
+        lambda x, i, v: x.scatter_add(1, i, v) + x.scatter(1, i[:, :1], v) + x.scatter_reduce(1, i, v, "amax"),
         [rand(B, S, D), INDEX, rand(B, S, D, seed=4)],
     ),
     "products added to nothing": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +59,50 @@ class Noting(nn.Module):
         return self.last
 
 
+class Subclasses(nn.Module):
+    """What is derived from dictionaries and lists, and a deque, which only grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.recent = nn.Linear(D, D), deque[float]([0.5], maxlen=3)
+        self.named, self.counts = OrderedDict(first=1), Counter[str]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recent.append(1.0)
+        self.named[f"call {len(self.named)}"] = 0
+        self.counts["calls"] += 1
+        found: Tensor = self.linear(x)
+        return found
+
+
+class InDictionary(nn.Module):
+    """A count that nothing reads stands beside one that is read, in a dictionary of a fixed size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.state = nn.Linear(D, D), 0, {"step": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.state["step"] += 1
+        found: Tensor = self.linear(x)
+        return found if self.state["step"] < 1000 else found * 2
+
+
+class InObject(InDictionary):
+    """The same in an object, whose numbers cannot be tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = SimpleNamespace(step=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.held.step += 1
+        found: Tensor = self.linear(x)
+        return found if self.held.step < 1000 else found * 2
+
+
 class Warming(nn.Module):
     """Routes only behind many calls."""
 
@@ -100,7 +146,7 @@ def captured(module: nn.Module) -> ProgramModel:
     return loaded
 
 
-@pytest.mark.parametrize("kind", [Sharing, Noting, Expanded])
+@pytest.mark.parametrize("kind", [Sharing, Noting, Expanded, Subclasses])
 def test_what_nothing_reads_is_no_obstacle_and_stays_as_it_was(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = kind().eval()
@@ -114,7 +160,7 @@ def test_what_nothing_reads_is_no_obstacle_and_stays_as_it_was(kind: type[nn.Mod
     torch.testing.assert_close(loaded.module()(x)[0], module(x))
 
 
-@pytest.mark.parametrize("kind", [Warming, Popping])
+@pytest.mark.parametrize("kind", [Warming, Popping, InDictionary, InObject])
 def test_what_a_later_call_reads_is_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(CaptureError, match=r'^mine at b2s4: .*(\n.*)*See "State that changes" in docs/porting.md'):
         captured(kind())
