@@ -6,8 +6,7 @@ must not decide what the next one computes, because an engine begins every run a
 
 from __future__ import annotations
 
-import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ OWN = frozenset(vars(nn.Module()))
 """Attributes of every module: its parts, and hooks."""
 NUMBERS = (0, 7, 10**9)
 """Put in the place of numbers that a run changes, such as a count of calls."""
-CONTAINERS = (list, deque, dict, set)
+CONTAINERS = (list, deque, OrderedDict, dict, set)
+"""Their own methods read and write what a module holds: those of a subclass may refuse, or do more."""
 
 
 @contextmanager
@@ -124,10 +124,9 @@ def _set_other(holder: Any, name: str, draw: int) -> None:
     held = vars(holder)[name]
     if not isinstance(held, CONTAINERS):
         vars(holder)[name] = type(held)(NUMBERS[draw])
-    elif isinstance(held, (list, deque)) and draw % 2 == 0:
-        held.extend(list(held))
     else:
-        held.clear()
+        items = _items(held)
+        _fill(held, items * 2 if isinstance(held, (list, deque)) and draw % 2 == 0 else [])
 
 
 def _values(module: nn.Module) -> dict[tuple[int, str], _Value]:
@@ -174,9 +173,8 @@ def _attributes_kept(module: nn.Module) -> Callable[[], None]:
             for name in [name for name in vars(holder) if not _is_own(holder, name) and name not in own]:
                 del vars(holder)[name]
             vars(holder).update(own)
-        for container, copied in contents:
-            container.clear()
-            container.extend(copied) if isinstance(container, (list, deque)) else container.update(copied)
+        for container, items in contents:
+            _fill(container, items)
 
     return restore
 
@@ -185,18 +183,49 @@ def _is_own(holder: Any, name: str) -> bool:
     return isinstance(holder, nn.Module) and name in OWN
 
 
-def _contents(held: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Every container among these, and in these, with a copy of what it holds."""
-    found: dict[int, tuple[Any, Any]] = {}
+def _contents(held: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+    """Every container among these, and in these, with what it holds."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
     waiting = list(held)
     while waiting:
         one = waiting.pop()
         if isinstance(one, CONTAINERS) and id(one) not in found:
-            found[id(one)] = (one, copy.copy(one))
-            waiting += one.values() if isinstance(one, dict) else one
+            found[id(one)] = (one, _items(one))
+            waiting += dict.values(one) if isinstance(one, dict) else one
         elif isinstance(one, tuple):
             waiting += one
     return list(found.values())
+
+
+def _items(container: Any) -> list[Any]:
+    """What a container holds, in its order; of a dictionary the pairs."""
+    base = _base(container)
+    return list(base.items(container) if isinstance(container, dict) else base.__iter__(container))
+
+
+def _fill(container: Any, items: list[Any]) -> None:
+    """Let a container hold these, unless it already does."""
+    held, base = _items(container), _base(container)
+    if len(held) == len(items) and all(map(_is_same, held, items)):
+        return
+    base.clear(container)
+    if isinstance(container, dict):
+        for key, value in items:
+            base.__setitem__(container, key, value)
+    elif isinstance(container, set):
+        base.update(container, items)
+    else:
+        base.extend(container, items)
+
+
+def _base(container: Any) -> Any:
+    return next(base for base in CONTAINERS if isinstance(container, base))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether both are one object, or pairs of the same key and value: pairs are made anew whenever they are read."""
+    is_pair = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)
+    return one is other or (is_pair and all(a is b for a, b in zip(one, other, strict=True)))
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

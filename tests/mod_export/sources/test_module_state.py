@@ -75,6 +75,27 @@ class Subclasses(nn.Module):
         return found
 
 
+class Refusing(OrderedDict[str, int]):
+    """A configuration that nobody may change, as packages keep them; what is theirs writes around it."""
+
+    def update(self, *_args: Any, **_kwargs: Any) -> None:
+        raise TypeError("this configuration is fixed")
+
+    clear = __delitem__ = __setitem__ = update
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.config, self.counts = nn.Linear(D, D), Refusing(), Refusing()
+        OrderedDict.__setitem__(self.config, "width", D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        OrderedDict.__setitem__(self.counts, "calls", self.counts.get("calls", 0) + 1)
+        found: Tensor = self.linear(x) * self.config["width"]
+        return found
+
+
 class InDictionary(nn.Module):
     """A count that nothing reads stands beside one that is read, in a dictionary of a fixed size."""
 
@@ -90,7 +111,7 @@ class InDictionary(nn.Module):
 
 
 class InObject(InDictionary):
-    """The same in an object, whose numbers cannot be tried."""
+    """The same in an object that the module holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +167,7 @@ def captured(module: nn.Module) -> ProgramModel:
     return loaded
 
 
-@pytest.mark.parametrize("kind", [Sharing, Noting, Expanded, Subclasses])
+@pytest.mark.parametrize("kind", [Sharing, Noting, Expanded, Subclasses, Frozen])
 def test_what_nothing_reads_is_no_obstacle_and_stays_as_it_was(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = kind().eval()
