@@ -92,7 +92,7 @@ corpus: install
 	$(BIN)/python -m benchmarks.corpus.run $(ARGS)
 
 faults: install
-	PYTHONPATH=tests/mod_export:tests/mod_export/export $(BIN)/python -m benchmarks.faults.rates
+	PYTHONPATH=tests/mod_export:tests/mod_export/graph $(BIN)/python -m benchmarks.faults.rates
 
 floors: install
 	$(BIN)/python -m benchmarks.floors.run
@@ -118,12 +118,12 @@ check: install
 	$(BIN)/ruff format --check .
 	mkdir -p build/types && ln -sfn ../../models build/types/mod_models
 	$(BIN)/mypy
-	$(BIN)/mypy tests/mod_export/sources/conformance.py
+	$(BIN)/mypy tests/mod_export/model/conformance.py
 	$(BIN)/lint-imports
 
 # Pages that are generated from the code; tests compare them with it.
 docs: install
-	$(BIN)/python -m mod_export.results.docs docs
+	$(BIN)/python -m mod_export.rows.docs docs
 	$(BIN)/mod-export config explain > docs/configuration.md
 
 clean:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mod_export.errors import ModExportError
     from mod_export.marker import mark_selection
     from mod_export.runtime.deployment import Deployment, load
-    from mod_export.runtime.generate.generator import Generator, load_generator
+    from mod_export.runtime.generator import Generator, load_generator
 
 __all__ = [
     "Deployment",
@@ -34,8 +34,8 @@ _MODULES = {
     "build": "api",
     "Deployment": "runtime.deployment",
     "load": "runtime.deployment",
-    "Generator": "runtime.generate.generator",
-    "load_generator": "runtime.generate.generator",
+    "Generator": "runtime.generator",
+    "load_generator": "runtime.generator",
     "ModExportError": "errors",
     "mark_selection": "marker",
 }

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mod_export.build_folder.workspace import check_root
 from mod_export.config import config_from_toml
 from mod_export.console import Progress
 from mod_export.errors import UsageError
-from mod_export.plan import check_names
-from mod_export.sources.model import Model
-from mod_export.sources.request import Request
+from mod_export.folder.workspace import check_root
+from mod_export.model.model import Model
+from mod_export.model.request import Request
+from mod_export.pipeline.plan import check_names
 from mod_export.types import Bucket
 
 if TYPE_CHECKING:
     import torch
 
-    from mod_export.results.report import BuildReport
-    from mod_export.sources.module import Inputs
+    from mod_export.model.module import Inputs
+    from mod_export.rows.report import BuildReport
 
 
 def build(
@@ -76,7 +76,7 @@ def build(
     root = Path("build") / title if out is None else Path(out)
     check_root(root)
 
-    from mod_export.pipeline import build as run
+    from mod_export.pipeline.build import build as run
 
     def load() -> tuple[Model, Model | None]:
         own, dense = _model(model, inputs, shapes, title, samples, None)
@@ -143,7 +143,7 @@ def _model(
         request.check()
         return request.models(buckets, like)
 
-    from mod_export.sources.module import model_from_module
+    from mod_export.model.module import model_from_module
 
     if samples is not None:
         raise UsageError(f"{name}: samples belong to .pt2 files; of a module, inputs(batch, seq, seed) gives several")

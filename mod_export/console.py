@@ -7,7 +7,7 @@ from typing import Self
 from rich.console import Console
 from rich.status import Status
 
-from mod_export.results.report import Stage
+from mod_export.rows.report import Stage
 
 
 class Progress:

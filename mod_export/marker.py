@@ -2,7 +2,7 @@
 
 A marker changes nothing in eager mode, in training, in `torch.onnx.export`, and in any engine: capture finds it in the
 exported program, reads from it which tokens the site selects, can select others in their place, and erases it
-(`export/routing_sites.py`).
+(`graph/routing_sites.py`).
 This module imports nothing but torch, so that a model can use it without the exporter.
 """
 

@@ -1,7 +1,7 @@
 """What a model costs by arithmetic on its spec: FLOPs, weights, keys and values, layer by layer and part by part.
 
 Counted are matrix products, two FLOPs for each multiply-add, as `torch.utils.flop_counter` counts the eager model and
-`mod_export.benchmark.cost` the exported graph. For a batch of B rows of S positions, in a layer whose attention sees A
+`mod_export.measure.cost` the exported graph. For a batch of B rows of S positions, in a layer whose attention sees A
 tokens of a row and whose MLP sees M (S each where nothing is routed, k in a routed part):
 
     attention_projections  2 B A D E (2 H + 2 G)    queries and outputs of H heads, keys and values of G, E wide

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import mod_export
 from benchmarks.corpus.entry import ROWS, Entry, Inputs, eager, routed_calls
 from mod_export.errors import CaptureError, ModExportError, UsageError
-from mod_export.results.report import BuildReport
+from mod_export.rows.report import BuildReport
 
 RUNS = frozenset({"ort-cpu", "openvino", "inductor"})
 TARGETS = ("ort-cpu", "openvino", "inductor", "tensorrt-rtx")

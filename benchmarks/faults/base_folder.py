@@ -24,14 +24,14 @@ from mod_dialects import Inner, Model
 from torch import nn
 
 from mod_export.api import build as build_module
-from mod_export.build_folder.manifest import MANIFEST, with_checksum
 from mod_export.config import BuildConfig, config_from_toml
-from mod_export.export.onnx_export import onnx_from_captured
-from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.weights import WeightsFile, bind_weights, state_of
-from mod_export.pipeline import build
-from mod_export.results.report import BuildReport
-from mod_export.sources.request import Request
+from mod_export.folder.manifest import MANIFEST, with_checksum
+from mod_export.graph.onnx_export import onnx_from_captured
+from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.graph.weights import WeightsFile, bind_weights, state_of
+from mod_export.model.request import Request
+from mod_export.pipeline.build import build
+from mod_export.rows.report import BuildReport
 from mod_export.types import TOKEN_INPUTS, Bucket
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from mod_export.export.nodes import module_of, static_shape
+from mod_export.graph.nodes import module_of, static_shape
 
 
 class Surgery:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.faults.base_folder import sign
 from benchmarks.faults.fault_table import FAULTS, Fault
-from mod_export.rerun import Rerun, validate_folder
-from mod_export.results.parity import ParityRow
-from mod_export.results.structure import StructureRow
+from mod_export.pipeline.rerun import Rerun, validate_folder
+from mod_export.rows.parity import ParityRow
+from mod_export.rows.structure import StructureRow
 
 for file in ("block_faults", "routing_faults", "weight_faults", "folder_faults", "foreign_faults"):
     importlib.import_module(f"benchmarks.faults.{file}")  # which lists its faults

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from benchmarks.faults.base_folder import checkpoint_with, randomized
 from mod_export.config import config_from_toml
-from mod_export.pipeline import build
-from mod_export.results.report import BuildReport
-from mod_export.sources import model
-from mod_export.sources.module import model_from_module
-from mod_export.sources.request import Request
+from mod_export.model import model
+from mod_export.model.module import model_from_module
+from mod_export.model.request import Request
+from mod_export.pipeline.build import build
+from mod_export.rows.report import BuildReport
 from mod_export.types import Bucket
 from mod_models.checkpoint import Checkpoint, save_checkpoint
 from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, MLP_ROUTERS, PARTS, SELECTIONS

@@ -30,8 +30,8 @@ from benchmarks.faults.random_specs import (
     random_build_of_any_kind,
     random_foreign,
 )
-from mod_export.rerun import validate_folder
-from mod_export.results.parity import ParityRow
+from mod_export.pipeline.rerun import validate_folder
+from mod_export.rows.parity import ParityRow
 
 CLEAN_BUILDS = 200
 Draw = Callable[[int], RandomBuild | RandomForeign]

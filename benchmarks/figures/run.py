@@ -17,7 +17,7 @@ from headless_chromium import BROWSER, NAMES, Chromium
 from mod_export.report import render_html
 from mod_export.report.pages import light_colours
 from mod_export.report.wording import interval_text, ms_text, ratio_text
-from mod_export.results.report import BuildReport, report_from_json
+from mod_export.rows.report import BuildReport, report_from_json
 
 WIDTH, HEIGHT = 1100, 1250
 """Of the screenshot, in pixels."""

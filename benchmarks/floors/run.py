@@ -46,7 +46,7 @@ LEFT_OUT = {
 TOLERANCE = 1e-4
 TESTS = {
     "gguf": ("tests/models/test_convert_gguf.py", "tests/models/test_convert_gguf_tokenizer.py"),
-    "huggingface_hub": ("tests/mod_export/sources/test_hub.py",),
+    "huggingface_hub": ("tests/mod_export/model/test_hub.py",),
     "openvino": ("tests/mod_export/engines/test_openvino.py",),
 }
 """Of the packages of [convert] and [openvino]."""

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mod_export.benchmark.latency import measure_latency
-from mod_export.build_folder.manifest import Manifest, open_folder
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
-from mod_export.sources.model import tokens_sample
+from mod_export.folder.manifest import Manifest, open_folder
+from mod_export.measure.latency import measure_latency
+from mod_export.model.model import tokens_sample
 from mod_export.types import Engine, by_setting
 
 

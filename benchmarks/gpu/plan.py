@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mod_export.results.report import report_from_json
+from mod_export.rows.report import report_from_json
 from mod_export.types import Availability
 from mod_models.spec import ModelSpec, RoutingSpec
 

@@ -21,10 +21,10 @@ from benchmarks.rivals.routes import (
     write_reference,
 )
 from benchmarks.rivals.turns import RouteError, Worker, opened_workers, other_load, rounds, versions
-from mod_export.benchmark.cost import cost_row
-from mod_export.benchmark.roofline import product
 from mod_export.environment import describe_machine
-from mod_export.export.nodes import graph_from_file
+from mod_export.graph.nodes import graph_from_file
+from mod_export.measure.cost import cost_row
+from mod_export.measure.roofline import product
 
 WARMUP, FEWEST_ROUNDS = 1, 5
 REFERENCE = "reference"

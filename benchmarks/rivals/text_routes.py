@@ -23,7 +23,7 @@ from benchmarks.rivals.text_models import TextCase, judged_ids, prompts_of, writ
 from benchmarks.rivals.text_rivals import Written
 from mod_export import load_generator
 from mod_export.config import GenerationOptions
-from mod_export.runtime.generate.decoder import Decoder
+from mod_export.runtime.decoder import Decoder
 from mod_export.types import Bucket
 
 BATCHES = (1, 8)

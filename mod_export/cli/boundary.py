@@ -15,7 +15,7 @@ import click
 
 from mod_export import __version__
 from mod_export.errors import ModExportError, UnverifiedWarning, UsageError
-from mod_export.sources.hub import PREFIX
+from mod_export.model.hub import PREFIX
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig

@@ -18,7 +18,7 @@ from mod_export.cli.boundary import GATE_FAILED, PATH, SOURCE, command, config_o
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
-    from mod_export.sources.request import Request
+    from mod_export.model.request import Request
 
 SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
@@ -89,8 +89,8 @@ def build(
     folder of Hugging Face, hf://ORG/NAME[@REVISION] or a GGUF file; programs of torch.export.save, a .pt2 for each
     shape; or my_model.py:make_model, a function that returns a module and its inputs.
     """
-    from mod_export.sources.hub import fetched
-    from mod_export.sources.request import Request
+    from mod_export.model.hub import fetched
+    from mod_export.model.request import Request
 
     overrides = {"max_memory": max_memory, "buckets": buckets}
     config = config_of(config_file, targets, **{name: value for name, value in overrides.items() if value is not None})
@@ -132,9 +132,9 @@ def build_and_show(
     """
     from rich.console import Console
 
-    from mod_export.build_folder.files import check_place, write_whole
-    from mod_export.build_folder.workspace import check_root
-    from mod_export.plan import check_names
+    from mod_export.folder.files import check_place, write_whole
+    from mod_export.folder.workspace import check_root
+    from mod_export.pipeline.plan import check_names
 
     # What can be refused without PyTorch is refused before it is loaded, which takes longer than all of this.
     check_names(config.targets)
@@ -144,11 +144,11 @@ def build_and_show(
         check_place(report_file)
 
     from mod_export.console import Progress
-    from mod_export.pipeline import build as run
+    from mod_export.model.checkpoint import is_gguf
+    from mod_export.pipeline.build import build as run
     from mod_export.report import print_report
     from mod_export.report.wording import printable
-    from mod_export.results.failures import sentences
-    from mod_export.sources.checkpoint import is_gguf
+    from mod_export.rows.failures import sentences
     from mod_export.types import Bucket
 
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
@@ -174,8 +174,8 @@ def _tokenizer_of(source: str, named: Path | None) -> Iterator[Path | None]:
     """The tokenizer.json that was named, or the one in the folder of the model or of a model.pt, as training leaves it,
     or that of a GGUF file.
     """
-    from mod_export.build_folder.manifest import TOKENIZER
-    from mod_export.sources.checkpoint import is_gguf, write_companions
+    from mod_export.folder.manifest import TOKENIZER
+    from mod_export.model.checkpoint import is_gguf, write_companions
 
     path = Path(source)
     beside = (path.parent if path.name == "model.pt" and path.is_file() else path) / TOKENIZER
@@ -228,7 +228,7 @@ def sweep(
     """Build and measure MODEL over a grid: where routing pays, which k to choose, speed against quality."""
     from rich.console import Console
 
-    from mod_export.sources.checkpoint import look_at_checkpoint
+    from mod_export.model.checkpoint import look_at_checkpoint
 
     config = config_of(config_file)
     look_at_checkpoint(model)

@@ -58,9 +58,9 @@ def convert(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from mod_export.build_folder.manifest import TOKENIZER
-    from mod_export.sources.checkpoint import convert as run
-    from mod_export.sources.hub import fetched
+    from mod_export.folder.manifest import TOKENIZER
+    from mod_export.model.checkpoint import convert as run
+    from mod_export.model.hub import fetched
 
     path = Path(fetched(source))
     columns = (TextColumn("weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

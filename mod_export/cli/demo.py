@@ -29,8 +29,8 @@ def demo(out: Path, verbosity: int) -> int:
     """Build the trained checkpoint that ships with mod-export, then measure a model large enough to be timed."""
     from importlib.resources import files
 
-    from mod_export.build_folder.workspace import check_root
-    from mod_export.sources.request import Request
+    from mod_export.folder.workspace import check_root
+    from mod_export.model.request import Request
 
     configs = Path(str(files("mod_export_configs")))
     named = out if out.name not in ("", "..") else out.resolve()
@@ -50,7 +50,7 @@ def demo_checkpoint() -> Path:
     Raises:
         CheckpointError: none ships one.
     """
-    from mod_export.sources.checkpoint import architectures
+    from mod_export.model.checkpoint import architectures
 
     for architecture in architectures().values():
         path = architecture.demo_checkpoint()
@@ -68,7 +68,7 @@ def timed_checkpoint() -> Iterator[Path]:
     Raises:
         CheckpointError: no architecture declares such a size.
     """
-    from mod_export.sources.checkpoint import architectures
+    from mod_export.model.checkpoint import architectures
 
     for architecture in architectures().values():
         spec = architecture.timed_spec()

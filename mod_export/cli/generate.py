@@ -16,9 +16,9 @@ from mod_export.cli.boundary import PATH, command, folder_argument
 from mod_export.errors import UsageError
 
 if TYPE_CHECKING:
-    from mod_export.runtime.generate.generator import Generator
-    from mod_export.runtime.generate.request import Prompt
-    from mod_export.runtime.generate.stream import Stream
+    from mod_export.runtime.generator import Generator
+    from mod_export.runtime.request import Prompt
+    from mod_export.runtime.stream import Stream
     from mod_export.types import ModelKind
 
 DONE = ("text", "ids", "finish", "stop", "first_token_s", "read", "ran", "overflow")
@@ -117,7 +117,7 @@ def generate(
         _score(folder, prompts, target, dtype, threads, as_json)
         return 0
 
-    from mod_export.runtime.generate.generator import load_generator
+    from mod_export.runtime.generator import load_generator
 
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     requests: Iterable[Sequence[Prompt]] = [prompts]
@@ -246,10 +246,10 @@ def _score(
     as_json: bool,
 ) -> None:
     """Scores prompts with the ordinary buckets of a folder, whatever its model's selection."""
-    from mod_export.build_folder.manifest import open_folder
+    from mod_export.folder.manifest import open_folder
     from mod_export.runtime.deployment import load
-    from mod_export.runtime.generate.logits import score
-    from mod_export.runtime.generate.texts import vocabulary_of
+    from mod_export.runtime.logits import score
+    from mod_export.runtime.texts import vocabulary_of
 
     vocabulary = vocabulary_of(folder, open_folder(folder, verify=False))
     with load(folder, target, dtype, threads=threads) as deployment:

@@ -28,10 +28,10 @@ Every option of a configuration file, with its default. `mod-export config expla
 @command
 def report(folder: Path, form: str, verbosity: int) -> int:
     """Render what a build measured."""
-    from mod_export.build_folder.files import verify_files
-    from mod_export.build_folder.manifest import open_folder
+    from mod_export.folder.files import verify_files
+    from mod_export.folder.manifest import open_folder
     from mod_export.report import print_report, render_html
-    from mod_export.results.report import report_from_json
+    from mod_export.rows.report import report_from_json
 
     manifest = open_folder(folder, verify=False)
     # Engines may be missing from a copied folder, but a changed report is no measurement.

@@ -25,11 +25,11 @@ def validate(
     from rich.console import Console
 
     from mod_export.console import Progress
+    from mod_export.pipeline.rerun import validate_folder
     from mod_export.report.text import render_validation
-    from mod_export.rerun import validate_folder
-    from mod_export.results.generation import QualityRow, TextsRow
-    from mod_export.results.parity import ParityRow
-    from mod_export.results.structure import CausalityRow, StructureRow
+    from mod_export.rows.generation import QualityRow, TextsRow
+    from mod_export.rows.parity import ParityRow
+    from mod_export.rows.structure import CausalityRow, StructureRow
 
     config = config_of(config_file) if config_file else None
     with Progress(Console(stderr=True), verbosity) as progress:
@@ -59,9 +59,9 @@ def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbos
     from rich.console import Console
 
     from mod_export.console import Progress
+    from mod_export.pipeline.rerun import bench_folder
     from mod_export.report.text import render_bench
-    from mod_export.rerun import bench_folder
-    from mod_export.results.base import PairRow
+    from mod_export.rows.base import PairRow
 
     config = config_of(config_file) if config_file else None
     with Progress(Console(stderr=True), verbosity) as progress:

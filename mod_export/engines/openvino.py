@@ -219,7 +219,7 @@ class OpenVino(EngineBuilder):
         ]
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
-        from mod_export.export.nodes import graph_from_file
+        from mod_export.graph.nodes import graph_from_file
 
         graph = job.root / job.graph.path
         names = graph_from_file(graph).graph

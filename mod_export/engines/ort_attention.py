@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mod_export.engines.ort_session import CPU, session_from_onnx
-from mod_export.export.passes.query_blocks import QueryBlocks
+from mod_export.graph.passes.query_blocks import QueryBlocks
 from mod_export.types import Dialect
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import numpy as np
 from mod_export.engines.ort_c import Handle, OrtC
 from mod_export.engines.protocol import Arrays, EngineRunner, Port, check_bound
 from mod_export.errors import BuildFolderError, EngineError
-from mod_export.export.weights import WeightsFile
+from mod_export.graph.weights import WeightsFile
 
 ARENA, DEFAULT_MEMORY = 1, 0
 """OrtArenaAllocator, OrtMemTypeDefault."""

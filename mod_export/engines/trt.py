@@ -193,7 +193,7 @@ class _Base(EngineBuilder):
         return Availability(builds=not found["build_problem"], runs=runs, reason=self._reason(found), arch=arch)
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
-        from mod_export.export.dialect import check_external_data
+        from mod_export.graph.dialect import check_external_data
 
         check_external_data(job.root / job.graph.path)
         request = {

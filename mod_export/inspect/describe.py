@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mod_export.build_folder.files import check_place, write_whole
-from mod_export.build_folder.manifest import MANIFEST
 from mod_export.config import config_from_toml
 from mod_export.errors import UsageError
+from mod_export.folder.files import check_place, write_whole
+from mod_export.folder.manifest import MANIFEST
 from mod_export.inspect.layers import layer_lines, layers_of
 from mod_export.inspect.page import render_html
 from mod_export.inspect.picture import check_matplotlib, render_png
 from mod_export.inspect.routed_text import lane_lines, routed_text
+from mod_export.model.checkpoint import model_from_checkpoint
+from mod_export.model.model import token_ids
+from mod_export.model.protocol import DeclaredRouting, LayerCosts
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import causality_text
-from mod_export.results.cost import CostRow, not_counted_text
-from mod_export.sources.checkpoint import model_from_checkpoint
-from mod_export.sources.model import token_ids
-from mod_export.sources.protocol import DeclaredRouting, LayerCosts
+from mod_export.rows.cost import CostRow, not_counted_text
 from mod_export.types import Bucket
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _model(path: Path, text: str | None, html: Path | None, png: Path | None) ->
 
 
 def _graph(path: Path) -> str:
-    from mod_export.export.nodes import graph_from_file
+    from mod_export.graph.nodes import graph_from_file
 
     model = graph_from_file(path)
     operators = Counter(node.op_type for node in model.graph)
@@ -111,7 +111,7 @@ def _graph(path: Path) -> str:
 
 def _cost_line(model: ir.Model) -> str:
     """FLOPs and bytes of weights, and what could not be counted: any graph may be given."""
-    from mod_export.benchmark.cost import cost_row
+    from mod_export.measure.cost import cost_row
 
     ids = model.graph.inputs[0].shape if model.graph.inputs else None
     if ids is None or len(ids) != 2 or not all(isinstance(size, int) for size in ids):
@@ -122,7 +122,7 @@ def _cost_line(model: ir.Model) -> str:
 
 
 def _folder(path: Path) -> str:
-    from mod_export.build_folder.manifest import open_folder
+    from mod_export.folder.manifest import open_folder
 
     manifest = open_folder(path)
     model = manifest.models["mod"]

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mod_export.benchmark.model_parts import PARTS
+from mod_export.measure.model_parts import PARTS
+from mod_export.model.model import Model
+from mod_export.model.protocol import ExportableModel, LayerCost, LayerCosts
 from mod_export.report.charts import part_text
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import bytes_text, count_text, flops_text, percent_text, ratio_text
-from mod_export.sources.model import Model
-from mod_export.sources.protocol import ExportableModel, LayerCost, LayerCosts
 from mod_export.types import Bucket, Site, is_expert
 
 SHORT_NAMES = {"mlp": "MLP", "attention_projections": "projections"}

@@ -6,7 +6,6 @@ import json
 
 from markupsafe import Markup
 
-from mod_export.benchmark.model_parts import NODE_PARTS
 from mod_export.inspect.layers import (
     Layers,
     flops_of,
@@ -17,6 +16,9 @@ from mod_export.inspect.layers import (
     share_of,
 )
 from mod_export.inspect.routed_text import RoutedText
+from mod_export.measure.model_parts import NODE_PARTS
+from mod_export.model.model import Model
+from mod_export.model.protocol import DeclaredRouting, LayerCost
 from mod_export.report.charts import (
     Lane,
     axis_from_zero,
@@ -30,8 +32,6 @@ from mod_export.report.charts import (
 from mod_export.report.pages import render_page
 from mod_export.report.parity_figures import token_maps
 from mod_export.report.wording import causality_text, flops_text
-from mod_export.sources.model import Model
-from mod_export.sources.protocol import DeclaredRouting, LayerCost
 
 SCALES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
 """FLOPs, and what so many are called; the largest first."""

@@ -10,8 +10,8 @@ from mod_export.errors import UsageError
 from mod_export.inspect.layers import Layers, flops_sentence, part_name
 from mod_export.inspect.page import flops_scale
 from mod_export.inspect.routed_text import SKIPPED, Lane, RoutedText, lanes_of, token_marks
+from mod_export.model.model import Model
 from mod_export.report.pages import light_colours
-from mod_export.sources.model import Model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

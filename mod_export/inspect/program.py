@@ -17,12 +17,12 @@ from torch.export.graph_signature import InputKind
 from torch.utils.flop_counter import FlopCounterMode
 
 from mod_export.errors import CheckpointError
-from mod_export.export.capture import with_found_sites
-from mod_export.export.routing_sites import routing_sites
-from mod_export.export.unfollowed import unfollowed_selections
+from mod_export.graph.capture import with_found_sites
+from mod_export.graph.routing_sites import routing_sites
+from mod_export.graph.unfollowed import unfollowed_selections
 from mod_export.inspect.routed_part import gates_and_flops
+from mod_export.model.pt2 import read_program
 from mod_export.report.tables import table_lines
-from mod_export.sources.pt2 import read_program
 from mod_export.types import BY_POSITION, BY_SCORE
 
 ORDERS = {

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from mod_export.export.probing import Known, is_pointwise, is_product, moves
-from mod_export.export.program_nodes import argument_of, behind, shape_of
-from mod_export.export.routing_sites import Marked
-from mod_export.export.token_flow import Flow, flows_of, nodes_of
-from mod_export.export.token_places import Selection
+from mod_export.graph.probing import Known, is_pointwise, is_product, moves
+from mod_export.graph.program_nodes import argument_of, behind, shape_of
+from mod_export.graph.routing_sites import Marked
+from mod_export.graph.token_flow import Flow, flows_of, nodes_of
+from mod_export.graph.token_places import Selection
 from mod_export.marker import MARKER, REORDERED
 
 ATEN = torch.ops.aten

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mod_export.errors import UsageError
+from mod_export.judge.inputs import Batch, text_ids
+from mod_export.model.model import token_ids
+from mod_export.model.protocol import ExportableModel, Text
 from mod_export.report.parity_figures import MOST_TOKENS
-from mod_export.results.structure import MapLayer, RoutingMap
-from mod_export.sources.model import token_ids
-from mod_export.sources.protocol import ExportableModel, Text
+from mod_export.rows.structure import MapLayer, RoutingMap
 from mod_export.types import Bucket
-from mod_export.validate.inputs import Batch, text_ids
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,7 +88,7 @@ def _names_a_file(given: str) -> bool:
 def _routed(loaded: ExportableModel, ids_S: np.ndarray, source: str, left_out: int) -> RoutedText | None:
     import numpy as np
 
-    from mod_export.validate.reference import Reference, routing_map
+    from mod_export.judge.reference import Reference, routing_map
 
     batch = Batch.of_tokens("text", ids_S[None], np.array([len(ids_S)], dtype=np.int64))
     found = routing_map(Reference(loaded), Bucket(1, len(ids_S)), [batch])

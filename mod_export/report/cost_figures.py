@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from mod_export.benchmark.profile import Gap, by_engine, gap_of
+from mod_export.measure.profile import Gap, by_engine, gap_of
 from mod_export.report.charts import (
     CLOCK_MS,
     MODELS,
@@ -28,7 +28,7 @@ from mod_export.report.charts import (
     stack,
 )
 from mod_export.report.wording import flops_text, ms_text, threads_text
-from mod_export.results.cost import CostRow, PartRow, Roofline
+from mod_export.rows.cost import CostRow, PartRow, Roofline
 from mod_export.types import ModelKind, Setting
 
 

@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from pydantic import JsonValue
 
-from mod_export.benchmark.model_parts import PARTS
+from mod_export.measure.model_parts import PARTS
 from mod_export.report import result_tables, wording
 from mod_export.report.charts import name_of, page_about, part_class, part_text
 from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
@@ -45,7 +45,7 @@ from mod_export.report.summary import (
 )
 from mod_export.report.tables import table_of
 from mod_export.report.text import generation_lines
-from mod_export.results.report import BuildReport
+from mod_export.rows.report import BuildReport
 from mod_export.types import Setting
 
 DARK = "@media screen and (prefers-color-scheme: dark)"

@@ -19,10 +19,10 @@ from mod_export.report.wording import (
     ratio_text,
     share_text,
 )
-from mod_export.results.failures import FailedRow
-from mod_export.results.generation import DecodeRow, StepsCompared
-from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict
-from mod_export.results.parity import OutputParity, ParityRow
+from mod_export.rows.failures import FailedRow
+from mod_export.rows.generation import DecodeRow, StepsCompared
+from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict
+from mod_export.rows.parity import OutputParity, ParityRow
 from mod_export.types import HasSetting, ModelKind
 
 Row = TypeVar("Row")

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from mod_export.results.base import PairRow, setting_fields
-from mod_export.results.cost import not_counted_text
-from mod_export.results.failures import reason_for
-from mod_export.results.generation import Compared, DecodeRow, FirstTokenRow, GenerationReport, TextsRow
-from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.results.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
-from mod_export.results.report import Artifact, BuildReport, Target
-from mod_export.results.serving import ALONE, Served
+from mod_export.rows.base import PairRow, setting_fields
+from mod_export.rows.cost import not_counted_text
+from mod_export.rows.failures import reason_for
+from mod_export.rows.generation import Compared, DecodeRow, FirstTokenRow, GenerationReport, TextsRow
+from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
+from mod_export.rows.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
+from mod_export.rows.report import Artifact, BuildReport, Target
+from mod_export.rows.serving import ALONE, Served
 from mod_export.types import KINDS, Bucket, ModelKind, Role, Setting
 
 State = Literal["passed", "failed", "not run here", "portable"]

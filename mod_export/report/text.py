@@ -45,12 +45,12 @@ from mod_export.report.wording import (
     slots_text,
     threads_text,
 )
-from mod_export.results.base import PairRow
-from mod_export.results.generation import DecodeRow, GenerationReport, QualityRow, TextsRow
-from mod_export.results.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.results.parity import ParityRow
-from mod_export.results.report import BuildReport, Target, Verdict
-from mod_export.results.structure import CausalityRow, StructureRow
+from mod_export.rows.base import PairRow
+from mod_export.rows.generation import DecodeRow, GenerationReport, QualityRow, TextsRow
+from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
+from mod_export.rows.parity import ParityRow
+from mod_export.rows.report import BuildReport, Target, Verdict
+from mod_export.rows.structure import CausalityRow, StructureRow
 
 Cleaner = Callable[[str], str]
 Parts = list[Table | Text]

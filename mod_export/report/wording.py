@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import JsonValue
 
-from mod_export.results.generation import Compared, QualityRow
-from mod_export.results.latency import PrecisionRow, SpeedupRow, SpeedVerdict
-from mod_export.results.parity import InputAgreement, LayerAgreement, RoutingAgreement
-from mod_export.results.serving import Served
+from mod_export.rows.generation import Compared, QualityRow
+from mod_export.rows.latency import PrecisionRow, SpeedupRow, SpeedVerdict
+from mod_export.rows.parity import InputAgreement, LayerAgreement, RoutingAgreement
+from mod_export.rows.serving import Served
 from mod_export.types import is_expert
 
 NO_SITES = (

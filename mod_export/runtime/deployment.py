@@ -17,14 +17,14 @@ from typing import Self
 
 import numpy as np
 
-from mod_export.build_folder.files import verify_files
-from mod_export.build_folder.manifest import Manifest, open_folder
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UnverifiedWarning, UsageError
-from mod_export.results.failures import FailedRow
-from mod_export.results.serving import served_of
+from mod_export.folder.files import verify_files
+from mod_export.folder.manifest import Manifest, open_folder
+from mod_export.rows.failures import FailedRow
+from mod_export.rows.serving import served_of
 from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output
 
 NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"

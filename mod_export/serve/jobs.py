@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from mod_export.errors import ModExportError
-from mod_export.runtime.generate.rows import Completion, Piece, Text
+from mod_export.runtime.rows import Completion, Piece, Text
 
 
 class QueueFullError(ModExportError):

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mod_export.runtime.generate.logits import Logprob
-from mod_export.runtime.generate.rows import Completion, Piece, Text
-from mod_export.runtime.generate.texts import Vocabulary
+from mod_export.runtime.logits import Logprob
+from mod_export.runtime.rows import Completion, Piece, Text
+from mod_export.runtime.texts import Vocabulary
 
 Json = dict[str, Any]
 

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mod_export.errors import TooLongError
-from mod_export.runtime.generate.generator import Generator, tokens_read
-from mod_export.runtime.generate.rows import Piece, Text
+from mod_export.runtime.generator import Generator, tokens_read
+from mod_export.runtime.rows import Piece, Text
 from mod_export.serve.body import gone, read_body, unless_gone
 from mod_export.serve.jobs import Ended, Event, Failed, Job
 from mod_export.serve.openai_answers import Answer, ChatAnswer, TextAnswer, TokenNames

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
-from mod_export.build_folder.manifest import MANIFEST, open_folder
 from mod_export.errors import ModExportError, UsageError
+from mod_export.folder.manifest import MANIFEST, open_folder
 from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
 from mod_export.serve.app import Guard
 from mod_export.serve.open_folder import OpenFolder

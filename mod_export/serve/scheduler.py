@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from mod_export.errors import EngineError, UsageError
-from mod_export.runtime.generate.generator import Generator
-from mod_export.runtime.generate.rows import Rows, Text, Written
+from mod_export.runtime.generator import Generator
+from mod_export.runtime.rows import Rows, Text, Written
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
 from mod_export.serve.jobs import (
     ClosingError,

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mod_export.build_folder.manifest import GenerationFacts, Manifest, open_folder
 from mod_export.errors import TargetError, UsageError
+from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
 from mod_export.runtime.deployment import Deployment, load
-from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_export.runtime.generator import Generator, load_generator
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
 from mod_export.serve.jobs import ClosingError, QueueFullError
 from mod_export.serve.metrics import Metrics

@@ -27,19 +27,19 @@ import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 
-from mod_export.build_folder.files import write_whole
-from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
 from mod_export.console import Progress
 from mod_export.environment import describe_machine, source_digest
 from mod_export.errors import CheckpointError, ModExportError, UsageError
-from mod_export.results.report import BuildReport
-from mod_export.sources.checkpoint import sha256_of
-from mod_export.sources.model import Model, token_ids
-from mod_export.sources.protocol import ExportableModel
-from mod_export.sources.request import Request
+from mod_export.folder.files import write_whole
+from mod_export.folder.manifest import open_folder
+from mod_export.judge.inputs import text_ids
+from mod_export.model.checkpoint import sha256_of
+from mod_export.model.model import Model, token_ids
+from mod_export.model.protocol import ExportableModel
+from mod_export.model.request import Request
+from mod_export.rows.report import BuildReport
 from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
-from mod_export.validate.inputs import text_ids
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,7 @@ def _measured(job: CellJob) -> CellEntry:
     config = BuildConfig.model_validate(job.config)
 
     # torch and the engines are loaded here, and so only in the process of a cell.
-    from mod_export.pipeline import build
+    from mod_export.pipeline.build import build
 
     model, _ = Request.checkpoint(job.checkpoint, capacity=job.capacity).models()
     progress = Progress(Console(stderr=True), 1)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mod_export.build_folder.files import write_whole
-from mod_export.build_folder.manifest import MANIFEST
 from mod_export.environment import cache_folder
 from mod_export.errors import UsageError
-from mod_export.sources.checkpoint import sha256_of
+from mod_export.folder.files import write_whole
+from mod_export.folder.manifest import MANIFEST
+from mod_export.model.checkpoint import sha256_of
 from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, log_of, run_cell
 from mod_export.sweep.schema import CellEntry
 

@@ -10,9 +10,9 @@ from typing import TypeVar
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
-from mod_export.plan import check_names
-from mod_export.sources.model import Model, token_ids
-from mod_export.sources.protocol import AdjustableCapacity
+from mod_export.model.model import Model, token_ids
+from mod_export.model.protocol import AdjustableCapacity
+from mod_export.pipeline.plan import check_names
 from mod_export.types import Bucket
 
 Number = TypeVar("Number", int, float)

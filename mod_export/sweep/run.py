@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mod_export.build_folder.files import write_whole
 from mod_export.config import BuildConfig
 from mod_export.environment import describe_machine, package_version, source_digest
 from mod_export.errors import BuildFolderError
-from mod_export.sources.checkpoint import model_from_checkpoint
-from mod_export.sources.model import Model
+from mod_export.folder.files import write_whole
+from mod_export.model.checkpoint import model_from_checkpoint
+from mod_export.model.model import Model
 from mod_export.sweep.cell import CellJob, CellRunner, finished_cell, run_locally
 from mod_export.sweep.findings import findings_of
 from mod_export.sweep.grid import Axes, Cell, cells_of

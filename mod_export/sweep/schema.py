@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, JsonValue
 
-from mod_export.results.base import Result
-from mod_export.results.latency import SpeedupRow
-from mod_export.results.parity import TextQuality
-from mod_export.results.report import ReportedModel
+from mod_export.rows.base import Result
+from mod_export.rows.latency import SpeedupRow
+from mod_export.rows.parity import TextQuality
+from mod_export.rows.report import ReportedModel
 from mod_export.types import DType, Site, site_from_text
 
 SCHEMA_VERSION = 1

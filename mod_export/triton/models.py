@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mod_export.build_folder.manifest import BESIDE_TOKENIZER, MANIFEST
 from mod_export.errors import ModExportError
+from mod_export.folder.manifest import BESIDE_TOKENIZER, MANIFEST
 from mod_export.runtime.deployment import served_engines
 from mod_export.triton.config import ANY, Port, TritonModel, Warmup
 from mod_export.triton.onnx_ports import ports_of

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mod_export.build_folder.files import PARTIAL, replace_file, verify_files
-from mod_export.build_folder.manifest import MANIFEST
 from mod_export.errors import UsageError
+from mod_export.folder.files import PARTIAL, replace_file, verify_files
+from mod_export.folder.manifest import MANIFEST
 from mod_export.runtime.deployment import warn_unverified
 from mod_export.triton.buckets import plan_models, portable_models
 from mod_export.triton.config import TritonModel, config_text

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mod_export.build_folder.manifest import Manifest, open_folder
 from mod_export.errors import UsageError
+from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.runtime.deployment import threads_to_use
 from mod_export.serve import MAX_QUEUE
 

@@ -17,8 +17,8 @@ from typing import Any, Self
 import numpy as np
 
 from mod_export.errors import ModExportError, UsageError
-from mod_export.runtime.generate.generator import load_generator
-from mod_export.runtime.generate.rows import Text
+from mod_export.runtime.generator import load_generator
+from mod_export.runtime.rows import Text
 from mod_export.serve.jobs import ClosingError, Ended, Event, Failed, Job, QueueFullError, WaitedTooLongError
 from mod_export.serve.scheduler import Scheduler
 from mod_export.triton.config import QUEUE_SECONDS

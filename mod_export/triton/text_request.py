@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mod_export.errors import UsageError
-from mod_export.runtime.generate.generator import Generator
-from mod_export.runtime.generate.rows import Text
+from mod_export.runtime.generator import Generator
+from mod_export.runtime.rows import Text
 
 MOST_NEW_TOKENS = 128
 """Where a request does not say how many; fewer where the window has no room for them."""

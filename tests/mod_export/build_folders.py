@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig, toml_from_config
-from mod_export.pipeline import ENGINES, EVIDENCE
-from mod_export.rerun import Rerun
-from mod_export.results.report import Stage
-from mod_export.results.structure import StructureRow
+from mod_export.folder.manifest import read_manifest
+from mod_export.pipeline.build import ENGINES, EVIDENCE
+from mod_export.pipeline.rerun import Rerun
+from mod_export.rows.report import Stage
+from mod_export.rows.structure import StructureRow
 
 STAGES = ("load", *(name for name, _ in (*ENGINES, *EVIDENCE)), "report")
 ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mod_export.export.capture import Captured, captured
-from mod_export.export.weights import state_of
+from mod_export.graph.capture import Captured, captured
+from mod_export.graph.weights import state_of
 from mod_export.types import Bucket, DType
 
 

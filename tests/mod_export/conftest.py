@@ -14,13 +14,13 @@ from command_line import FAST_TOML, FEW_SAMPLES
 from headless_chromium import BROWSER, NAMES, Chromium
 from writing import WRITING_TOML, writing_checkpoint
 
-from mod_export.benchmark import roofline
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.environment import describe_machine
-from mod_export.pipeline import build
-from mod_export.sources.checkpoint import model_from_checkpoint
-from mod_export.sources.model import Model
-from mod_export.sources.request import Request
+from mod_export.measure import roofline
+from mod_export.model.checkpoint import model_from_checkpoint
+from mod_export.model.model import Model
+from mod_export.model.request import Request
+from mod_export.pipeline.build import build
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 

@@ -11,8 +11,8 @@ import pytest
 from sample_rows import causality_row, changed, cost_row, latency_row, parity_row, part_row, speedup_row
 
 from mod_export.report.charts import MODELS
-from mod_export.results.cost import CostRow, PartRow, Roofline
-from mod_export.results.generation import (
+from mod_export.rows.cost import CostRow, PartRow, Roofline
+from mod_export.rows.generation import (
     Compared,
     DecodeRow,
     FirstTokenRow,
@@ -21,8 +21,8 @@ from mod_export.results.generation import (
     StepsCompared,
     TextsRow,
 )
-from mod_export.results.latency import Control, LatencyRow
-from mod_export.results.parity import (
+from mod_export.rows.latency import Control, LatencyRow
+from mod_export.rows.parity import (
     ErrorNumbers,
     InputAgreement,
     LayerAgreement,
@@ -31,8 +31,8 @@ from mod_export.results.parity import (
     RoutingAgreement,
     TextQuality,
 )
-from mod_export.results.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
-from mod_export.results.structure import MapLayer, RoutingMap, StructureRow
+from mod_export.rows.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
+from mod_export.rows.structure import MapLayer, RoutingMap, StructureRow
 from mod_export.types import KINDS, ModelKind
 
 BUCKETS = {"b1s128": 128, "b1s512": 512}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from mod_export.results.base import Result
-from mod_export.results.cost import CostRow, PartRow
-from mod_export.results.latency import Conditions, Control, LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.results.parity import ErrorNumbers, Gate, ParityRow, RoutingAgreement
-from mod_export.results.structure import CausalityRow
+from mod_export.rows.base import Result
+from mod_export.rows.cost import CostRow, PartRow
+from mod_export.rows.latency import Conditions, Control, LatencyRow, PrecisionRow, SpeedupRow
+from mod_export.rows.parity import ErrorNumbers, Gate, ParityRow, RoutingAgreement
+from mod_export.rows.structure import CausalityRow
 
 Row = TypeVar("Row", bound=Result)
 PAIR: dict[str, Any] = {"target": "ort-cpu", "dtype": "float32", "bucket": "b1s512"}

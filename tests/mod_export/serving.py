@@ -13,8 +13,8 @@ from typing import Any
 
 import uvicorn
 
-from mod_export.runtime.generate.generator import Generator
-from mod_export.runtime.generate.rows import Completion
+from mod_export.runtime.generator import Generator
+from mod_export.runtime.rows import Completion
 from mod_export.serve.app import create_app
 from mod_export.serve.connection import Connection
 from mod_export.serve.jobs import Ended, Event, Failed, Job

@@ -24,12 +24,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import mod_export
-from mod_export.build_folder.manifest import open_folder
 from mod_export.errors import ModExportError, UsageError
-from mod_export.rerun import bench_folder, validate_folder
-from mod_export.results.latency import LatencyRow
-from mod_export.results.report import BuildReport, report_from_json
-from mod_export.results.structure import StructureRow
+from mod_export.folder.manifest import open_folder
+from mod_export.pipeline.rerun import bench_folder, validate_folder
+from mod_export.rows.latency import LatencyRow
+from mod_export.rows.report import BuildReport, report_from_json
+from mod_export.rows.structure import StructureRow
 
 TOML = f"""
 targets = ["ort-cpu"]

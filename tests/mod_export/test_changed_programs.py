@@ -12,8 +12,8 @@ import pytest
 from command_line import FEW_SAMPLES, invoke, refused, toml_file
 from foreign_models import made, token_ids
 
-import mod_export.rerun
-from mod_export.build_folder.programs import read_arrays, write_arrays
+import mod_export.pipeline.rerun
+from mod_export.folder.programs import read_arrays, write_arrays
 
 GRAPH, SAMPLES, CONSTANTS = (f"programs/mod-{name}" for name in ("b1s8.json", "samples.npz", "constants.npz"))
 
@@ -91,6 +91,6 @@ def test_other_bugs_are_not_blamed_on_the_folder(copied: Path, monkeypatch: pyte
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("mod_export.stages.validate._candidates", broken)
+    monkeypatch.setattr("mod_export.pipeline.validate._candidates", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        mod_export.rerun.validate_folder(copied, None, ())
+        mod_export.pipeline.rerun.validate_folder(copied, None, ())

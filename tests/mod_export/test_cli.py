@@ -17,11 +17,11 @@ import click
 import pytest
 from command_line import FAST_TOML, command, invoke, toml_file
 
-from mod_export.build_folder.manifest import read_manifest
 from mod_export.cli import cli
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import ENGINES
-from mod_export.results.report import report_from_json
+from mod_export.folder.manifest import read_manifest
+from mod_export.rows.report import report_from_json
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 
 MAIN = [sys.executable, "-c", "from mod_export.cli import main; main()"]

@@ -251,7 +251,8 @@ def _is_section(item: object) -> bool:
 
 
 def test_no_tolerance_stands_in_code() -> None:
-    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "validate").glob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "judge").glob("*.py")]
+    assert trees
     numbers = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     # Two is the base of what floats are made of.
     assert {number for number in numbers if isinstance(number, float)} <= {0.0, 1.0, 2.0}

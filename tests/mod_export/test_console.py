@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from mod_export.console import Progress
-from mod_export.results.report import Stage
+from mod_export.rows.report import Stage
 
 BUILT = Stage(name="onnx", status="built", seconds=21.04, peak_rss_bytes=448 * 2**20)
 REUSED = Stage(name="passes", status="reused", seconds=0.0, peak_rss_bytes=None)

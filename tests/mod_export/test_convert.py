@@ -17,11 +17,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 
 import mod_export
-from mod_export.build_folder.manifest import read_manifest
 from mod_export.errors import CheckpointError
-from mod_export.runtime.generate.generator import load_generator
-from mod_export.sources import checkpoint
-from mod_export.sources.checkpoint import convert, write_companions
+from mod_export.folder.manifest import read_manifest
+from mod_export.model import checkpoint
+from mod_export.model.checkpoint import convert, write_companions
+from mod_export.runtime.generator import load_generator
 from mod_models.checkpoint import load_checkpoint
 from mod_models.convert.dialects import DIALECTS
 

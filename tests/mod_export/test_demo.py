@@ -12,8 +12,8 @@ from observing import observed
 from mod_export.cli import cli
 from mod_export.cli.demo import demo_checkpoint, next_steps, timed_checkpoint
 from mod_export.errors import CheckpointError
-from mod_export.sources import checkpoint as model
-from mod_export.sources.checkpoint import model_from_checkpoint
+from mod_export.model import checkpoint as model
+from mod_export.model.checkpoint import model_from_checkpoint
 
 
 def test_the_shipped_checkpoint_is_trained() -> None:

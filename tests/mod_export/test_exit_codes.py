@@ -14,8 +14,8 @@ import pytest
 from build_folders import STAGES
 from command_line import FAST_TOML, commands, invoke, raw_checkpoint, toml_file
 
-from mod_export.build_folder.workspace import read_manifest
-from mod_export.results.report import report_from_json
+from mod_export.folder.workspace import read_manifest
+from mod_export.rows.report import report_from_json
 from mod_models.checkpoint import load_checkpoint
 
 PLUGIN = '''

@@ -17,12 +17,12 @@ from tiny_models import distinct_ids, lively_checkpoint, make_spec
 from variants import VARIANTS, experts
 
 import mod_export
-from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
-from mod_export.pipeline import build
-from mod_export.results.report import BuildReport
-from mod_export.sources.request import Request
+from mod_export.folder.manifest import open_folder
+from mod_export.model.request import Request
+from mod_export.pipeline.build import build
+from mod_export.rows.report import BuildReport
 from mod_models.checkpoint import save_checkpoint
 from mod_models.spec import EveryNth, ModelSpec
 

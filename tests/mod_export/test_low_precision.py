@@ -12,14 +12,14 @@ import pytest
 from build_folders import Silent, changed
 
 import mod_export
-from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig
 from mod_export.errors import TargetError
-from mod_export.pipeline import build
+from mod_export.folder.manifest import read_manifest
+from mod_export.model.request import Request
+from mod_export.pipeline.build import build
+from mod_export.pipeline.rerun import validate_folder
 from mod_export.report import render_html, render_text
-from mod_export.rerun import validate_folder
-from mod_export.results.report import BuildReport
-from mod_export.sources.request import Request
+from mod_export.rows.report import BuildReport
 from mod_export.types import DType
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec

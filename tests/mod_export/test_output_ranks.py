@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mod_export
 from mod_export.api import build
-from mod_export.build_folder.manifest import open_folder
+from mod_export.folder.manifest import open_folder
 from mod_export.triton.config import TritonModel, config_text
 from mod_export.triton.onnx_ports import ports_of
 

@@ -13,16 +13,16 @@ import torch
 from build_folders import Silent, changed
 
 import mod_export
-from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import BuildConfig
-from mod_export.pipeline import build
+from mod_export.folder.manifest import read_manifest
+from mod_export.model.checkpoint import model_from_checkpoint
+from mod_export.model.request import Request
+from mod_export.pipeline.build import build
+from mod_export.pipeline.rerun import validate_folder
 from mod_export.report import render_html
 from mod_export.report.summary import samplings
-from mod_export.rerun import validate_folder
-from mod_export.results.report import BuildReport
-from mod_export.results.structure import CausalityRow
-from mod_export.sources.checkpoint import model_from_checkpoint
-from mod_export.sources.request import Request
+from mod_export.rows.report import BuildReport
+from mod_export.rows.structure import CausalityRow
 from mod_export.types import Outputs
 
 SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 12, 16)}

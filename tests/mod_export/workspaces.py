@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mod_export.build_folder.workspace import Workspace
+from mod_export.folder.workspace import Workspace
 
 STEPS = ("one", "two", "three")
 
@@ -42,7 +42,7 @@ def in_process(root: Path, code: str, wait_for: str = "", **options: Any) -> sub
     lines = [
         "import os, signal, sys, time",
         "from pathlib import Path",
-        "from mod_export.build_folder.workspace import Workspace",
+        "from mod_export.folder.workspace import Workspace",
     ]
     # Whoever started the tests may have had this signal ignored, and that is inherited.
     lines.append("signal.signal(signal.SIGINT, signal.default_int_handler)")

@@ -9,8 +9,8 @@ import numpy as np
 from command_line import FEW_SAMPLES
 from tiny_models import lively_checkpoint
 
-from mod_export.sources.model import Model
-from mod_export.sources.protocol import GeneratingModel
+from mod_export.model.model import Model
+from mod_export.model.protocol import GeneratingModel
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 

@@ -15,8 +15,8 @@ from triton_server import WINDOW, Serve, TritonServer, backends
 from writing import SPEC
 
 from mod_export.config import config_from_toml
-from mod_export.pipeline import build
-from mod_export.sources.request import Request
+from mod_export.model.request import Request
+from mod_export.pipeline.build import build
 from mod_models.checkpoint import save_checkpoint
 
 CONFIG_TOML = f"""

@@ -21,7 +21,7 @@ import tritonclient.grpc as grpc
 from triton_server import WINDOW, Serve, TritonServer
 
 import mod_export
-from mod_export.runtime.generate.generator import Generator
+from mod_export.runtime.generator import Generator
 
 pytestmark = [
     pytest.mark.triton,

@@ -14,18 +14,18 @@ from captures import captured_module, ports
 
 import mod_export
 import mod_models
-from mod_export.benchmark.model_parts import ms_by_part, part_of_kernel
 from mod_export.config import config_from_toml
 from mod_export.engines import inductor
 from mod_export.engines.inductor import Inductor, calls_of_package, kernels_of_calls
 from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
-from mod_export.export.weights import state_of, write_weights
+from mod_export.graph.weights import state_of, write_weights
+from mod_export.judge.inputs import parity_batches
+from mod_export.judge.parity import compare_runner, slack_of
+from mod_export.judge.parity_row import judge
+from mod_export.judge.reference import Reference
+from mod_export.measure.model_parts import ms_by_part, part_of_kernel
 from mod_export.types import Bucket, Engine, Graph, Variant
-from mod_export.validate.inputs import parity_batches
-from mod_export.validate.parity import compare_runner, slack_of
-from mod_export.validate.parity_row import judge
-from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec

@@ -23,12 +23,12 @@ from mod_export.engines.inductor import Inductor
 from mod_export.engines.inductor_cuda import CudaRunner, InductorCuda, check_architecture, gpu_problem, placed
 from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
-from mod_export.export.weights import state_of, write_weights
+from mod_export.graph.weights import state_of, write_weights
+from mod_export.judge.inputs import parity_batches
+from mod_export.judge.parity import compare_runner, slack_of
+from mod_export.judge.parity_row import judge
+from mod_export.judge.reference import Reference
 from mod_export.types import Bucket, Engine, Graph, Variant
-from mod_export.validate.inputs import parity_batches
-from mod_export.validate.parity import compare_runner, slack_of
-from mod_export.validate.parity_row import judge
-from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec

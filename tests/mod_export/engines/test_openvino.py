@@ -23,12 +23,12 @@ from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import BindableRunner, EngineJob, Port
 from mod_export.environment import cpu_features
 from mod_export.errors import EngineError, TargetError
-from mod_export.export.nodes import graph_from_file
-from mod_export.export.weights import WeightsFile
+from mod_export.graph.nodes import graph_from_file
+from mod_export.graph.weights import WeightsFile
+from mod_export.judge.near_ties import batches_of
+from mod_export.judge.parity import judge_runner
+from mod_export.judge.reference import Reference
 from mod_export.types import Bucket, DType, Engine, Role, Variant
-from mod_export.validate.near_ties import batches_of
-from mod_export.validate.parity import judge_runner
-from mod_export.validate.reference import Reference
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec

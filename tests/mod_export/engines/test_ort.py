@@ -18,7 +18,7 @@ from mod_export.engines.ort import OrtCpu, OrtCuda, kernels_from_trace
 from mod_export.engines.ort_session import CPU, session_from_onnx
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.sources.model import tokens_sample
+from mod_export.model.model import tokens_sample
 from mod_export.types import Bucket, Engine, Graph, Kernel, ModelKind, Variant
 
 BUCKET = Bucket(1, 64)

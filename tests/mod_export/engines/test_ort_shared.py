@@ -14,7 +14,6 @@ import pytest
 import torch
 from small_graphs import parsed
 
-from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
 from mod_export.engines import ort_shared
 from mod_export.engines.ort import OrtCpu
@@ -22,7 +21,8 @@ from mod_export.engines.ort_c import OrtC, ort_c
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.ort_shared import SharedRunner, shared_runner
 from mod_export.errors import EngineError
-from mod_export.export.weights import WeightsFile, bind_weights, write_weights
+from mod_export.folder.manifest import open_folder
+from mod_export.graph.weights import WeightsFile, bind_weights, write_weights
 from mod_export.types import Bucket, Engine
 
 ROOM = 0.1

@@ -17,7 +17,7 @@ from mod_export.engines.ort_session import CPU, BoundRunner, OrtRunner, session_
 from mod_export.engines.ort_shared import SharedRunner, shared_runner
 from mod_export.engines.protocol import BindableRunner, EngineRunner, Port
 from mod_export.errors import EngineError
-from mod_export.export.weights import WeightsFile, bind_weights, write_weights
+from mod_export.graph.weights import WeightsFile, bind_weights, write_weights
 
 GRAPH = """g (float[2,3] x, int64[2] i) => (float[2,3] y, int64[2] j, bool[2] b)
 <float[4,3] w = {0,1,2,3,4,5,6,7,8,9,10,11}>

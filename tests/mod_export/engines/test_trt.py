@@ -18,7 +18,7 @@ from mod_export.engines import protocol, trt
 from mod_export.engines.protocol import EngineJob
 from mod_export.engines.trt import TensorRT, TensorRTRTX, runner_from_engine
 from mod_export.errors import EngineError, GraphError, TargetError
-from mod_export.export.passes import PORTABLE, run_passes
+from mod_export.graph.passes import PORTABLE, run_passes
 from mod_export.types import FLOAT_DTYPES, DType, Engine, Variant
 
 GPU = {

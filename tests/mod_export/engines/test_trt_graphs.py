@@ -15,8 +15,8 @@ from small_graphs import make_model, parsed
 from step_graphs import prefill_graph, step_graph
 
 from mod_export.errors import EngineError
-from mod_export.export.dialect import check_dialect
-from mod_export.export.passes import run_passes
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.passes import run_passes
 from mod_export.types import FLOAT_DTYPES, Bucket, DType, Graph
 from mod_models.spec import ModelSpec, RoutingSpec
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from mod_export.inspect.layers import Layers, layers_of
-from mod_export.sources.checkpoint import model_from_weights
-from mod_export.sources.model import Model
+from mod_export.model.checkpoint import model_from_weights
+from mod_export.model.model import Model
 from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec

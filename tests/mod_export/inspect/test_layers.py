@@ -22,7 +22,7 @@ from mod_export.inspect.layers import (
     share_of,
     tokens_text,
 )
-from mod_export.sources.model import Model
+from mod_export.model.model import Model
 from mod_export.types import Bucket
 
 ALL = ["dense", "experts", "routed", "routed apart", "staged MoDE", "threshold"]

@@ -13,7 +13,7 @@ from report_pages import drawn, told
 from mod_export.inspect.layers import Layers
 from mod_export.inspect.page import MOST_SITES, flops_chart, flops_scale, render_html
 from mod_export.inspect.routed_text import RoutedText, routed_text
-from mod_export.sources.model import Model
+from mod_export.model.model import Model
 
 Loaded = Callable[[str], Model]
 Found = Callable[[str], Layers]

@@ -15,8 +15,8 @@ from mod_export.errors import UsageError
 from mod_export.inspect.layers import Layers
 from mod_export.inspect.picture import check_matplotlib, render_png
 from mod_export.inspect.routed_text import RoutedText, routed_text
+from mod_export.model.model import Model
 from mod_export.report.pages import light_colours
-from mod_export.sources.model import Model
 
 Loaded = Callable[[str], Model]
 

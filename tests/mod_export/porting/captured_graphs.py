@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from torch import Tensor, nn
 
-from mod_export.export.capture import captured
-from mod_export.export.onnx_export import onnx_from_captured
-from mod_export.export.passes import PORTABLE, run_passes
-from mod_export.export.routing_sites import RoutingSite
-from mod_export.export.weights import state_of
+from mod_export.graph.capture import captured
+from mod_export.graph.onnx_export import onnx_from_captured
+from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.graph.routing_sites import RoutingSite
+from mod_export.graph.weights import state_of
 
 
 def portable(

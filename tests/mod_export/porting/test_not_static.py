@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mod_export.errors import CaptureError
-from mod_export.export import not_static
-from mod_export.export.capture import captured, exported, prove_static
+from mod_export.graph import not_static
+from mod_export.graph.capture import captured, exported, prove_static
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[2] / "docs/porting.md"

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import mod_models
 from mod_export import mark_selection
 from mod_export.errors import CaptureError
-from mod_export.export.capture import captured, prove_static
+from mod_export.graph.capture import captured, prove_static
 
 PAGE = Path(__file__).parents[3] / "docs/porting.md"
 S, TEXTS = 16, 4

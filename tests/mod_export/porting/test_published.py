@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import mod_export
 from mod_export.engines import ENGINES
 from mod_export.errors import CaptureError
-from mod_export.export.capture import exported, prove_static
-from mod_export.export.dialect import check_dialect
-from mod_export.export.passes import run_passes
-from mod_export.export.routing_sites import SiteRun, run_sites
+from mod_export.graph.capture import exported, prove_static
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.passes import run_passes
+from mod_export.graph.routing_sites import SiteRun, run_sites
 from mod_export.types import Site
 
 B, S = 2, 16

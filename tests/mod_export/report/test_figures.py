@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from report_pages import Page, drawn, paths, told
 from sample_rows import changed, cost_row, latency_row
 
-from mod_export.benchmark.model_parts import PARTS
+from mod_export.measure.model_parts import PARTS
 from mod_export.report.charts import CLOCK_MS, axis_from_zero
 from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
 from mod_export.report.parity_figures import (
@@ -33,9 +33,9 @@ from mod_export.report.speed_figures import (
     step_figure,
 )
 from mod_export.report.summary import Found, settings_of
-from mod_export.results.generation import DecodeRow
-from mod_export.results.report import BuildReport
-from mod_export.results.structure import MapLayer, RoutingMap
+from mod_export.rows.generation import DecodeRow
+from mod_export.rows.report import BuildReport
+from mod_export.rows.structure import MapLayer, RoutingMap
 
 
 def in_lanes(html: str, kind: str) -> list[dict[str, float]]:

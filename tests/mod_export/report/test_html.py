@@ -17,10 +17,10 @@ from sample_rows import changed, parity_row, precision_row
 
 from mod_export.report import render_html
 from mod_export.report.wording import interval_text
-from mod_export.results.failures import FailedRow
-from mod_export.results.generation import GenerationReport
-from mod_export.results.parity import InputAgreement
-from mod_export.results.report import BuildReport
+from mod_export.rows.failures import FailedRow
+from mod_export.rows.generation import GenerationReport
+from mod_export.rows.parity import InputAgreement
+from mod_export.rows.report import BuildReport
 
 
 def words(html: str) -> str:

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import sys
-import mod_export.benchmark.latency, mod_export.benchmark.verdict, mod_export.report
+import mod_export.measure.latency, mod_export.measure.verdict, mod_export.report
 heavy = {"torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx"}
 heavy &= sys.modules.keys()
 sys.exit(f"imported {sorted(heavy)}" if heavy else 0)

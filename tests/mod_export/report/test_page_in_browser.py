@@ -11,7 +11,7 @@ from headless_chromium import DESK, PHONE, Chromium
 from sample_report import renamed
 
 from mod_export.report import render_html
-from mod_export.results.report import BuildReport
+from mod_export.rows.report import BuildReport
 
 Opened = Callable[..., Chromium]
 

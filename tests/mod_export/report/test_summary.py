@@ -7,7 +7,7 @@ import math
 from sample_rows import changed, precision_row
 
 from mod_export.report.summary import deployments, gains, precisions, samplings, settings_of, untried_targets
-from mod_export.results.report import BuildReport
+from mod_export.rows.report import BuildReport
 
 
 def test_settings_are_joined_by_target_bucket_and_dtype(report: BuildReport) -> None:

@@ -14,12 +14,12 @@ from sample_rows import causality_row, changed, parity_row, precision_row
 
 from mod_export.report import print_report, render_text
 from mod_export.report.text import render_bench, render_validation
-from mod_export.results.base import PairRow
-from mod_export.results.generation import GenerationReport
-from mod_export.results.latency import Control
-from mod_export.results.parity import ErrorNumbers, ParityRow, RoutingAgreement, TextQuality
-from mod_export.results.report import BuildReport, Verdict
-from mod_export.results.structure import StructureRow
+from mod_export.rows.base import PairRow
+from mod_export.rows.generation import GenerationReport
+from mod_export.rows.latency import Control
+from mod_export.rows.parity import ErrorNumbers, ParityRow, RoutingAgreement, TextQuality
+from mod_export.rows.report import BuildReport, Verdict
+from mod_export.rows.structure import StructureRow
 
 GOLDENS = Path(__file__).parent / "goldens"
 

@@ -18,14 +18,14 @@ from build_folders import file_entry, rewrite_manifest
 from graph_folders import job_of
 
 import mod_export
-from mod_export.build_folder.manifest import open_folder
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.ort_shared import SharedRunner
 from mod_export.environment import usable_cores
 from mod_export.errors import BuildFolderError, TargetError, UsageError
+from mod_export.folder.manifest import open_folder
+from mod_export.model.model import Model
 from mod_export.runtime.deployment import Deployment, runnable_engines
-from mod_export.sources.model import Model
 from mod_export.types import Bucket, Variant, graph_of
 
 TOLERANCE = 1e-5

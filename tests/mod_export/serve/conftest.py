@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from serving import Server, serving
 
-from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_export.runtime.generator import Generator, load_generator
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from serving import Server, serving
 from tokenizer_folders import write_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mod_export.runtime.generate.generator import Generator, load_generator
+from mod_export.runtime.generator import Generator, load_generator
 from mod_export.serve.service import Writing
 
 pytestmark = pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")

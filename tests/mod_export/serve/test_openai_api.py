@@ -16,8 +16,8 @@ import pytest
 from serving import PATIENCE_S, Server, held, serving
 from writing import WINDOW
 
-from mod_export.runtime.generate.generator import Generator
-from mod_export.runtime.generate.rows import Text
+from mod_export.runtime.generator import Generator
+from mod_export.runtime.rows import Text
 
 PROMPT = "def main("
 

@@ -18,9 +18,9 @@ from serving import PATIENCE_S, Events, held, submitted
 from writing import WINDOW, prompts_of_lengths
 
 from mod_export.errors import EngineError, UsageError
-from mod_export.runtime.generate.decoder import Decoder, Prompts
-from mod_export.runtime.generate.generator import Generator, load_generator
-from mod_export.runtime.generate.rows import Text
+from mod_export.runtime.decoder import Decoder, Prompts
+from mod_export.runtime.generator import Generator, load_generator
+from mod_export.runtime.rows import Text
 from mod_export.serve.jobs import ClosingError, Ended, Event, QueueFullError, WaitedTooLongError
 from mod_export.serve.scheduler import Scheduler
 

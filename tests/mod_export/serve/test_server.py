@@ -24,7 +24,7 @@ from mod_export.serve import server as server_module
 
 SLOW_STEPS = """
 import time
-from mod_export.runtime.generate.decoder import Decoder
+from mod_export.runtime.decoder import Decoder
 step = Decoder.step
 def slow(self, *arguments):
     time.sleep({seconds})
@@ -153,9 +153,7 @@ def test_killed_it_starts_again_on_the_same_port(written: Path) -> None:
 
 def test_a_thread_that_has_ended_ends_the_server(written: Path) -> None:
     """So whoever supervises it starts another one."""
-    broken = (
-        "from mod_export.runtime.generate.rows import Rows\ndef step(self): raise ZeroDivisionError\nRows.step = step"
-    )
+    broken = "from mod_export.runtime.rows import Rows\ndef step(self): raise ZeroDivisionError\nRows.step = step"
     with command(written, code=broken) as (process, url):
         answer = httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S)
         assert answer.status_code == 500
@@ -165,11 +163,11 @@ def test_a_thread_that_has_ended_ends_the_server(written: Path) -> None:
 def test_an_engine_that_keeps_failing_ends_the_server(written: Path) -> None:
     broken = """
 from mod_export.errors import EngineError
-from mod_export.runtime.generate.decoder import Decoder
+from mod_export.runtime.decoder import Decoder
 def step(self, *arguments): raise EngineError("it is broken")
 def read(self, *arguments): raise EngineError("it is broken")
 Decoder.step = step
-from mod_export.runtime.generate.decoder import Prompts
+from mod_export.runtime.decoder import Prompts
 Prompts.read = read
 """
     with command(written, code=broken) as (process, url):

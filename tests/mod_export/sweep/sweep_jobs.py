@@ -10,7 +10,7 @@ import psutil
 
 from mod_export.config import config_from_toml
 from mod_export.environment import source_digest
-from mod_export.sources.checkpoint import sha256_of
+from mod_export.model.checkpoint import sha256_of
 from mod_export.sweep.cell import CellJob
 
 PATIENCE_S = 60

@@ -17,9 +17,9 @@ import pytest
 import torch
 from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
 
-from mod_export.build_folder.files import write_whole
-from mod_export.sources.checkpoint import model_from_checkpoint
-from mod_export.sources.model import Model
+from mod_export.folder.files import write_whole
+from mod_export.model.checkpoint import model_from_checkpoint
+from mod_export.model.model import Model
 from mod_export.sweep.cell import (
     QUALITY_TOKENS,
     finished_cell,

@@ -10,9 +10,9 @@ import pytest
 from command_line import command
 from sweep_jobs import job_of
 
-from mod_export.build_folder.workspace import Workspace
 from mod_export.errors import UsageError
-from mod_export.sources.checkpoint import sha256_of
+from mod_export.folder.workspace import Workspace
+from mod_export.model.checkpoint import sha256_of
 from mod_export.sweep.cluster import cell_on_node, packed_checkpoint, run_on_cluster
 from mod_export.sweep.schema import CellEntry, SweepReport
 from mod_models.checkpoint import load_checkpoint, save_checkpoint

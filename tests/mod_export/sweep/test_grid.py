@@ -12,8 +12,8 @@ from packages import WithoutBaseline
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
-from mod_export.sources.checkpoint import model_from_checkpoint
-from mod_export.sources.model import Model
+from mod_export.model.checkpoint import model_from_checkpoint
+from mod_export.model.model import Model
 from mod_export.sweep.grid import Axes, Cell, cells_of
 from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint, save_checkpoint

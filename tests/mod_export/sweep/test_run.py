@@ -13,9 +13,9 @@ import pytest
 from command_line import invoke
 from rich.console import Console
 
-from mod_export.build_folder.manifest import read_manifest
 from mod_export.config import config_from_toml
-from mod_export.results.report import report_from_json
+from mod_export.folder.manifest import read_manifest
+from mod_export.rows.report import report_from_json
 from mod_export.sweep.grid import Axes
 from mod_export.sweep.run import exit_code_of, sweep
 from mod_export.sweep.schema import CellEntry, SweepReport

@@ -10,9 +10,9 @@ import pytest
 from click.testing import Result
 from command_line import invoke
 
-from mod_export.build_folder.files import entry_of
-from mod_export.build_folder.manifest import read_manifest
-from mod_export.build_folder.workspace import amend
+from mod_export.folder.files import entry_of
+from mod_export.folder.manifest import read_manifest
+from mod_export.folder.workspace import amend
 from mod_export.types import Bucket
 
 Command = Callable[..., Result]

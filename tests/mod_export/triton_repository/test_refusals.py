@@ -10,8 +10,8 @@ import pytest
 from build_folders import flip
 from command_line import refused
 
-from mod_export.build_folder.manifest import read_manifest
-from mod_export.build_folder.workspace import amend
+from mod_export.folder.manifest import read_manifest
+from mod_export.folder.workspace import amend
 from mod_export.triton.repository import MARKER
 
 MISSED = "routing agreement of 12.0 %, expected 99.0 %"

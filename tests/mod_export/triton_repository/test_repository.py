@@ -15,9 +15,9 @@ from tokenizer_folders import write_folder
 from tritonclient.grpc import model_config_pb2
 
 import mod_export
-from mod_export.build_folder.files import entry_of
-from mod_export.build_folder.manifest import read_manifest
-from mod_export.build_folder.workspace import amend
+from mod_export.folder.files import entry_of
+from mod_export.folder.manifest import read_manifest
+from mod_export.folder.workspace import amend
 from mod_export.triton.repository import MARKER
 
 LIMITS = ("--max-queue", 5, "--instances", 2, "--threads", 1)

@@ -12,7 +12,7 @@ from writing import WINDOW
 
 import mod_export
 from mod_export.errors import UsageError
-from mod_export.runtime.generate.generator import Generator
+from mod_export.runtime.generator import Generator
 from mod_export.triton.text_request import texts_of
 
 

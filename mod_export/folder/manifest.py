@@ -1,0 +1,234 @@
+"""manifest.json: what a build folder holds, what it was made from, and the hash of every file.
+
+While a build runs the manifest holds its steps (`workspace.py`). A finished build adds the facts that `load`,
+`validate` and `bench` need without the checkpoint: `Manifest`. They are checked once, when the folder is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from mod_export.config import BuildConfig
+from mod_export.errors import BuildFolderError
+from mod_export.folder.files import FileEntry, verify_files
+from mod_export.folder.programs import PROGRAM, program_files
+from mod_export.rows.cost import CostRow, Work
+from mod_export.rows.failures import FailedRow
+from mod_export.rows.generation import StepBytes
+from mod_export.rows.serving import Measured
+from mod_export.types import Bucket, DType, Engine, Graph, ModelKind, SiteKey, graph_of
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+"""Of a model whose ids are not bytes: beside its weights, as in Hugging Face folders, and in its build folder."""
+BESIDE_TOKENIZER = (
+    "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+"""What says how the tokenizer of a Hugging Face folder is used; kept with it where it is there."""
+FORMAT = "mod-export build folder"
+FORMAT_VERSION = 3
+CHECKSUM = "checksum"
+EMPTY: Mapping[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "steps": {}}
+"""The manifest of a folder in which nothing has been built."""
+REPORT_FILES = ("report.json", "report.html")
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelFacts(_Facts):
+    """The model or its dense baseline: where it came from, and what its reference is rebuilt from.
+
+    Attributes:
+        checkpoint_sha256: of the file, or of the folder's files.
+        spec: as plain data, with a capacity that was replaced.
+        vocab_size: of a model of token ids, else None.
+        weights: the folder's float32 weights file.
+        tensors: names of this model's tensors in that file.
+    """
+
+    name: str
+    architecture: str
+    checkpoint_sha256: str
+    spec: dict[str, JsonValue]
+    vocab_size: int | None
+    weights: str
+    tensors: tuple[str, ...]
+
+
+class GenerationFacts(_Facts):
+    """What writing text needs to know.
+
+    Attributes:
+        window: the longest text in tokens.
+        sites: model -> its routing sites, in the order of the columns of a cache's counts.
+        capacity: routing site -> how many tokens of a text it selects at most.
+        kv_bytes: model -> length of a cache -> float32 bytes of the keys and values of one row.
+        step_bytes: decode bucket -> dtype -> model -> bytes that a step has to read.
+    """
+
+    window: int
+    sites: dict[ModelKind, tuple[SiteKey, ...]]
+    capacity: dict[SiteKey, int]
+    kv_bytes: dict[ModelKind, dict[int, int]]
+    step_bytes: dict[str, dict[DType, dict[ModelKind, StepBytes]]]
+
+
+class Manifest(_Facts):
+    """A finished build folder.
+
+    Attributes:
+        command: that built it, as typed; None where nothing was typed.
+        models: `mod`, and `dense` if there is a dense baseline.
+        buckets: of whole rows, ascending.
+        weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor in the file's dtype.
+        exporters: versions that an exported graph depends on.
+        verified: whether its engines were judged: not where it was built without evidence, before it is validated.
+        refused: engine or graph that missed a gate -> the reasons; `load` does not serve it.
+        measured: how fast engines were, from which `load` chooses where no target is named.
+        generation: what writing text needs, or the reason why the folder cannot.
+        tokenizer: `bytes`, a file of the folder, or None where ids stand for no text.
+        cost: FLOPs and bytes of every portable graph of whole rows.
+        work: engine -> work of its graph, for profiles.
+        failed: what was wanted and could not be built.
+        config: the resolved configuration.
+    """
+
+    command: str | None = None
+    models: dict[ModelKind, ModelFacts]
+    buckets: tuple[Bucket, ...]
+    graphs: tuple[Graph, ...]
+    engines: tuple[Engine, ...]
+    weight_digests: dict[str, dict[str, str]]
+    exporters: dict[str, str | None]
+    verified: bool
+    refused: dict[str, tuple[str, ...]]
+    measured: tuple[Measured, ...] = ()
+    generation: GenerationFacts | str
+    tokenizer: str | None
+    cost: tuple[CostRow, ...]
+    work: dict[str, tuple[Work, ...]]
+    failed: tuple[FailedRow, ...] = ()
+    config: BuildConfig
+    versions: dict[str, str | None]
+    files: dict[str, FileEntry]
+
+    def entries(self, paths: Iterable[str]) -> dict[str, FileEntry]:
+        """The entries of some of its files."""
+        return {path: self.files[path] for path in paths}
+
+
+def open_folder(root: Path, *, verify: bool = True) -> Manifest:
+    """The manifest of a finished build folder; with `verify`, its files are compared with their hashes.
+
+    Raises:
+        BuildFolderError: not a build folder, unfinished, of another release, damaged, or contradicting itself.
+    """
+    data = read_manifest(root)
+    if "files" not in data:
+        raise BuildFolderError(f"{root}: the build was not finished; run the same build again, it resumes")
+    try:
+        manifest = Manifest.model_validate({name: value for name, value in data.items() if name not in EMPTY})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BuildFolderError(
+            f"{root / MANIFEST}: not as this release writes it ({where}: {first['msg']}); open it with the release "
+            f"that built it ({_builder(data)}), or build again"
+        ) from error
+    problems = _contradictions(manifest)
+    if problems:
+        raise BuildFolderError(f"{root / MANIFEST}: contradicts itself: {'; '.join(problems)}; build again")
+    if verify:
+        verify_files(root, manifest.files)
+    return manifest
+
+
+def _contradictions(manifest: Manifest) -> list[str]:
+    """Nothing that is listed in one part may be missing in another, or it would not be judged."""
+    files, engines, graphs = manifest.files, manifest.engines, manifest.graphs
+    listed = {*(graph.path for graph in graphs), *(path for engine in engines for path in engine.files)}
+    listed |= {*manifest.weight_digests, *(facts.weights for facts in manifest.models.values())}
+    for kind, facts in manifest.models.items():
+        buckets = facts.spec.get("buckets")
+        if facts.architecture == PROGRAM and isinstance(buckets, list):
+            listed.update(program_files(kind, map(str, buckets)))
+    kinds = dict.fromkeys(["mod", *(graph.model for graph in graphs), *(engine.model for engine in engines)])
+    problems = [f"{kind} is not described" for kind in kinds if kind not in manifest.models]
+    problems += [f"{path} is no file of it" for path in sorted(listed - files.keys())]
+    problems += [
+        f"{one.path} has no weights file" for one in engines if one.weights is None and one.path.endswith(".onnx")
+    ]
+    known = {*REPORT_FILES, TOKENIZER, *BESIDE_TOKENIZER}
+    problems += [f"{path} is nothing that it describes" for path in sorted(files.keys() - listed - known)]
+    for engine in engines:
+        graph = graph_of(engine, graphs)
+        if graph is None:
+            problems.append(f"{engine.path} was built from no graph of it")
+        elif engine.path.endswith(".onnx") and graph.dtype != engine.dtype:
+            problems.append(f"{engine.path} is listed as {engine.dtype} and its graph as {graph.dtype}")
+    return problems
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """The manifest as JSON, of an unfinished folder too, without its checksum.
+
+    Raises:
+        BuildFolderError: no build folder, a damaged manifest, or one of another format version.
+    """
+    try:
+        data = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise BuildFolderError(f"{root}: no {MANIFEST} here, so this is not a build folder of mod-export") from None
+    except OSError as error:
+        raise BuildFolderError(f"{root / MANIFEST}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise BuildFolderError(f"{root / MANIFEST}: damaged ({error}); delete the folder and build again") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("steps"), dict):
+        raise BuildFolderError(f"{root / MANIFEST}: not a manifest of mod-export; name another folder")
+    _check_version(root, data)
+    if data.pop(CHECKSUM, None) != checksum(data):
+        raise BuildFolderError(
+            f"{root / MANIFEST}: has been changed since it was written; delete the folder and build again"
+        )
+    return data
+
+
+def _check_version(root: Path, data: Mapping[str, Any]) -> None:
+    version = data.get("format_version")
+    if version == FORMAT_VERSION:
+        return
+    if not isinstance(version, int):
+        raise BuildFolderError(f"{root / MANIFEST}: damaged (no format version); delete the folder and build again")
+    if version < FORMAT_VERSION:
+        raise BuildFolderError(
+            f"{root}: format version {version}, written by {_builder(data)}; this release reads version "
+            f"{FORMAT_VERSION}: delete the folder and build again ({data.get('command') or 'mod-export build MODEL'})"
+        )
+    raise BuildFolderError(
+        f"{root}: format version {version}, and this release reads {FORMAT_VERSION}; it needs a newer mod-export"
+    )
+
+
+def _builder(data: Mapping[str, Any]) -> str:
+    versions = data.get("versions")
+    version = versions.get("mod_export") if isinstance(versions, dict) else None
+    return f"mod-export {str(version).split('+')[0]}" if version else "another release"
+
+
+def with_checksum(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest as it is written."""
+    return {**data, CHECKSUM: checksum(data)}
+
+
+def checksum(data: Any) -> str:
+    """SHA-256 of plain data, as JSON gives it back: numbers as keys become text, which sorts differently."""
+    data = json.loads(json.dumps(data))
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

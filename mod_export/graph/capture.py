@@ -1,0 +1,232 @@
+"""Captures a model as one graph of static shape: proven whole by torch.compile, then exported by torch.export.
+
+Nothing is captured on the meta device, although skeletons are built there: torch gives tensors of that device other
+strides than those of the CPU (attention returns another layout), and `view` depends on strides. So tensors on the meta
+device stand for tensors on the CPU whose values are not known, torch's fake tensors, which take no memory either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from mod_export.errors import CaptureError
+from mod_export.graph.find_sites import mark_found_sites
+from mod_export.graph.narrow_program import NARROW, narrowed
+from mod_export.graph.not_static import refusal, refuse_dynamic
+from mod_export.graph.routing_sites import RoutingSite, name_sites, routing_sites, with_routed_outputs
+from mod_export.types import DType, routed_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_TORCH = torch.__path__[0] + os.sep
+_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureProof:
+    """What torch.compile did with two different inputs of one bucket."""
+
+    graphs: int
+    graph_breaks: int
+    recompiles: int
+
+
+def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]], where: str) -> CaptureProof:
+    """Compiles with `fullgraph=True` and runs different inputs: one graph, no break, no recompile, no dynamic size.
+
+    The backend is the eager interpreter, because breaks and recompiles happen before any backend is asked.
+
+    Args:
+        module: what is captured.
+        examples: inputs of equal shapes and different values.
+        where: what messages call it.
+
+    Raises:
+        CaptureError: the model does not compile as one static graph, or fails by itself; `not_static.py` says why.
+    """
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(graph_module: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph_module.graph)
+        has_values = not any(isinstance(tensor, FakeTensor) for tensor in _inputs)
+        return graph_module.forward if has_values else _shapes_only(graph_module)
+
+    torch._dynamo.reset()
+    # fullgraph=True turns a graph break into an exception; the counters are read as well, so that the proof does not
+    # rest on one flag.
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=keep)
+    placed = examples[0]
+    try:
+        with (
+            torch.no_grad(),
+            _on_the_cpu(module, examples) as given,
+            torch._dynamo.config.patch(error_on_recompile=True),
+            without_dumps(),
+        ):
+            for placed in given:
+                compiled(*placed)
+    except Exception as error:  # Of torch, or of the model: it runs while it is captured.
+        raise refusal(error, module, placed, where) from error
+    finally:
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        torch._dynamo.reset()
+    proof = CaptureProof(graphs=len(graphs), graph_breaks=breaks, recompiles=len(graphs) - 1)
+    if proof != CaptureProof(graphs=1, graph_breaks=0, recompiles=0):
+        raise CaptureError(f"{where}: expected 1 graph, no breaks and no recompiles, got {proof}")
+    # torch.compile keeps these inside one graph; no graph of fixed sizes can hold them.
+    refuse_dynamic(graphs[0], where)
+    return proof
+
+
+def _shapes_only(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Gives results without values: of inputs without values nothing can be asked that a condition or a size needs."""
+    outputs = graph_module.graph.output_node().args[0]
+
+    def forward(*_inputs: torch.Tensor) -> Any:
+        return torch.fx.map_arg(outputs, lambda node: torch.empty_like(node.meta["example_value"], device="meta"))
+
+    return forward
+
+
+@contextlib.contextmanager
+def _on_the_cpu(
+    module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]]
+) -> Iterator[list[tuple[torch.Tensor, ...]]]:
+    """Inside, what a module on the meta device holds are fake tensors of the CPU; gives the examples as such. A module
+    that is not there, and its examples, stay as they are.
+    """
+    state = {one: (dict(one._parameters), dict(one._buffers)) for one in module.modules()}
+    tensors = [*module.parameters(), *module.buffers(), *(one for example in examples for one in example)]
+    if not any(tensor.is_meta for tensor in tensors):
+        yield [tuple(example) for example in examples]
+        return
+    mode = FakeTensorMode()
+    made: dict[torch.Tensor, torch.Tensor] = {}
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in made:
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            made[tensor] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        return made[tensor]
+
+    try:
+        for one, (parameters, buffers) in state.items():
+            one._parameters.update((name, placed(held)) for name, held in parameters.items() if held is not None)  # type: ignore[misc]  # It is one.
+            one._buffers.update((name, placed(held)) for name, held in buffers.items() if held is not None)
+        yield [tuple(map(placed, example)) for example in examples]
+    finally:
+        for one, (parameters, buffers) in state.items():
+            one._parameters.update(parameters)
+            one._buffers.update(buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """An exported program without markers, whose last outputs say what the routing sites `sites` selected."""
+
+    program: torch.export.ExportedProgram
+    sites: tuple[RoutingSite, ...]
+
+    @property
+    def routed(self) -> list[str]:
+        """The names of those outputs."""
+        return [routed_output(site.name) for site in self.sites]
+
+
+def captured(
+    module: torch.nn.Module,
+    example: Sequence[torch.Tensor],
+    where: str,
+    *,
+    strict: bool = False,
+    dtype: DType = "float32",
+) -> Captured:
+    """`exported` as what engines are made of: its products in `dtype`, and the markers of routing sites erased."""
+    program = exported(module, example, where, strict=strict)
+    if dtype in NARROW:
+        program = narrowed(program, dtype)
+    return Captured(with_routed_outputs(program), tuple(routing_sites(program)))
+
+
+def exported(
+    module: torch.nn.Module, example: Sequence[torch.Tensor], where: str, *, strict: bool = False
+) -> torch.export.ExportedProgram:
+    """torch.export for inputs of the shapes of `example`, of which no two may be the same tensor.
+
+    Markers of routing sites stay, and get a name where the model gave none. In a model that marks none, they are found.
+
+    With `strict`, conditions are captured with everything else; without, each of them is compiled on its own, which
+    takes longer than all the rest.
+
+    Raises:
+        CaptureError: torch.export refused the model, or the program has sizes that depend on the data.
+    """
+    # A tensor that is given twice is taken for one input, and the graph is wrong without a word.
+    assert len({id(tensor) for tensor in example}) == len(example)
+    try:
+        with torch.no_grad(), _on_the_cpu(module, [example]) as (placed,), without_dumps():
+            program = torch.export.export(module, placed, strict=strict)
+    except Exception as error:  # Of torch, or of the model: it runs while it is captured.
+        raise refusal(error, module, example, where) from error
+    refuse_dynamic(program.graph, where)
+    return with_found_sites(program)
+
+
+@contextlib.contextmanager
+def without_dumps() -> Iterator[None]:
+    """Keeps from the terminal what torch writes there before it raises: tracebacks, and the whole graph so far."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).addFilter(_no_record)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as written:
+            yield
+    finally:
+        for name in _TALKATIVE:
+            logging.getLogger(name).removeFilter(_no_record)
+    sys.stderr.write(written.getvalue())
+
+
+@contextlib.contextmanager
+def lines_of_helpers() -> Iterator[None]:
+    """Inside, nodes of a program keep the lines of whatever `forward` calls; torch keeps those of `forward` alone."""
+
+    def own_frames(_tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((n for n, frame in enumerate(frames) if frame.name == "forward"), len(frames))
+        return traceback.StackSummary.from_list(
+            [frame for frame in frames[first:] if not frame.filename.startswith(_TORCH)]
+        )
+
+    before = fx.proxy.TracerBase._filter_traceback_frames
+    fx.proxy.TracerBase._filter_traceback_frames = own_frames  # type: ignore[method-assign,assignment]  # It is made to be replaced.
+    try:
+        yield
+    finally:
+        fx.proxy.TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
+
+
+def _no_record(_record: logging.LogRecord) -> bool:
+    return False
+
+
+def with_found_sites(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with a named marker at each routing site: the model's own, or else those that are found."""
+    if routing_sites(program):
+        name_sites(program)
+    else:
+        mark_found_sites(program)
+    return program

@@ -1,0 +1,321 @@
+"""Writes operators that the ONNX exporter has no good form of as others that compute the same.
+
+* `einsum` becomes products of matrices, because it hides attention and weights from the passes.
+* The k-th value of a row is the last of a top-k: ONNX has no operator of its own for it.
+* Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query, and
+  with as many rows and heads of keys as there are of queries, or a number that divides it.
+* An LSTM with projections becomes its steps, because ONNX has none.
+* What is joined by `hstack` and its like is joined by `cat`, as torch itself does it.
+* Masks, reductions, what is scattered, and functions of numbers: `lower_masks.py`, `lower_reductions.py`,
+  `lower_scatters.py` and `lower_numerics.py`.
+
+The graph that PyTorch runs as the reference keeps what the model wrote.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mod_export.graph.lower_masks import lowered_index_put, lowered_masked_scatter, lowered_nonzero_static
+from mod_export.graph.lower_numerics import EXACT
+from mod_export.graph.lower_reductions import (
+    lowered_bucketize,
+    lowered_cdist,
+    lowered_cumprod,
+    lowered_embedding_bag,
+    lowered_median,
+    lowered_median_of_all,
+    lowered_searchsorted,
+)
+from mod_export.graph.lower_scatters import (
+    diagonal_scattered,
+    index_reduced,
+    lowered_scatter,
+    lowered_scatter_reduce,
+    put,
+    scattered_by,
+)
+from mod_export.graph.program_nodes import add_node, argument_of, replace_by, shape_of
+
+ATEN = torch.ops.aten
+ATTENTION = ATEN.scaled_dot_product_attention.default
+JOINS = (
+    ATEN.hstack.default, ATEN.vstack.default, ATEN.dstack.default, ATEN.column_stack.default, ATEN.row_stack.default,
+    ATEN.atleast_1d.Sequence, ATEN.atleast_2d.Sequence, ATEN.atleast_3d.Sequence, ATEN.block_diag.default,
+)  # fmt: skip
+"""What the exporter would make sequences of tensors and loops of."""
+TAKEN_APART = {*JOINS, ATEN.cross_entropy_loss.default}
+"""Also losses, of which the exporter leaves out label smoothing and targets that are probabilities."""
+PRODUCTS: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    ATEN.baddbmm.default: torch.bmm, ATEN.addmm.default: torch.mm, ATEN.addmv.default: torch.mv,
+    ATEN.addr.default: torch.outer, ATEN.addbmm.default: lambda one, other: torch.bmm(one, other).sum(0),
+}  # fmt: skip
+"""What is added to beta times something else, which may hold anything where beta is 0."""
+
+
+def lower(graph: fx.Graph) -> None:
+    """Changes the graph of a captured program in place."""
+    for node in list(graph.nodes):
+        if node.target is ATEN.einsum.default:
+            # Others torch takes apart itself where it runs below autograd.
+            replace_by(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
+        elif node.target in TAKEN_APART or _is_projected(node):
+            replace_by(graph, node, node.target, whole=False)
+        elif node.target is ATEN.kthvalue.default:
+            _replace_kth(graph, node)
+        elif node.target in LOWERED and (function := LOWERED[node.target](node)) is not None:
+            replace_by(graph, node, function)
+
+
+def _replace_kth(graph: fx.Graph, node: fx.Node) -> None:
+    source: Any = node.args[0]
+    dim = argument_of(node, "dim") % max(1, len(shape_of(source)))
+    # Counted from the end that is nearer.
+    size, k = shape_of(source)[dim], argument_of(node, "k")
+    largest = 2 * k > size
+    k = size - k + 1 if largest else k
+    with graph.inserting_before(node):
+        found = add_node(graph, node, ATEN.topk.default, source, k, dim, largest)
+        for use in list(node.users):  # Value and index.
+            part = add_node(graph, node, operator.getitem, found, use.args[1])
+            kept = argument_of(node, "keepdim")
+            last = (ATEN.slice.Tensor, part, dim, k - 1, k) if kept else (ATEN.select.int, part, dim, k - 1)
+            use.replace_all_uses_with(add_node(graph, node, *last))
+            graph.erase_node(use)
+    graph.erase_node(node)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether every dimension has a label, none has the same one twice, and a label stands for one size."""
+    arguments: Any = node.args
+    equation, operands = arguments
+    labels = equation.replace(" ", "").partition("->")[0].split(",")
+    pairs = {
+        (label, size)
+        for one, names in zip(operands, labels, strict=True)
+        for label, size in zip(names, shape_of(one), strict=False)
+    }
+    return (
+        "." not in equation
+        and all(len(set(one)) == len(one) for one in labels)
+        and len(pairs) == len({label for label, _ in pairs})
+    )
+
+
+def _lowered_attention(node: fx.Node) -> Callable[..., Tensor] | None:
+    query, key, value = (shape_of(argument_of(node, name)) for name in ("query", "key", "value"))
+    if len(query) != 4 or _has_narrow_mask(node):
+        return _attention
+    is_shared = not argument_of(node, "enable_gqa") and (query[1], query[1]) != (key[1], value[1])
+    return _attention if is_shared or (query[0], query[0]) != (key[0], value[0]) else None
+
+
+def _lowered_squeeze(node: fx.Node) -> Callable[..., Tensor] | None:
+    """PyTorch leaves dimensions that are not of size 1 as they are; ONNX takes their names for an error."""
+    shape, dims = shape_of(node.args[0]), argument_of(node, "dim")  # type: ignore[arg-type]  # A tensor's node.
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    ones = [dim for dim in dims if shape and shape[dim] == 1]
+    if len(ones) == len(dims):
+        return None
+    return lambda x, *_, **__: ATEN.squeeze.dims(x, ones) if ones else x
+
+
+def _is_projected(node: fx.Node) -> bool:
+    """Whether it is an LSTM whose outputs are narrower than its cells, which ONNX does not have."""
+    if node.target is not ATEN.lstm.input:
+        return False
+    hidden, cells = argument_of(node, "hx")
+    return shape_of(hidden) != shape_of(cells)
+
+
+def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_training: Any) -> Tensor:
+    """As it is without training: the slope is the mean."""
+    found: Tensor = ATEN.leaky_relu.default(x, (lower + upper) / 2)
+    return found
+
+
+def _lowered_clamp(node: fx.Node) -> Callable[..., Tensor] | None:
+    """The exporter makes a tensor of a bound that is an integer, and finds no form with one number and one tensor."""
+    source: Any = node.args[0]
+    bounds = [argument_of(node, name) for name in ("min", "max")]
+    if not source.meta["val"].is_floating_point() or None in bounds or len({type(one) for one in bounds}) == 1:
+        return None
+    return lambda x, *_, **__: x.clamp(*map(float, bounds))
+
+
+def _lowered_extreme(node: fx.Node) -> Callable[..., Tensor] | None:
+    """The exporter knows that of named dimensions only."""
+    if argument_of(node, "dim") or not shape_of(node.args[0]):  # type: ignore[arg-type]  # A tensor's node.
+        return None
+    target: Any = node.target
+    return lambda x, _dim=(), keepdim=False: target(x, list(range(x.dim())), keepdim)
+
+
+def _lowered_products(node: fx.Node) -> Callable[..., Tensor] | None:
+    if argument_of(node, "beta") != 0:
+        return None
+    product = PRODUCTS[node.target]
+    return lambda _, one, other, *, beta, alpha=1: product(one, other) * alpha
+
+
+def _lowered_conv3d(node: fx.Node) -> Callable[..., Tensor] | None:
+    """The exporter gives one without a bias a bias of a wrong size."""
+    if argument_of(node, "bias") is not None:
+        return None
+    return lambda x, weight, _=None, *rest, **named: ATEN.conv3d.default(
+        x, weight, weight.new_zeros(weight.shape[0]), *rest, **{key: one for key, one in named.items() if key != "bias"}
+    )
+
+
+def _copied(x: Tensor, source: Tensor, *_blocking: Any) -> Tensor:
+    return source.to(x.dtype).expand(x.shape)
+
+
+def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    dims = list(range(x.dim())) if dim is None else [dim]
+    return x.amin(dims, keepdim), x.amax(dims, keepdim)
+
+
+def _has_narrow_mask(node: fx.Node) -> bool:
+    """Whether its mask is one row for all queries, as one of padding is: ONNX Runtime takes only whole ones."""
+    query, key, mask = (argument_of(node, name) for name in ("query", "key", "attn_mask"))
+    return mask is not None and shape_of(mask)[-2:] != (shape_of(query)[-2], shape_of(key)[-2])
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of (..., L, E): rows of three dimensions are heads of one row, more dimensions are more rows.
+
+    Rows, heads and outer dimensions of which there is one are the same for all. One head of keys and values stays one
+    (`enable_gqa`); rows are copied.
+    """
+    # The exporter refuses groups of one head.
+    shares_heads = enable_gqa or (key.shape[-3:-2] == value.shape[-3:-2] == (1,) and query.shape[-3:-2] != (1,))
+    leads = [(*one.shape[:-3], 1) if shares_heads else one.shape[:-2] for one in (key, value)]
+    lead = torch.broadcast_shapes(query.shape[:-2], *leads)  # type: ignore[no-untyped-call]  # torch has no annotations there.
+    *rows, heads = [1] * (2 - len(lead)) + list(lead)
+
+    def of_four(tensor: Tensor, own: int = heads) -> Tensor:
+        # Also what is the same for all outer dimensions, such as a mask.
+        tensor = tensor.reshape(*[1] * (len(rows) + 3 - tensor.dim()), *tensor.shape)
+        return tensor.expand(*rows, own, *tensor.shape[-2:]).reshape(-1, own, *tensor.shape[-2:])
+
+    def of_keys(tensor: Tensor) -> Tensor:
+        return of_four(tensor, tensor.shape[-3] if shares_heads and tensor.dim() > 2 else heads)
+
+    mask = attn_mask
+    if mask is not None:
+        mask = of_four(mask.expand(*mask.shape[:-2], query.shape[-2], key.shape[-2]))
+    found: Tensor = ATTENTION(
+        of_four(query), of_keys(key), of_keys(value), mask, dropout_p, is_causal, scale=scale, enable_gqa=shares_heads
+    )
+    return found.reshape(*lead, query.shape[-2], value.shape[-1])
+
+
+def _einsum(equation: str, operands: Sequence[Tensor], **_path: Any) -> Tensor:
+    """Products of two operands each, from the left."""
+    left, _, output = equation.replace(" ", "").partition("->")
+    labels = left.split(",")
+    if "->" not in equation:
+        output = "".join(sorted(one for one in set(left) - {","} if left.count(one) == 1))
+    size = {
+        name: n for one, names in zip(operands, labels, strict=True) for name, n in zip(names, one.shape, strict=True)
+    }
+    found, names = operands[0], labels[0]
+    for number, (other, others) in enumerate(zip(operands[1:], labels[1:], strict=True), 2):
+        wanted = set(output).union(*labels[number:])
+        found, names = _summed(found, names, wanted | set(others))
+        other, others = _summed(other, others, wanted | set(names))
+        found, names = _product(found, names, other, others, wanted, size)
+    found, names = _summed(found, names, set(output))
+    return _in_order(found, names, output)
+
+
+def _summed(tensor: Tensor, names: str, wanted: set[str]) -> tuple[Tensor, str]:
+    dims = [n for n, name in enumerate(names) if name not in wanted]
+    return (tensor.sum(dims) if dims else tensor), "".join(name for name in names if name in wanted)
+
+
+def _in_order(tensor: Tensor, names: str, wanted: str) -> Tensor:
+    return tensor if names == wanted else tensor.permute([names.index(one) for one in wanted])
+
+
+def _product(
+    one: Tensor, names: str, other: Tensor, others: str, wanted: set[str], size: dict[str, int]
+) -> tuple[Tensor, str]:
+    """The product, and its labels: those of both that are wanted, then what either has alone."""
+    shared = [name for name in names if name in others]
+    batch = "".join(name for name in shared if name in wanted)
+    inner = "".join(name for name in shared if name not in wanted)
+    rows = "".join(name for name in names if name not in others)
+    columns = "".join(name for name in others if name not in names)
+
+    def shape(*parts: str) -> list[int]:
+        return [size[name] for part in parts for name in part]
+
+    one, other = _in_order(one, names, batch + rows + inner), _in_order(other, others, batch + inner + columns)
+    if not inner:
+        one = one.reshape(shape(batch, rows) + [1] * len(columns))
+        return one * other.reshape(shape(batch) + [1] * len(rows) + shape(columns)), batch + rows + columns
+    k = math.prod(shape(inner))
+    # Without a batch the second one is as the weights of a linear layer, which reads rows of any shape.
+    folded = [math.prod(shape(rows))] if batch else shape(rows)
+    product = one.reshape([*shape(batch), *folded, k]) @ other.reshape([*shape(batch), k, math.prod(shape(columns))])
+    return product.reshape(shape(batch, rows, columns)), batch + rows + columns
+
+
+def _of_every_node(function: Callable[..., Any]) -> Callable[[fx.Node], Callable[..., Any]]:
+    return lambda _node: function
+
+
+LOWERED: Mapping[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
+    ATTENTION: _lowered_attention,
+    ATEN.squeeze.dim: _lowered_squeeze,
+    ATEN.squeeze.dims: _lowered_squeeze,
+    ATEN.index_put.default: lowered_index_put,
+    ATEN.index_put_.default: lowered_index_put,
+    ATEN.masked_scatter.default: lowered_masked_scatter,
+    ATEN.nonzero_static.default: lowered_nonzero_static,
+    ATEN.scatter_reduce.two: lowered_scatter_reduce,
+    ATEN.index_reduce.default: _of_every_node(index_reduced),
+    ATEN.embedding_bag.padding_idx: lowered_embedding_bag,
+    ATEN.embedding_bag.default: lowered_embedding_bag,
+    ATEN.median.dim: lowered_median,
+    ATEN.median.default: lowered_median_of_all,
+    ATEN.cumprod.default: lowered_cumprod,
+    ATEN.cdist.default: lowered_cdist,
+    ATEN.searchsorted.Tensor: lowered_searchsorted,
+    ATEN.searchsorted.Scalar: lowered_searchsorted,
+    ATEN.bucketize.Tensor: lowered_bucketize,
+    **{target: _of_every_node(function) for target, function in EXACT.items()},
+    **dict.fromkeys(PRODUCTS, _lowered_products),
+    ATEN.amax.default: _lowered_extreme,
+    ATEN.amin.default: _lowered_extreme,
+    ATEN.clamp.default: _lowered_clamp,
+    ATEN.conv3d.default: _lowered_conv3d,
+    ATEN.scatter.src: lowered_scatter,
+    ATEN.scatter_add.default: lowered_scatter,
+    ATEN.copy.default: _of_every_node(_copied),
+    ATEN.aminmax.default: _of_every_node(_aminmax),
+    ATEN.rrelu.default: _of_every_node(_rrelu),
+    ATEN.scatter.reduce: _of_every_node(scattered_by),
+    ATEN.scatter.value_reduce: _of_every_node(scattered_by),
+    ATEN.put.default: _of_every_node(put),
+    ATEN.diagonal_scatter.default: _of_every_node(diagonal_scattered),
+}
+"""Operator -> what computes the same as a node of it, or None where the exporter translates that node well."""

@@ -1,0 +1,192 @@
+"""Lets a captured float32 program multiply in 16 bits: matrix products and attention, and nothing else.
+
+Products are where the time of a model goes, and its weights are most of what is read. Everything between them stays in
+float32, the residual stream too: a compiler that fuses it with the casts reads and writes as few bytes. Of the products
+those stay in float32 that lead to a selection, because scores that are rounded select other tokens.
+
+A weight that nothing but such products and embeddings read is stored in 16 bits. Any other operand is cast where it is
+multiplied; a mask that is added to scores stays within the range of the 16 bits, because a row of nothing but minus
+infinity has no softmax. No value between products changes its type, so nothing else of the program has to be looked at.
+Products in the branches of conditions stay in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from mod_export.errors import LimitError
+from mod_export.graph.program_nodes import add_node, argument_of
+from mod_export.graph.routing_sites import Marked, with_graph
+from mod_export.marker import MARKER
+from mod_export.types import DType
+
+aten = torch.ops.aten
+NARROW: Mapping[DType, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+PRODUCTS = frozenset(
+    {
+        aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
+        aten.baddbmm.default, aten.einsum.default, aten.conv1d.default, aten.conv2d.default,
+        aten.scaled_dot_product_attention.default,
+    }
+)  # fmt: skip
+VIEWS = frozenset(
+    {
+        aten.t.default, aten.transpose.int, aten.permute.default, aten.reshape.default, aten.view.default,
+        aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.select.int, aten.slice.Tensor,
+        aten.contiguous.default, aten.numpy_T.default,
+    }
+)  # fmt: skip
+"""What may stand between a weight and the product that reads it."""
+TABLES = frozenset({aten.embedding.default})
+MOST_SCORES = 256
+"""Numbers of a token that a router computes, at most; a product of more gives vectors of the residual stream."""
+
+
+def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
+    """A copy of a program with the markers of its routing sites, whose products are in `dtype`. Its inputs and outputs,
+    and the names of its weights, are the same.
+
+    Raises:
+        LimitError: a weight beyond the range of `dtype`.
+    """
+    wanted = NARROW[dtype]
+    module = copy.deepcopy(program.graph_module)
+    graph, state = module.graph, dict(program.state_dict)
+    for node in [one for one in graph.nodes if one.target is aten._assert_tensor_metadata.default]:
+        graph.erase_node(node)
+    weights = {
+        spec.arg.name: str(spec.target)
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.PARAMETER
+    }
+    deciding = _deciding(graph, weights)
+    products = [one for one in graph.nodes if one.target in PRODUCTS and one not in deciding and _is_float32(one)]
+    readers = {*products, *(one for one in graph.nodes if one.target in TABLES)}
+    stored = [one for one in graph.nodes if one.name in weights and _is_float32(one) and _only_read_by(one, readers)]
+    for node in stored:
+        name = weights[node.name]
+        node.meta["val"] = node.meta["val"].to(wanted)
+        state[name] = torch.nn.Parameter(_narrow_weight(name, state[name].detach(), wanted), requires_grad=False)
+    _infer_views(graph, stored)
+    for node in graph.nodes:
+        if node.target in TABLES and not _is_float32(node.args[0]):
+            _computed(graph, node)
+    casts: dict[fx.Node, fx.Node] = {}
+    for node in products:
+        with graph.inserting_before(node):
+            _limit_mask(graph, node, wanted)
+            cast = _cast_by(graph, casts, wanted)
+            node.args = fx.map_arg(node.args, cast)
+            node.kwargs = fx.map_arg(node.kwargs, cast)
+        _computed(graph, node)
+    module.recompile()
+    return with_graph(program, module, state)
+
+
+def _narrow_weight(name: str, tensor: Tensor, wanted: torch.dtype) -> Tensor:
+    narrow = tensor.to(wanted)
+    if isinstance(tensor, FakeTensor):
+        return narrow
+    lost = tensor.isfinite() & ~narrow.isfinite()
+    if bool(lost.any()):
+        kind, largest = str(wanted).removeprefix("torch."), torch.finfo(wanted).max
+        raise LimitError(
+            f"{name}: contains {tensor[lost][0].item():g}, beyond the largest {kind} number {largest:g}; build this "
+            "model in bfloat16 or float32"
+        )
+    return narrow
+
+
+def _limit_mask(graph: fx.Graph, node: fx.Node, wanted: torch.dtype) -> None:
+    mask = argument_of(node, "attn_mask")
+    if isinstance(mask, fx.Node) and _is_float32(mask):
+        limits = torch.finfo(wanted)
+        node.replace_input_with(mask, add_node(graph, node, aten.clamp.default, mask, limits.min, limits.max))
+
+
+def _is_float32(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and value.dtype == torch.float32
+
+
+def _read_by(product: fx.Node) -> set[fx.Node]:
+    """Operands, before a cast."""
+    return {one.all_input_nodes[0] if one.target is aten.to.dtype else one for one in product.all_input_nodes}
+
+
+def _deciding(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
+    """The nodes that lead to a selection and to nothing else, and the products of few numbers next above its scores.
+
+    `weights` are the names of the placeholders that hold some.
+    """
+    found: set[fx.Node] = set()
+    above = [Marked(*node.args).scores for node in graph.nodes if node.target is MARKER]
+    seen: set[fx.Node] = set()
+    while above:
+        node = above.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if node.target not in PRODUCTS:
+            above += node.all_input_nodes
+        elif node.meta["val"].shape[-1] <= MOST_SCORES:
+            found.add(node)
+    # A router that is asked again, for a gate, gives the same numbers.
+    routers = {one for node in found for one in _read_by(node) if one.name in weights}
+    found |= {node for node in graph.nodes if node.target in PRODUCTS and not routers.isdisjoint(_read_by(node))}
+    for node in reversed(graph.nodes):
+        if node.users and all(user in found or user.target is MARKER for user in node.users):
+            found.add(node)
+    return found
+
+
+def _only_read_by(node: fx.Node, readers: set[fx.Node]) -> bool:
+    return bool(node.users) and all(
+        user in readers or (user.target in VIEWS and _only_read_by(user, readers)) for user in node.users
+    )
+
+
+def _infer_views(graph: fx.Graph, stored: list[fx.Node]) -> None:
+    changed = set(stored)
+    for node in graph.nodes:
+        if node.target in VIEWS and node.args[0] in changed:
+            changed.add(node)
+            _infer(node)
+
+
+def _infer(node: fx.Node) -> None:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    mode = detect_fake_mode([one.meta["val"] for one in node.all_input_nodes])
+    assert mode is not None
+    with mode:
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]  # An operation.
+
+
+def _computed(graph: fx.Graph, node: fx.Node) -> None:
+    """After its operands changed: the type of what it gives, and that in float32 for everything behind it."""
+    _infer(node)
+    with graph.inserting_after(node):
+        wide = add_node(graph, node, aten.to.dtype, node, torch.float32)
+    node.replace_all_uses_with(wide, delete_user_cb=lambda user: user is not wide)
+
+
+def _cast_by(graph: fx.Graph, casts: dict[fx.Node, fx.Node], wanted: torch.dtype) -> Callable[[fx.Node], fx.Node]:
+    """Casts each value once, before the first product that reads it."""
+
+    def cast(node: fx.Node) -> fx.Node:
+        if not _is_float32(node):
+            return node
+        if node not in casts:
+            casts[node] = add_node(graph, node, aten.to.dtype, node, wanted)
+        return casts[node]
+
+    return cast

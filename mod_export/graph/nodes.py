@@ -1,0 +1,350 @@
+"""Graphs and their nodes: reading a graph, what passes and checks ask of it, and how passes put nodes into it.
+
+The one vocabulary of all passes: `made_by`, `only_reader`, `constant_array` and the like read a graph, `NodeWriter`
+writes into it, and `substitute` puts a new value in the place of an old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from mod_export.errors import GraphError
+from mod_export.graph.weights import MOST_SIZES
+
+Input = ir.Value | np.ndarray | Sequence[int] | None
+"""Of a node to be written. Arrays, and integers as int64, become constants; None is an input that is left out."""
+
+NAME_SCOPES = "pkg.torch.onnx.name_scopes"
+"""The metadata in which the exporter notes the modules that a node came from, outermost first."""
+NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
+REPLACED = "replaced by"
+"""The key under which a value that was replaced keeps what replaced it."""
+NEWEST_OPSET = 24
+"""Of the operators that passes write."""
+UNNUMBERED = -1
+"""The number of modules that are no layers: they count as before the first one."""
+
+
+def graph_from_file(path: Path) -> ir.Model:
+    """Reads a graph; its external data stays where it is.
+
+    Raises:
+        GraphError: not a readable ONNX graph.
+    """
+    try:
+        model = ir.load(path)
+    except (DecodeError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise GraphError(f"{path}: not a readable ONNX graph ({reason})") from error
+    if not len(model.graph):
+        raise GraphError(f"{path}: not a readable ONNX graph (no operator in it)")
+    return model
+
+
+def graph_from_bytes(data: bytes) -> ir.Model:
+    """A graph that this process has made itself."""
+    return ir.from_proto(onnx.load_from_string(data))
+
+
+def is_standard(node: ir.Node, *op_types: str) -> bool:
+    """Whether the node is one of these standard ONNX operators."""
+    return node.domain in ("", "ai.onnx") and node.op_type in op_types
+
+
+def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """The node that computes a value, where it is one of these standard ONNX operators."""
+    node = None if value is None else value.producer()
+    return node if node is not None and is_standard(node, *op_types) else None
+
+
+def is_used(value: ir.Value) -> bool:
+    """Whether a node reads the value, or it is an output of its graph."""
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def only_reader(value: ir.Value) -> ir.Node | None:
+    """The node that reads a value, where nothing else does."""
+    users = [use.node for use in value.uses()]
+    return users[0] if len(users) == 1 and not value.is_graph_output() else None
+
+
+def constant_array(value: ir.Value | None) -> np.ndarray | None:
+    """The value of a constant or initializer; None for anything computed, absent or without data."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def static_shape(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The shape, or None where it or one of its dimensions is unknown."""
+    if value is None or value.shape is None or not value.shape.is_static():
+        return None
+    return value.shape.numpy()
+
+
+def require_static_shape(value: ir.Value | None, node: ir.Node) -> tuple[int, ...]:
+    """The shape of an input or output of `node`.
+
+    Raises:
+        GraphError: it is unknown or dynamic.
+    """
+    shape = static_shape(value)
+    if shape is None:
+        what = "an absent input" if value is None else f"{value.name} of shape {value.shape}"
+        raise GraphError(
+            f"{label_of(node)}: {node.op_type} has {what}, expected a static shape; export with fixed sizes and run "
+            "shape inference"
+        )
+    return shape
+
+
+def label_of(node: ir.Node) -> str:
+    """For messages: `layers.3 (node_TopK_12)`, or the node's name alone."""
+    name = node.name or node.op_type
+    module = _module(node)
+    return f"{module} ({name})" if module else name
+
+
+def module_of(node: ir.Node) -> str:
+    """The layer or else the module that a node belongs to: `layers.3`, `norm`, `head`; if unknown, its own name."""
+    return _module(node) or node.name or node.op_type
+
+
+def numbered_layer(path: str) -> tuple[int, str] | None:
+    """(number, name) of the layer in a module path or in the name of a weight: (3, "layers.3")."""
+    match = NUMBERED.search(path)
+    return (int(match[2]), match[1]) if match else None
+
+
+def _module(node: ir.Node) -> str | None:
+    """The exporter notes the modules that a node came from, but not for what a module's other methods do.
+
+    Such a node belongs to the latest layer among the nearest nodes that it reads from, or, where it reads from none, to
+    the only layer that reads from it.
+    """
+    above = _nearest(node, lambda one: one.predecessors())
+    if above and max(above)[0] > UNNUMBERED:
+        return max(above)[1]
+    below = {found for found in _nearest(node, lambda one: one.successors()) if found[0] > UNNUMBERED}
+    if len(below) == 1:
+        return below.pop()[1]
+    return min(above)[1] if above else None
+
+
+def _nearest(node: ir.Node, neighbours: Callable[[ir.Node], Iterable[ir.Node]]) -> set[tuple[int, str]]:
+    """(number, name) of the layers of the nearest nodes in one direction that have one; the node itself comes first."""
+    seen: set[ir.Node] = {node}
+    frontier, found = [node], set()
+    while frontier:
+        current = frontier.pop()
+        own = _noted_module(current)
+        if own is not None:
+            found.add(own)
+            continue
+        for other in neighbours(current):
+            if other not in seen:
+                seen.add(other)
+                frontier.append(other)
+    return found
+
+
+def _is_tied_table(value: ir.Value | None) -> bool:
+    """Whether a value is the transpose of a table that rows are gathered from: embedding and head in one."""
+    transpose = made_by(value, "Transpose")
+    table = None if transpose is None else transpose.inputs[0]
+    return table is not None and any(use.node.op_type == "Gather" for use in table.uses())
+
+
+def _noted_module(node: ir.Node) -> tuple[int, str] | None:
+    """(number, name) of the layer in the node's module path or in the names of its weights, or of another module."""
+    weights = [str(value.name) for value in node.inputs if value is not None and value.is_initializer()]
+    layer = next(filter(None, map(numbered_layer, [node.metadata_props.get(NAME_SCOPES, ""), *weights])), None)
+    if layer is not None:
+        return layer
+    if any(map(_is_tied_table, node.inputs)):
+        return UNNUMBERED, "head"
+    module = next((name.rpartition(".")[0] for name in weights if "." in name), None)
+    return (UNNUMBERED, module) if module else None
+
+
+def branches_of(node: ir.Node) -> list[ir.Graph]:
+    """The graphs inside a node: two in an If, none in nearly every other operator."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found += attribute.as_graphs()
+    return found
+
+
+def graph_around(node: ir.Node) -> ir.Graph:
+    """The graph that a node is in: the main graph, or a branch."""
+    assert isinstance(node.graph, ir.Graph)
+    return node.graph
+
+
+class Branches:
+    """Which output of a branch is which output of its If. Valid as long as no If is changed.
+
+    Values get into a branch by their names alone, and out of it as outputs of the If.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._outside: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
+        self._inside: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
+        for node in graph.all_nodes():
+            for branch in branches_of(node):
+                for inner, outer in zip(branch.outputs, node.outputs, strict=True):
+                    self._outside[inner].append(outer)
+                    self._inside[outer].append(inner)
+
+    def readers(self, value: ir.Value) -> Iterator[ir.Node]:
+        """The nodes that use a value, and where it is an output of a branch, those that use the output of the If."""
+        yield from (use.node for use in value.uses())
+        for outer in self._outside.get(value, ()):
+            yield from self.readers(outer)
+
+    def makers(self, value: ir.Value) -> Iterator[ir.Node | None]:
+        """The node that computes a value; for an output of an If those in its branches; None for an input."""
+        if value not in self._inside:
+            yield value.producer()
+        for inner in self._inside.get(value, ()):
+            yield from self.makers(inner)
+
+
+class NodeWriter:
+    """Puts nodes before `anchor`, typed, and with its metadata, so that messages about them still name the layer."""
+
+    def __init__(self, graph: ir.Graph, anchor: ir.Node, purpose: str) -> None:
+        self._graph = graph
+        self._anchor = anchor
+        self._prefix = f"{anchor.name or anchor.op_type}/{purpose}"
+        self._count = 0
+
+    def op(
+        self, op_type: str, *inputs: Input, domain: str = "", like: ir.Value | None = None, **attributes: Any
+    ) -> ir.Value:
+        """One node with one output, whose dtype and shape are those of `like`, or else inferred."""
+        value = self._values(op_type, inputs, domain, attributes, 1)[0]
+        if like is None:
+            self._infer([value])
+        else:
+            # Copies: a type that two values share would be cast for both of them.
+            assert like.dtype is not None
+            value.dtype, value.shape = like.dtype, None if like.shape is None else like.shape.copy()
+        return value
+
+    def ops(self, op_type: str, count: int, *inputs: Input, **attributes: Any) -> Sequence[ir.Value]:
+        """One standard node with `count` outputs."""
+        values = self._values(op_type, inputs, "", attributes, count)
+        self._infer(values)
+        return values
+
+    def many(
+        self, op_type: str, like: Sequence[ir.Value], *inputs: Input, domain: str = "", **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """One node with an output like each of `like`, in dtype and shape."""
+        values = self._values(op_type, inputs, domain, attributes, len(like))
+        for value, model in zip(values, like, strict=True):
+            assert model.dtype is not None
+            value.dtype, value.shape = model.dtype, None if model.shape is None else model.shape.copy()
+        return values
+
+    def _values(
+        self, op_type: str, inputs: Sequence[Input], domain: str, attributes: dict[str, Any], count: int
+    ) -> Sequence[ir.Value]:
+        name = f"{self._prefix}_{op_type}_{self._count}"
+        self._count += 1
+        read = [
+            one if one is None else _latest(one) if isinstance(one, ir.Value) else self.constant(np.asarray(one))
+            for one in inputs
+        ]
+        values = [ir.Value(name=f"{name}_{i}") for i in range(count)]
+        node = ir.Node(domain, op_type, read, ir.convenience.convert_attributes(attributes), outputs=values, name=name)
+        node.metadata_props.update(self._anchor.metadata_props)
+        self._graph.insert_before(self._anchor, node)
+        return values
+
+    def _infer(self, values: Sequence[ir.Value]) -> None:
+        """Types the outputs of a standard node by ONNX's own rules."""
+        node = values[0].producer()
+        assert node is not None
+        opset = self._graph.opset_imports.get("", NEWEST_OPSET)
+        read = [value for value in node.inputs if value is not None]
+        held = {str(value.name): value.const_value for value in read if value.const_value is not None}
+        found = onnx.shape_inference.infer_node_outputs(
+            onnx.defs.get_schema(node.op_type, opset),
+            ir.to_proto(node),
+            {str(value.name): ir.to_proto(value).type for value in read},
+            {
+                name: ir.to_proto(ir.tensor(one.numpy(), name=name))
+                for name, one in held.items()
+                if one.size <= MOST_SIZES
+            },
+            opset_imports=[onnx.helper.make_opsetid("", opset)],
+        )
+        for value in values:
+            value.type = ir.serde.deserialize_type_proto_for_type(found[str(value.name)])
+            value.shape = ir.serde.deserialize_type_proto_for_shape(found[str(value.name)])
+
+    def replace(self, value: ir.Value) -> None:
+        """Replaces the anchor's only output by a value, and removes the anchor."""
+        substitute(self._anchor.outputs[0], value, self._anchor)
+
+    def constant(self, array: np.ndarray) -> ir.Value:
+        """An initializer, shared by all who ask for the same content."""
+        if array.size <= MOST_SIZES:
+            content = "_".join(map(str, array.ravel().tolist()))
+        else:
+            content = hashlib.sha256(array.tobytes()).hexdigest()[:16]
+        # A slash, because no exporter's names have one.
+        name = f"constant/{array.dtype}_{'x'.join(map(str, array.shape))}_{content}"
+        if name not in self._graph.initializers:
+            tensor = ir.tensor(array, name=name)
+            shape = ir.Shape(array.shape)
+            self._graph.register_initializer(
+                ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+            )
+        return self._graph.initializers[name]
+
+
+def _latest(value: ir.Value) -> ir.Value:
+    """What stands in the place of a value now: a pass may have found it before it replaced the node that made it."""
+    while REPLACED in value.meta:
+        value = value.meta[REPLACED]
+    return value
+
+
+def substitute(old: ir.Value, new: ir.Value, *computed_by: ir.Node) -> None:
+    """Gives `new` the place and the name of `old`, and removes the nodes that computed `old`, readers first."""
+    name = old.name
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    old.meta[REPLACED] = new
+    for node in computed_by:
+        assert node.graph is not None
+        node.graph.remove(node, safe=True)
+    new.name = name
+
+
+def late_zero(writer: NodeWriter, value: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+    """An integer 0, of a `shape` of ones, that is only there after `value` is, a float of known rank.
+
+    It is abs(x) < 0 of one number: false for every number and for NaN, but neither a builder of engines nor constant
+    folding knows that.
+    """
+    assert value.shape is not None
+    assert value.dtype is not None
+    rank = len(value.shape)
+    one = writer.op("Slice", value, [0] * rank, [1] * rank)
+    never = writer.op("Less", writer.op("Abs", one), np.array(0, value.dtype.numpy()))
+    return writer.op("Reshape", writer.op("Cast", never, to=dtype), list(shape))

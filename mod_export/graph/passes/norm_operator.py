@@ -1,0 +1,212 @@
+"""LayerNorm and RMSNorm that a model writes out become the operator, which computes them in float32 in every graph.
+
+Written out, a norm is up to nine operators that each read and write the whole tensor, and ONNX Runtime joins them only
+in some of their forms. In float16, the square of any number above 255 is infinite, and the norm of its token 0. The
+operators LayerNormalization and RMSNormalization compute mean and variance in float32 (`stash_type`), as PyTorch does.
+
+(x - mean) / sqrt(var + eps) * weight + bias: Ba et al., arXiv 1607.06450. x / sqrt(mean(x^2) + eps) * weight: Zhang and
+Sennrich, arXiv 1910.07467.
+
+Shape legend: D features, the last dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from mod_export.graph.nodes import (
+    NodeWriter,
+    constant_array,
+    graph_around,
+    is_standard,
+    label_of,
+    made_by,
+    only_reader,
+    static_shape,
+    substitute,
+)
+from mod_export.types import Dialect, DType
+
+FIRST_OPSET = 23
+"""Of the operator RMSNormalization."""
+FLOAT = ir.DataType.FLOAT
+VIEWS = ("Reshape", "Squeeze", "Unsqueeze")
+
+
+class NormOperator:
+    """Replaces mean, variance, root and quotient over the last dimension by LayerNormalization or RMSNormalization."""
+
+    name: ClassVar[str] = "norm_operator"
+
+    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+        return True
+
+    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+        count = 0
+        for one in _written_out(model):
+            # At once: the next one may read its result.
+            count += 1
+            writer, y = NodeWriter(graph_around(one.nodes[0]), one.nodes[0], "operator"), one.nodes[0].outputs[0]
+            D = (static_shape(one.x) or (0,))[-1]
+            scale = writer.constant(np.ones(D, np.float32)) if one.weight is None else one.weight
+            name = "LayerNormalization" if one.centred else "RMSNormalization"
+            read = [one.x, scale] if one.bias is None else [one.x, scale, one.bias]
+            norm = writer.op(name, *read, like=y, axis=-1, epsilon=one.epsilon, stash_type=int(FLOAT))
+            substitute(y, norm, *one.nodes)
+        return count
+
+    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+        return [f"{label_of(one.nodes[0])} still writes a norm out" for one in _written_out(model)]
+
+
+class _Norm(NamedTuple):
+    """x (..., D), weight and bias (D,) or None, and the nodes after the root, the one that gives the result first.
+
+    `centred` by its mean it is a LayerNorm.
+    """
+
+    x: ir.Value
+    weight: ir.Value | None
+    bias: ir.Value | None
+    epsilon: float
+    centred: bool
+    nodes: tuple[ir.Node, ...]
+
+
+def _written_out(model: ir.Model) -> Iterator[_Norm]:
+    for node in model.graph.all_nodes() if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
+        for over, root in _quotient(node):
+            one = _norm(node, over, root)
+            if one is not None:
+                yield one
+                break
+
+
+def _quotient(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """(value, radicand) where a node divides a value by the root of another: at most one of the pairs is a norm."""
+    if not is_standard(node, "Div", "Mul"):
+        return
+    a, b = node.inputs
+    for value, other in ((a, b),) if node.op_type == "Div" else ((a, b), (b, a)):
+        root = _root(other) if node.op_type == "Div" else _inverse_root(other)
+        if value is not None and root is not None:
+            yield value, root
+
+
+def _root(value: ir.Value | None) -> ir.Value | None:
+    """The value that this is the root of."""
+    node = made_by(value, "Sqrt", "Pow")
+    return node.inputs[0] if node is not None and (node.op_type == "Sqrt" or _is(node.inputs[1], 0.5)) else None
+
+
+def _inverse_root(value: ir.Value | None) -> ir.Value | None:
+    """The value that this is one over the root of."""
+    node = made_by(value, "Reciprocal", "Div", "Pow")
+    if node is None:
+        return None
+    if node.op_type == "Reciprocal":
+        return _root(node.inputs[0])
+    if node.op_type == "Div":
+        return _root(node.inputs[1]) if _is(node.inputs[0], 1) else None
+    return node.inputs[0] if _is(node.inputs[1], -0.5) else None
+
+
+def _norm(node: ir.Node, over: ir.Value, radicand: ir.Value) -> _Norm | None:
+    """The norm that divides `over` by the root of `radicand`, with weight and bias where they follow."""
+    added = made_by(radicand, "Add")
+    terms = () if added is None else ((added.inputs[0], added.inputs[1]), (added.inputs[1], added.inputs[0]))
+    for variance, number in terms:
+        epsilon, squared = constant_array(number), _averaged_square(variance)
+        if epsilon is None or epsilon.size != 1 or not epsilon.item() > 0 or squared is None:
+            continue
+        # The root has one number for each row of x, not for each column.
+        sizes = static_shape(squared)
+        if sizes is None or static_shape(radicand) != (*sizes[:-1], 1) or squared.dtype != FLOAT:
+            return None
+        x: ir.Value | None = over
+        weight, bias, nodes = None, None, [node]
+        if not _same(over, squared) and (product := made_by(over, "Mul")) is not None:
+            weight, x = _with_vector(product, sizes[-1])
+        if x is None or not _same(x, squared):
+            return None
+        if weight is None:
+            weight = _followed_by("Mul", nodes, sizes[-1])
+        centre = _centred(squared)
+        if centre is not None:
+            bias = _followed_by("Add", nodes, sizes[-1])
+        x = squared if centre is None else centre
+        return _Norm(x, weight, bias, epsilon.item(), centre is not None, tuple(nodes))
+    return None
+
+
+def _averaged_square(value: ir.Value | None) -> ir.Value | None:
+    """x, where a value is the mean of x * x over its last dimension, in any view of the same numbers."""
+    while (view := made_by(value, *VIEWS)) is not None:
+        value = view.inputs[0]
+    square = made_by(_averaged(value), "Mul", "Pow")
+    if square is None:
+        return None
+    a, b = square.inputs
+    return a if (_is(b, 2) if square.op_type == "Pow" else a is b) else None
+
+
+def _averaged(value: ir.Value | None) -> ir.Value | None:
+    """x, where a value is its mean over the last dimension."""
+    node = made_by(value, "ReduceMean")
+    if node is None or node.inputs[0] is None:
+        return None
+    sizes, axes = static_shape(node.inputs[0]), constant_array(node.inputs[1]) if len(node.inputs) > 1 else None
+    return node.inputs[0] if sizes and axes is not None and axes.tolist() in ([-1], [len(sizes) - 1]) else None
+
+
+def _centred(value: ir.Value) -> ir.Value | None:
+    """x, where a value is x less its mean over the last dimension."""
+    node = made_by(value, "Sub")
+    if node is None or node.inputs[0] is None:
+        return None
+    x, mean = node.inputs
+    sizes = static_shape(x)
+    one_for_each_row = sizes is not None and static_shape(mean) == (*sizes[:-1], 1)
+    return x if one_for_each_row and _averaged(mean) is x else None
+
+
+def _same(one: ir.Value, other: ir.Value) -> bool:
+    """Whether two values are equal: the same one, or both the same value less its mean."""
+    return one is other or ((centre := _centred(one)) is not None and centre is _centred(other))
+
+
+def _with_vector(node: ir.Node, D: int) -> tuple[ir.Value | None, ir.Value | None]:
+    """(vector, other input) of a node of which one input is (D,) and the other is not."""
+    a, b = node.inputs
+    for vector, other in ((a, b), (b, a)):
+        if (
+            static_shape(vector) == (D,)
+            and static_shape(other) != (D,)
+            and vector is not None
+            and vector.dtype == FLOAT
+        ):
+            return vector, other
+    return None, None
+
+
+def _followed_by(op_type: str, nodes: list[ir.Node], D: int) -> ir.Value | None:
+    """The vector (D,), where all that happens to the first node's result is that it is multiplied or added.
+
+    The node that does so is put before the others.
+    """
+    reader = only_reader(nodes[0].outputs[0])
+    if reader is None or not is_standard(reader, op_type):
+        return None
+    vector, other = _with_vector(reader, D)
+    if other is nodes[0].outputs[0]:
+        nodes.insert(0, reader)
+    return vector if nodes[0] is reader else None
+
+
+def _is(value: ir.Value | None, number: float) -> bool:
+    array = constant_array(value)
+    return array is not None and array.size == 1 and array.item() == number

@@ -1,0 +1,134 @@
+"""Attention over a cache that rotates queries and keys itself, and takes them and the values from one product.
+
+What `cached_attention` leaves of a step's attention is a node that attends and two that rotate, each of a few hundred
+numbers, so that starting a node, and threads that wait for each other, are a part of the time. ONNX Runtime's
+GroupQueryAttention rotates by tables that it indexes with the positions, and where one product makes queries, keys and
+values (`quantize_weights`) it reads them as they stand there.
+
+Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
+
+Shape legend: B rows of text, P positions of a table, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from mod_export.graph.nodes import NodeWriter, made_by, require_static_shape, static_shape
+from mod_export.graph.passes.products import MICROSOFT
+from mod_export.types import Dialect, DType
+
+QUERY, KEY, VALUE, KEY_CACHE, TOTAL = 0, 1, 2, 3, 6
+"""Numbers of the operator's inputs."""
+ATTRIBUTES = ("interleaved", "rotary_embedding_dim")
+"""Of RotaryEmbedding, besides the number of heads."""
+WIDTHS = 16
+"""The operator rotates heads of a multiple of this width."""
+VIEWS = ("Reshape", "Unsqueeze", "Squeeze")
+
+
+class _Rotation(NamedTuple):
+    """How queries and keys are rotated: by which tables (P, E / 2), at which positions, int64 of B numbers."""
+
+    cos: ir.Value
+    sin: ir.Value
+    positions: ir.Value
+    interleaved: int
+
+
+class PackedAttention:
+    """Moves RotaryEmbedding into GroupQueryAttention, and a Split into queries, keys and values likewise.
+
+    A rotation of a part of a head, or by tables that are computed, keeps its form.
+    """
+
+    name: ClassVar[str] = "packed_attention"
+
+    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+        return dialect.cached_attention
+
+    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+        found = [(node, rotation) for node in model.graph.all_nodes() if (rotation := _rotation(node)) is not None]
+        shared: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
+        for node, rotation in found:
+            _rotate_inside(node, rotation, shared)
+        return len(found)
+
+    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+        return []
+
+
+def _rotation(node: ir.Node) -> _Rotation | None:
+    if node.domain != MICROSOFT or node.op_type != "GroupQueryAttention":
+        return None
+    query, key = (made_by(node.inputs[number], "RotaryEmbedding") for number in (QUERY, KEY))
+    cache = static_shape(node.inputs[KEY_CACHE])
+    if query is None or key is None or cache is None or list(query.inputs[1:]) != list(key.inputs[1:]):
+        return None
+    interleaved, partial = ({one.attributes.get_int(name, 0) for one in (query, key)} for name in ATTRIBUTES)
+    cos, sin = (_looked_up(value, cache) for value in query.inputs[1:3])
+    if len(query.inputs) != 3 or len(interleaved) > 1 or partial != {0} or cache[3] % WIDTHS:
+        return None
+    if cos is None or sin is None or cos[1] is not sin[1]:
+        return None
+    return _Rotation(cos[0], sin[0], cos[1], *interleaved)
+
+
+def _looked_up(value: ir.Value | None, cache: tuple[int, ...]) -> tuple[ir.Value, ir.Value] | None:
+    """(table, positions), where a value is a table's row for the one token of each row of text."""
+    while (view := made_by(value, *VIEWS)) is not None:
+        value = view.inputs[0]
+    gather = made_by(value, "Gather")
+    if gather is None or gather.attributes.get_int("axis", 0) != 0:
+        return None
+    table, positions = gather.inputs
+    while (view := made_by(positions, *VIEWS)) is not None:
+        positions = view.inputs[0]
+    rows, shape = static_shape(positions), static_shape(table)
+    B, _, _, E = cache
+    if table is None or positions is None or not table.is_initializer() or rows is None or int(np.prod(rows)) != B:
+        return None
+    return (table, positions) if shape is not None and len(shape) == 2 and shape[1] == E // 2 else None
+
+
+def _rotate_inside(node: ir.Node, rotation: _Rotation, shared: dict[tuple[ir.Graph, ir.Value], ir.Value]) -> None:
+    """`shared` has what earlier attention of the same graph reads: tables and positions."""
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    writer = NodeWriter(graph, node, "packed")
+    B, _, slots, _ = require_static_shape(node.inputs[KEY_CACHE], node)
+    query, key = (made_by(node.inputs[number], "RotaryEmbedding") for number in (QUERY, KEY))
+    assert query is not None
+    assert key is not None
+    parts = [query.inputs[0], key.inputs[0], node.inputs[VALUE]]
+    split = made_by(parts[0], "Split")
+    if split is not None and list(split.outputs) == parts:
+        parts = [split.inputs[0], None, None]
+    if (graph, rotation.positions) not in shared:
+        shared[graph, rotation.positions] = writer.op("Reshape", rotation.positions, [B, 1])
+    for table in (rotation.cos, rotation.sin):
+        P, columns = require_static_shape(table, node)
+        missing = slots - P
+        if (graph, table) not in shared:
+            # The operator wants a row for every slot, also for the last one, which has no position.
+            none = np.zeros((missing, columns), np.float32) if missing > 0 else None
+            shared[graph, table] = table if none is None else writer.op("Concat", table, none, axis=0)
+    made = writer.many(
+        "GroupQueryAttention",
+        list(node.outputs),
+        *parts,
+        *node.inputs[KEY_CACHE : TOTAL + 1],
+        *(shared[graph, one] for one in (rotation.cos, rotation.sin, rotation.positions)),
+        domain=MICROSOFT,
+        **{name: attribute.value for name, attribute in node.attributes.items()},
+        do_rotary=1,
+        rotary_interleaved=rotation.interleaved,
+    )
+    for old, new in zip(node.outputs, made, strict=True):
+        new.name, old.name = old.name, None
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    graph.remove(node, safe=True)

@@ -1,0 +1,382 @@
+"""Routing sites of a captured program: where it selects tokens, what it selects there, and what it is told to select.
+
+A model marks its selections (`mod_export.mark_selection`). In an exported program a marker is a node, and everything
+that has to be known about routing, or changed, is done at these nodes, for every model alike:
+
+* `name_sites` names those that the model has not named;
+* `routing_sites` lists them;
+* `with_routed_outputs` erases them, which leaves the selection itself, and gives the program an output
+  `routed_<site>` for each: what ONNX, AOTInductor and TensorRT see;
+* `run_sites` runs the program as it stands, reports what each site selected and by which scores, and can replace
+  selections.
+
+Shape legend: B rows, S positions of a row, T tokens that a site can select from, K slots, N sites of one marker.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram, ModuleCallEntry
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.utils import _pytree as pytree
+
+from mod_export.graph.program_nodes import add_node, module_path
+from mod_export.marker import MARKER, REORDERED
+from mod_export.types import FOUND, Site, site_from_text
+
+EMPTY = -1
+RANK = "rank"
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSite:
+    """A routing site: its name, its slots K, and its rule: `rank`, `first_come` (`mark_selection`), or one of FOUND."""
+
+    name: Site
+    k: int
+    rule: str
+
+
+class Selection(NamedTuple):
+    """What a site selected, in positions of the whole row.
+
+    Attributes:
+        index_BK: int64 (B, K), ascending; then empty slots, which hold -1, or padding positions where a whole block
+            (a site with a number for its name) takes the top k of a whole row.
+        live_BK: bool (B, K), False in empty slots.
+        score_BS: (B, S), the scores that decided; -inf for tokens that the site was not given.
+        open_BS: bool (B, S), the tokens that could be selected.
+        rule: `rank`, `first_come`, or one of FOUND.
+    """
+
+    index_BK: Tensor
+    live_BK: Tensor
+    score_BS: Tensor
+    open_BS: Tensor
+    rule: str
+
+
+class Marked(NamedTuple):
+    """The arguments of a marker, see `mark_selection`: tensors in a run, nodes in a graph."""
+
+    index: Any
+    live: Any
+    scores: Any
+    available: Any
+    positions: Any
+    names: str
+    rule: str
+
+    @property
+    def sites(self) -> list[Site]:
+        """The names of the N sites that it marks."""
+        return [site_from_text(name) for name in self.names.split(",")]
+
+    @property
+    def shows_padding(self) -> bool:
+        """Whether empty slots hold padding positions: in a whole block, the top k of a whole row ranks padding last.
+
+        The commonest site needs no further operation for it in this way.
+        """
+        return self.rule in FOUND or (self.rule == RANK and self.positions is None and isinstance(self.sites[0], int))
+
+
+def _markers(program: Runnable) -> list[tuple[fx.Node, Marked]]:
+    nodes = program.graph_module.graph.nodes
+    return [(node, Marked(*node.args)) for node in nodes if node.op == "call_function" and node.target is MARKER]
+
+
+def name_sites(program: ExportedProgram) -> None:
+    """Names markers that have no name after the module that calls them, `layers.3`; numbered, `layers.3.0`, where one
+    module marks several sites.
+    """
+    unnamed: defaultdict[str, list[tuple[fx.Node, int]]] = defaultdict(list)
+    for node, marked in _markers(program):
+        if not marked.names:
+            index = marked.index.meta["val"]
+            unnamed[module_path(node)].append((node, index.shape[1] if index.dim() > 2 else 1))
+    for path, found in unnamed.items():
+        total = sum(count for _, count in found)
+        names = iter([path] if total == 1 else [f"{path}.{number}" for number in range(total)])
+        for node, count in found:
+            node.update_arg(Marked._fields.index("names"), ",".join(islice(names, count)))
+    program.graph_module.recompile()
+
+
+def routing_sites(program: Runnable) -> list[RoutingSite]:
+    """The sites of a captured program in the order in which it decides."""
+    return [
+        RoutingSite(site, marked.index.meta["val"].shape[-1], marked.rule)
+        for _, marked in _markers(program)
+        for site in marked.sites
+    ]
+
+
+def selected_from(program: ExportedProgram) -> list[int]:
+    """For each marker of a captured program T, the number of tokens of a row that it selects from."""
+    return [marked.scores.meta["val"].shape[-1] for _, marked in _markers(program)]
+
+
+def with_routed_outputs(program: ExportedProgram) -> ExportedProgram:
+    """A copy without markers that returns, after its own outputs, int64 (B, K) of each site: `Selection.index_BK`."""
+    module = copy.deepcopy(program.graph_module)
+    graph = module.graph
+    routed: list[fx.Node] = []
+    for node in [node for node in graph.nodes if node.op == "call_function" and node.target is MARKER]:
+        marked = Marked(*node.args)
+        with graph.inserting_before(node):
+            routed += [_routed_node(graph, node, marked, n) for n in range(len(marked.sites))]
+        for use in list(node.users):
+            use.replace_all_uses_with(marked.index if use.args[1] == 0 else marked.live)
+            graph.erase_node(use)
+        graph.erase_node(node)
+    for node in [node for node in graph.nodes if node.op == "call_function" and node.target is REORDERED]:
+        # Nothing else is selected, so the order is the one that was sorted.
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    output = graph.output_node()
+    outputs = (*output.args[0], *routed)
+    output.args = (outputs,)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return with_graph(program, module)
+
+
+def _routed_node(graph: fx.Graph, marker: fx.Node, marked: Marked, n: int) -> fx.Node:
+    def call(target: Any, *args: Any) -> fx.Node:
+        return add_node(graph, marker, target, *args)
+
+    aten = torch.ops.aten
+    several = marked.index.meta["val"].dim() > 2
+    index = call(aten.select.int, marked.index, 1, n) if several else marked.index
+    if marked.positions is not None:
+        index = call(aten.gather.default, marked.positions, 1, index)
+    if marked.shows_padding:
+        return index
+    live = call(aten.select.int, marked.live, 1, n) if several else marked.live
+    return call(aten.where.ScalarOther, live, index, EMPTY)
+
+
+def with_graph(
+    program: ExportedProgram, module: fx.GraphModule, state: Mapping[str, Tensor] | None = None
+) -> ExportedProgram:
+    """The program of another graph with the same inputs, for the program's own outputs and any further ones after them,
+    and with its weights unless others are given.
+    """
+    outputs: Sequence[fx.Node] = module.graph.output_node().args[0]  # type: ignore[assignment]  # As export leaves it.
+    signature = program.graph_signature
+    own = len(signature.output_specs)
+    specs = [
+        replace(spec, arg=TensorArgument(name=node.name))
+        for spec, node in zip(signature.output_specs, outputs, strict=False)
+    ]
+    specs += [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=node.name), None) for node in outputs[own:]]
+    root, *inner = program.module_call_graph
+    assert root.signature is not None
+    # Without names: decomposing the program renames nodes, and would look for these under their old names.
+    call = replace(
+        root.signature,
+        outputs=[TensorArgument(name="") for _ in outputs],
+        out_spec=pytree.tree_structure((0,) * len(outputs)),
+    )
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=specs),
+        state_dict=dict(program.state_dict if state is None else state),
+        range_constraints=program.range_constraints,
+        module_call_graph=[ModuleCallEntry(fqn=root.fqn, signature=call), *inner],
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+class SiteRun:
+    """Observes the markers of one run, and replaces the selections of the sites in `forced`.
+
+    Attributes:
+        selections: site -> Selection, in the order of the decisions.
+    """
+
+    def __init__(self, seq: int, forced: Mapping[Site, Tensor] | None = None) -> None:
+        """A run on rows of `seq` positions.
+
+        Args:
+            seq: S.
+            forced: site -> int64 (B, K) positions of the row, negative in slots that stay empty.
+        """
+        self._seq, self._forced = seq, dict(forced or {})
+        self.selections: dict[Site, Selection] = {}
+
+    def mark(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """What a marker with these arguments returns in this run.
+
+        Positions that the site cannot select, because they are padding or have been skipped before, are left out of a
+        forced selection; compare `selections` with what was forced.
+        """
+        marked = Marked(*args)
+        if marked.index.dim() == 2:
+            return self._mark(marked.sites[0], marked)
+        found = [
+            self._mark(site, marked._replace(index=index, live=live, scores=scores))
+            for site, index, live, scores in zip(
+                marked.sites, marked.index.unbind(1), marked.live.unbind(1), marked.scores.unbind(1), strict=True
+            )
+        ]
+        return torch.stack([index for index, _ in found], 1), torch.stack([live for _, live in found], 1)
+
+    def _mark(self, site: Site, marked: Marked) -> tuple[Tensor, Tensor]:
+        forced_BK = self._forced.get(site)
+        if forced_BK is not None:
+            index, live = self._told(marked, forced_BK)
+            marked = marked._replace(index=index, live=live)
+        index_BK, positions_BT = marked.index, marked.positions
+        if positions_BT is None:
+            # A found site may select from more tokens than the bucket is named after: patches, or those of all rows.
+            self._seq = max(self._seq, marked.scores.shape[1])
+        position_BK = index_BK if positions_BT is None else torch.gather(positions_BT, 1, index_BK)
+        self.selections[site] = Selection(
+            position_BK if marked.shows_padding else torch.where(marked.live, position_BK, EMPTY),
+            marked.live,
+            self._of_row(marked.scores, positions_BT, float("-inf")),
+            self._of_row(marked.available, positions_BT, False),
+            marked.rule,
+        )
+        # Copies, as the marker itself gives: what a program writes to must not change what was reported.
+        return marked.index.clone(), marked.live.clone()
+
+    def _told(self, marked: Marked, forced_BK: Tensor) -> tuple[Tensor, Tensor]:
+        """Forced positions as (index_BK, live_BK) among the T tokens: in order, then tokens that are not selected."""
+        if marked.rule in FOUND:
+            # One that names no token has been reported; it must not end the run.
+            if marked.positions is None:
+                return forced_BK.clamp(0, marked.scores.shape[1] - 1), marked.live
+            token_BT = torch.arange(marked.positions.shape[1]).expand_as(marked.positions)
+            token_BS = torch.zeros(len(forced_BK), self._seq, dtype=torch.int64).scatter(1, marked.positions, token_BT)
+            return token_BS.gather(1, forced_BK.clamp(0, self._seq - 1)), marked.live
+        wanted_BS = torch.zeros(len(forced_BK), self._seq + 1, dtype=torch.bool)
+        # One column more than there are positions takes the negative ones.
+        wanted_BS = wanted_BS.scatter(1, torch.where(forced_BK < 0, self._seq, forced_BK), True)[:, :-1]
+        wanted_BT = wanted_BS if marked.positions is None else torch.gather(wanted_BS, 1, marked.positions)
+        wanted_BT = wanted_BT & marked.available
+        index_BT = torch.sort(wanted_BT.to(torch.uint8), dim=1, descending=True, stable=True).indices
+        index_BK = index_BT[:, : forced_BK.shape[1]]
+        return index_BK, torch.gather(wanted_BT, 1, index_BK)
+
+    def _of_row(self, value_BT: Tensor, positions_BT: Tensor | None, absent: float | bool) -> Tensor:
+        """A value for each of the T tokens as one for each of the S positions of the row."""
+        if positions_BT is None:
+            return value_BT
+        value_BS = torch.full((len(value_BT), self._seq), absent, dtype=value_BT.dtype)
+        return value_BS.scatter(1, positions_BT, value_BT)
+
+
+class _Narrow(NamedTuple):
+    """A weight that is widened where it is used, so that memory never holds all of them in float64."""
+
+    tensor: Tensor
+
+
+Watch = Callable[[str, Tensor], None]
+"""Is told of each product with a weight (N, K): its name, and the rows (..., K) that it is multiplied with."""
+
+
+class Around(Protocol):
+    """Stands around every operation of a run."""
+
+    def __call__(self, node: fx.Node, compute: Callable[[], Any]) -> Any:
+        """What the operation gives in this run; `compute` computes it."""
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        run: SiteRun,
+        weights: Mapping[str, str],
+        watch: Watch | None,
+        around: Around | None,
+    ) -> None:
+        super().__init__(module)
+        self._run, self._weights, self._watch, self._around = run, weights, watch, around
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self._around is not None:
+            return self._around(n, lambda: self._run_node(n))
+        return self._run_node(n)
+
+    def _run_node(self, n: fx.Node) -> Any:
+        if self._watch is not None and n.target is torch.ops.aten.linear.default:
+            x, weight = n.args[:2]
+            if isinstance(x, fx.Node) and isinstance(weight, fx.Node) and weight.name in self._weights:
+                self._watch(self._weights[weight.name], self.env[x])
+        return super().run_node(n)
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        def value_of(node: fx.Node) -> Any:
+            value = self.env[node]
+            return value.tensor.double() if isinstance(value, _Narrow) else value
+
+        return fx.map_arg(args, value_of)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._run.mark(*args) if target is MARKER else super().call_function(target, args, kwargs)
+
+
+class Runnable(Protocol):
+    """What is run of a captured program."""
+
+    @property
+    def graph_module(self) -> fx.GraphModule: ...
+    @property
+    def graph_signature(self) -> ExportGraphSignature: ...
+    @property
+    def constants(self) -> Mapping[str, Any]: ...
+
+
+def run_sites(
+    program: Runnable,
+    state: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    run: SiteRun,
+    *,
+    widen: bool = False,
+    watch: Watch | None = None,
+    around: Around | None = None,
+) -> tuple[Tensor, ...]:
+    """Runs a captured program, markers and all, on the CPU.
+
+    Args:
+        program: captured there.
+        state: name -> parameter or buffer: what it was captured with, or others of the same shapes and dtypes.
+        inputs: of the program.
+        run: observes, and replaces selections.
+        widen: whether the program computes in float64, so that floats of `state` and constants have to be widened.
+        watch: is told of products with weights.
+        around: stands around every operation.
+
+    Returns:
+        The program's own outputs.
+    """
+    given = iter(inputs)
+
+    def lifted_of(name: str) -> Any:
+        value = state.get(name, program.constants.get(name))
+        return _Narrow(value) if widen and isinstance(value, Tensor) and value.is_floating_point() else value
+
+    specs = program.graph_signature.input_specs
+    lifted = [next(given) if spec.kind is InputKind.USER_INPUT else lifted_of(str(spec.target)) for spec in specs]
+    weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind is InputKind.PARAMETER}
+    interpreter = _Interpreter(program.graph_module, run, weights, watch, around)
+    with torch.no_grad():
+        outputs: tuple[Tensor, ...] = interpreter.run(*lifted, enable_io_processing=False)
+    return outputs

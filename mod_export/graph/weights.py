@@ -1,0 +1,361 @@
+"""How weights are stored: in one file for every graph of a dtype, as floats or in eight or four bits.
+
+The format is safetensors: a header, and then the bytes of the tensors. ONNX external data is (file, offset, length), so
+one plain file serves ONNX Runtime, TensorRT's parser, AOTInductor and any reader of `safetensors`, and no bucket adds a
+copy. Names are those of the state_dict. The fingerprints prove that a file, or a graph, holds the checkpoint's numbers
+and no others. A server reads the header with this module, so it loads torch and onnx only where it needs them.
+
+Shape legend: a weight is stored as (N, K); N columns of the result, K what is summed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from mod_export.environment import let_go
+from mod_export.errors import BuildFolderError
+from mod_export.types import QUANTIZED, DType
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+MOST_SIZES = 16
+"""Elements of a constant that shapes can depend on."""
+
+ALIGNMENT = 8
+PIECE = 2**22
+"""Numbers that are cast and written at a time."""
+ONNX_TYPES = {
+    "F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16", "I64": "INT64", "I32": "INT32",
+    "I16": "INT16", "I8": "INT8", "U8": "UINT8", "BOOL": "BOOL",
+}  # fmt: skip
+"""Name of a dtype in safetensors -> in ONNX."""
+BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+FLOATS: dict[DType, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+NARROW = ("float16", "bfloat16")
+Form = Literal["float", "int8", "int8_blocks", "int8_blocks64", "int4"]
+"""How a file of whole numbers stores a weight (N, K): as floats, or as `rounding` says."""
+FORMS: tuple[Form, ...] = get_args(Form)
+BITS: Mapping[Form, int] = {"int8_blocks": 8, "int8_blocks64": 8, "int4": 4}
+"""Of a number, in the forms that have a scale for each block."""
+BLOCKS: Mapping[Form, int] = {"int8_blocks": 32, "int8_blocks64": 64, "int4": 32}
+"""Numbers of a block. Longer ones are faster, and lose more (docs/LOG.md)."""
+Forms = Mapping[str, Collection[Form]]
+"""Name of a weight -> the forms that it is stored in, floats alone where it is not named."""
+NO_FORMS: Forms = {}
+MomentsOf = Callable[[str], "torch.Tensor | None"]
+"""Name of a weight (N, K) -> what it is multiplied with, float32 (K, K), as `rounding` takes it; None if unknown."""
+FLOATS_ALONE: tuple[Form, ...] = ("float",)
+BELOW = ".."
+"""Between the names of weights (N, K) that are stored as one, each below the one before it: no name in a state_dict has
+an empty part.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """The table of contents of a weights file: name -> (dtype, shape, offset in the file, bytes)."""
+
+    name: str
+    entries: Mapping[str, tuple[str, tuple[int, ...], int, int]]
+
+    @classmethod
+    def open(cls, path: Path) -> WeightsFile:
+        """Reads the header only; nothing of the weights is loaded.
+
+        Raises:
+            BuildFolderError: not a regular file, or not a weights file.
+        """
+        if path.is_symlink() or not path.is_file():
+            raise BuildFolderError(f"{path}: expected a regular file of weights; links are refused by ONNX tools")
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size)) if size <= path.stat().st_size else None
+        except ValueError:
+            header = None
+        if not isinstance(header, dict):
+            raise BuildFolderError(f"{path}: not a weights file, or damaged; delete it and build again")
+        header.pop("__metadata__", None)
+        entries = {}
+        for name, item in header.items():
+            begin, end = item["data_offsets"]
+            entries[name] = (item["dtype"], tuple(item["shape"]), 8 + size + begin, end - begin)
+        return cls(path.name, entries)
+
+    def quantized_bytes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Weight -> bytes of its numbers and scales, of those of `tensors` that stand here as whole numbers; in blocks,
+        where both forms of int8 do.
+        """
+        found: dict[str, int] = {}
+        for name, forms in forms_of(self.entries).items():
+            for form in sorted(forms - {"float"}):  # int8_blocks after int8.
+                for part in name.split(BELOW):
+                    stored = quantized_tensors(part, tuple(tensors[part].shape), form).values()
+                    found[part] = sum(BYTES[kind] * math.prod(shape) for kind, shape in stored)
+        return found
+
+
+def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and all buffers by name.
+
+    Also the buffers that a state_dict leaves out (RoPE tables), so that no graph needs a copy of its own.
+    """
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def quantized_tensors(name: str, shape: tuple[int, ...], form: Form) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (safetensors dtype, shape) of what a weight (N, K) becomes: the whole numbers, their scales, and of four
+    bits their zero points.
+    """
+    N, K = shape
+    if form == "int8":
+        return {f"{name}.int8": ("I8", (K, N)), f"{name}.int8_scale": ("F32", (N,))}
+    blocks = -(-K // BLOCKS[form])
+    whole = (N, blocks, BLOCKS[form] * BITS[form] // 8)
+    found = {f"{name}.{form}": ("U8", whole), f"{name}.{form}_scale": ("F32", (N, blocks))}
+    return found | {f"{name}.{form}_zero": ("U8", (N, -(-blocks // 2)))} if form == "int4" else found
+
+
+def is_of_quantized(name: str) -> bool:
+    """Whether a tensor of this name holds whole numbers that stand for a weight, their scales, or their zero points."""
+    return name.rpartition(".")[2].removesuffix("_scale").removesuffix("_zero") in FORMS
+
+
+def forms_of(names: Iterable[str]) -> dict[str, set[Form]]:
+    """Which weights the tensors of these names hold, in a file or in a graph, and in which forms by themselves."""
+    found: dict[str, set[Form]] = {}
+    for stored in names:
+        name, _, kind = stored.rpartition(".")
+        form = next((form for form in FORMS if kind == form), None)
+        if form is not None:
+            found.setdefault(name, set()).add(form)
+        elif not is_of_quantized(stored):
+            found.setdefault(stored, set()).add("float")
+    # A weight that stands below others is stored there, and not by itself.
+    parts = [part for name in found if BELOW in name for part in name.split(BELOW)]
+    return found | {part: found.get(part, set()) for part in parts}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor as a weights file holds it: its type and shape, and what makes its bytes when they are written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[memoryview]]
+
+    def digest(self, write: Callable[[memoryview], object] = lambda piece: None) -> str:
+        """SHA-256 of its bytes, which are written a piece at a time."""
+        digest = hashlib.sha256()
+        for piece in self.pieces():
+            digest.update(piece)
+            write(piece)
+        return digest.hexdigest()
+
+
+def _stored_tensors(
+    tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Forms, moments: MomentsOf | None = None
+) -> dict[str, _Stored]:
+    found: dict[str, _Stored] = {}
+    for name in (*tensors, *(name for name in forms if BELOW in name)):
+        for form in forms.get(name, FLOATS_ALONE):
+            if form == "float":
+                kind = _kind(tensors[name], dtype)
+                found[name] = _Stored(kind, tuple(tensors[name].shape), partial(_plain_bytes, tensors[name], kind))
+                continue
+            parts = {part: tensors[part] for part in name.split(BELOW)}
+            rows = sum(len(part_NK) for part_NK in parts.values())
+            shape = (rows, *next(iter(parts.values())).shape[1:])
+            (whole, of_whole), *ranges = quantized_tensors(name, shape, form).items()
+            found[whole] = _Stored(*of_whole, partial(_whole_bytes, parts, form, moments))
+            for index, (stored, of_range) in enumerate(ranges):
+                found[stored] = _Stored(*of_range, partial(_range_bytes, parts, form, index))
+    return found
+
+
+def _kind(tensor: torch.Tensor, dtype: DType) -> str:
+    """The dtype that a tensor has in a file of this dtype, in safetensors' words."""
+    if tensor.is_floating_point():
+        # A table in float64, such as angles, is not what a model's weights are: graphs read it as it is.
+        return "F64" if tensor.dtype.itemsize == BYTES["F64"] and dtype not in NARROW else FLOATS.get(dtype, "F32")
+    name = str(tensor.dtype).removeprefix("torch.")
+    return "BOOL" if name == "bool" else name.replace("uint", "U").replace("int", "I")
+
+
+def _plain_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
+    """The bytes of a tensor, row-major and little-endian; what was read of a memory-mapped file is let go after it."""
+    import torch
+
+    floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    wanted = floats.get(kind, tensor.dtype)
+    for piece in torch.split(tensor.detach().reshape(-1), PIECE):
+        yield piece.to(wanted).contiguous().view(torch.uint8).numpy().data
+    let_go([tensor])
+
+
+def _whole_bytes(parts: Mapping[str, torch.Tensor], form: Form, moments: MomentsOf | None) -> Iterator[memoryview]:
+    import torch
+
+    from mod_export.graph.rounding import whole_numbers
+
+    for name, weight_NK in parts.items():
+        moments_KK = moments(name) if moments is not None and form == "int4" else None
+        yield whole_numbers(weight_NK.detach(), form, moments_KK).reshape(-1).view(torch.uint8).numpy().data
+        let_go([weight_NK])
+
+
+def _range_bytes(parts: Mapping[str, torch.Tensor], form: Form, index: int) -> Iterator[memoryview]:
+    """Of the scales, 0, or of the zero points, 1."""
+    import torch
+
+    from mod_export.graph.rounding import range_of
+
+    for weight_NK in parts.values():
+        yield range_of(weight_NK.detach(), form)[index].reshape(-1).view(torch.uint8).numpy().data
+        let_go([weight_NK])
+
+
+def write_weights(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: DType,
+    forms: Forms = NO_FORMS,
+    moments: MomentsOf | None = None,
+) -> dict[str, str]:
+    """Writes tensors a piece at a time, so that it takes no more memory for a larger model.
+
+    Args:
+        path: of the file.
+        tensors: by their names in the state_dict.
+        dtype: of the file's floats. In one of whole numbers everything that is not quantized is float32. Buffers of
+            whole numbers are stored as they are, and those of float64 in files of float32 and of whole numbers.
+        forms: of the weights (N, K) that become whole numbers and scales, see `quantized_tensors`.
+        moments: of weights of four bits, for `rounding`; they are asked for in the order of their names.
+
+    Returns:
+        Name -> SHA-256 of the tensor's bytes as they were handed to the file.
+
+    Raises:
+        BuildFolderError: the file could not be written.
+    """
+    # Wide numbers first, then by name: the order of the safetensors library, and every tensor is aligned.
+    found = _stored_tensors(tensors, dtype, forms, moments)
+    stored = dict(sorted(found.items(), key=lambda item: (-BYTES[item[1].dtype], item[0])))
+    try:
+        with path.open("wb") as file:
+            file.write(_header(stored))
+            return {name: tensor.digest(file.write) for name, tensor in stored.items()}
+    except OSError as error:
+        raise BuildFolderError(f"{path}: the weights could not be written ({error})") from error
+
+
+def _header(tensors: Mapping[str, _Stored]) -> bytes:
+    """https://huggingface.co/docs/safetensors: the length of the table of contents, and the table."""
+    end = 0
+    table = {}
+    for name, tensor in tensors.items():
+        begin, end = end, end + BYTES[tensor.dtype] * math.prod(tensor.shape)
+        table[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def digests_of_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
+    """What `write_weights` returns of tensors of which none is quantized, without writing."""
+    return {name: stored.digest() for name, stored in _stored_tensors(tensors, dtype, NO_FORMS).items()}
+
+
+def digests_expected(path: Path, tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
+    """The digests that the tensors of a file have if they are a checkpoint's. A number of four bits can be rounded in
+    several ways: those of the file count, where they are within what `rounding` allows.
+
+    Raises:
+        BuildFolderError: not a weights file.
+    """
+    import torch
+
+    from mod_export.graph.rounding import is_rounded
+
+    entries = WeightsFile.open(path).entries
+    expected = {}
+    for name, stored in _stored_tensors(tensors, dtype, forms_of(entries)).items():
+        weight, _, form = name.rpartition(".")
+        if form == "int4" and name in entries:
+            _, shape, offset, length = entries[name]
+            data = _part_of(path, offset, length)
+            whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            weight_NK = torch.cat([tensors[part].detach() for part in weight.split(BELOW)])
+            if whole.numel() == math.prod(shape) and is_rounded(whole.reshape(shape), weight_NK, "int4"):
+                expected[name] = hashlib.sha256(data).hexdigest()
+                continue
+        expected[name] = stored.digest()
+    return expected
+
+
+def _part_of(path: Path, offset: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+def digests_of_file(path: Path) -> dict[str, str]:
+    """The same for every tensor of a weights file, as it is stored.
+
+    Raises:
+        BuildFolderError: not a weights file.
+    """
+    entries = WeightsFile.open(path).entries.items()
+    return {
+        name: hashlib.sha256(_part_of(path, offset, length)).hexdigest() for name, (_, _, offset, length) in entries
+    }
+
+
+def files_for(dtype: DType) -> tuple[DType, ...]:
+    """The weights files that a graph of this dtype points into. One of whole numbers holds all that it needs."""
+    return (dtype,) if dtype in QUANTIZED or dtype == "float32" else (dtype, "float32")
+
+
+def is_in_graph(dtype: ir.DataType, shape: Sequence[int]) -> bool:
+    """Whether a constant of the model stands in the graph itself, and not in a file: ONNX Runtime infers shapes from
+    indices and sizes, and reads no file for that.
+    """
+    return (dtype.is_integer() or dtype.name == "BOOL") and math.prod(shape) <= MOST_SIZES
+
+
+def bind_weights(model: ir.Model, files: Iterable[WeightsFile], folder: Path) -> int:
+    """Points every initializer that is a weight at its bytes in the first file that has it in the initializer's dtype,
+    or gives it their value (`is_in_graph`).
+
+    Returns:
+        How many.
+    """
+    import onnx_ir as ir
+
+    located = {
+        (name, ir.DataType[ONNX_TYPES[dtype]]): (file.name, shape, offset, length)
+        for file in reversed(list(files))
+        for name, (dtype, shape, offset, length) in file.entries.items()
+    }
+    bound = 0
+    for name, value in model.graph.initializers.items():
+        found = located.get((name, value.dtype)) if value.dtype is not None else None
+        if found is None or value.dtype is None:
+            continue
+        location, shape, offset, length = found
+        stored = ir.ExternalTensor(
+            location, offset, length, value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
+        )
+        in_graph = is_in_graph(value.dtype, shape)
+        value.const_value = ir.tensor(stored.numpy().copy(), name=name) if in_graph else stored
+        bound += 1
+    return bound

@@ -1,0 +1,304 @@
+"""Differences between a candidate and the reference as numbers, without thresholds. NaN stays NaN, so that it fails.
+
+A logit of minus infinity is a token that a model excludes. Where both sides exclude it they do not differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mod_export.rows.parity import ErrorNumbers
+from mod_export.runtime.logits import log_softmax
+from mod_export.types import FOUND, Site
+
+FIRST_COME = "first_come"
+EMPTY = -1
+"""Stands in a slot that no token fills."""
+BLOCK = 2**16
+"""Logits that are compared at once."""
+
+
+def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNumbers:
+    """Elementwise error of N rows, such as the logits of real tokens, in float64; none where there is no value."""
+    largest, total, squares, scale, count = 0.0, 0.0, 0.0, 0.0, reference_NV.size
+    for rows in _blocks(reference_NV):
+        reference = reference_NV[rows].astype(np.float64)
+        excluded = _excluded(candidate_NV[rows], reference)
+        with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
+            difference = np.where(excluded, 0.0, np.abs(candidate_NV[rows] - reference))
+        reference = np.where(excluded, 0.0, reference)
+        largest = float(np.maximum(largest, difference.max()))
+        total += float(difference.sum())
+        squares += float(np.vdot(difference, difference))
+        scale += float(np.vdot(reference, reference))
+    scale, count = float(np.sqrt(scale / max(1, count))), max(1, count)
+    return ErrorNumbers(
+        max_abs=largest,
+        mean_abs=total / count,
+        max_rel=largest / scale if scale else largest,
+        rms=float(np.sqrt(squares / count)),
+    )
+
+
+def rows_of(values: np.ndarray) -> np.ndarray:
+    """An output of any rank as rows (N, V) of its last dimension, each of which is judged or left out as a whole. Whole
+    numbers, booleans and what has one dimension at most are N rows of one value; booleans and unsigned integers become
+    int64, so that they can be subtracted.
+    """
+    width = values.shape[-1] if values.ndim > 1 and values.dtype.kind == "f" else 1
+    # Of a dimension without entries nothing can be inferred.
+    rows = values.reshape(values.size // max(1, width), width)
+    return rows.astype(np.int64) if rows.dtype.kind in "bu" else rows
+
+
+def rounded_once(exact_NV: np.ndarray, roundoff: float) -> tuple[float, float]:
+    """Largest and root mean square error of the exact values where each is rounded once."""
+    largest, squares = 0.0, 0.0
+    for rows in _blocks(exact_NV):
+        exact = np.where(np.isneginf(exact_NV[rows]), 0.0, exact_NV[rows])
+        largest = float(np.maximum(largest, np.abs(exact).max()))
+        squares += float(np.vdot(exact, exact))
+    return roundoff * largest, roundoff * float(np.sqrt(squares / max(1, exact_NV.size)))
+
+
+def farthest_from(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
+    """Of several runs, element by element, the value that is farthest from the exact one; NaN where one of them is."""
+    farthest = runs[0]
+    for other in runs[1:]:
+        with np.errstate(invalid="ignore"):
+            nearer = np.abs(other - exact) <= np.abs(farthest - exact)
+        farthest = np.where(nearer | np.isnan(farthest), farthest, other)
+    return farthest
+
+
+def next_token_shortfalls(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> np.ndarray:
+    """By how much the reference prefers its own most probable next token to the candidate's: float64 (N,).
+
+    In the units of the logits; 0 where they agree, infinity where the candidate is not finite.
+    """
+    chosen_N1 = candidate_NV.argmax(-1, keepdims=True)
+    usable_N = (np.isfinite(candidate_NV) | _excluded(candidate_NV, reference_NV)).all(-1)
+    short_N = reference_NV.max(-1) - np.take_along_axis(reference_NV, chosen_N1, -1)[:, 0]
+    return np.where(usable_N, short_N.astype(np.float64), np.inf)
+
+
+def divergences(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> np.ndarray:
+    """float64 (N,): Kullback-Leibler divergence KL(reference || candidate) of the next-token distributions, in nats."""
+    nats_N = np.empty(len(reference_NV))
+    for rows in _blocks(reference_NV):
+        candidate, reference = log_softmax(candidate_NV[rows]), log_softmax(reference_NV[rows])
+        with np.errstate(invalid="ignore"):
+            terms = np.exp(reference) * (reference - candidate)
+        nats_N[rows] = np.sum(np.where(_excluded(candidate, reference), 0.0, terms), axis=1)
+    return nats_N
+
+
+def _excluded(candidate: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    return np.isneginf(candidate) & np.isneginf(reference)
+
+
+def smallest(values: Sequence[float]) -> float | None:
+    """The smallest value, None of none. NaN as soon as one is NaN, which min() alone would let slip."""
+    return float(np.min(values)) if values else None
+
+
+def _blocks(values_NV: np.ndarray) -> Iterator[slice]:
+    """Rows that fit a processor's cache together: float64 copies of all logits at once would be slow to go through.
+    None where there is no value.
+    """
+    step = max(1, BLOCK // max(1, values_NV.shape[1]))
+    return (slice(start, start + step) for start in range(0, len(values_NV) if values_NV.size else 0, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """What a sound engine may be off by.
+
+    Attributes:
+        units: of the rounding error of the reference.
+        near_tie: a share of the root mean square of what a choice is made by; at most.
+        max_abs: of an output, where its rounding error is not known.
+        narrow: whether it computes in fewer bits than float32.
+    """
+
+    units: float
+    near_tie: float
+    max_abs: float
+    narrow: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """What a selection is judged by: its rule (see `mark_selection`), scores (B, S), and the tokens that could be
+    chosen, bool (B, S).
+    """
+
+    rule: str
+    score_BS: np.ndarray
+    open_BS: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRouting:
+    """What a candidate selected at one routing site, against the reference with the same selections before it.
+
+    Attributes:
+        site: which.
+        k: slots of a row.
+        routed: real tokens that the reference selects, over all rows.
+        agreed: of those, how many the candidate selects too.
+        distances: for each token that only one side selects, its distance from the edge of the selection, in the units
+            of the scores: from the k-th score, or from 0 where the first k tokens above 0 are selected. There, a
+            token that finds no slot left, because others came first, is no difference.
+        min_margin: smallest (k-th score - next score) over the rows that have a next one, or smallest |score| where
+            0 is the edge; None if there is none.
+        scale: largest root mean square of the scores of a row. A row of one repeated token can have scores near zero,
+            with rounding as large as that of any other row; so nothing is measured against its own row.
+        rounding: rounding error, the largest |score - score in float64| of any real token and run; None where there
+            is no float64 run.
+        malformed: why the candidate's positions are no selection at all (not ascending, out of range); empty if sound.
+        overflow: tokens above 0 that find no slot, over all rows, by the definition.
+    """
+
+    site: Site
+    k: int
+    routed: int
+    agreed: int
+    distances: tuple[float, ...]
+    min_margin: float | None
+    scale: float = 0.0
+    rounding: float | None = None
+    malformed: str = ""
+    overflow: int = 0
+
+
+def selected(rule: str, score_L: np.ndarray, k: int) -> np.ndarray:
+    """The definition of both rules: which of the L tokens that could be chosen are, ascending."""
+    if rule == FIRST_COME:
+        return np.flatnonzero(score_L > 0)[:k]
+    return np.sort(np.argsort(-score_L, kind="stable")[:k])
+
+
+def wrong_slots(index_BK: np.ndarray, judged: Judged) -> int:
+    """Slots that hold another token than the definition says."""
+    wrong = 0
+    for row_K, score_S, open_S in zip(index_BK, judged.score_BS, judged.open_BS, strict=True):
+        open_L = np.flatnonzero(open_S)
+        wanted_W = open_L[selected(judged.rule, score_S[open_L], len(row_K))]
+        wrong += int(np.sum(row_K[: len(wanted_W)] != wanted_W))
+        wrong += int(np.isin(row_K[len(wanted_W) :], open_L).sum())
+    return wrong
+
+
+def routing_of_site(
+    site: Site,
+    candidate_BK: np.ndarray,
+    judged: Judged,
+    exact_BS: np.ndarray | None = None,
+    rounded_BS: np.ndarray | None = None,
+    judged_B: np.ndarray | None = None,
+) -> SiteRouting:
+    """Compares a candidate's selection with the definition applied to the reference's scores.
+
+    Args:
+        site: for the result.
+        candidate_BK: int64, what the candidate selected; surplus slots hold positions that could not be chosen.
+        judged: the reference's scores, float32, computed with the candidate's routing at all sites.
+        exact_BS: float64, the same scores of the same model in float64.
+        rounded_BS: float32, the scores whose rounding error is measured; those of `judged` by default.
+        judged_B: bool, the rows whose scores the reference determines; all by default. Of the others only the form of
+            what was selected is looked at.
+    """
+    rule, (B, S), k = judged.rule, judged.open_BS.shape, candidate_BK.shape[1]
+    rounded_BS = judged.score_BS if rounded_BS is None else rounded_BS
+    routed = agreed = overflow = 0
+    distances: list[float] = []
+    margins: list[float] = []
+    roundings: list[float] = [0.0]
+    scales: list[float] = [0.0]
+    problems: list[str] = []
+    for b in range(B):
+        open_L = np.flatnonzero(judged.open_BS[b])
+        score_L = judged.score_BS[b, open_L].astype(np.float64)
+        # A token that a model always or never selects may have an infinite score, which is no measure of the others.
+        finite_L = score_L[~np.isinf(score_L)]
+        row_K = candidate_BK[b]
+        got_G = row_K[np.isin(row_K, open_L)]
+        # A position that no row has cannot be a near-tie of anything.
+        distances += [float("inf")] * int(np.sum((row_K < EMPTY) | (row_K >= S)))
+        problems += _malformed(rule, row_K, got_G, open_L, S, b)
+        if not len(open_L) or (judged_B is not None and not judged_B[b]):
+            continue
+        wanted_W = open_L[selected(rule, score_L, k)]
+        routed += len(wanted_W)
+        agreed += int(np.isin(wanted_W, got_G).sum())
+        edge, row_margins = _edge(rule, score_L, k)
+        distances += _differences(score_L[_flipped(rule, score_L, open_L, wanted_W, got_G, k)], edge).tolist()
+        margins += row_margins
+        scales.append(float(np.sqrt(np.mean(finite_L**2))) if len(finite_L) else 0.0)
+        if rule == FIRST_COME:
+            overflow += max(0, int((score_L > 0).sum()) - k)
+        if exact_BS is not None:
+            roundings.append(float(_differences(rounded_BS[b, open_L].astype(np.float64), exact_BS[b, open_L]).max()))
+    return SiteRouting(
+        site=site,
+        k=k,
+        routed=routed,
+        agreed=agreed,
+        distances=tuple(distances),
+        min_margin=smallest(margins),
+        scale=float(np.max(scales)),
+        rounding=None if exact_BS is None else float(np.max(roundings)),
+        malformed=problems[0] if problems else "",
+        overflow=overflow,
+    )
+
+
+def _differences(score_L: np.ndarray, other: np.ndarray | float) -> np.ndarray:
+    """Absolute differences; scores that are equally infinite do not differ."""
+    with np.errstate(invalid="ignore"):
+        return np.where(score_L == other, 0.0, np.abs(score_L - other))
+
+
+def _edge(rule: str, score_L: np.ndarray, k: int) -> tuple[float, list[float]]:
+    """The score between selected and skipped tokens, 0 or the smallest that is selected; and the row's margin, if it
+    has one.
+    """
+    if rule == FIRST_COME:
+        return 0.0, [float(np.abs(score_L).min())]
+    ordered_L = -np.sort(-score_L)
+    margins = _differences(ordered_L[k - 1 : k], ordered_L[k]).tolist() if k < len(ordered_L) else []
+    return float(ordered_L[min(k, len(ordered_L)) - 1]), margins
+
+
+def _flipped(
+    rule: str, score_L: np.ndarray, open_L: np.ndarray, wanted_W: np.ndarray, got_G: np.ndarray, k: int
+) -> np.ndarray:
+    """Which of the open tokens only one side selects, without those that lost their slot to an earlier one."""
+    got = np.isin(open_L, got_G)
+    if rule != FIRST_COME:
+        return np.flatnonzero(got != np.isin(open_L, wanted_W))
+    # A token above 0 may be missing only if all slots are filled by then.
+    full = np.cumsum(got) >= k
+    return np.flatnonzero((got & ~(score_L > 0)) | (~got & ~full & (score_L > 0)))
+
+
+def _malformed(
+    rule: str, row_K: np.ndarray, got_G: np.ndarray, open_L: np.ndarray, seq: int, row: int
+) -> Iterator[str]:
+    """Why a row's positions are no selection at all, the first reason first."""
+    # -1 marks a slot that stays empty, and comes after those that do not.
+    given_G = row_K[row_K != EMPTY]
+    if given_G.size and (given_G.min() < 0 or given_G.max() >= seq):
+        yield f"positions from {given_G.min()} to {given_G.max()} in a row of {seq}"
+    if rule == FIRST_COME and len(got_G) < len(given_G):
+        yield f"row {row} gives {len(given_G) - len(got_G)} slots to tokens that cannot be chosen"
+    in_order_G = np.sort(given_G) if rule in FOUND else given_G
+    if np.any(np.diff(in_order_G) <= 0) or np.any(row_K[: len(given_G)] == EMPTY):
+        yield f"positions are {'' if rule in FOUND else 'not ascending, or '}not unique"
+    k = len(row_K)
+    if rule != FIRST_COME and len(got_G) < min(k, len(open_L)):
+        yield f"row {row} leaves {k - len(got_G)} of {k} slots empty while tokens are left that could be chosen"

@@ -1,0 +1,209 @@
+"""Everything that is found out about one candidate that reads whole rows: parity, ties, and where it fails.
+
+Who gets a slot when scores are exactly equal: the earlier token, in every engine. Equal tokens seldom have bit-equal
+scores, because kernels sum different rows in different orders. What makes scores equal everywhere is a router whose
+weights are all zero: then every site that ranks tokens must select the first k real tokens of its row, whatever the
+text; and where tokens choose, who is chosen follows from the rule for ties alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mod_export.config import BuildConfig
+from mod_export.errors import BuildError, BuildFolderError, TargetError
+from mod_export.judge.against_reference import locate_against_reference
+from mod_export.judge.candidates import Candidate
+from mod_export.judge.checks import MADE_OF_TIES
+from mod_export.judge.compare import Judged, rows_of, wrong_slots
+from mod_export.judge.inputs import Batch, TextOf, one_of_each_kind
+from mod_export.judge.locate import locate_by_depth, locate_in_graph
+from mod_export.judge.near_ties import batches_of
+from mod_export.judge.parity import judge_runner, slack_of, undefined_in
+from mod_export.judge.parity_row import failed_row
+from mod_export.judge.reference import Reference
+from mod_export.judge.undefined import origin_in_graph, origin_in_reference
+from mod_export.model.protocol import DeclaredRouting, ExportableModel
+from mod_export.rows.parity import LeftOutRows, Located, ParityRow
+from mod_export.types import QUANTIZED, Graph, Site, is_expert, routed_output
+
+MOST_REASONS = 4
+"""Beside the place of the fault: the others are counted."""
+Fresh = Callable[[Graph], bytes]
+"""Gives the bytes that a graph has when it is exported now."""
+
+
+def parity_of(
+    root: Path,
+    candidate: Candidate,
+    reference: Reference,
+    config: BuildConfig,
+    fresh: Fresh,
+    text_of: TextOf | None = None,
+) -> ParityRow:
+    """Judges a candidate on inputs of every kind. What cannot be loaded or run has failed, with the reason. Weights in
+    whole numbers are judged on text, so `text_of` gives it to a model that has none of its own.
+    """
+    is_quantized = candidate.setting.dtype in QUANTIZED
+    batches = batches_of(reference, candidate.setting.bucket, config, text_of if is_quantized else None)
+    if candidate.engine_judged:
+        batches = one_of_each_kind(batches)
+    gate = config.parity.gate(candidate.setting.dtype)
+    undefined = undefined_in(reference, batches)
+    if any(batch.kind not in MADE_OF_TIES for batch in undefined):
+        return failed_row(_undefined(reference, undefined, batches), gate, candidate.setting, candidate.path)
+    batches = [batch for batch in batches if batch not in undefined]
+    try:
+        with candidate.open(root, config) as runner:
+            row = judge_runner(runner, reference, batches, gate, candidate.setting, candidate.path)
+        exact, wrong = _ties(root, candidate, reference, batches, config)
+    except (BuildError, TargetError) as error:
+        row = failed_row(f"cannot be run: {error}", gate, candidate.setting, candidate.path)
+    else:
+        # Inputs on which something was seen come first: the place is looked for where the fault shows.
+        kinds = {reason.partition(":")[0] for reason in row.reasons}
+        batches = sorted(batches, key=lambda batch: batch.kind not in kinds)
+        reasons = (*row.reasons, *wrong)
+        left_out = (*row.left_out, *_artificial(reference, undefined))
+        row = row.model_copy(
+            update={"ties_exact": exact, "reasons": reasons, "passed": not reasons, "left_out": left_out}
+        )
+    if row.passed:
+        return row
+    try:
+        places = _places(root, candidate, reference, batches, config, fresh, row)
+    except (BuildError, BuildFolderError, TargetError) as error:
+        reason = f"the place of the fault was not found: {str(error).splitlines()[0]}"
+        return row.model_copy(update={"reasons": (*_few(row.reasons), reason)})
+    located = places[0] if places else None
+    return row.model_copy(update={"located": located, "reasons": (*_few(row.reasons), *map(str, places))})
+
+
+def _few(reasons: Sequence[str]) -> tuple[str, ...]:
+    """The first of them, and how many others there are."""
+    more = len(reasons) - MOST_REASONS
+    return tuple(reasons) if more <= 0 else (*reasons[:MOST_REASONS], f"and {more} more reason{'s'[: more > 1]}")
+
+
+def _undefined(reference: Reference, undefined: Sequence[Batch], batches: Sequence[Batch]) -> str:
+    """Why nothing can be compared with the reference."""
+    kinds = ", ".join(dict.fromkeys(batch.kind for batch in undefined))
+    usual = next(batch for batch in undefined if batch.kind not in MADE_OF_TIES)
+    return (
+        f"the model itself returns NaN, in {reference.name}, on {len(undefined)} of {len(batches)} inputs ({kinds}), "
+        f"so there is nothing to compare with: {origin_in_reference(reference, usual)}; its values overflow there, or "
+        "these inputs are not what it was made for"
+    )
+
+
+def _artificial(reference: Reference, undefined: Sequence[Batch]) -> list[LeftOutRows]:
+    """Inputs that are made of ties, and that the model gives NaN for."""
+    if not undefined:
+        return []
+    why = f"the model itself returns NaN there: {origin_in_reference(reference, undefined[0])}"
+    kinds = tuple(dict.fromkeys(batch.kind for batch in undefined))
+    counts = {
+        name: sum(len(rows_of(reference.free(batch).outputs[n])) for batch in undefined)
+        for n, name in enumerate(reference.output_names)
+    }
+    return [
+        LeftOutRows(output=name, inputs=kinds, rows=count, total=count, because=why) for name, count in counts.items()
+    ]
+
+
+def _places(
+    root: Path,
+    candidate: Candidate,
+    reference: Reference,
+    batches: Sequence[Batch],
+    config: BuildConfig,
+    fresh: Fresh,
+    row: ParityRow,
+) -> list[Located]:
+    """Where the candidate parts from what it should be, as far as it can be found out; and where it makes NaN."""
+    found: Located | None = None
+    if candidate.graph is not None and candidate.weights is not None:
+        found = locate_in_graph(root, candidate.path, fresh(candidate.graph), batches)
+        if found is None and candidate.setting.dtype not in QUANTIZED:
+            slack = slack_of(config.parity.gate(candidate.setting.dtype), candidate.setting.dtype)
+            found = locate_against_reference(root, candidate.path, reference, batches, slack)
+    elif candidate.engine is not None:
+        found = locate_by_depth(root, candidate.engine, reference, batches, config)
+    errors = (row.error, *(other.error for other in row.further_outputs))
+    nan = None
+    if candidate.source is not None and row.inputs and any(math.isnan(error.max_abs) for error in errors):
+        nan = origin_in_graph(root, candidate.source, batches)
+    return [one for one in (found, nan) if one is not None]
+
+
+def _ties(
+    root: Path, candidate: Candidate, reference: Reference, batches: Sequence[Batch], config: BuildConfig
+) -> tuple[bool | None, list[str]]:
+    """Whether every tie goes to the earlier token; None where the candidate holds its own weights, or where no weights
+    of a router are declared.
+    """
+    silenced = list(zeroed_routers(reference.loaded, candidate.setting.bucket.seq))
+    if candidate.weights is None or not silenced:
+        return None, []
+    # Position and length alone decide here which tokens are selected, so one full batch says as much as many.
+    full = [batch for batch in batches if batch.kind == "random"][:1]
+    chosen = full + [batch for batch in batches if batch.kind == "padded"]
+    reasons: list[str] = []
+    for zeros in silenced:
+        expected = reference.remembered(
+            f"{len(chosen)} of {candidate.setting.bucket.name}, seed {config.seed}, without {sorted(zeros)}",
+            partial(_judged_without, reference, zeros, chosen),
+        )
+        with candidate.open(root, config, zeros) as runner:
+            outputs = [
+                runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs})
+                for batch in chosen
+            ]
+        reasons += ties_of_runs(outputs, chosen, expected)
+    return not reasons, list(dict.fromkeys(reasons))
+
+
+def zeroed_routers(model: ExportableModel, seq: int) -> Iterator[dict[str, np.ndarray]]:
+    """Zeros, float32, for every weight of a router that takes tokens out of `seq`: an idle one is in no graph. Then
+    those of experts' routers alone, if there are others too: zeros in front of experts may let no token reach them.
+    """
+    if not isinstance(model, DeclaredRouting):
+        return
+    active = {site for site, k in model.k_by_layer(seq).items() if k}
+    deciding = {name: sites for name, sites in model.router_weights().items() if active.intersection(sites)}
+    zeros = {name: np.zeros(tuple(model.weights[name].shape), np.float32) for name in deciding}
+    experts = {name: array for name, array in zeros.items() if all(map(is_expert, deciding[name]))}
+    if zeros:
+        yield zeros
+    if 0 < len(experts) < len(zeros):
+        yield experts
+
+
+def _judged_without(
+    reference: Reference, zeros: Mapping[str, np.ndarray], batches: Sequence[Batch]
+) -> list[Mapping[Site, Judged]]:
+    """What every selection is judged by in a model whose routers are zeros, for each batch."""
+    silent = reference.with_weights(zeros)
+    return [silent.free(batch).judged for batch in batches]
+
+
+def ties_of_runs(
+    outputs: Sequence[Mapping[str, np.ndarray]], batches: Sequence[Batch], judged: Sequence[Mapping[Site, Judged]]
+) -> list[str]:
+    """Reasons why runs with equal scores did not choose by the rule for ties."""
+    reasons = []
+    for found, batch, expected in zip(outputs, batches, judged, strict=True):
+        for site, one in expected.items():
+            index_BK = found.get(routed_output(site))
+            wrong = 0 if index_BK is None else wrong_slots(index_BK, one)
+            if wrong:
+                reasons.append(
+                    f"{batch.kind}: layer {site} routing: {wrong} slots do not go to the earlier of tokens with equal "
+                    "scores"
+                )
+    return list(dict.fromkeys(reasons))

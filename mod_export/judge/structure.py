@@ -1,0 +1,249 @@
+"""What files say without being run: every weight is the checkpoint's, every shape is what the spec says.
+
+One element of one weight can be wrong by a percent and move no logit by more than rounding. So weights are not judged
+by what they do but by what they are: each tensor's bytes against the fingerprint that was taken of the checkpoint's own
+tensor when the folder was built, and each graph's references against the place of the tensor in that file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from mod_export.engines import ENGINES
+from mod_export.errors import BuildError, BuildFolderError, GraphError
+from mod_export.folder.files import FileEntry, changed_file
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.nodes import graph_from_bytes, graph_from_file, is_standard, label_of, module_of, static_shape
+from mod_export.graph.passes import PORTABLE
+from mod_export.graph.passes.cast_floats import NARROW
+from mod_export.graph.weights import ONNX_TYPES, WeightsFile, digests_of_file, is_in_graph, is_of_quantized
+from mod_export.model.program_files import changed_files
+from mod_export.rows.structure import StructureRow
+from mod_export.types import Dialect, Graph, ModelKind, routed_output
+
+SHOWN = 4
+FRESH = ("what a fresh export gives",)
+
+
+def structure_of_file(root: Path, path: str, entry: FileEntry) -> StructureRow:
+    """Whether a file is the one that was built; `entry` is the manifest's."""
+    problem = changed_file(root, path, entry)
+    return _row(path, ("the bytes that were built",), [problem] if problem else [])
+
+
+def structure_of_programs(root: Path, kind: ModelKind, spec: Mapping[str, Any]) -> Iterator[StructureRow]:
+    """Whether the files that the reference of a captured model is rebuilt from hold what was captured; `spec` is the
+    manifest's.
+    """
+    for path, problem in changed_files(root, kind, spec).items():
+        yield _row(path, ("what was captured",), [problem] if problem else [])
+
+
+def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> StructureRow:
+    """Every tensor of a weights file against its fingerprint: name -> SHA-256 of the checkpoint's tensor in the file's
+    dtype, taken before the file was written.
+    """
+    try:
+        found = digests_of_file(root / path)
+    except BuildFolderError as error:
+        return _row(path, ("tensors",), [str(error)])
+    problems = {
+        "not the checkpoint's values": [name for name in expected if found.get(name, expected[name]) != expected[name]],
+        "missing": [name for name in expected if name not in found],
+        "not a tensor of the checkpoint": [name for name in found if name not in expected],
+    }
+    reasons = [f"{_listed(names)}: {what}" for what, names in problems.items() if names]
+    rounded = [name for name in expected if is_of_quantized(name)]
+    checked = [f"{len(expected) - len(rounded)} tensors are the checkpoint's, bit for bit"]
+    if rounded:
+        checked.append(f"{len(rounded)} are its weights, rounded to 8 or 4 bits, their scales and zero points")
+    return _row(path, tuple(checked), reasons)
+
+
+def structure_of_graph(root: Path, path: str, graph: Graph, weights: Collection[str]) -> StructureRow:
+    """Weights, outputs, operators and precision of an ONNX file, which may be an engine, and is meant to be `graph`.
+
+    `weights` are the folder's weights files whose tensors have fingerprints.
+    """
+    try:
+        model = graph_from_file(root / path)
+        reasons = [
+            # Those of prefill and decode graphs follow from the cache, and were checked when they were exported.
+            *(_outputs(model, graph) if graph.role == "forward" else ()),
+            *_references(model, root, weights),
+            *_precision(model, graph),
+            *_operators(model, graph),
+            *_hidden(onnx.load(root / path, load_external_data=False)),
+        ]
+    except (GraphError, BuildFolderError) as error:
+        reasons = [str(error)]
+    outputs = ("outputs",) if graph.role == "forward" else ()
+    checked = (*outputs, "every weight is a reference to the checkpoint's tensor", "operators", "precision")
+    return _row(path, checked, list(dict.fromkeys(reasons)))
+
+
+def _outputs(model: ir.Model, graph: Graph) -> Iterator[str]:
+    found = {value.name: static_shape(value) for value in model.graph.outputs}
+    routed = {routed_output(site): (graph.bucket.batch, k) for site, k in graph.k_by_layer.items() if k}
+    expected = {**graph.results, **routed}
+    for name, shape in expected.items():
+        if name not in found:
+            yield f"no output {name}"
+        elif name in routed and (found[name] or ())[1:] == shape[1:]:
+            continue  # A model may make one row of a batch, or select in each row apart.
+        elif found[name] != shape:
+            yield f"output {name} has shape {found[name]}, expected {shape}"
+    yield from (f"output {name} is not one of this model" for name in found if name not in expected)
+
+
+def _hidden(proto: onnx.ModelProto) -> Iterator[str]:
+    """What runtimes may read where a reader of the graph does not look."""
+    yield from (f"holds a function {one.name}, which could stand in for an operator" for one in proto.functions)
+    yield from (f"{one.values.name}: a sparse initializer; weights are dense" for one in proto.graph.sparse_initializer)
+    names = Counter(tensor.name for tensor in proto.graph.initializer)
+    yield from (f"{name}: defined {count} times" for name, count in names.items() if count > 1)
+
+
+def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterator[str]:
+    """Every initializer that has the name of a weight must be a reference to that very tensor."""
+    known = {Path(path).name: root / path for path in weights}
+    files = {name: WeightsFile.open(path) for name, path in known.items()}
+    tensors = {name: (file.name, *entry) for file in files.values() for name, entry in file.entries.items()}
+    for name, value in model.graph.initializers.items():
+        shape, tensor = static_shape(value), value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            if name in tensors and not _has_value_of(value, files.values(), root):
+                yield f"{name}: a value of its own in the graph instead of the shared weights"
+            continue
+        file = files.get(str(tensor.location))
+        entry = None if file is None else file.entries.get(name)
+        if file is None:
+            yield f"{name}: refers to {tensor.location}, which is no weights file of this folder"
+            continue
+        if entry is None:
+            yield f"{name}: refers to {tensor.location}, which has no tensor of this name"
+            continue
+        stored, stored_shape, offset, length = entry
+        if (tensor.offset, tensor.length) != (offset, length):
+            other = next((n for n, e in file.entries.items() if e[2] == tensor.offset), "other bytes")
+            yield f"{name}: refers to {other} in {tensor.location}"
+        elif (ONNX_TYPES.get(stored), stored_shape) != (value.dtype and value.dtype.name, shape):
+            yield f"{name}: is {value.dtype} {shape} in the graph and {stored} {stored_shape} in {tensor.location}"
+
+
+def _has_value_of(value: ir.Value, files: Iterable[WeightsFile], root: Path) -> bool:
+    """Whether it is one of the small constants that stand in the graph, and has the value that a file holds."""
+    shape = static_shape(value)
+    if value.const_value is None or value.dtype is None or shape is None or not is_in_graph(value.dtype, shape):
+        return False
+    held = [(file.name, *file.entries[str(value.name)]) for file in files if str(value.name) in file.entries]
+    return any(
+        stored_shape == shape
+        and ir.ExternalTensor(
+            name, offset, length, value.dtype, shape=ir.Shape(shape), name=str(value.name), base_dir=root / "graphs"
+        ).tobytes()
+        == value.const_value.tobytes()
+        for name, _, stored_shape, offset, length in held
+    )
+
+
+def _precision(model: ir.Model, graph: Graph) -> Iterator[str]:
+    """No float narrower than the graph's; and scores are compared in float32.
+
+    A model may compute in float64, such as the angles of positions; where it does not, a fresh export tells.
+    """
+    floats = _dialect(graph).floats(graph.dtype)
+    allowed = {ir.DataType.DOUBLE, ir.DataType.FLOAT, NARROW.get(floats, ir.DataType.FLOAT)}
+    for node in model.graph.all_nodes():
+        made = {value.dtype for value in node.outputs if value.dtype is not None}
+        if is_standard(node, "Cast"):
+            made.add(ir.DataType(node.attributes.get_int("to", 0)))
+        wrong = {one for one in made if one.is_floating_point()} - allowed
+        if wrong:
+            listed = _listed(sorted(map(str, wrong)))
+            yield f"{label_of(node)}: {node.op_type} computes in {listed}, this graph is {graph.dtype}"
+        scores = node.inputs[0] if is_standard(node, "TopK") else None
+        if scores is not None and scores.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+            yield f"{label_of(node)}: TopK compares {scores.dtype} scores, expected float32"
+
+
+def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
+    try:
+        check_dialect(model, _dialect(graph), graph.dtype)
+    except BuildError as error:
+        return str(error).splitlines()
+    return []
+
+
+def _dialect(graph: Graph) -> Dialect:
+    """What a graph may contain."""
+    # Graphs that write text skip what need not run by conditions, in every dialect.
+    portable = replace(PORTABLE, branches=graph.role != "forward")
+    return portable if graph.target is None else ENGINES[graph.target].dialect
+
+
+def _row(path: str, checked: tuple[str, ...], reasons: Sequence[str]) -> StructureRow:
+    return StructureRow(path=path, checked=checked, passed=not reasons, reasons=tuple(reasons))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def structure_of_export(root: Path, path: str, fresh: bytes) -> StructureRow:
+    """Whether an ONNX file is what a fresh export of its model gives, byte for byte; and if not, what differs.
+
+    Exporting is deterministic: the same spec, bucket and versions give the same bytes, whatever the weights' values. So
+    a graph that differs has been changed since, or was never made from this model, and if the change is too small to
+    be seen in any output, it is seen here.
+    """
+    file = root / path
+    if file.is_file() and file.read_bytes() == fresh:
+        return _row(path, FRESH, [])
+    try:
+        found, expected = (_entries(ir.to_proto(one)) for one in (graph_from_file(file), graph_from_bytes(fresh)))
+    except GraphError as error:
+        return _row(path, FRESH, [str(error)])
+    # Functions, sparse weights, a second definition of a name: what cannot be named here is still another file.
+    differences = _differences(found, expected) or ["bytes that are no node, input, output or initializer"]
+    reasons = [f"not what a fresh export gives: {difference}" for difference in differences]
+    return _row(path, FRESH, reasons)
+
+
+def _entries(proto: onnx.ModelProto) -> dict[str, tuple[str, ir.Node | None]]:
+    """Everything a graph holds: where -> (what it is, the node if it is one)."""
+    model = ir.from_proto(proto)
+    entries: dict[str, tuple[str, ir.Node | None]] = {"opset": (str(dict(model.opset_imports)), None)}
+    for value in (*proto.graph.input, *proto.graph.output):
+        entries[f"input or output {value.name}"] = (value.SerializeToString(deterministic=True).hex(), None)
+    for tensor in proto.graph.initializer:
+        entries[f"initializer {tensor.name}"] = (tensor.SerializeToString(deterministic=True).hex(), None)
+    for node, written in zip(model.graph, proto.graph.node, strict=True):
+        written.ClearField("metadata_props")
+        entries[f"node {node.name or node.op_type}"] = (written.SerializeToString(deterministic=True).hex(), node)
+    return entries
+
+
+def _differences(
+    found: Mapping[str, tuple[str, ir.Node | None]], expected: Mapping[str, tuple[str, ir.Node | None]]
+) -> list[str]:
+    """The first few entries that one graph has and the other has not, or has differently."""
+    listed = []
+    for name in dict.fromkeys((*found, *expected)):
+        if found.get(name, ("",))[0] == expected.get(name, ("",))[0]:
+            continue
+        what = "added" if name not in expected else "missing" if name not in found else "changed"
+        node = (found.get(name) or expected[name])[1]
+        listed.append(f"{name} {what}" + (f" in {module_of(node)}" if node is not None else ""))
+    # Nodes first: they say where.
+    listed.sort(key=lambda text: not text.startswith("node "))
+    more = [f"and {len(listed) - SHOWN} more differences"] if len(listed) > SHOWN else []
+    return listed[:SHOWN] + more

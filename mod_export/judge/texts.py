@@ -1,0 +1,376 @@
+"""Prefill and decode engines: judged on given texts like any other engine, and what they write by themselves.
+
+A decode bucket and the prefill buckets together become a runner, (input_ids (B, S), lengths (B,)) -> logits and the
+positions that ran, so that parity judges them. The text is not written but given: its beginning as a prompt, and the
+rest token by token on the cache that the prompt left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from mod_export.config import BuildConfig
+from mod_export.engines.protocol import Runner
+from mod_export.errors import BuildError, EngineError, TargetError
+from mod_export.judge.compare import EMPTY
+from mod_export.judge.inputs import (
+    Batch,
+    TextOf,
+    affordable_tokens,
+    one_of_each_kind,
+    parity_batches,
+    prompts_of,
+    text_ids,
+)
+from mod_export.judge.parity import judge_runner, judge_runners
+from mod_export.judge.parity_row import failed_row
+from mod_export.judge.reference import Reference
+from mod_export.model.model import token_ids
+from mod_export.model.protocol import GeneratingModel
+from mod_export.rows.base import setting_fields
+from mod_export.rows.generation import TextsRow
+from mod_export.rows.parity import ParityRow
+from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts, kept_from_prefill
+from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
+
+LEAST_TOKENS, KINDS_OF_INPUT = 16, 4
+TAIL = 16
+"""Tokens that are read one by one after a prompt."""
+FULL_ROWS = ("text", "random")
+TEXT_TOKENS = 1024
+"""Of the text that engines with weights in whole numbers are judged by."""
+LEAST_PROMPTS = 4
+"""Further prompts that such engines are judged by, if they have so much text: each has one next token."""
+NARROW_TOKENS = 200
+"""New tokens of the texts that such engines continue."""
+PROMPT_TOKENS = 32
+"""Of the texts that engines and eager model both continue."""
+SINGLE = 2
+"""What a token costs the eager model that is read alone, in tokens of a row: at least, since it moves every weight."""
+
+
+def parity_of_decoding(
+    found: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
+) -> ParityRow:
+    """Judges an engine on texts that are given. What cannot be loaded or run has failed, with the reason.
+
+    Args:
+        found: all engines of the folder.
+        engine: one of them.
+        reference: of the model as it decides one token at a time, with the outputs of the engine: last logits of
+            prompts, all logits of steps.
+        text_of: where a model that has no text of its own gets it from.
+    """
+    gate = found.config.parity.gate(engine.dtype)
+    try:
+        if engine.role == "prefill":
+            ks = reference.k_by_layer(engine.bucket).values()
+            batches = _given_texts(reference, engine.bucket, ks, found.config.seed, text_of)
+            if engine.dtype in QUANTIZED:
+                length, count = engine.bucket.seq, max(LEAST_PROMPTS, TEXT_TOKENS // engine.bucket.seq)
+                batches += _texts(reference, 1, length, count, found.config, text_of)
+            with found.load(engine) as runner:
+                return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
+        with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
+            lengths = [one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype)]
+            parts = decoding_parts(prompts, lengths, decoder, reference, found.config, text_of)
+            if engine.dtype in QUANTIZED:
+                parts += _text_parts(prompts, decoder, reference, found.config, text_of)
+            return judge_runners(parts, reference, gate, engine.setting, engine.path)
+    except (BuildError, TargetError) as error:
+        return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
+
+
+def _text_parts(
+    prompts: Prompts, decoder: Decoder, reference: Reference, config: BuildConfig, text_of: TextOf | None
+) -> list[tuple[Runner, list[Batch]]]:
+    """Text enough that perplexity and next tokens can be told apart by a percent, read token by token."""
+    length = min(decoder.length, -(-TEXT_TOKENS // decoder.batch))
+    bucket = Bucket(decoder.batch, length)
+    runner = TokenByToken(prompts, decoder, reference.k_by_layer(bucket), in_turns=config.generation.slots == "fair")
+    count = -(-TEXT_TOKENS // (decoder.batch * length))
+    return [(runner, _texts(reference, decoder.batch, length, count, config, text_of))]
+
+
+def _texts(
+    reference: Reference, rows: int, length: int, count: int, config: BuildConfig, text_of: TextOf | None
+) -> list[Batch]:
+    """That many batches of text, none where the model has none; others than those of `_given_texts`."""
+    found = (text_ids(reference.loaded, rows, length, config.seed + 1 + i, text_of) for i in range(count))
+    whole = np.full(rows, length, dtype=np.int64)
+    return [Batch.of_tokens("text", text_BS, whole) for text_BS in found if text_BS is not None]
+
+
+def decoding_parts(
+    prompts: Prompts,
+    prefills: Sequence[int],
+    decoder: Decoder,
+    reference: Reference,
+    config: BuildConfig,
+    text_of: TextOf | None = None,
+) -> list[tuple[Runner, list[Batch]]]:
+    """What a decode engine is judged in.
+
+    Texts of every kind in every row, from their first token on, as long as the configuration says; and for every
+    prefill bucket a prompt that fills it and some tokens on the cache that it leaves, after the longest one up to the
+    last slot. Of a large model the former are shorter, and the latter stand in the last row alone.
+    """
+    in_turns = config.generation.slots == "fair"
+    most = affordable_tokens(reference.loaded)
+    affordable = max(LEAST_TOKENS, most // (KINDS_OF_INPUT * decoder.batch))
+    first = min(decoder.length, config.generation.judged_tokens)
+    if affordable < first:
+        # The shape of prompts, if it is not much shorter or longer: it is captured already.
+        first = max(
+            (n for n in prefills if decoder.batch == 1 and affordable <= 2 * n <= 4 * affordable), default=affordable
+        )
+    tail = min(TAIL, decoder.length - 1)
+    starts = sorted({max(1, min(length, decoder.length - tail)) for length in prefills} - {1})
+    parts: list[tuple[Runner, list[Batch]]] = []
+    ends = [*(start + tail for start in starts[:-1]), decoder.length][-len(starts) :] if starts else []
+    for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
+        bucket = Bucket(decoder.batch if prompt == 1 or decoder.batch * length <= most else 1, length)
+        capacity = reference.k_by_layer(bucket)
+        batches = _given_texts(reference, bucket, capacity.values(), config.seed, text_of)
+        if prompt > 1:
+            batches = [replace(batch, judged_from=prompt - 1) for batch in batches if batch.kind in FULL_ROWS]
+        parts.append((TokenByToken(prompts, decoder, capacity, prompt, in_turns=in_turns), batches))
+    return parts
+
+
+def _given_texts(
+    reference: Reference, bucket: Bucket, ks: Iterable[int], seed: int, text_of: TextOf | None
+) -> list[Batch]:
+    """A batch of every kind; of a large model without the rows of one token, on which its whole rows are judged."""
+    batches = one_of_each_kind(parity_batches(reference.loaded, bucket, ks, seed, 1, text_of=text_of))
+    if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.loaded):
+        return batches
+    return [batch for batch in batches if batch.kind in (*FULL_ROWS, "padded")]
+
+
+class _Borrowed:
+    """A runner on engines that somebody else opened and closes."""
+
+    inputs: tuple[str, ...] = TOKEN_INPUTS
+    providers: tuple[str, ...] = ()
+    threads = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class PromptRunner(_Borrowed):
+    """A prefill engine as a runner of `outputs = "last"`: without what it leaves for the next token."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self.inputs = runner, runner.inputs
+        self.outputs = (PRIMARY["last"], *(name for name in runner.outputs if name.startswith("routed_")))
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        return self._runner.run(feeds, outputs or self.outputs)
+
+
+class TokenByToken(_Borrowed):
+    """A decode engine on given texts: a prompt of each row at once, and the rest of it token by token.
+
+    It gives logits from the prompt's last token on.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        decoder: Decoder,
+        capacity: Mapping[Site, int],
+        prompt: int = 1,
+        *,
+        in_turns: bool = False,
+    ) -> None:
+        """The texts are as long as `capacity` is counted for, and stand in the last of the decoder's rows.
+
+        Args:
+            prompts: read prompts.
+            decoder: reads tokens.
+            capacity: routing site -> tokens of a text that it selects, in the order of the engine's columns.
+            prompt: tokens that are read as a prompt, fewer of a shorter text.
+            in_turns: one row at a time, the others idle: an engine with fewer slots than rows has one for each then,
+                and decides as a prompt would.
+        """
+        self._prompts, self._decoder, self._capacity = prompts, decoder, capacity
+        self._prompt, self._in_turns = prompt, in_turns
+        self.outputs = (PRIMARY["logits"], *map(routed_output, capacity))
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        ids_BS, lengths_B = feeds["input_ids"], feeds["lengths"]
+        decoder, prompt_B = self._decoder, np.minimum(self._prompt, lengths_B)
+        B, S = ids_BS.shape
+        rows_B, idle = np.arange(B), decoder.batch - B
+        ran_NBS = np.zeros((len(self._capacity), B, S), dtype=bool)
+        logits_BSV: np.ndarray | None = None
+        for row, (ids_S, n) in enumerate(zip(ids_BS, prompt_B.tolist(), strict=True)):
+            found = self._prompts.found(ids_S[:n].tolist())
+            decoder.put(idle + row, kept_from_prefill(found, 0, n))
+            (logits_V,) = found[PRIMARY["last"]]
+            logits_BSV = np.zeros((B, S, len(logits_V)), np.float32) if logits_BSV is None else logits_BSV
+            logits_BSV[row, n - 1] = logits_V
+            for column, site in enumerate(self._capacity):
+                ran_NBS[column, row, _prompt_positions(found, column, site)] = True
+        assert logits_BSV is not None
+        turns = [rows_B == row for row in rows_B] if self._in_turns else [rows_B >= 0]
+        for step, turn_B in itertools.product(range(int((lengths_B - prompt_B).max())), turns):
+            going_B = (prompt_B + step < lengths_B) & turn_B
+            position_B = np.where(going_B, prompt_B + step, EMPTY)
+            ids_B = np.where(going_B, ids_BS[rows_B, position_B], 0)
+            before_BN = None if decoder.ran_BN is None else decoder.cache["counts"].copy()
+            all_ids, all_positions = np.pad(ids_B, (idle, 0)), np.pad(position_B, (idle, 0), constant_values=EMPTY)
+            logits_BV = decoder.step(all_ids, all_positions)[idle:]
+            logits_BSV[going_B, position_B[going_B]] = logits_BV[going_B]
+            if before_BN is not None:
+                ran_BN = _checked_ran(decoder, before_BN)[idle:]
+                ran_NBS[:, going_B, position_B[going_B]] = ran_BN[going_B].T
+        given = {PRIMARY["logits"]: logits_BSV} | {
+            routed_output(site): _positions(ran_BS, k)
+            for ran_BS, (site, k) in zip(ran_NBS, self._capacity.items(), strict=True)
+        }
+        return {name: given[name] for name in outputs or self.outputs}
+
+
+def _prompt_positions(found: Mapping[str, np.ndarray], column: int, site: Site) -> np.ndarray:
+    """The positions that ran at a site. What a prompt says of itself has to agree: overflow is counted from it.
+
+    Raises:
+        EngineError: the counts are not those of the positions.
+    """
+    index_K = found[routed_output(site)][0]
+    positions: np.ndarray = index_K[index_K >= 0]
+    count, wanted = found["counts"][0, column], found["wanted"][0, column]
+    if count != len(positions) or wanted < count:
+        raise EngineError(
+            f"the prompt says of {site} that {wanted} tokens chose to run and {count} did, and names "
+            f"{len(positions)} positions (outputs wanted, counts and {routed_output(site)})"
+        )
+    return positions
+
+
+def _checked_ran(decoder: Decoder, before_BN: np.ndarray) -> np.ndarray:
+    """Which rows ran where in the last step; what the step says of itself has to agree, as of a prompt.
+
+    Raises:
+        EngineError: a token ran that did not choose to, or the counts are not those of the tokens that ran.
+    """
+    ran_BN, wanted_BN = decoder.ran_BN, decoder.wanted_BN
+    assert ran_BN is not None
+    assert wanted_BN is not None
+    if (ran_BN & ~wanted_BN).any():
+        raise EngineError("the step says of a token that it ran and did not choose to (outputs ran and wanted)")
+    if not np.array_equal(decoder.cache["counts"], before_BN + ran_BN):
+        raise EngineError("the step's counts are not those before it and the tokens that ran (new_counts and ran)")
+    return ran_BN
+
+
+def _positions(ran_BS: np.ndarray, k: int) -> np.ndarray:
+    """int64 (B, k): the positions of each row, ascending, then EMPTY."""
+    index_BK = np.full((len(ran_BS), k), EMPTY, dtype=np.int64)
+    for row, ran_S in enumerate(ran_BS):
+        # More than there are slots would be a fault, and shows as positions that the reference did not select.
+        positions = np.flatnonzero(ran_S)[:k]
+        index_BK[row, : len(positions)] = positions
+    return index_BK
+
+
+def texts_of_decoding(
+    found: DecodingEngines,
+    engine: Engine,
+    model: GeneratingModel,
+    reference: Reference,
+    text_of: TextOf | None = None,
+) -> TextsRow:
+    """Has the engine and the eager model continue the same prompts, a large model fewer of them. Of weights in whole
+    numbers texts part sooner or later, so they are longer.
+
+    Args:
+        found: all engines of the folder.
+        engine: one of them.
+        model: the eager one.
+        reference: of `model.loaded`; it remembers what the eager model wrote.
+        text_of: where a model that has no text of its own gets it from.
+
+    Raises:
+        EngineError: the engine failed.
+    """
+    options, loaded = found.config.generation, model.loaded
+    longest = max(one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype))
+    start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2), longest)
+    wanted = max(options.compared_tokens, NARROW_TOKENS) if engine.dtype in QUANTIZED else options.compared_tokens
+    tokens = min(wanted, engine.bucket.seq - start + 1)
+    affordable = max(1, affordable_tokens(loaded) // (SINGLE * (start + tokens)))
+    texts, seed = min(options.compared_texts, affordable), found.config.seed
+    prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed, text_of)
+    expected = reference.remembered(
+        f"{texts} texts of {start} and {tokens} tokens, seed {seed}",
+        lambda: [model.write(ids_S.tolist(), tokens) for ids_S in prompt_NS],
+    )
+    with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
+        # Texts that share slots are not those that each of them would be alone.
+        rows = 1 if options.slots == "fair" else decoder.batch
+        return texts_of(expected, prompts, decoder, prompt_NS, rows, engine.setting)
+
+
+def texts_of(
+    expected: Sequence[Sequence[int]],
+    prompts: Prompts,
+    decoder: Decoder,
+    prompt_NS: np.ndarray,
+    rows: int,
+    setting: Setting,
+) -> TextsRow:
+    """Has the engine continue the prompts, `rows` of them at once. `expected` is how the eager model continued each,
+    all by as many tokens.
+
+    Raises:
+        EngineError: the engine failed.
+    """
+    found: list[list[int]] = []
+    for start in range(0, len(prompt_NS), rows):
+        found += _greedy(prompts, decoder, prompt_NS[start : start + rows], len(expected[0]))
+    firsts = [
+        next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=True), 1) if one != other), None)
+        for ours, theirs in zip(found, expected, strict=True)
+    ]
+    different = [first for first in firsts if first is not None]
+    return TextsRow(
+        **setting_fields(setting),
+        texts=len(prompt_NS),
+        tokens=sum(map(len, found)),
+        identical=len(firsts) - len(different),
+        first_difference=min(different, default=None),
+        same=sum(len(text) if first is None else first - 1 for first, text in zip(firsts, found, strict=True)),
+    )
+
+
+def _greedy(prompts: Prompts, decoder: Decoder, prompt_NS: np.ndarray, max_new_tokens: int) -> list[list[int]]:
+    """Continuations of up to as many prompts as the decoder has rows."""
+    N, S = prompt_NS.shape
+    logits_NV = []
+    for row, ids_S in enumerate(prompt_NS):
+        kept = prompts.read(ids_S.tolist())
+        decoder.put(row, kept)
+        logits_NV.append(kept.logits_V)
+    token_N = np.argmax(np.stack(logits_NV), axis=1)
+    written = [token_N]
+    ids_B, position_B = np.zeros(decoder.batch, dtype=np.int64), np.full(decoder.batch, EMPTY, dtype=np.int64)
+    for step in range(max_new_tokens - 1):
+        ids_B[:N], position_B[:N] = token_N, S + step
+        token_N = np.argmax(decoder.step(ids_B, position_B)[:N], axis=1)
+        written.append(token_N)
+    found: list[list[int]] = np.stack(written, axis=1).tolist()
+    return found

@@ -1,0 +1,212 @@
+"""Speed of writing text: prompts and steps of a model, interleaved with those of its dense baseline where it has one.
+
+A prompt is timed as whole rows are. A step is timed as a server runs it: token and position in, the engine, keys and
+values written into their slots, the most probable token out. A step's time depends on what is skipped in it, and that
+on the text, so steps are timed at positions all over a text, on the cache that the text left there, and their sums are
+compared: tokens a second are one over the mean, and a median would leave out whichever kind of step is rarer. Every
+position is visited a few times, each time with all others in between, so that the weights of a part that is run
+seldom are as far away as they are when text is written. Of the visits the fastest counts, since a neighbour on the
+machine can only add to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mod_export.measure.sampling import interleaved
+from mod_export.measure.statistics import compare, verdict_of
+from mod_export.rows.base import pair_fields
+from mod_export.rows.generation import Compared, DecodeRow, FirstTokenRow, StepBytes, StepsCompared
+from mod_export.runtime.decoder import Decoder, DecodingEngines, Kept, Prompts, kept_from_prefill
+from mod_export.types import Engine, ModelKind, Site, routed_output
+
+VISITS, LEAST_VISITS = 5, 2
+"""Of each position, where there is time for that; and of the slowest engines."""
+ORDER: tuple[ModelKind, ...] = ("dense", "mod")
+"""Of the columns of samples, as far as there are both models."""
+RESAMPLES = 2000
+
+
+def measure_prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine], ids_S: np.ndarray) -> FirstTokenRow:
+    """Times a prompt int64 (S,) that fills its bucket, `latency.samples` times with the engine of each model.
+
+    Raises:
+        EngineError: an engine failed.
+    """
+    setting, options = engines["mod"].setting, found.config.latency
+    with _prompts(found, engines) as prompts:
+        runs = [partial(_first_token, one, ids_S.tolist()) for one in prompts.values()]
+        rounds = interleaved(runs, options, found.config.seed)
+    samples_ms = {kind: rounds.samples_ms(index) for index, kind in enumerate(prompts)}
+    compared = None
+    if "dense" in samples_ms:
+        ratio = compare(samples_ms["dense"], samples_ms["mod"], options, looks=1, seed=found.config.seed)
+        compared = Compared(measured=ratio.measured, ci95=ratio.ci95, verdict=ratio.verdict)
+    return FirstTokenRow(
+        **pair_fields(setting),
+        tokens=len(ids_S),
+        ms={kind: float(np.median(some)) for kind, some in samples_ms.items()},
+        compared=compared,
+    )
+
+
+def _first_token(prompts: Prompts, ids: Sequence[int]) -> int:
+    return int(prompts.read(ids).logits_V.argmax())
+
+
+@contextlib.contextmanager
+def _prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine]) -> Iterator[dict[ModelKind, Prompts]]:
+    """The readers of prompts of the models of `engines`, in ORDER."""
+    target, dtype = engines["mod"].target, engines["mod"].dtype
+    with contextlib.ExitStack() as opened:
+        yield {kind: opened.enter_context(found.prompts(kind, target, dtype)) for kind in ORDER if kind in engines}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of each row, and what each model remembers of the whole of it.
+
+    Attributes:
+        ids_BS: int64.
+        kept: of each model, one for each row.
+        ran: of each model, routing site -> bool (B, S), which tokens were selected there. A dense baseline has no sites
+            but experts.
+    """
+
+    ids_BS: np.ndarray
+    kept: Mapping[ModelKind, Sequence[Kept]]
+    ran: Mapping[ModelKind, Mapping[Site, np.ndarray]]
+
+
+def read_text(
+    ids_BS: np.ndarray, prompts: Mapping[ModelKind, Prompts], sites: Mapping[ModelKind, Sequence[Site]]
+) -> Text:
+    """Reads whole texts at once. What a row remembers of a part of its text is the beginning of what it remembers of
+    all of it, since slots are filled in order.
+    """
+    B, S = ids_BS.shape
+    kept: dict[ModelKind, list[Kept]] = {kind: [] for kind in prompts}
+    ran = {kind: {site: np.zeros((B, S), dtype=bool) for site in sites[kind]} for kind in prompts}
+    for row, ids_S in enumerate(ids_BS):
+        for kind, reader in prompts.items():
+            found = reader.found(ids_S.tolist())
+            kept[kind].append(kept_from_prefill(found, 0, S))
+            for site, ran_BS in ran[kind].items():
+                positions_K = found[routed_output(site)][0]
+                ran_BS[row, positions_K[positions_K >= 0]] = True
+    return Text(ids_BS, kept, ran)
+
+
+def measure_steps(
+    found: DecodingEngines,
+    engines: Mapping[ModelKind, Engine],
+    ids_BS: np.ndarray,
+    sites: Mapping[ModelKind, Sequence[Site]],
+    least: Mapping[ModelKind, StepBytes],
+    bandwidth_gbs: float | None,
+) -> DecodeRow:
+    """Times steps at positions spread over texts, as much of them as a prompt bucket holds.
+
+    Args:
+        found: the engines that read.
+        engines: those that write, of the model and of its dense baseline if it has one.
+        ids_BS: the texts, int64, one for each row of the bucket.
+        sites: of each model.
+        least: what a step of each model has to read.
+        bandwidth_gbs: 1e9 bytes a second between this machine's processor and memory, if it is known.
+
+    Raises:
+        EngineError: an engine failed.
+    """
+    setting, config = engines["mod"].setting, found.config
+    with contextlib.ExitStack() as opened:
+        prompts = opened.enter_context(_prompts(found, engines))
+        decoders = {kind: opened.enter_context(found.decoder(engines[kind])) for kind in prompts}
+        S = min(setting.bucket.seq, *(one.longest for one in prompts.values()))
+        text = read_text(ids_BS[:, :S], prompts, sites)
+        positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
+        ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed, config.latency.max_seconds)
+        kv_bytes = {kind: decoder.kv_bytes for kind, decoder in decoders.items()}
+    ms: dict[ModelKind, float] = dict(zip(decoders, ms_PK.mean(axis=0).tolist(), strict=True))
+    names = [str(site) for site in sites["mod"]]
+    executed = dict(zip(names, ran_PBN.any(axis=1).mean(axis=0).tolist(), strict=True))
+    least_bytes = {kind: least[kind].of(executed if kind == "mod" else {}) for kind in decoders}
+    compared = None
+    if "dense" in decoders:
+        measured, ci95 = ms["dense"] / ms["mod"], _interval(ms_PK, config.seed)
+        predicted = least_bytes["dense"] / least_bytes["mod"]
+        routed = [layer for layer, size in kv_bytes["mod"].items() if size < kv_bytes["dense"][layer]]
+        compared = StepsCompared(
+            measured=measured,
+            ci95=ci95,
+            verdict=verdict_of(ci95, config.latency.resolution),
+            predicted_bytes=predicted,
+            efficiency=measured / predicted,
+            routed_kv_bytes={kind: sum(sizes[layer] for layer in routed) for kind, sizes in kv_bytes.items()},
+        )
+    return DecodeRow(
+        **pair_fields(setting),
+        threads=config.latency.threads,
+        positions=len(positions_P),
+        ms=ms,
+        tokens_per_second={kind: 1e3 * setting.bucket.batch / one for kind, one in ms.items()},
+        executed=executed,
+        selected=dict(zip(names, ran_PBN.mean(axis=(0, 1)).tolist(), strict=True)),
+        least_bytes=least_bytes,
+        predicted_ms=None
+        if bandwidth_gbs is None
+        else {kind: size / bandwidth_gbs / 1e6 for kind, size in least_bytes.items()},
+        kv_bytes={kind: sum(sizes.values()) for kind, sizes in kv_bytes.items()},
+        compared=compared,
+    )
+
+
+def _steps(
+    decoders: Mapping[ModelKind, Decoder], text: Text, positions_P: np.ndarray, seed: int, max_seconds: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Milliseconds of each model (P, K) in the order of `decoders`, and which rows of the MoD model ran at which site,
+    bool (P, B, N). After LEAST_VISITS, no visit begins when `max_seconds` are over.
+    """
+    for kind, decoder in decoders.items():
+        for row, kept in enumerate(text.kept[kind]):
+            decoder.put(row, kept)
+    kinds = list(decoders)
+    rng = np.random.default_rng(seed)
+    ms_PK = np.full((len(positions_P), len(kinds)), np.inf)
+    ran_PBN: dict[int, np.ndarray] = {}
+    deadline = time.perf_counter() + max_seconds
+    for visit in range(VISITS):
+        if visit >= LEAST_VISITS and time.perf_counter() >= deadline:
+            break
+        for p in rng.permutation(len(positions_P)).tolist():
+            # Each of them is the first in its turn.
+            for kind in kinds if visit % 2 == 0 else reversed(kinds):
+                index, ms = kinds.index(kind), _step_ms(decoders[kind], text, kind, int(positions_P[p]))
+                ms_PK[p, index] = min(ms_PK[p, index], ms)
+            ran_BN = decoders["mod"].ran_BN
+            ran_PBN[p] = np.zeros((len(text.ids_BS), 0), dtype=bool) if ran_BN is None else ran_BN.copy()
+    return ms_PK, np.stack([ran_PBN[p] for p in range(len(positions_P))])
+
+
+def _step_ms(decoder: Decoder, text: Text, kind: ModelKind, position: int) -> float:
+    counts_BN = decoder.cache.get("counts")
+    if counts_BN is not None:
+        counts_BN[:] = np.stack([ran_BS[:, :position].sum(1) for ran_BS in text.ran[kind].values()], 1)
+    ids_B, position_B = text.ids_BS[:, position], np.full(len(text.ids_BS), position, dtype=np.int64)
+    begin = time.perf_counter()
+    decoder.step(ids_B, position_B).argmax(-1)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _interval(ms_PK: np.ndarray, seed: int) -> tuple[float, float]:
+    """95 % interval of the ratio of the means of both models, by a bootstrap over positions."""
+    rng = np.random.default_rng(seed)
+    drawn = ms_PK[rng.integers(0, len(ms_PK), (RESAMPLES, len(ms_PK)))].mean(axis=1)
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
+    return float(low), float(high)

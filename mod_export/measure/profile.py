@@ -1,0 +1,159 @@
+"""Where the time of an engine should go, and where it goes: part by part, by the roofline and by the engine's profile.
+
+Only engines that run on this machine's processor and can be profiled (`EngineProfiler`) have rows: the roofline of a
+processor says nothing about a GPU.
+
+Where measured and predicted speed-up differ, each part adds to the difference. With d and m for the milliseconds of a
+part in the dense and in the MoD engine, upper case for the sums over the parts, and ' for predicted, the speed-ups are
+S = D / M and S' = D' / M'. Because D' - S' M' = 0,
+
+    S - S' = (D - S' M) / M = ((D - D') - S' (M - M')) / M = sum over parts of ((d - d') - S' (m - m')) / M
+
+So a part that takes as long as predicted in both engines contributes nothing; time that the dense engine loses beyond
+its prediction raises the speed-up, time that the MoD engine loses lowers it, S' times as much. The contributions add up
+to the difference exactly. Times are those of the profiles, so S may differ from the ratio of latencies by what a
+profile leaves out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.engines.protocol import Arrays, EngineProfiler
+from mod_export.measure.model_parts import NODE_PARTS, ms_by_part
+from mod_export.measure.roofline import cached_roofline
+from mod_export.rows.base import setting_fields
+from mod_export.rows.cost import PartRow, Roofline, Work
+from mod_export.types import DType, Engine, Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """The profile of one engine: milliseconds of each part, `other` for kernels of no known part."""
+
+    profiler: str
+    ms_by_part: Mapping[str, float]
+
+
+def part_rows(
+    engine: Engine, work: Sequence[Work], roofline: Roofline, profiled: Profiled | None
+) -> tuple[PartRow, ...]:
+    """A row for every part that has work or was seen in the profile, in the order of NODE_PARTS."""
+    flops: dict[str, int] = defaultdict(int)
+    size: dict[str, int] = defaultdict(int)
+    predicted: dict[str, float] = defaultdict(float)
+    not_counted: dict[str, int] = defaultdict(int)
+    for one in work:
+        flops[one.part] += one.flops * len(one.nodes)
+        size[one.part] += one.bytes * len(one.nodes)
+        # Node by node: what one node computes does not hide what another one moves.
+        predicted[one.part] += roofline.milliseconds(one.flops, one.bytes) * len(one.nodes)
+        not_counted[one.part] += 0 if one.counted else len(one.nodes)
+    measured = profiled.ms_by_part if profiled else {}
+    total = sum(measured.values())
+    return tuple(
+        PartRow(
+            **setting_fields(engine.setting),
+            part=part,
+            flops=flops[part],
+            bytes=size[part],
+            predicted_ms=predicted[part],
+            measured_ms=measured.get(part, 0.0) if profiled else None,
+            share=measured.get(part, 0.0) / total if total > 0 else None,
+            profiler=profiled.profiler if profiled else None,
+            not_counted=not_counted[part],
+        )
+        for part in NODE_PARTS
+        if part in predicted or part in measured
+    )
+
+
+def can_profile(engine: Engine) -> bool:
+    """Whether engines of this target have rows in the cost model."""
+    return isinstance(ENGINES[engine.target], EngineProfiler)
+
+
+def profile_engine(
+    root: Path, engine: Engine, work: Sequence[Work], feeds: Arrays, config: BuildConfig
+) -> Profiled | None:
+    """Runs an engine of the build folder `root` under its own profiler.
+
+    Returns:
+        None when the configuration asks for no runs (cost.profile_runs = 0), and when the profiler saw no kernel.
+
+    Raises:
+        TargetError: this machine cannot run it.
+        EngineError: the file is not a usable engine, or the profiler failed.
+    """
+    builder = ENGINES[engine.target]
+    assert isinstance(builder, EngineProfiler), f"{engine.target}: the caller asks can_profile first"
+    if config.cost.profile_runs == 0:
+        return None
+    profile = builder.profile(root, engine, config, config.latency.threads, feeds, config.cost.profile_runs)
+    if not profile.kernels:
+        return None
+    part_of_node = {name: one.part for one in work for name in one.nodes}
+    return Profiled(profiler=profile.profiler, ms_by_part=ms_by_part(profile, part_of_node))
+
+
+def rooflines_of(engines: Sequence[Engine], machine: Mapping[str, Any], config: BuildConfig) -> dict[DType, Roofline]:
+    """The roofline of each dtype of `engines` that can be profiled here, each measured at most once."""
+    dtypes = dict.fromkeys(engine.dtype for engine in engines if can_profile(engine))
+    found = {
+        dtype: cached_roofline(machine, dtype, config.latency.threads, measure_again=config.cost.measure_again)
+        for dtype in dtypes
+    }
+    return {dtype: roofline for dtype, roofline in found.items() if roofline is not None}
+
+
+def by_engine(rows: Iterable[PartRow]) -> dict[Setting, dict[str, PartRow]]:
+    """Setting of an engine -> part -> row."""
+    found: dict[Setting, dict[str, PartRow]] = defaultdict(dict)
+    for row in rows:
+        found[row.setting][row.part] = row
+    return dict(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """`measured` is the speed-up of the profiled times, `predicted` that of the roofline, and `contributions` (part ->
+    units of the speed-up) add up to measured - predicted.
+    """
+
+    measured: float
+    predicted: float
+    contributions: Mapping[str, float]
+
+
+def gap_of(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> Gap | None:
+    """Of the parts of two engines; None where one of them was not profiled, or not all of its work was counted. A part
+    that one lacks takes it 0 ms.
+    """
+    if any(row.not_counted for row in (*dense.values(), *mod.values())):
+        return None
+    D, M = _measured(dense.values()), _measured(mod.values())
+    predicted_D, predicted_M = (sum(row.predicted_ms for row in engine.values()) for engine in (dense, mod))
+    if not D or not M or not predicted_M:
+        return None
+    predicted = predicted_D / predicted_M
+
+    def beyond(row: PartRow | None) -> float:
+        return (row.measured_ms or 0.0) - row.predicted_ms if row else 0.0
+
+    contributions = {
+        part: (beyond(dense.get(part)) - predicted * beyond(mod.get(part))) / M for part in {**mod, **dense}
+    }
+    return Gap(measured=D / M, predicted=predicted, contributions=contributions)
+
+
+def _measured(rows: Iterable[PartRow]) -> float | None:
+    """Milliseconds of a profiled engine; None for one that was not profiled."""
+    times = [row.measured_ms for row in rows]
+    known = [ms for ms in times if ms is not None]
+    return sum(known) if known and len(known) == len(times) else None

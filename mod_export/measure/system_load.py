@@ -1,0 +1,80 @@
+"""System load and clock while sampling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from mod_export.rows.latency import Conditions
+
+TICK_S = 0.01
+"""What operating systems count CPU time in, at the coarsest."""
+LEAST_TICKS = 20
+"""Fewer of them say nothing about shares: the number of threads is then unknown."""
+
+
+class Watch:
+    """Looks at the machine when it is made and when `conditions` is asked for, never in between: looking takes time."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._load = psutil.getloadavg()[0]
+        self._frequency = _frequency_mhz()
+        self._threads = self._thread_seconds()
+        self._own, self._busy, self._begin = time.process_time(), _busy_seconds(), time.perf_counter()
+
+    def conditions(self) -> Conditions:
+        """Of the time since this watch was made."""
+        elapsed = time.perf_counter() - self._begin
+        own, busy = time.process_time() - self._own, _busy_seconds() - self._busy
+        after = self._thread_seconds()
+        spent = [seconds - self._threads.get(thread, 0.0) for thread, seconds in after.items()]
+        frequency = _frequency_mhz()
+        return Conditions(
+            threads_used=_effective_number(spent),
+            frequency_mhz=None if self._frequency is None or frequency is None else (self._frequency, frequency),
+            load=self._load,
+            other_load=_share_of_others(busy - own, elapsed),
+        )
+
+    def _thread_seconds(self) -> dict[int, float]:
+        return {thread.id: thread.user_time + thread.system_time for thread in self._process.threads()}
+
+
+def condition_flags(conditions: Conditions, threads: int, disturbance: float) -> tuple[str, ...]:
+    """What a reader must know: more than the configured `threads` (0: any number) were busy, others took more than the
+    share `disturbance` of the CPU time, or the clock changed by more than that.
+    """
+    flags = []
+    used, others, frequency = conditions.threads_used, conditions.other_load, conditions.frequency_mhz
+    if threads and used is not None and round(used) > threads:
+        flags.append(f"{used:.1f} threads were busy, {threads} configured")
+    if others is not None and others > disturbance:
+        flags.append(f"others took {100 * others:.0f} % of the machine's CPU time")
+    if frequency is not None and abs(frequency[1] - frequency[0]) > disturbance * frequency[0]:
+        flags.append(f"the CPU's clock went from {frequency[0]:.0f} to {frequency[1]:.0f} MHz")
+    return tuple(flags)
+
+
+def _effective_number(seconds: Sequence[float]) -> float | None:
+    total = sum(seconds)
+    return total * total / sum(one * one for one in seconds) if total >= LEAST_TICKS * TICK_S else None
+
+
+def _share_of_others(seconds: float, elapsed: float) -> float | None:
+    capacity = elapsed * (psutil.cpu_count() or 1)
+    return min(1.0, max(0.0, seconds / capacity)) if capacity >= LEAST_TICKS * TICK_S else None
+
+
+def _busy_seconds() -> float:
+    """CPU seconds of all processes since the machine started. What guests ran is counted in `user` already."""
+    times = psutil.cpu_times()._asdict()
+    idle = ("idle", "iowait", "guest", "guest_nice")
+    return float(sum(seconds for name, seconds in times.items() if name not in idle))
+
+
+def _frequency_mhz() -> float | None:
+    found = psutil.cpu_freq()
+    return float(found.current) if found is not None and found.current else None

@@ -1,0 +1,198 @@
+"""From a checkpoint to a model: finds its architecture and reads its weights.
+
+Architectures are defined in other packages, which register them in the entry-point group `mod_export.architectures`. A
+checkpoint names an architecture, never a module or a file, so reading a checkpoint runs no code from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mod_export.environment import extra_of_import
+from mod_export.errors import BuildFolderError, CheckpointError
+from mod_export.folder.files import sha256_of_file
+from mod_export.folder.manifest import MANIFEST, read_manifest
+from mod_export.model.hub import name_of
+from mod_export.model.model import GROUP, Model
+from mod_export.model.protocol import Architecture, Converted, Converter
+
+if TYPE_CHECKING:
+    import torch
+
+GGUF = ".gguf"
+
+
+def architectures() -> dict[str, Architecture]:
+    """Every registered architecture by name.
+
+    Raises:
+        CheckpointError: no package registers any, or one that does is broken.
+        ImportError: a module of one of mod-export's extras is missing; the command line says which extra.
+    """
+    found: dict[str, Architecture] = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            found[entry.name] = entry.load()
+        except (ImportError, AttributeError) as error:
+            if isinstance(error, ImportError) and extra_of_import(error) is not None:
+                raise  # The architecture is not broken; an extra of mod-export is not installed.
+            raise CheckpointError(
+                f"architecture {entry.name!r} cannot be loaded from {entry.value} ({error}); repair or remove the "
+                "package that registers it"
+            ) from error
+    if not found:
+        raise CheckpointError(f"no architecture is registered in the entry-point group {GROUP}; reinstall mod-export")
+    return found
+
+
+def look_at_checkpoint(path: Path) -> None:
+    """Refuses a path that cannot be a checkpoint before PyTorch is loaded.
+
+    Raises:
+        CheckpointError: the path does not exist, or is neither a folder with a config.json nor an archive as torch.save
+            writes it.
+    """
+    try:
+        problem = _problem(path)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        raise CheckpointError(f"{path}: {problem}")
+
+
+def _problem(path: Path) -> str:
+    if not path.exists():
+        return "no such file or folder"
+    if path.is_dir():
+        found = (path / "config.json").is_file()
+        expected = "expected config.json and model.safetensors, or a model.pt"
+        return "" if found else f"no config.json in this folder; {expected}"
+    if path.suffix == ".safetensors":
+        return "weights without a spec; give the folder that holds it beside its config.json"
+    if path.is_file() and not is_gguf(path):
+        with path.open("rb") as file:
+            if not zipfile.is_zipfile(file):
+                return (
+                    "not a model.pt as torch.save writes it: truncated, or not a checkpoint, or a bare pickle, which "
+                    "could run code and is not read"
+                )
+    return ""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is named as a file of llama.cpp, which holds a whole model with its tokenizer."""
+    return path.suffix == GGUF and path.is_file()
+
+
+def model_from_checkpoint(path: Path) -> Model:
+    """Reads a model.pt, a folder of config.json and model.safetensors, or what an architecture can convert.
+
+    Raises:
+        CheckpointError: the path does not exist, or is not a usable checkpoint.
+    """
+    look_at_checkpoint(path)
+    foreign = ""
+    for name, architecture in architectures().items():
+        try:
+            loaded = architecture.read(path)
+        except LookupError as error:
+            foreign = str(error.args[0]) if error.args else str(error)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        else:
+            model_name = name_of(path).removesuffix(".pt").removesuffix(GGUF)
+            return Model(name=model_name, architecture=name, loaded=loaded, checkpoint_sha256=sha256_of(path))
+    known = ", ".join(architectures())
+    raise CheckpointError(
+        f"{path}: names the architecture {foreign!r}, which nothing here provides; known: {known}. "
+        f"Install the package that registers it in the entry-point group {GROUP}"
+    )
+
+
+def convert(
+    source: Path,
+    out: Path,
+    max_positions: int | None = None,
+    ignored: Collection[str] = (),
+    written: Callable[[int, int], None] = lambda done, all_: None,
+    dialect: str | None = None,
+    capacity: float | None = None,
+) -> Converted:
+    """Writes a model in another format as a checkpoint folder; see `protocol.Converter`.
+
+    Raises:
+        CheckpointError: no architecture that is installed here converts, or the model cannot be converted.
+    """
+    converters = [one for one in architectures().values() if isinstance(one, Converter)]
+    if not converters:
+        raise CheckpointError(f"{source}: no architecture that is installed here converts models of other formats")
+    try:
+        return converters[0].convert(source, out, max_positions, ignored, written, dialect, capacity)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def write_companions(source: Path, folder: Path) -> Converted | None:
+    """Writes the tokenizer and other files of a model in another format into a folder.
+
+    Returns:
+        The model; None where no architecture that is installed here converts.
+
+    Raises:
+        CheckpointError: the model cannot be converted.
+    """
+    for one in architectures().values():
+        if isinstance(one, Converter):
+            try:
+                found = one.look(source)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+            for companion in found.companions:
+                (folder / companion.name).write_bytes(companion.read_bytes())
+            return found
+    return None
+
+
+def model_from_weights(
+    name: str, architecture: str, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor], sha256: str
+) -> Model:
+    """Restores the model of a build folder from its spec and weights.
+
+    Raises:
+        CheckpointError: the architecture is not installed here, or cannot use the spec.
+    """
+    known = architectures()
+    if architecture not in known:
+        raise CheckpointError(f"architecture {architecture!r} is not installed here; known: {', '.join(known)}")
+    try:
+        loaded = known[architecture].restore(spec, weights)
+    except ValueError as error:
+        raise CheckpointError(f"the build folder's spec cannot be restored: {error}") from error
+    return Model(name=name, architecture=architecture, loaded=loaded, checkpoint_sha256=sha256)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, or of a folder's files in the order of their names (names included).
+
+    Build folders inside it are left out: that of `mod-export build .` is in the checkpoint's own folder by default.
+    """
+    if path.is_file():
+        return sha256_of_file(path)
+    digest = hashlib.sha256()
+    builds = {manifest.parent for manifest in path.rglob(f"*/{MANIFEST}") if _is_build_folder(manifest.parent)}
+    for file_path in sorted(item for item in path.rglob("*") if item.is_file() and builds.isdisjoint(item.parents)):
+        digest.update(f"{file_path.relative_to(path).as_posix()}\0{sha256_of_file(file_path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _is_build_folder(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except BuildFolderError:
+        return False
+    return True

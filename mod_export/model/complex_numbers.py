@@ -1,0 +1,346 @@
+"""Complex numbers of a captured program as two real ones each, because no engine has them.
+
+Rotary positions are often written so, as in Llama 2: `view_as_complex`, a product with a table of `polar(1, angle)`,
+`view_as_real`. Every complex tensor becomes two real ones of its shape, its real and its imaginary part. Which operator
+may be applied to the parts is not listed but tried, on small random integers (`_RULES`):
+
+* an operator that moves, copies, adds or scales numbers does the same to each part;
+* an operator that is linear in each of two complex operands gives (ac - bd, ad + bc);
+
+A product may differ from PyTorch's own in the last bit. The few operators that are neither (polar, exp, a quotient, an
+absolute value) have a rule of their own, and whatever has no rule at all is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from mod_export.errors import CaptureError
+from mod_export.graph.not_static import place_of
+from mod_export.model.fourier import TRANSFORMS, transformed
+
+ATEN = torch.ops.aten
+REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+INSTEAD = (
+    "Write rotary positions with cos and sin, or as a product of torch.view_as_complex(...) and torch.polar(...)\n"
+    'See "Complex numbers and float64" in docs/porting.md'
+)
+IN_PARTS = (
+    "Write it with torch.fft.rfft and irfft of fixed length, or as a product with a matrix of cosines and sines\n"
+    'See "Complex numbers and float64" in docs/porting.md'
+)
+CLOSE = 1e-5
+"""Two roundings of numbers below LARGEST are nearer than this; a wrong rule is wrong by more."""
+LARGEST = 5
+
+
+class Parts(NamedTuple):
+    """The nodes, or in a trial the tensors, of the real and of the imaginary part of one value."""
+
+    real: Any
+    imaginary: Any
+
+
+Evaluate = Callable[..., Any]
+"""Applies an operator to arguments: adds a node to the graph, or computes it in a trial."""
+
+
+def as_real_parts(module: fx.GraphModule, held: Mapping[fx.Node, Any], where: str) -> dict[fx.Node, Tensor]:
+    """Rewrites a graph in place, if it has complex numbers at all.
+
+    Args:
+        module: of a captured program, without operators that write into their arguments; its nodes have their values in
+            `meta["val"]`. Values of new nodes are not inferred.
+        held: placeholder -> the tensor that it reads; not of inputs.
+        where: what messages call the program.
+
+    Returns:
+        What complex weights and buffers (...) are instead: (..., 2), the real part first.
+
+    Raises:
+        CaptureError: a complex input or output, or an operation that has no rule here.
+    """
+    if not any(_is_complex(node) for node in module.graph.nodes):
+        return {}
+    found: dict[fx.Node, Tensor] = {}
+    parts: dict[fx.Node, Parts] = {}
+    for node in list(module.graph.nodes):
+        if node.op == "placeholder" and _is_complex(node):
+            if node not in held:
+                raise CaptureError(f"{where}: its input {node.name} is complex; give real and imaginary parts apart")
+            found[node] = torch.view_as_real(held[node].detach().resolve_conj()).contiguous()
+            with module.graph.inserting_after(node):
+                imaginary = module.graph.call_function(ATEN.select.int, (node, -1, 1))
+                real = module.graph.call_function(ATEN.select.int, (node, -1, 0))
+            parts[node] = Parts(real, imaginary)
+        elif node.op == "output":
+            if any(one in parts for one in node.all_input_nodes):
+                raise CaptureError(f"{where}: returns complex numbers; return torch.view_as_real of them")
+        elif (_is_complex(node) or any(one in parts for one in node.all_input_nodes)) and not _rewrite(node, parts):
+            instead = IN_PARTS if "fft" in str(node.target) else INSTEAD
+            raise CaptureError(
+                f"{where}: {node.target} of complex numbers, which no engine has,{place_of(node)}\n{instead}"
+            )
+    _erase(parts)
+    module.recompile()
+    return found
+
+
+def _erase(parts: Mapping[fx.Node, Parts]) -> None:
+    """Removes what nothing reads any more; weights and buffers get the values that they have now."""
+    for node in reversed(list(parts)):
+        if node.op == "placeholder":
+            node.meta["val"] = torch.view_as_real(node.meta["val"])
+        else:
+            node.graph.erase_node(node)
+
+
+def _is_complex(node: fx.Node) -> bool:
+    return any(isinstance(one, Tensor) and one.is_complex() for one in pytree.tree_leaves(node.meta.get("val")))
+
+
+def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
+    """Puts real operations in the place of a node; False where no rule holds."""
+    graph = node.graph
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        # Values are inferred for the whole graph later.
+        new = graph.call_function(target, args, kwargs)
+        new.meta = {key: one for key, one in node.meta.items() if key != "val"}
+        return new
+
+    def given(one: Any) -> Any:
+        return parts.get(one, one) if isinstance(one, fx.Node) else one
+
+    leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
+    leaves = [given(one) for one in leaves]
+    with graph.inserting_before(node):
+        if node.target is operator.getitem:
+            found: Any = Parts(*(add(operator.getitem, one, node.args[1]) for one in leaves[0]))
+        elif node.target in TRANSFORMS:
+            source = leaves[0] if isinstance(leaves[0], Parts) else (leaves[0], None)
+            pair = transformed(add, node, *source)
+            found = pair[0] if pair[1] is None else Parts(*pair)
+        elif node.target in _OWN:
+            args, kwargs = pytree.tree_unflatten(leaves, tree)
+            found = _OWN[node.target](add, *args, **kwargs)
+        else:
+            rule = next((one for one in _RULES if _holds(one, node)), None)
+            found = None if rule is None else rule(add, node.target, leaves, tree)
+    if found is None:
+        return False
+    if isinstance(found, Parts):
+        parts[node] = found
+    else:
+        found.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(found)
+        graph.erase_node(node)
+    return True
+
+
+Rule = Callable[[Evaluate, Any, list[Any], pytree.TreeSpec], Parts | None]
+
+
+def _each_part(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Parts:
+    """The operator does the same to both parts; a real operand is the same for both, as a factor is."""
+    return Parts(*(_applied(evaluate, target, [_part(one, n) for one in leaves], tree) for n in (0, 1)))
+
+
+def _each_part_beside_real(
+    evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec, numbers: tuple[type, ...] = (float,)
+) -> Parts:
+    """As `_each_part`; a real operand has the imaginary part 0, as a summand has."""
+
+    def imaginary(one: Any) -> Any:
+        if isinstance(one, (Parts, complex, torch.dtype)):
+            return _part(one, 1)
+        if _is_floating(one):
+            return evaluate(ATEN.mul.Scalar, one, 0)
+        return 0 if type(one) in numbers else one
+
+    real = _applied(evaluate, target, [_part(one, 0) for one in leaves], tree)
+    return Parts(real, _applied(evaluate, target, [imaginary(one) for one in leaves], tree))
+
+
+def _product(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Parts | None:
+    """The operator is linear in each of two complex operands."""
+    if sum(isinstance(one, (Parts, complex)) for one in leaves) != 2:
+        return None
+
+    def of(first: int, second: int) -> Any:
+        wanted = iter((first, second))
+        chosen = [_part(one, next(wanted) if isinstance(one, (Parts, complex)) else 0) for one in leaves]
+        return _applied(evaluate, target, chosen, tree)
+
+    return Parts(
+        evaluate(ATEN.sub.Tensor, of(0, 0), of(1, 1)),
+        evaluate(ATEN.add.Tensor, of(0, 1), of(1, 0)),
+    )
+
+
+_RULES: tuple[Rule, ...] = (
+    _each_part,
+    _each_part_beside_real,
+    # An integer may be a summand as well as a dimension.
+    partial(_each_part_beside_real, numbers=(float, int)),
+    _product,
+)
+"""Tried in this order; the first that gives what the operator gives is the rule of that operation."""
+
+
+def _part(one: Any, number: int) -> Any:
+    if isinstance(one, Parts):
+        return one[number]
+    if isinstance(one, complex):
+        return (one.real, one.imag)[number]
+    return REAL.get(one, one) if isinstance(one, torch.dtype) else one
+
+
+def _is_floating(one: Any) -> bool:
+    value = one.meta.get("val") if isinstance(one, fx.Node) else one
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _applied(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Any:
+    args, kwargs = pytree.tree_unflatten(leaves, tree)
+    return evaluate(target, *args, **kwargs)
+
+
+def _holds(rule: Rule, node: fx.Node) -> bool:
+    """Whether a rule gives what the operator itself gives, on random numbers of the sizes that it has here."""
+    generator, seeds = torch.Generator(), count()
+    leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
+
+    def drawn(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        generator.manual_seed(next(seeds))
+        if value.dtype is torch.bool:
+            return torch.randint(0, 2, value.shape, generator=generator).bool()
+        if not value.dtype.is_floating_point and not value.dtype.is_complex:
+            # Indices: 0 is one of every dimension.
+            return torch.zeros(value.shape, dtype=value.dtype)
+        numbers = torch.randint(1, LARGEST, (*value.shape, 2), generator=generator).float()
+        numbers *= torch.randint(0, 2, numbers.shape, generator=generator) * 2 - 1
+        return torch.view_as_complex(numbers) if value.is_complex() else numbers[..., 0].to(value.dtype)
+
+    values = [pytree.tree_map(drawn, one.meta["val"]) if isinstance(one, fx.Node) else one for one in leaves]
+    halves = [Parts(one.real, one.imag) if isinstance(one, Tensor) and one.is_complex() else one for one in values]
+    try:
+        args, kwargs = pytree.tree_unflatten(values, tree)
+        expected = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]  # An operator is called.
+        found = rule(lambda target, *args, **kwargs: target(*args, **kwargs), node.target, halves, tree)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        return False  # The operator does not take the parts in such places.
+    if found is None:
+        return False
+    real, imaginary = (pytree.tree_leaves(one) for one in found)
+    return len(real) == len(imaginary) == len(expected) and all(map(_is_same, expected, real, imaginary))
+
+
+def _is_same(expected: Any, real: Any, imaginary: Any) -> bool:
+    if not (isinstance(expected, Tensor) and isinstance(real, Tensor) and isinstance(imaginary, Tensor)):
+        return False
+    if not expected.is_complex() or real.shape != expected.shape or imaginary.shape != expected.shape:
+        return False
+    parts = ((expected.real, real), (expected.imag, imaginary))
+    return all(torch.allclose(one, other.to(one.dtype), rtol=CLOSE, atol=CLOSE) for one, other in parts)
+
+
+def _as_parts(add: Evaluate, one: Any) -> Parts:
+    if isinstance(one, Parts):
+        return one
+    if isinstance(one, fx.Node):
+        return Parts(one, add(ATEN.mul.Scalar, one, 0))
+    return Parts(complex(one).real, complex(one).imag)
+
+
+def _turned(add: Evaluate, length: Any, angle: Any, **_out: Any) -> Parts:
+    return Parts(*(add(ATEN.mul.Tensor, length, add(one, angle)) for one in (ATEN.cos.default, ATEN.sin.default)))
+
+
+def _squares(add: Evaluate, one: Parts) -> Any:
+    return add(ATEN.add.Tensor, *(add(ATEN.mul.Tensor, part, part) for part in one))
+
+
+def _times(add: Evaluate, one: Parts, other: Parts) -> Parts:
+    (a, b), (c, d) = one, other
+    ac, bd, ad, bc = (add(ATEN.mul.Tensor, *two) for two in ((a, c), (b, d), (a, d), (b, c)))
+    return Parts(add(ATEN.sub.Tensor, ac, bd), add(ATEN.add.Tensor, ad, bc))
+
+
+def _quotient(add: Evaluate, one: Any, other: Any) -> Parts:
+    if not isinstance(other, Parts):
+        real = other.real if isinstance(other, complex) and not other.imag else other
+        if not isinstance(real, complex):
+            return Parts(*(add(ATEN.div.Tensor, part, real) for part in one))
+        return _times(add, one, _as_parts(add, 1 / real))
+    return _times(add, _as_parts(add, one), _inverse(add, other))
+
+
+def _inverse(add: Evaluate, one: Parts) -> Parts:
+    squares = _squares(add, one)
+    real, imaginary = (add(ATEN.div.Tensor, part, squares) for part in one)
+    return Parts(real, add(ATEN.neg.default, imaginary))
+
+
+def _power(add: Evaluate, one: Parts, exponent: Any) -> Parts | None:
+    if not isinstance(exponent, int) or exponent < 1:
+        return None
+    found = one
+    for _ in range(exponent - 1):
+        found = _times(add, found, one)
+    return found
+
+
+def _conjugate(add: Evaluate, one: Parts) -> Parts:
+    return Parts(one.real, add(ATEN.neg.default, one.imaginary))
+
+
+def _cast(add: Evaluate, one: Any, dtype: torch.dtype | None = None, **_how: Any) -> Any:
+    """To another complex dtype; to a real one, which leaves the real part; or of a real tensor to a complex dtype."""
+    if dtype is None or not isinstance(one, Parts):
+        return one if isinstance(one, Parts) else _as_parts(add, one)
+    if dtype.is_complex:
+        return Parts(*(add(ATEN._to_copy.default, part, dtype=REAL[dtype]) for part in one))
+    return add(ATEN._to_copy.default, one.real, dtype=dtype)
+
+
+def _ones(target: Any) -> Callable[..., Parts]:
+    def made(add: Evaluate, *args: Any, **kwargs: Any) -> Parts:
+        kwargs = {name: REAL.get(one, one) if isinstance(one, torch.dtype) else one for name, one in kwargs.items()}
+        real = add(target, *(one.real if isinstance(one, Parts) else one for one in args), **kwargs)
+        return Parts(real, add(ATEN.mul.Scalar, real, 0))
+
+    return made
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    ATEN.view_as_complex.default: lambda add, one: Parts(*(add(ATEN.select.int, one, -1, n) for n in (0, 1))),
+    ATEN.view_as_real.default: lambda add, one: add(ATEN.stack.default, list(one), -1),
+    ATEN.complex.default: lambda add, real, imaginary: Parts(real, imaginary),
+    ATEN.polar.default: _turned,
+    ATEN.real.default: lambda add, one: one.real,
+    ATEN.imag.default: lambda add, one: one.imaginary,
+    ATEN.abs.default: lambda add, one: add(ATEN.sqrt.default, _squares(add, one)),
+    ATEN.angle.default: lambda add, one: add(ATEN.atan2.default, one.imaginary, one.real),
+    ATEN._conj.default: _conjugate,
+    ATEN.conj_physical.default: _conjugate,
+    ATEN.exp.default: lambda add, one: _turned(add, add(ATEN.exp.default, one.real), one.imaginary),
+    ATEN.div.Tensor: _quotient,
+    ATEN.reciprocal.default: _inverse,
+    ATEN.pow.Tensor_Scalar: _power,
+    ATEN.square.default: lambda add, one: _times(add, one, one),
+    ATEN._to_copy.default: _cast,
+    ATEN.ones.default: _ones(ATEN.ones.default),
+    ATEN.ones_like.default: _ones(ATEN.ones_like.default),
+}
+"""Operators that are neither linear nor products."""

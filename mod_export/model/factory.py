@@ -1,0 +1,123 @@
+"""A model from a function in the user's code, named as in `uvicorn module:app`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from mod_export.errors import UsageError
+from mod_export.model.model import Model
+from mod_export.model.module import model_from_module, own_line
+from mod_export.types import Bucket
+
+EXPECTED = "expected `module, inputs` or `module, inputs, baseline`"
+
+
+def model_from_factory(
+    target: str, buckets: Sequence[Bucket], capacity: float | None = None
+) -> tuple[Model, Model | None]:
+    """Imports the code that `target` names, and captures the model that its function returns.
+
+    The function returns `module, inputs` or `module, inputs, baseline`: the module and
+    its inputs as `model_from_module` takes them, and a dense module of the same inputs. A function that returns no
+    baseline and has a parameter `capacity` is called once more with `capacity=1.0`: with every token in every block the
+    same module is its own baseline.
+
+    Args:
+        target: `my_model.py:make_model`, a file, or `package.module:make_model`, which is looked for in the working
+            directory too.
+        buckets: rows, and tokens of a row.
+        capacity: what the function is called with, if it is given; else it is called without arguments.
+
+    Returns:
+        The model, named after the file or module, and its dense baseline.
+
+    Raises:
+        UsageError: there is no such function, its code raised an error, or it returned something else.
+        CaptureError: one of the modules is not one static graph.
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"{target}: expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+    factory = _function(_imported(place, target), name, target)
+    takes_capacity = "capacity" in inspect.signature(factory).parameters
+    if capacity is not None and not takes_capacity:
+        raise UsageError(f"{target}: capacity {capacity:g}: {name} has no parameter `capacity`")
+    module, inputs, *rest = _called(factory, target, **({} if capacity is None else {"capacity": capacity}))
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    model = model_from_module(module, inputs, buckets, stem)
+    dense = rest[0] if rest else None
+    if dense is None and takes_capacity:
+        dense = _called(factory, target, capacity=1.0)[0]
+    if dense is None:
+        return model, None
+    return model, model_from_module(dense, inputs, buckets, f"{stem}-dense")
+
+
+def _imported(place: str, target: str) -> ModuleType:
+    if not place.endswith(".py"):
+        _first_in_path(Path.cwd())
+        found: ModuleType = _run(lambda: importlib.import_module(place), target, "cannot be imported")
+        return found
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise UsageError(f"{place}: no such file")
+    # As when Python runs the file: it can import what lies beside it.
+    _first_in_path(path.parent)
+    name = path.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        name = f"{name}_of_{path.parent.name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look for their module there.
+    sys.modules[name] = module
+    loader = spec.loader
+    _run(lambda: loader.exec_module(module), target, "cannot be imported")
+    return module
+
+
+def _first_in_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _function(module: ModuleType, name: str, target: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if found is None:
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(name, own)
+        hint = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(own) or 'no function'}"
+        raise UsageError(f"{target}: no {name} there{hint}")
+    if not callable(found):
+        raise UsageError(
+            f"{target}: is {type(found).__name__}; expected a function that returns a module and its inputs"
+        )
+    return found  # type: ignore[no-any-return]  # Callable, as was just asked.
+
+
+def _called(factory: Callable[..., Any], target: str, **arguments: float) -> tuple[Any, ...]:
+    call = f"{target.rpartition(':')[2]}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
+    made = _run(lambda: factory(**arguments), target, f"{call} raised")
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        got = f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
+        raise UsageError(f"{target}: {call} returned {got}; {EXPECTED}")
+    return made
+
+
+def _run(run: Callable[[], Any], target: str, what: str) -> Any:
+    """The user's own code, whose errors are shown with the line that raised them."""
+    try:
+        return run()
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{target}: {what}: {own_line(error)}") from error

@@ -1,0 +1,313 @@
+"""A model that is captured already: programs of torch.export, one for each shape, with the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.export.pt2_archive import PT2ArchiveReader
+from torch.fx import traceback
+
+from mod_export.environment import let_go
+from mod_export.errors import CheckpointError
+from mod_export.graph.program_nodes import argument_of
+from mod_export.model.plain_programs import NARROW, PlainProgram, input_values, without_tensors
+from mod_export.types import Bucket, Outputs
+
+ATEN = torch.ops.aten
+SAME_IDS = {
+    ATEN.to.dtype, ATEN.to.dtype_layout, ATEN._to_copy.default, ATEN.clone.default, ATEN.alias.default,
+    ATEN.contiguous.default, ATEN.detach.default, ATEN.view.default, ATEN.reshape.default, ATEN.flatten.using_ints,
+    ATEN.slice.Tensor, ATEN.unsqueeze.default, ATEN.squeeze.dim, ATEN.transpose.int,
+}  # fmt: skip
+"""What leaves token ids what they are, on their way to an embedding."""
+
+
+class ProgramModel:
+    """An `ExportableModel` with `SampledInputs`, made of programs (`plain_programs.py`).
+
+    Its weights are stored as they were; its module computes in float32.
+    """
+
+    def __init__(
+        self, programs: Mapping[Bucket, PlainProgram], samples: Mapping[Bucket, Sequence[Sequence[torch.Tensor]]]
+    ) -> None:
+        """`samples` are inputs of each shape, at least one, in the order of the program's inputs.
+
+        Raises:
+            CheckpointError: the programs are not those of one model.
+        """
+        self.buckets = tuple(sorted(programs))
+        self.programs = {bucket: programs[bucket] for bucket in self.buckets}
+        self.weights: Mapping[str, torch.Tensor] = _one_model(self.programs)
+        first = self.programs[self.buckets[0]]
+        self.input_names, self.output_names = first.inputs, first.outputs
+        self.samples = {
+            bucket: [
+                {name: _array(tensor) for name, tensor in zip(self.input_names, one, strict=True)}
+                for one in samples[bucket]
+            ]
+            for bucket in self.buckets
+        }
+
+    @cached_property
+    def spec(self) -> Mapping[str, Any]:
+        """Plain data: `buckets`, `inputs` of each (name, dtype, shape), `outputs`, and SHA-256 of each `programs` graph
+        and of its `samples`, so that what is built of this model is built again when one of them changes.
+        """
+        return {
+            "buckets": [bucket.name for bucket in self.buckets],
+            "inputs": {
+                bucket.name: [
+                    {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
+                    for name, array in self.samples[bucket][0].items()
+                ]
+                for bucket in self.buckets
+            },
+            "outputs": list(self.output_names),
+            "programs": {bucket.name: hashlib.sha256(self.graph_texts[bucket]).hexdigest() for bucket in self.buckets},
+            "constants": digest_of_arrays(self.constants),
+            "samples": digest_of_arrays(self.named_samples),
+        }
+
+    @cached_property
+    def graph_texts(self) -> Mapping[Bucket, bytes]:
+        """The graph of each program as JSON, as a .pt2 holds it, without tensors."""
+        return {bucket: _graph_text(plain.program) for bucket, plain in self.programs.items()}
+
+    @property
+    def constants(self) -> dict[str, np.ndarray]:
+        """What programs read beside weights and inputs, by name: see `constant_names`."""
+        found = {}
+        for bucket, names in constant_names({key: one.program for key, one in self.programs.items()}).items():
+            held = self.programs[bucket].program.constants
+            found.update({stored: held[name].numpy() for name, stored in names.items()})
+        return found
+
+    @property
+    def named_samples(self) -> dict[str, np.ndarray]:
+        """Every given sample: `b1s512/ids.0` is the input `ids` of the first sample of that bucket."""
+        return {
+            f"{bucket.name}/{name}.{number}": array
+            for bucket, samples in self.samples.items()
+            for number, sample in enumerate(samples)
+            for name, array in sample.items()
+        }
+
+    def sample(self, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
+        """Inputs of one run. Seeds from 0 give the samples that came with the model; further ones are drawn.
+
+        * token ids, which are integers that an embedding is read at: uniform in its rows;
+        * floating point: normal with mean and standard deviation of the given sample, unless that has two values at
+          most (a mask), or infinities;
+        * everything else (masks, lengths, positions) is that of the given sample.
+        """
+        samples = self.samples[bucket]
+        given = samples[seed % len(samples)]
+        if seed < len(samples):
+            return given
+        rng = np.random.default_rng(seed)
+        rows = self._embedding_rows[bucket]
+        return {name: _drawn(array, rows.get(name, 0), rng) for name, array in given.items()}
+
+    @cached_property
+    def _embedding_rows(self) -> Mapping[Bucket, Mapping[str, int]]:
+        return {bucket: _embedding_rows(plain) for bucket, plain in self.programs.items()}
+
+    def module(self, outputs: Outputs = "logits") -> nn.Module:
+        return self._module({name: _widened(one) for name, one in self.weights.items()})
+
+    def skeleton(self, outputs: Outputs = "logits") -> nn.Module:
+        return self._module({name: _widened(one.to("meta")) for name, one in self.weights.items()})
+
+    def _module(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:
+        return _Programs({bucket: plain.program for bucket, plain in self.programs.items()}, weights)
+
+
+def constant_names(programs: Mapping[Bucket, ExportedProgram]) -> dict[Bucket, dict[str, str]]:
+    """Bucket -> constant -> the name that it has for all programs together: its own where those that have it agree
+    about its value, else with the bucket before it, as in `b1s512.name`.
+    """
+    found: dict[str, torch.Tensor] = {}
+    other = set()
+    for program in programs.values():
+        for name, tensor in program.constants.items():
+            if name in found and not _same(found[name], tensor):
+                other.add(name)
+            found[name] = tensor
+    return {
+        bucket: {name: f"{bucket.name}.{name}" if name in other else name for name in program.constants}
+        for bucket, program in programs.items()
+    }
+
+
+class _Programs(nn.Module):
+    """Runs the program that was captured for the shapes of the inputs.
+
+    When it is captured again, as every module is, it gives the same operations with the same module paths and lines of
+    source. Its state is the weights and the programs' constants.
+    """
+
+    def __init__(self, programs: Mapping[Bucket, ExportedProgram], weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        parameters = {name for program in programs.values() for name in program.graph_signature.parameters}
+        for name, tensor in weights.items():
+            self._register(name, tensor, is_parameter=name in parameters)
+        self._graphs = []
+        names = constant_names(programs)
+        for bucket, program in programs.items():
+            for name, tensor in program.constants.items():
+                self._register(names[bucket][name], tensor, is_parameter=False)
+            self._graphs.append(_Graph(program, names[bucket]))
+        self.eval()
+
+    def _register(self, name: str, tensor: torch.Tensor, *, is_parameter: bool) -> None:
+        *path, last = name.split(".")
+        parent: nn.Module = self
+        for part in path:
+            # Not by attribute: a weight may have the name of a method.
+            parent = parent._modules.setdefault(part, nn.Module())  # type: ignore[assignment]  # It is not None.
+        if is_parameter:
+            parent._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            parent._buffers[last] = tensor
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        found = [one for one in self._graphs if one.shapes == shapes]
+        if not found:
+            known = "; ".join(str(one.shapes) for one in self._graphs)
+            raise ValueError(f"inputs of the shapes {shapes}; this model was captured at {known}")
+        graph = found[0]
+        state = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
+        given = iter(inputs)
+        values = [next(given) if name is None else state[name] for name in graph.inputs]
+        if torch.compiler.is_dynamo_compiling():
+            return graph.module(*values)
+        # Operations keep the module paths that sites and messages are named after.
+        with traceback.preserve_node_meta():
+            return fx.Interpreter(graph.module).run(*values, enable_io_processing=False)
+
+
+class _Graph:
+    """The operations of a program. `inputs` are names in the state, None for the program's own inputs."""
+
+    def __init__(self, program: ExportedProgram, constants: Mapping[str, str]) -> None:
+        specs = program.graph_signature.input_specs
+        self.inputs = [
+            None if spec.kind is InputKind.USER_INPUT else constants.get(str(spec.target), str(spec.target))
+            for spec in specs
+        ]
+        self.shapes = [tuple(value.shape) for value in input_values(program)]
+        self.module = program.graph_module
+
+
+def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tensor]:
+    """The weights of all, of which those of the first program are kept."""
+    (bucket, first), *others = programs.items()
+    weights = {name: tensor.detach() for name, tensor in sorted(first.program.state_dict.items())}
+    for other, plain in others:
+        both = f"{bucket.name} and {other.name}"
+        state = plain.program.state_dict
+        for name in sorted(weights.keys() ^ state.keys()):
+            has, lacks = (bucket, other) if name in weights else (other, bucket)
+            raise CheckpointError(f"{both}: the weight {name} is in {has.name} and not in {lacks.name}")
+        for name, tensor in weights.items():
+            if not _same(tensor, state[name].detach()):
+                raise CheckpointError(f"{both}: the weight {name} differs; a model's programs have the same weights")
+            state[name] = first.program.state_dict[name]
+        for what, one, two in (("reads", first.inputs, plain.inputs), ("returns", first.outputs, plain.outputs)):
+            if one != two:
+                raise CheckpointError(
+                    f"{both}: one {what} {', '.join(one)}, the other {', '.join(two)}; programs of one model are alike"
+                )
+    shapes: dict[str, Bucket] = {}
+    for bucket, plain in programs.items():
+        shape = str([tuple(value.shape) for value in input_values(plain.program)])
+        if shape in shapes:
+            raise CheckpointError(f"{shapes[shape].name} and {bucket.name}: both read inputs of the shapes {shape}")
+        shapes[shape] = bucket
+    return weights
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same bytes in the same shape."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.numel() == 0 or (one.data_ptr() == other.data_ptr() and one.stride() == other.stride()):
+        return True
+    equal = torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    let_go([one, other])  # Of files, if they are mapped.
+    return equal
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float32) if tensor.dtype in NARROW else tensor
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(_widened(tensor.detach().cpu()).numpy())
+
+
+def digest_of_arrays(arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of arrays with their names, dtypes and shapes."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name}\0{array.dtype}\0{array.shape}\0".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _graph_text(program: ExportedProgram) -> bytes:
+    """Without the lines of source that operations come from: they name files of the machine that it was captured on."""
+    buffer = io.BytesIO()
+    torch.export.save(without_tensors(program), buffer)
+    buffer.seek(0)
+    found = json.loads(PT2ArchiveReader(buffer).read_bytes("models/model.json"))
+    _forget_sources(found)
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+def _forget_sources(value: Any) -> None:
+    if isinstance(value, dict):
+        if isinstance(value.get("metadata"), dict):
+            value["metadata"].pop("stack_trace", None)
+        for one in value.values():
+            _forget_sources(one)
+    elif isinstance(value, list):
+        for one in value:
+            _forget_sources(one)
+
+
+def _embedding_rows(plain: PlainProgram) -> dict[str, int]:
+    """Inputs that an embedding is read at -> the smallest number of rows of such an embedding."""
+    found: dict[str, int] = {}
+    own = plain.program.graph_signature.user_inputs
+    nodes = [node for node in plain.program.graph.nodes if node.op == "placeholder" and node.name in own]
+    for name, node in zip(plain.inputs, nodes, strict=True):
+        ids = [node]
+        for one in ids:  # Which grows meanwhile.
+            for use in one.users:
+                if use.target in SAME_IDS and use not in ids:
+                    ids.append(use)
+                if use.target is ATEN.embedding.default and argument_of(use, "indices") is one:
+                    weight: Any = use.args[0]
+                    rows = weight.meta["val"].shape[0]
+                    found[name] = min(found.get(name, rows), rows)
+    return found
+
+
+def _drawn(given: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarray:
+    if rows:
+        return rng.integers(0, rows, given.shape).astype(given.dtype)
+    if not np.issubdtype(given.dtype, np.floating) or not np.isfinite(given).all() or len(np.unique(given)) <= 2:
+        return given
+    return rng.normal(given.mean(), given.std(), given.shape).astype(given.dtype)

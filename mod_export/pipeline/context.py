@@ -1,0 +1,480 @@
+"""What stages share: the folder, the configuration, the models, the graphs and engines, and the results so far.
+
+A build fills a `BuildContext` from its plan and records every step in the folder. `validate` and `bench` on a finished
+folder fill a `FolderContext` from the manifest, without recording, and run the same stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.engines.protocol import EngineBuilder, Runner
+from mod_export.environment import describe_machine, versions
+from mod_export.errors import BuildError
+from mod_export.folder.manifest import TOKENIZER, GenerationFacts, ModelFacts
+from mod_export.folder.programs import first_sample
+from mod_export.folder.workspace import Step, Workspace
+from mod_export.judge.inputs import TextOf, documentation_of, prompts_of
+from mod_export.judge.reference import KeptRuns, Reference, tensors_of
+from mod_export.model.model import output_names, sample_of, token_ids, tokens_sample
+from mod_export.model.protocol import ExportableModel, GeneratingModel, TokenIds
+from mod_export.pipeline.plan import GenerationPlan, Plan
+from mod_export.rows.base import Result
+from mod_export.rows.cost import Work
+from mod_export.rows.failures import ABOUT, FailedRow, fields_of_graph, reason_for, sentences
+from mod_export.rows.generation import StepBytes
+from mod_export.runtime.decoder import DecodingEngines
+from mod_export.runtime.tokenizer import TokenizersFile
+from mod_export.types import (
+    Availability,
+    Bucket,
+    DType,
+    Engine,
+    Graph,
+    ModelKind,
+    Role,
+    Variant,
+    graph_of,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from mod_export.model.protocol import GraphSource
+
+MOST_NOTES = 4
+"""Further reasons that are named where nothing could be built."""
+Row = TypeVar("Row", bound=Result)
+Make = Callable[[Sequence[Path]], Any]
+
+
+class Store(Protocol):
+    """Where steps are made: a folder that is being built, or a finished one, in which nothing is recorded."""
+
+    @property
+    def root(self) -> Path: ...
+    def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step: ...
+    def hash_of(self, output: str) -> str: ...
+
+
+class HasModel(Protocol):
+    """A graph or an engine."""
+
+    @property
+    def model(self) -> ModelKind: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A `GraphSource` of whole rows."""
+
+    module: torch.nn.Module
+    examples: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    conditions: bool = False
+
+
+def _forward_source(model: ExportableModel, graph: Graph) -> GraphSource:
+    samples = [sample_of(model, graph.bucket, seed) for seed in range(2)]
+    first, second = (tuple(tensor.to("meta") for tensor in tensors_of(feeds)) for feeds in samples)
+    return _Source(
+        model.skeleton(graph.outputs).to("meta"),
+        (first, second),
+        tuple(samples[0]),
+        output_names(model, graph.outputs),
+    )
+
+
+class Models:
+    """The two models, their references and the sources of their graphs, each made when it is first asked for.
+
+    A build that reuses everything needs none of them, and neither does a benchmark on a server without PyTorch.
+    """
+
+    def __init__(
+        self,
+        loaded: Callable[[ModelKind], ExportableModel],
+        generating: Callable[[ModelKind], GeneratingModel],
+        config: BuildConfig,
+    ) -> None:
+        self._config = config
+        self.loaded: Callable[[ModelKind], ExportableModel] = cache(loaded)
+        """The model as it reads whole rows."""
+        self.generating: Callable[[ModelKind], GeneratingModel] = cache(generating)
+        """The model as it decides about one token at a time."""
+        self._kept = KeptRuns()
+        self._references: dict[tuple[ModelKind, Role], Reference] = {}
+        self._sources: dict[tuple[ModelKind, Role, Bucket], GraphSource] = {}
+
+    def reference(self, kind: ModelKind, role: Role = "forward") -> Reference:
+        """The eager model that graphs of a role are judged by. Prefill and decode share captured programs."""
+        if (kind, role) not in self._references:
+            if role == "prefill":
+                found = self.reference(kind, "decode").returning("last")
+            elif role == "decode" and self.generating(kind).loaded.spec == self.loaded(kind).spec:
+                # Nothing is decided in another way, so what was captured and run of it holds here as well.
+                found = self.reference(kind).returning("logits")
+            elif role == "decode":
+                found = Reference(self.generating(kind).loaded, kept=self._kept)
+            else:
+                found = Reference(self.loaded(kind), self._config.returned, kept=self._kept)
+            self._references[kind, role] = found
+        return self._references[kind, role]
+
+    def release_references(self) -> None:
+        """Frees their copies of the weights, in float64 among others, which only validation needs."""
+        self._references.clear()
+
+    def source(self, graph: Graph) -> GraphSource:
+        """What a portable graph is captured from: a module on the meta device, example inputs, and names."""
+        key = (graph.model, graph.role, graph.bucket)
+        if key not in self._sources:
+            B, S = graph.bucket.batch, graph.bucket.seq
+            if graph.role == "prefill":
+                found = self.generating(graph.model).prefill(B, S)
+            elif graph.role == "decode":
+                found = self.generating(graph.model).step(B, S, self._config.generation.slots)
+            else:
+                found = _forward_source(self.loaded(graph.model), graph)
+            self._sources[key] = found
+        return self._sources[key]
+
+    def program(self, graph: Graph, dtype: DType) -> torch.export.ExportedProgram:
+        """The eager float32 module with its weights, captured for the bucket of a graph of whole rows, its products in
+        `dtype`. Not kept: a target that asks for it makes one engine of it.
+        """
+        from mod_export.graph.capture import captured
+
+        model = self.loaded(graph.model)
+        example = tensors_of(sample_of(model, graph.bucket, 0))
+        return captured(model.module(graph.outputs), example, graph.stem, dtype=dtype).program
+
+
+class Context:
+    """One run of stages over one folder. A stage reads what earlier stages left here and adds its own.
+
+    Attributes:
+        config: the resolved configuration.
+        models: the MoD model and its dense baseline.
+        facts: of the model, and of its dense baseline if it has one, as the manifest has them.
+        generation: what writing text needs, or the reason why the folder cannot.
+        buckets: of whole rows, ascending.
+        targets: that are run; all if empty.
+        graphs: every ONNX graph, portable and of targets, of every role.
+        engines: every engine that is looked at, of every role.
+        weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor.
+        work: engine -> work of its graph.
+        steps: that were done, in order.
+        failed: what this run could not do, in order; everything else went on.
+        missing: what the build of a finished folder could not do.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: BuildConfig,
+        models: Models,
+        facts: Mapping[ModelKind, ModelFacts],
+        generation: GenerationFacts | str,
+        buckets: Sequence[Bucket],
+        announce: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.config, self.models, self.facts, self.generation = config, models, facts, generation
+        self.buckets = tuple(buckets)
+        self.targets: tuple[str, ...] = ()
+        self.graphs: list[Graph] = []
+        self.engines: list[Engine] = []
+        self.weight_digests: dict[str, dict[str, str]] = {}
+        self.work: dict[str, tuple[Work, ...]] = {}
+        self.steps: list[Step] = []
+        self.failed: list[FailedRow] = []
+        self.missing: tuple[FailedRow, ...] = ()
+        self._errors: list[BuildError] = []
+        self._store, self._announce = store, announce
+        self._rows: list[Result] = []
+        self._availability: dict[str, Availability] = {}
+
+    @property
+    def root(self) -> Path:
+        """The build folder."""
+        return self._store.root
+
+    @cached_property
+    def machine(self) -> dict[str, Any]:
+        """Environment of this run."""
+        return {**describe_machine(), "threads": self.config.latency.threads}
+
+    def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
+        """A step of the folder, announced before it starts."""
+        self._announce(name)
+        step = self._store.step(name, inputs, outputs, make)
+        self.steps.append(step)
+        return step
+
+    def measure(
+        self, row_type: type[Row], name: str, inputs: Mapping[str, Any], make: Callable[[], Sequence[Row]]
+    ) -> list[Row]:
+        """A step whose results are rows: kept in the manifest, and in this context for the verdict and the report."""
+        step = self.step(name, inputs, [], lambda paths: [row.model_dump(mode="json") for row in make()])
+        found = [row_type.model_validate_json(json.dumps(item)) for item in step.result]
+        self._rows += found
+        return found
+
+    @contextlib.contextmanager
+    def attempt(self, stage: str, about: Mapping[str, Any], arch: str | None = None) -> Iterator[None]:
+        """Does what is inside, and goes on without it if it cannot be built: the failure becomes a row. A request that
+        cannot be met, such as a folder that is full, ends the build all the same.
+
+        Args:
+            stage: that does it.
+            about: fields of `ABOUT`; what is not named is meant for all.
+            arch: of the GPU that an engine is built for.
+        """
+        try:
+            yield
+        except BuildError as error:
+            self.fail(stage, about, error, arch)
+
+    def fail(self, stage: str, about: Mapping[str, Any], error: BuildError, arch: str | None = None) -> None:
+        """Records what could not be done."""
+        # The build goes on, and must not keep the tensors that were at work when this failed.
+        chained: BaseException | None = error
+        while chained is not None:
+            traceback.clear_frames(chained.__traceback__)
+            chained = chained.__cause__ or chained.__context__
+        fields = {**dict.fromkeys(ABOUT), **about}
+        self.failed.append(FailedRow(stage=stage, **fields, arch=arch, reason=str(error)))
+        self._errors.append(error)
+
+    def is_lost(self, about: Mapping[str, Any]) -> bool:
+        """Whether what has these fields of `ABOUT` is missing, in this run or in the folder."""
+        return reason_for((*self.failed, *self.missing), about) is not None
+
+    def require(self, left: Iterable[HasModel]) -> None:
+        """Ends a build of which nothing is left that is of the model itself.
+
+        Raises:
+            BuildError: the first that failed for it, with the others in its notes.
+        """
+        if not self.failed or any(one.model == "mod" for one in left):
+            return
+        first = next((index for index, row in enumerate(self.failed) if row.model != "dense"), 0)
+        error = self._errors[first]
+        others = sentences(row for row in self.failed if row.why != self.failed[first].why)
+        for sentence in others[:MOST_NOTES]:
+            error.add_note(f"also: {sentence}")
+        if len(others) > MOST_NOTES:
+            error.add_note(f"also: {len(others) - MOST_NOTES} more")
+        raise error
+
+    @property
+    def gated_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of whole rows that the model has engines for: the gate on speed holds for the largest of them."""
+        built = {one.bucket for one in self.engines if (one.model, one.role) == ("mod", "forward")}
+        return tuple(bucket for bucket in self.buckets if bucket in built) or self.buckets
+
+    def add(self, rows: Sequence[Result]) -> None:
+        """Results that follow from others and are no step of their own."""
+        self._rows += rows
+
+    def rows(self, row_type: type[Row]) -> list[Row]:
+        """Every result of one type so far."""
+        return [row for row in self._rows if isinstance(row, row_type)]
+
+    def hash_of(self, path: str) -> str:
+        """SHA-256 of a file of the folder, as it was built."""
+        return self._store.hash_of(path)
+
+    def weights_path(self, kind: ModelKind, dtype: DType) -> str:
+        """The weights file of a model and dtype, relative to the root."""
+        return self.facts[kind].weights.removesuffix("float32.data") + f"{dtype}.data"
+
+    def identity(self, kind: ModelKind) -> dict[str, Any]:
+        """Which weights and which spec a model is made of, as an input of steps."""
+        about = self.facts[kind].model_dump(include={"checkpoint_sha256", "architecture", "spec"})
+        return {**about, "kind": kind}
+
+    def source_inputs(self, graph: Graph) -> dict[str, Any]:
+        """What the source of a portable graph depends on, as an input of steps."""
+        about: dict[str, Any] = {"role": graph.role, "bucket": asdict(graph.bucket), "outputs": graph.outputs}
+        if graph.role != "forward":
+            model = self.models.generating(graph.model)
+            about["generation"] = [model.loaded.spec, model.window, self.config.generation.slots]
+        return {**self.identity(graph.model), **about}
+
+    def runnable(self, *roles: Role) -> list[Engine]:
+        """Engines of these roles that run here: their target does, and it is their GPU if they were built for one.
+
+        Engines that write text keep their cache in this machine's memory, which not every target's runners can.
+        """
+        return [engine for engine in self.engines if engine.role in roles and self._runs(engine)]
+
+    def _runs(self, engine: Engine) -> bool:
+        if self.targets and engine.target not in self.targets:
+            return False
+        if engine.target not in self._availability:
+            self._availability[engine.target] = ENGINES[engine.target].availability()
+        found = self._availability[engine.target]
+        return found.can_run(engine) and (engine.role == "forward" or ENGINES[engine.target].binds)
+
+    @cached_property
+    def text_of(self) -> TextOf | None:
+        """Text for a model that has none of its own, where the folder has its tokenizer."""
+        tokenizer, vocab_size = self.root / TOKENIZER, self.facts["mod"].vocab_size
+        if vocab_size is None or not tokenizer.is_file():
+            return None
+        return documentation_of(partial(TokenizersFile(tokenizer).ids, special=False), vocab_size)
+
+    @property
+    def text_inputs(self) -> dict[str, Any]:
+        """What text depends on, as an input of steps."""
+        has_tokenizer = (self.root / TOKENIZER).is_file()
+        return {"seed": self.config.seed, "tokenizer": self.hash_of(TOKENIZER) if has_tokenizer else None}
+
+    def texts(self, rows: int, length: int) -> np.ndarray:
+        """Beginnings of texts for timing, int64 (rows, length): random ids, for which no model is needed."""
+        vocab_size = self.facts["mod"].vocab_size
+        assert vocab_size is not None, "only a model of token ids writes text"
+        return prompts_of(None, vocab_size, rows, length, self.config.seed)
+
+    def feeds(self, bucket: Bucket) -> Mapping[str, np.ndarray]:
+        """Inputs for timing, by name. Graphs have static shapes, so their time does not depend on the values."""
+        vocab_size = self.facts["mod"].vocab_size
+        if vocab_size is not None:
+            return tokens_sample(vocab_size, bucket, self.config.seed)
+        return first_sample(self.root, bucket)
+
+    def decoding_engines(self) -> DecodingEngines:
+        """The prefill and decode engines, as they are served."""
+        engines = [engine for engine in self.engines if engine.role != "forward"]
+        return DecodingEngines(engines, self._load, self.config)
+
+    def _load(self, engine: Engine) -> Runner:
+        return ENGINES[engine.target].load(self.root, engine, self.config, self.config.latency.threads)
+
+    def graph_of(self, engine: Engine) -> Graph:
+        """The graph that an engine was built from; the portable one, which computes the same, where that is none."""
+        graph = graph_of(engine, self.graphs)
+        assert graph is not None, engine.path
+        return graph
+
+    def conditions(self, engines: Sequence[Engine]) -> dict[str, Any]:
+        """What a result on this machine depends on beside its settings."""
+        targets = dict.fromkeys(engine.target for engine in engines)
+        return {
+            "engines": [self.hash_of(engine.path) for engine in engines],
+            "weights": [self.hash_of(self.weights_path(engine.model, engine.dtype)) for engine in engines],
+            "threads": self.config.latency.threads,
+            "machine": [self.machine["cpu"], self.machine["cores"], self.machine["gpu"]],
+            "versions": {
+                **versions("mod_export", "torch", "onnxruntime"),
+                **{name: found for target in targets for name, found in ENGINES[target].versions().items()},
+            },
+        }
+
+    def versions(self, *names: str) -> dict[str, Any]:
+        """Versions as an input of a step, this package's source among them."""
+        return {"versions": versions("mod_export", *names)}
+
+
+class BuildContext(Context):
+    """A context that a plan fills: the stages from capture to engines make graphs and engines."""
+
+    def __init__(self, plan: Plan, workspace: Workspace, announce: Callable[[str], None]) -> None:
+        super().__init__(
+            workspace,
+            plan.config,
+            Models(plan.loaded.__getitem__, plan.generating, plan.config),
+            {kind: _facts(plan, kind) for kind in plan.loaded},
+            plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
+            plan.buckets,
+            announce,
+        )
+        self.plan, self.workspace = plan, workspace
+
+    def identity(self, kind: ModelKind) -> dict[str, Any]:
+        return {**super().identity(kind), "code": self.plan.source_of(kind).code_sha256}
+
+    def planned(self) -> Iterator[tuple[EngineBuilder, Variant, Graph]]:
+        """Every engine to build, with its portable graph as it was captured; without those that cannot be built any
+        more.
+        """
+        captured = {graph.path: graph for graph in self.graphs}
+        for builder, variant, graph in self.plan.engines():
+            about = {**fields_of_graph(graph), "target": builder.name, "dtype": variant.dtype}
+            if graph.path in captured and self.is_wanted(about):
+                yield builder, variant, captured[graph.path]
+
+    def is_wanted(self, about: Mapping[str, Any]) -> bool:
+        """Whether it can still be built, and, of a dense baseline, whether there will be a model to compare with it."""
+        return not self.is_lost(about) and not self.is_lost({**about, "model": "mod"})
+
+    def leave_out(self, engine: Engine) -> None:
+        """Takes an engine that was built out of the build again, because nothing can be done with it."""
+        self.engines.remove(engine)
+        self.workspace.leave_out(engine_step(engine))
+
+    def texts(self, rows: int, length: int) -> np.ndarray:
+        """Held-out text where the model has text."""
+        model = self.models.loaded("mod")
+        return prompts_of(model, token_ids(model).vocab_size, rows, length, self.config.seed)
+
+
+def engine_step(engine: Engine) -> str:
+    """The name of the step that builds an engine."""
+    return f"engine/{engine.target}/{engine.stem}"
+
+
+def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:
+    source, loaded = plan.source_of(kind), plan.loaded[kind]
+    return ModelFacts(
+        name=source.name,
+        architecture=source.architecture,
+        checkpoint_sha256=source.checkpoint_sha256,
+        spec=dict(loaded.spec),
+        vocab_size=loaded.vocab_size if isinstance(loaded, TokenIds) else None,
+        weights=plan.weights_path(kind, "float32"),
+        tensors=tuple(sorted(loaded.weights)),
+    )
+
+
+def _generation_facts(plan: Plan) -> GenerationFacts:
+    assert isinstance(plan.generation, GenerationPlan)
+    models = plan.generation.models
+    decodes = list(dict.fromkeys(graph.bucket for graph in plan.graphs if graph.role == "decode"))
+    lengths = sorted({bucket.seq for bucket in decodes})
+    return GenerationFacts(
+        window=plan.generation.window,
+        sites={kind: tuple(model.sites) for kind, model in models.items()},
+        capacity=dict(models["mod"].capacity),
+        kv_bytes={
+            kind: {length: sum(model.kv_bytes(length).values()) for length in lengths} for kind, model in models.items()
+        },
+        step_bytes={
+            bucket.name: {"float32": {kind: step_bytes(model, bucket) for kind, model in models.items()}}
+            for bucket in decodes
+        },
+    )
+
+
+def step_bytes(model: GeneratingModel, bucket: Bucket, stored: Mapping[str, int] | None = None) -> StepBytes:
+    """What a step of a decode bucket has to read: a sum over routing sites, so each is asked for alone.
+
+    `stored` has the bytes of the weights that are not float32.
+    """
+    nowhere, rows, length = dict.fromkeys(model.sites, 0.0), bucket.batch, bucket.seq
+    always = model.least_bytes(rows, length, nowhere, stored)
+    sites = {str(site): model.least_bytes(rows, length, nowhere | {site: 1.0}, stored) - always for site in model.sites}
+    # Experts add nothing: they are read in every step, as many of them as its rows can take.
+    return StepBytes(always=always, sites={site: size for site, size in sites.items() if size})

@@ -1,0 +1,300 @@
+"""Stages capture and onnx: one static graph per model, role and bucket, and the weights files that they share.
+
+Exporting is deterministic, so validation exports again and compares: `fresh_graph` gives the bytes of any graph of a
+finished folder by the functions that a build uses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from mod_export.engines import ENGINES
+from mod_export.environment import EXPORTERS, versions
+from mod_export.errors import GraphError
+from mod_export.folder.manifest import GenerationFacts
+from mod_export.graph.capture import captured, prove_static
+from mod_export.graph.nodes import graph_from_bytes, static_shape
+from mod_export.graph.onnx_export import assert_capacity, check_model, onnx_from_captured
+from mod_export.graph.passes import PORTABLE, needs_rewrite, run_passes
+from mod_export.graph.passes.quantize_weights import stored_forms
+from mod_export.graph.routing_sites import RoutingSite
+from mod_export.graph.weights import (
+    BELOW,
+    NO_FORMS,
+    Form,
+    Forms,
+    WeightsFile,
+    bind_weights,
+    files_for,
+    state_of,
+    write_weights,
+)
+from mod_export.measure.cost import cost_row
+from mod_export.model.model import stored_state
+from mod_export.model.protocol import DeclaredRouting, ExportableModel
+from mod_export.pipeline.calibration import Calibration
+from mod_export.pipeline.context import BuildContext, Context
+from mod_export.pipeline.context import step_bytes as step_bytes_of
+from mod_export.rows.cost import CostRow
+from mod_export.rows.failures import fields_of_graph
+from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, ModelKind, Site, site_from_text
+
+SHOWN = 4
+MOST_KEPT = 32
+"""Fresh portable graphs that a process keeps: they are small without weights, and an export takes seconds."""
+_kept: dict[str, bytes] = {}
+
+
+def capture(context: BuildContext) -> None:
+    """Proves that every bucket is one static graph.
+
+    Raises:
+        BuildError: none is.
+    """
+    for graph in _wanted(context):
+        inputs = {**context.source_inputs(graph), **context.versions("torch")}
+        with context.attempt("capture", fields_of_graph(graph)):
+            context.step(f"capture/{graph.stem}", inputs, [], partial(_prove, context, graph))
+    context.require(_wanted(context))
+
+
+def _wanted(context: BuildContext) -> Iterator[Graph]:
+    """The portable graphs that can still be made when it is their turn: first the model's, then the baseline's."""
+    return (graph for graph in context.plan.graphs if context.is_wanted(fields_of_graph(graph)))
+
+
+def _prove(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, int]:
+    source = context.models.source(graph)
+    return asdict(prove_static(source.module, source.examples, graph.stem))
+
+
+def onnx(context: BuildContext) -> None:
+    """Weights files, and the portable graph of every model, role and bucket.
+
+    Raises:
+        BuildError: there is no graph of the model.
+    """
+    kinds = {context.facts[kind].weights: kind for kind in reversed(KINDS) if kind in context.facts}.values()
+    wanted = {"float32", *(variant.dtype for _, variant, _ in context.plan.engines())}
+    dtypes = [dtype for dtype in DTYPES if dtype in wanted]
+    for kind in kinds:
+        for dtype in dtypes:
+            if dtype not in QUANTIZED:
+                _write_weights(context, kind, dtype)
+    for graph in _wanted(context):
+        with context.attempt("onnx", fields_of_graph(graph)):
+            _portable_step(context, graph)
+    context.require(context.graphs)
+    # Which weights can become whole numbers is read from the graphs.
+    for kind in kinds:
+        # A file that both models read is missing for both.
+        only = kind if len(kinds) > 1 else None
+        for dtype in dtypes:
+            if dtype in QUANTIZED:
+                with context.attempt("onnx", {"dtype": dtype, "model": only}):
+                    _write_weights(context, kind, dtype, _forms(context, kind, dtype))
+    if isinstance(context.generation, GenerationFacts):
+        context.generation = _with_stored_bytes(context, context.generation, dtypes)
+
+
+def _portable_step(context: BuildContext, graph: Graph) -> None:
+    inputs = {
+        **context.source_inputs(graph),
+        "weights": context.hash_of(context.weights_path(graph.model, "float32")),
+        "versions": versions(*EXPORTERS),
+    }
+    step = context.step(f"graph/{graph.stem}", inputs, [graph.path], partial(_export, context, graph))
+    k_by_layer = {site_from_text(name): k for name, k in step.result["k_by_layer"].items()}
+    results = {name: tuple(shape) for name, shape in step.result["results"].items()}
+    ports = {name: (dtype, tuple(shape)) for name, (dtype, shape) in step.result["inputs"].items()}
+    context.graphs.append(replace(graph, k_by_layer=k_by_layer, inputs=ports, results=results))
+    if step.result["cost"] is not None:
+        context.add([CostRow.model_validate(step.result["cost"])])
+
+
+def _forms(context: BuildContext, kind: ModelKind, dtype: DType) -> Forms:
+    """How the graphs that read one weights file want its weights, all of them together."""
+    found: dict[str, set[Form]] = {}
+    for builder, variant, graph in context.planned():
+        if variant.dtype == dtype and context.facts[graph.model].weights == context.facts[kind].weights:
+            model = ir.load(context.root / graph.path)
+            for name, forms in stored_forms(model, graph.dialect(builder.dialect), dtype).items():
+                found.setdefault(name, set()).update(forms)
+    return found
+
+
+def _with_stored_bytes(context: BuildContext, facts: GenerationFacts, dtypes: Sequence[DType]) -> GenerationFacts:
+    """What a step has to read in other dtypes than float32: of whole numbers, what their files hold."""
+    step_bytes = {bucket: dict(by_dtype) for bucket, by_dtype in facts.step_bytes.items()}
+    for bucket, dtype in itertools.product(step_bytes, dtypes):
+        kinds = [kind for kind in context.facts if context.weights_path(kind, dtype) in context.weight_digests]
+        if dtype not in QUANTIZED:
+            wide = step_bytes[bucket]["float32"]
+            step_bytes[bucket][dtype] = {kind: one.stored_in(dtype) for kind, one in wide.items()}
+            continue
+        files = {kind: WeightsFile.open(context.root / context.weights_path(kind, dtype)) for kind in kinds}
+        models = {kind: context.models.generating(kind) for kind in files}
+        stored = {kind: file.quantized_bytes(models[kind].loaded.weights) for kind, file in files.items()}
+        step_bytes[bucket][dtype] = {
+            kind: step_bytes_of(models[kind], Bucket.named(bucket), stored[kind]) for kind in files
+        }
+    return facts.model_copy(update={"step_bytes": step_bytes})
+
+
+def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
+    source = context.models.source(graph)
+    model, applied, sites = _portable(context, graph)
+    save_graph(context, model, graph, paths[0])
+    cost = cost_row(model, graph.model, graph.bucket) if graph.role == "forward" else None
+    return {
+        "passes": applied,
+        "k_by_layer": {str(site.name): site.k for site in sites},
+        "inputs": {
+            name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in zip(source.inputs, source.examples[0], strict=True)
+        },
+        "results": {value.name: static_shape(value) for value in model.graph.outputs if value.name in source.outputs},
+        "cost": None if cost is None else cost.model_dump(mode="json"),
+    }
+
+
+def _portable(context: Context, graph: Graph) -> tuple[ir.Model, dict[str, int], tuple[RoutingSite, ...]]:
+    """The portable graph, its weights without values, the passes that were applied, and its routing sites.
+
+    Raises:
+        BuildError: it cannot be exported, or does not route as the model declares.
+    """
+    source = context.models.source(graph)
+    # Conditions are captured with everything else where strict; otherwise each is compiled alone, which takes longer.
+    found = captured(source.module, source.examples[0], graph.stem, strict=source.conditions)
+    model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
+    # Passes read the values of small buffers, such as a causal mask.
+    _bind(context, model, graph)
+    applied = run_passes(model, PORTABLE, "float32")
+    _check_ports(graph, model, source.inputs, [*source.outputs, *found.routed])
+    if graph.role == "forward":
+        k_by_layer = {site.name: site.k for site in found.sites}
+        _check_routing(context.models.loaded(graph.model), graph, k_by_layer)
+        assert_capacity(model, graph.bucket, k_by_layer, source.outputs)
+    return model, applied, found.sites
+
+
+def _check_routing(model: ExportableModel, graph: Graph, k_by_layer: Mapping[Site, int]) -> None:
+    """A model that declares its routing has to route so, and in a dense baseline no token may skip anything.
+
+    Raises:
+        GraphError: the captured program has other routing sites, or other numbers of slots.
+    """
+    if isinstance(model, DeclaredRouting):
+        declared = {site: k for site, k in model.k_by_layer(graph.bucket.seq).items() if k}
+        if k_by_layer != declared:
+            raise GraphError(f"{graph.path}: marks the routing sites {k_by_layer}, and the spec declares {declared}")
+    elif graph.model == "dense":
+        skipping = [f"{site} selects {k}" for site, k in k_by_layer.items() if k < graph.bucket.seq]
+        if skipping:
+            raise GraphError(
+                f"{graph.path}: in the baseline {', '.join(skipping)} of {graph.bucket.seq} tokens; all must run"
+            )
+
+
+def _check_ports(graph: Graph, model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Names are how a runtime finds inputs, outputs and the cache, and sizes how it makes them.
+
+    Raises:
+        GraphError: an input or output is missing, or has no fixed size.
+    """
+    names = [value.name for value in model.graph.outputs]
+    if names != list(outputs) or not {value.name for value in model.graph.inputs} <= set(inputs):
+        raise GraphError(f"{graph.path}: has the outputs {', '.join(map(str, names))}, not {', '.join(outputs)}")
+    loose = [value.name for value in model.graph.outputs if value.shape is None or not value.shape.is_static()]
+    if loose:
+        raise GraphError(f"{graph.path}: {', '.join(map(str, loose))} has no fixed size; write the model without one")
+
+
+def _bind(context: Context, model: ir.Model, graph: Graph) -> None:
+    """Makes the weights of a graph references to the weights files of the folder.
+
+    Raises:
+        GraphError: a weights file does not hold one of them.
+        BuildFolderError: a weights file is missing, or is none.
+    """
+    paths = [context.weights_path(graph.model, dtype) for dtype in files_for(graph.dtype)]
+    bind_weights(model, [WeightsFile.open(context.root / path) for path in paths], context.root / "graphs")
+    unbound = [name for name, value in model.graph.initializers.items() if value.const_value is None]
+    if unbound:
+        raise GraphError(f"{graph.path}: no value for {', '.join(unbound[:SHOWN])} in {', '.join(paths)}")
+
+
+def _bytes(model: ir.Model) -> bytes:
+    return ir.to_proto(model).SerializeToString()
+
+
+def save_graph(context: BuildContext, model: ir.Model, graph: Graph, destination: Path) -> None:
+    """Binds the weights, writes the graph, and has onnx.checker look at it where its weights are."""
+    _bind(context, model, graph)
+    data = _bytes(model)
+    # External data must lie beside the graph, so the check runs on a copy there.
+    probe = context.root / "graphs" / f".partial-{destination.name}"
+    try:
+        probe.write_bytes(data)
+        check_model(str(probe))
+    finally:
+        probe.unlink(missing_ok=True)
+    destination.write_bytes(data)
+
+
+def fresh_graph(context: Context, graph: Graph) -> bytes:
+    """A graph as a build would write it now.
+
+    Raises:
+        BuildError: it cannot be exported, or the weights files do not hold its weights.
+        BuildFolderError: a weights file is missing, or is none.
+    """
+    portable = replace(graph, dtype="float32", target=None)
+    weights = context.weights_path(graph.model, "float32")
+    entries = WeightsFile.open(context.root / weights).entries
+    # What the folder holds, and not only what its manifest says: another folder may say the same of another program.
+    held = dict(context.models.loaded(graph.model).spec)
+    key = json.dumps([context.source_inputs(graph), held, weights, sorted(entries.items())], default=str)
+    if key not in _kept:
+        model, _, _ = _portable(context, portable)
+        _bind(context, model, portable)
+        _kept[key] = _bytes(model)
+        if len(_kept) > MOST_KEPT:
+            del _kept[next(iter(_kept))]
+    dialect = PORTABLE if graph.target is None else graph.dialect(ENGINES[graph.target].dialect)
+    if graph.target is None or not needs_rewrite(dialect, graph.dtype):
+        return _kept[key]
+    model = graph_from_bytes(_kept[key])
+    _bind(context, model, portable)
+    run_passes(model, dialect, graph.dtype)
+    _bind(context, model, graph)
+    return _bytes(model)
+
+
+def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, forms: Forms = NO_FORMS) -> None:
+    path = context.weights_path(kind, dtype)
+
+    tensors = stored_state(context.plan.loaded[kind])
+    in_int4 = [part for name, some in forms.items() if "int4" in some for part in name.split(BELOW)]
+    few_bits = {name: tuple(tensors[name].shape) for name in in_int4}
+
+    def make(paths: Sequence[Path]) -> dict[str, str]:
+        # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
+        moments = Calibration(context, kind, few_bits).moments if few_bits else None
+        return write_weights(paths[0], tensors, dtype, forms, moments)
+
+    stored = {name: sorted(some) for name, some in sorted(forms.items()) if set(some) != {"float"}}
+    inputs = {**context.identity(kind), "dtype": dtype, "forms": stored, **context.versions()}
+    if few_bits:
+        inputs |= {"text": context.text_inputs, "buckets": [bucket.name for bucket in context.buckets]}
+    step = context.step(f"weights/{Path(path).stem}", inputs, [path], make)
+    context.weight_digests[path] = step.result

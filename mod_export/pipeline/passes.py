@@ -1,0 +1,208 @@
+"""Stage passes: each target's own graph, rewritten into its dialect and proven to mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from mod_export.engines.ort_attention import AttentionShape, default_block, fastest_block, is_measured, time_blocks
+from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
+from mod_export.engines.protocol import EngineBuilder
+from mod_export.environment import free_bytes, package_version, versions
+from mod_export.errors import GraphError, LimitError
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.onnx_export import assert_capacity
+from mod_export.graph.passes import needs_rewrite, run_passes
+from mod_export.graph.passes.query_blocks import splittable_tokens
+from mod_export.judge.inputs import parity_batches
+from mod_export.judge.parity import judge_runner
+from mod_export.measure.cost import attention_sizes
+from mod_export.pipeline.context import BuildContext
+from mod_export.pipeline.graphs import save_graph
+from mod_export.rows.failures import fields_of_graph
+from mod_export.types import Dialect, DType, Graph, Setting
+
+
+def passes(context: BuildContext) -> None:
+    """The graph of each target's dialect, where the portable one is not already it.
+
+    Raises:
+        BuildError: no target can take any graph of the model.
+    """
+    done: set[tuple[str, DType, str]] = set()
+    for builder, variant, portable in list(context.planned()):
+        key = (builder.name, variant.dtype, portable.path)
+        if builder.from_onnx and key not in done:
+            done.add(key)
+            about = {**fields_of_graph(portable), "target": builder.name, "dtype": variant.dtype}
+            with context.attempt("passes", about):
+                _target_graph(context, builder, variant.dtype, portable)
+    context.require([graph for _, _, graph in context.planned()])
+
+
+def _target_graph(context: BuildContext, builder: EngineBuilder, dtype: DType, portable: Graph) -> None:
+    model = ir.load(context.root / portable.path)
+    dialect = _chosen_dialect(context, builder, model)
+    if not needs_rewrite(dialect, dtype):
+        check_dialect(model, dialect, dtype)
+        check_memory(builder, portable, model)
+        return
+    graph = replace(
+        portable,
+        path=f"graphs/{portable.stem}.{builder.name}.{dtype}.onnx",
+        dtype=dtype,
+        target=builder.name,
+        query_blocks=dict(dialect.query_blocks),
+    )
+    _rewrite_step(context, builder, graph, portable)
+    context.graphs.append(graph)
+
+
+def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
+    """Better an error now than a process that the kernel kills minutes later.
+
+    Raises:
+        LimitError: running this graph would need more memory than is free.
+    """
+    free = free_bytes()
+    needed = _attention_bytes(model) if builder.dialect.whole_scores else 0
+    if needed > free:
+        raise LimitError(
+            f"{builder.name}, {graph.model} {graph.bucket.name}: attention over {graph.bucket.seq} tokens holds about "
+            f"{needed / 2**30:.0f} GiB of scores, {free / 2**30:.0f} GiB are free; build this bucket for other targets "
+            "(--target), or a shorter one"
+        )
+
+
+def _rewrite_step(context: BuildContext, builder: EngineBuilder, graph: Graph, portable: Graph) -> None:
+    dialect = asdict(graph.dialect(builder.dialect))
+    proven = _is_proven(builder, graph)
+    inputs = {
+        "portable": context.hash_of(portable.path),
+        "weights": context.hash_of(context.weights_path(graph.model, graph.dtype)),
+        "dialect": {key: sorted(value) if isinstance(value, frozenset) else value for key, value in dialect.items()},
+        "dtype": graph.dtype,
+        "gate": context.config.parity.gate(graph.dtype).model_dump() if proven else None,
+        "versions": versions("mod_export", "onnx_ir", *(["onnxruntime"] if proven else [])),
+    }
+    name = f"rewrite/{builder.name}/{graph.stem}-{graph.dtype}"
+    context.step(name, inputs, [graph.path], lambda paths: _rewrite(context, builder, graph, portable, paths[0]))
+
+
+def _rewrite(
+    context: BuildContext, builder: EngineBuilder, graph: Graph, portable: Graph, destination: Path
+) -> dict[str, Any]:
+    model = ir.load(context.root / portable.path)
+    needed = _attention_bytes(model)
+    dialect = graph.dialect(builder.dialect)
+    applied = run_passes(model, dialect, graph.dtype)
+    check_dialect(model, dialect, graph.dtype)
+    check_memory(builder, graph, model)
+    if graph.role == "forward":
+        assert_capacity(model, graph.bucket, graph.k_by_layer, graph.results)
+    save_graph(context, model, graph, destination)
+    proof = _prove_rewrite(context, builder, graph, destination, needed)
+    return {"passes": applied, "proof": proof}
+
+
+def _prove_rewrite(context: BuildContext, builder: EngineBuilder, graph: Graph, path: Path, needed: int) -> str:
+    """Runs the rewritten graph on ONNX Runtime's CPU kernels against the reference, where they exist for it.
+
+    A graph that is itself what runs here is judged by the stage validate, on more inputs than one.
+
+    Raises:
+        GraphError: the rewrite changed what the graph means.
+    """
+    if graph.role != "forward":
+        return "not run: the stage validate judges it token by token"
+    if not _is_proven(builder, graph):
+        return "not run: the engine is this graph, and is validated here"
+    if builder.dialect.floats(graph.dtype) == "bfloat16":
+        return "not run: ONNX Runtime has no bfloat16 kernels on CPU; the engine is judged where it runs"
+    if package_version("onnxruntime") is None:
+        return "not run: onnxruntime is not installed"
+    if needed > free_bytes() // 2:
+        return f"not run: attention over {graph.bucket.seq} tokens needs about {needed / 2**30:.0f} GiB on the CPU"
+    session = session_from_onnx(path, context.root / "graphs", [CPU], 1, {})
+    reference = context.models.reference(graph.model)
+    ks = reference.k_by_layer(graph.bucket).values()
+    batches = parity_batches(reference.loaded, graph.bucket, ks, context.config.seed, 1)[:1]
+    setting = Setting(
+        target=str(graph.target), dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket
+    )
+    with OrtRunner(session, graph.path, 1) as runner:
+        row = judge_runner(runner, reference, batches, context.config.parity.gate(graph.dtype), setting)
+    if not row.passed:
+        raise GraphError(f"{graph.path}: the rewrite changed the meaning of the graph: {'; '.join(row.reasons)}")
+    return f"max abs error {row.error.max_abs:.2g} on ONNX Runtime CPU"
+
+
+def _is_proven(builder: EngineBuilder, graph: Graph) -> bool:
+    """Whether a rewritten graph is run before an engine is made of it."""
+    return graph.role == "forward" and not builder.dialect.whole_scores
+
+
+def _attention_bytes(model: ir.Model) -> int:
+    """Most memory that one attention of a graph needs where scores and probabilities are held in full, as float32."""
+    sizes = [0]
+    for node in model.graph.all_nodes():
+        if node.op_type == "Attention" and node.inputs[0] is not None and node.inputs[0].shape is not None:
+            sizes.append(2 * 4 * attention_sizes(node, "attention").scores)
+    return max(sizes)
+
+
+def _chosen_dialect(context: BuildContext, builder: EngineBuilder, model: ir.Model) -> Dialect:
+    """The dialect of a target for a portable graph: with the blocks that its attentions are computed in, where blocks
+    help.
+    """
+    fixed = builder.dialect.query_block
+    if fixed is not None:
+        tokens = {shape.tokens for shape in attention_shapes(model)}
+        return replace(builder.dialect, query_blocks=tuple((T, fixed) for T in sorted(tokens) if fixed < T))
+    if not builder.dialect.whole_scores:
+        return builder.dialect
+    option = context.config.target.ort_cpu.query_block
+    blocks: dict[int, int] = {}
+    for shape in sorted(attention_shapes(model)):
+        if option != "measured":
+            blocks[shape.tokens] = option or shape.tokens
+        elif package_version("onnxruntime") is None or not is_measured(shape):
+            blocks[shape.tokens] = default_block(shape.tokens)
+        else:
+            blocks[shape.tokens] = _measured(context, builder, shape)
+    smaller = tuple((tokens, block) for tokens, block in sorted(blocks.items()) if block < tokens)
+    return replace(builder.dialect, query_blocks=smaller)
+
+
+def attention_shapes(model: ir.Model) -> set[AttentionShape]:
+    """The shapes of the causal attentions of a graph that can be split into blocks."""
+    shapes = set()
+    for node in model.graph.all_nodes():
+        if splittable_tokens(node) is not None:
+            # Of the portable graph, where heads are a dimension.
+            (B, H, T, E), (_, G, _, _) = (value.shape.numpy() for value in node.inputs[:2] if value and value.shape)
+            shapes.add(AttentionShape(B, H, G, T, E))
+    return shapes
+
+
+def _measured(context: BuildContext, builder: EngineBuilder, shape: AttentionShape) -> int:
+    threads = context.config.latency.threads
+    inputs = {
+        "shape": asdict(shape),
+        "threads": threads,
+        "machine": context.machine["cpu"],
+        "versions": dict(builder.versions()),
+    }
+    step = context.step(f"formulation/{builder.name}/{shape}", inputs, [], partial(_measure, shape, threads))
+    chosen: int = step.result["chosen"]
+    return chosen
+
+
+def _measure(shape: AttentionShape, threads: int, paths: Sequence[Path]) -> dict[str, Any]:
+    ms = time_blocks(shape, threads)
+    return {"ms": {str(block): round(value, 3) for block, value in ms.items()}, "chosen": fastest_block(shape, ms)}

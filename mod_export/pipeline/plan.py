@@ -1,0 +1,394 @@
+"""The plan of a build: its models, buckets, targets and variants, decided and checked before any work is done."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from mod_export.config import MOST_LOGITS_BYTES, BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.engines.protocol import EngineBuilder
+from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
+from mod_export.measure.speedup import GIVE_A_BASELINE
+from mod_export.model.model import Model, token_ids
+from mod_export.model.protocol import (
+    DeclaredRouting,
+    ExportableModel,
+    GeneratingModel,
+    Generation,
+    SampledInputs,
+    Text,
+    TokenIds,
+)
+from mod_export.runtime.defaults import defaults_of
+from mod_export.runtime.tokenizer import TokenizersFile
+from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
+
+LIBRARIES_BYTES = 2**30
+"""Memory of PyTorch, its exporter and ONNX Runtime."""
+FLOAT32_BYTES = 4
+LOGITS_AT_ONCE = 6
+"""Arrays of logits: of the reference in float32 and float64, of the candidate, and of their comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """The model, and its dense baseline if it has one, in the form that decides about one token at a time, for texts of
+    up to `window` tokens.
+    """
+
+    models: Mapping[ModelKind, GeneratingModel]
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything a build will do.
+
+    Attributes:
+        model: the Mixture-of-Depths model.
+        baseline: the dense model given with --baseline; None if the dense baseline has the model's own weights, and if
+            there is none.
+        loaded: the model, and its dense baseline if it has one.
+        buckets: of the forward graphs, ascending.
+        graphs: the portable graph of every model, role and bucket. All stages loop over this table.
+        targets: the targets to build, by name.
+        availability: of every known target, whether it is built or not.
+        generation: the models that write text, or the reason why there are none.
+        tokenizer: `bytes`, a file of the package `tokenizers`, or None if ids do not represent text.
+    """
+
+    model: Model
+    baseline: Model | None
+    loaded: Mapping[ModelKind, ExportableModel]
+    config: BuildConfig
+    buckets: tuple[Bucket, ...]
+    graphs: tuple[Graph, ...]
+    targets: Mapping[str, EngineBuilder]
+    availability: Mapping[str, Availability]
+    generation: GenerationPlan | str
+    tokenizer: Path | str | None
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights that are stored."""
+        return self.model.parameters + (self.baseline.parameters if self.baseline else 0)
+
+    def source_of(self, kind: ModelKind) -> Model:
+        """The checkpoint that a model comes from."""
+        return (self.baseline if kind == "dense" else None) or self.model
+
+    def generating(self, kind: ModelKind) -> GeneratingModel:
+        """The same in the form that decides about one token at a time. Only for a plan that writes text."""
+        assert isinstance(self.generation, GenerationPlan)
+        return self.generation.models[kind]
+
+    def weights_path(self, kind: ModelKind, dtype: DType) -> str:
+        """The weights file of a model and dtype, relative to the build folder; both models share one if possible."""
+        prefix = "weights-baseline" if kind == "dense" and self.baseline is not None else "weights"
+        return f"graphs/{prefix}-{dtype}.data"
+
+    def engines(self) -> Iterator[tuple[EngineBuilder, Variant, Graph]]:
+        """Every engine to build, with its portable graph."""
+        for builder in self.targets.values():
+            for graph in self.graphs:
+                for variant in _variants(builder, graph, self.config):
+                    yield builder, variant, graph
+
+
+def generating_form(loaded: ExportableModel, kind: ModelKind, window: int, config: BuildConfig) -> GeneratingModel:
+    """A model in the form that decides about one token at a time; a dense baseline needs no further slots.
+
+    Raises:
+        ValueError: it cannot generate, or not in this window.
+    """
+    assert isinstance(loaded, Generation)
+    return loaded.generating(window, config.generation.slack if kind == "mod" else 0)
+
+
+def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequence[Variant]:
+    if graph.role == "forward":
+        return builder.variants(config)
+    if builder.name not in config.generation.targets:
+        return []
+    return builder.variants(config)
+
+
+def make_plan(
+    model: Model, baseline: Model | None, config: BuildConfig, root: Path, tokenizer: Path | None = None
+) -> Plan:
+    """Resolves buckets and targets, and refuses a build that cannot succeed.
+
+    `tokenizer` is a file of the package `tokenizers`, for models whose ids are not bytes.
+
+    Raises:
+        ConfigError: a bucket is longer than the model, too large for the memory, or not supported by a target; or a
+            speed-up is demanded and there is no dense baseline.
+        CheckpointError: the baseline does not match the model.
+        TargetError: a target is unknown or cannot build on this machine.
+        BuildFolderError: there is not enough free space on the disk.
+    """
+    if baseline is not None:
+        _check_baseline(model, baseline)
+    loaded: dict[ModelKind, ExportableModel] = {"mod": model.loaded}
+    if baseline is not None or "dense" in model.kinds:
+        loaded["dense"] = baseline.loaded if baseline is not None else model.of_kind("dense")
+    else:
+        config = without_speed_gate(config)
+    buckets = _buckets(model, config)
+    availability = {name: engine.availability() for name, engine in ENGINES.items()}
+    targets = _targets(config, availability)
+    problems = _too_large(model, buckets)
+    problems += [problem for engine in targets.values() for problem in engine.problems(config)]
+    if config.outputs == "auto":
+        large = max(_logits_bytes(model, bucket) for bucket in buckets) > MOST_LOGITS_BYTES
+        config = config.model_copy(update={"outputs": "last" if large else "logits"})
+    if config.outputs != "logits" and not isinstance(model.loaded, TokenIds):
+        problems.append(f"outputs: {config.outputs}, but {model.name} is no model of token ids; leave `outputs` out")
+    if tokenizer is not None:
+        problems += _problems_of_tokenizer(tokenizer, model)
+    generation: GenerationPlan | str = ""
+    try:
+        generation = _generation(loaded, config, targets)
+    except ConfigError as error:
+        problems += error.problems
+    plan = Plan(
+        model=model,
+        baseline=baseline,
+        loaded=loaded,
+        config=config,
+        buckets=buckets,
+        graphs=tuple(_graphs(config, loaded.keys(), buckets, generation)),
+        targets=targets,
+        availability=availability,
+        generation=generation,
+        tokenizer=tokenizer or _own_tokenizer(model.loaded),
+    )
+    problems += _beyond_budget(plan)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    _check_room(plan, root)
+    return plan
+
+
+def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
+    """The shapes of whole rows: what the configuration names, or those that the model was captured at.
+
+    Raises:
+        ConfigError: one of them is not possible.
+    """
+    if isinstance(model.loaded, TokenIds):
+        return config.bucket_list(model.loaded.max_positions)
+    assert isinstance(model.loaded, SampledInputs)
+    captured = tuple(model.loaded.buckets)
+    wanted = tuple(sorted({Bucket(*pair) for pair in config.buckets})) or captured
+    if missing := [bucket.name for bucket in wanted if bucket not in captured]:
+        known = ", ".join(bucket.name for bucket in captured)
+        raise ConfigError([f"buckets: {', '.join(missing)}: {model.name} was captured at {known}; capture it at each"])
+    return wanted
+
+
+def _problems_of_tokenizer(tokenizer: Path, model: Model) -> list[str]:
+    if not isinstance(model.loaded, TokenIds):
+        return [f"{tokenizer}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"]
+    file, vocab_size = TokenizersFile(tokenizer), model.loaded.vocab_size
+    size = file.size
+    defaults_of(tokenizer.parent, file.end)  # Refuses a file that would be refused by whoever serves the folder.
+    if size <= vocab_size:
+        return []
+    return [f"{tokenizer}: has ids up to {size - 1}, and the model {vocab_size} ids; name its own"]
+
+
+def without_speed_gate(config: BuildConfig) -> BuildConfig:
+    """The configuration of a build that has no dense baseline, so that no speed-up can be shown.
+
+    Raises:
+        ConfigError: it sets one itself, whatever the number. The default is no demand: it holds where it can.
+    """
+    demanded = config.latency.min_speedup
+    if demanded > 0 and "min_speedup" in config.latency.model_fields_set:
+        raise ConfigError(
+            [
+                f"latency.min_speedup: a speed-up of {demanded:g} is demanded, and there is no dense baseline that it "
+                f"could be shown over; {GIVE_A_BASELINE}, or set min_speedup = 0"
+            ]
+        )
+    return config.model_copy(update={"latency": config.latency.model_copy(update={"min_speedup": 0.0})})
+
+
+def check_names(targets: Sequence[str]) -> None:
+    """Checks that every target is known.
+
+    Raises:
+        TargetError: one is not in ENGINES.
+    """
+    for name in targets:
+        if name not in ENGINES:
+            near = difflib.get_close_matches(name, ENGINES, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            raise TargetError(f"unknown target {name!r}{hint}; known: {', '.join(ENGINES)}")
+
+
+def _own_tokenizer(loaded: ExportableModel) -> str | None:
+    return "bytes" if isinstance(loaded, Text) and loaded.ids_of_text("") is not None else None
+
+
+def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> dict[str, EngineBuilder]:
+    check_names(config.targets)
+    refused = [f"{name}: {availability[name].reason}" for name in config.targets if not availability[name].builds]
+    if refused:
+        raise TargetError("cannot build here for " + "; ".join(refused))
+    wanted = config.targets or tuple(name for name, found in availability.items() if found.builds)
+    if not wanted:
+        reasons = "; ".join(f"{name}: {found.reason}" for name, found in availability.items())
+        raise TargetError(f"no target can build on this machine: {reasons}")
+    return {name: ENGINES[name] for name in ENGINES if name in wanted}
+
+
+def _why_not_generating(loaded: Mapping[ModelKind, ExportableModel]) -> str | None:
+    for kind, model in loaded.items():
+        reason = model.why_not_generating() if isinstance(model, Generation) else "it only reads whole rows"
+        if reason is not None:
+            return reason if kind == "mod" else f"its dense baseline cannot: {reason}"
+    return None
+
+
+def _generation(
+    loaded: Mapping[ModelKind, ExportableModel], config: BuildConfig, targets: Mapping[str, EngineBuilder]
+) -> GenerationPlan | str:
+    """The models that write text, or the reason why there are none.
+
+    Raises:
+        ConfigError: the model must generate (`generation.build = "always"`) and cannot, or not in this window.
+    """
+    options = config.generation
+    if options.build == "never":
+        return "it was built with generation.build = never; build it again with auto"
+    reason = _why_not_generating(loaded)
+    if reason is None and targets.keys().isdisjoint(options.targets):
+        reason = f"it was built for {', '.join(targets)}, and generation.targets are {', '.join(options.targets)}"
+    if reason is not None:
+        if options.build == "always":
+            raise ConfigError([f"generation.build: always, but this model cannot generate token by token: {reason}"])
+        return reason
+    window = options.window_of(token_ids(loaded["mod"]).max_positions)
+    problems = [
+        f"generation.{name}: {length} is longer than the window of {window}; shorten it, or give a longer window"
+        for name, lengths in (("prompts", options.prompts), ("caches", options.caches))
+        for length in lengths
+        if length > window
+    ]
+    if problems:
+        raise ConfigError(problems)
+    try:
+        models = {kind: generating_form(one, kind, window, config) for kind, one in loaded.items()}
+    except ValueError as error:
+        raise ConfigError([f"generation: {error}"]) from error
+    return GenerationPlan(models=models, window=window)
+
+
+def _graphs(
+    config: BuildConfig, kinds: Collection[ModelKind], buckets: Sequence[Bucket], generation: GenerationPlan | str
+) -> Iterator[Graph]:
+    """The portable graphs of a build: forward graphs of every model, then prefill and decode graphs of both."""
+    for bucket in buckets:
+        for kind in kinds:
+            yield _portable(kind, "forward", bucket, config.returned)
+    if isinstance(generation, str):
+        return
+    options, window = config.generation, generation.window
+    prefills = [Bucket(1, length) for length in options.prompt_lengths(window)]
+    decodes = sorted(Bucket(batch, cache) for batch in options.batches for cache in options.cache_lengths(window))
+    roles: list[tuple[Role, Outputs, list[Bucket]]] = [("prefill", "last", prefills), ("decode", "logits", decodes)]
+    for kind in kinds:
+        for role, outputs, role_buckets in roles:
+            for bucket in role_buckets:
+                yield _portable(kind, role, bucket, outputs)
+
+
+def _portable(kind: ModelKind, role: Role, bucket: Bucket, outputs: Outputs) -> Graph:
+    graph = Graph(path="", model=kind, role=role, bucket=bucket, dtype="float32", target=None, outputs=outputs)
+    return replace(graph, path=f"graphs/{graph.stem}.onnx")
+
+
+def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:
+    """Problems of buckets whose logits do not fit into memory: every bucket is run at least once, during capture."""
+    memory = psutil.virtual_memory().total
+    needed = {bucket: _logits_bytes(model, bucket) for bucket in buckets}
+    return [
+        f"buckets: {bucket.batch} x {bucket.seq} has {size / 2**30:,.0f} GiB of logits, this machine has "
+        f"{memory / 2**30:,.0f} GiB of memory; lower the batch or the length"
+        for bucket, size in needed.items()
+        if size > memory
+    ]
+
+
+def _logits_bytes(model: Model, bucket: Bucket) -> int:
+    """Of what a model of token ids returns; other models were run at their shapes when they were captured."""
+    vocab_size = model.loaded.vocab_size if isinstance(model.loaded, TokenIds) else 0
+    return FLOAT32_BYTES * bucket.batch * bucket.seq * vocab_size
+
+
+def _beyond_budget(plan: Plan) -> list[str]:
+    """The problem of a build whose least memory is above `max_memory`.
+
+    The least memory is that of libraries, the reference, an engine's packed weights, and the logits of both. The graph
+    stages need no memory for weights. Benchmarks load two engines, which share their weights; validation loads one.
+    """
+    weights = FLOAT32_BYTES * plan.parameters
+    logits = max(_logits_bytes(plan.model, bucket) for bucket in plan.buckets)
+    needed = LIBRARIES_BYTES + 2 * weights + LOGITS_AT_ONCE * logits
+    budget = plan.config.max_memory
+    if not budget or needed <= budget:
+        return []
+    return [
+        f"max_memory: this build needs about {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB are allowed; allow "
+        "more, or build shorter buckets or a smaller batch"
+    ]
+
+
+def _check_baseline(model: Model, baseline: Model) -> None:
+    if isinstance(baseline.loaded, DeclaredRouting) and baseline.loaded.routes_depth:
+        raise CheckpointError(f"baseline {baseline.name}: has routed layers; a baseline is a dense model")
+    ours, found = _job_of(model.loaded), _job_of(baseline.loaded)
+    problems = [f"{what} {found.get(what)} instead of {one}" for what, one in ours.items() if found.get(what) != one]
+    if problems:
+        raise CheckpointError(f"baseline {baseline.name}: has {' and '.join(problems)}, so it does not do the same job")
+
+
+def _job_of(model: ExportableModel) -> dict[str, str]:
+    """What a baseline must have in common with the model: what it is -> how much, or which."""
+    if isinstance(model, TokenIds):
+        return {"a vocabulary of": str(model.vocab_size), "positions up to": str(model.max_positions)}
+    assert isinstance(model, SampledInputs)
+    inputs = {
+        f"at {bucket.name} the inputs": ", ".join(
+            f"{name} {array.dtype} {list(array.shape)}" for name, array in model.sample(bucket, 0).items()
+        )
+        for bucket in model.buckets
+    }
+    return {**inputs, "the outputs": ", ".join(model.output_names)}
+
+
+def _check_room(plan: Plan, root: Path) -> None:
+    """Checks that there is space for the weights of each dtype, and for plans that contain a copy of them.
+
+    Otherwise a full disk would end the build after minutes.
+    """
+    sizes = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 4}
+    dtypes = {"float32", *(variant.dtype for _, variant, _ in plan.engines())}
+    needed = sum(sizes[dtype] for dtype in dtypes) * plan.parameters
+    for builder, variant, _ in plan.engines():
+        needed += sizes[variant.dtype] * plan.model.parameters if builder.embeds_weights else 2**20
+    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise BuildFolderError(
+            f"{root}: needs about {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free; "
+            "free some space, name another folder with -o, or build for fewer targets"
+        )

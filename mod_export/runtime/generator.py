@@ -1,0 +1,315 @@
+"""Loads a build folder and writes text with it. A server needs mod-export with its base dependencies and one engine
+library (`pip install "mod-export[ort]"`), neither PyTorch nor the checkpoint.
+
+    import mod_export
+    with mod_export.load_generator("build/demo") as generator:
+        for piece in generator.stream(["def main("], max_new_tokens=64):
+            print(piece.text, end="", flush=True)
+
+A conversation is a list of messages, which the model's own chat template turns into a prompt:
+
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    (answer,) = generator.generate(messages)
+    messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And of Spain?"}]
+    (answer,) = generator.generate(messages)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from mod_export.engines import ENGINES
+from mod_export.engines.protocol import Runner
+from mod_export.environment import free_bytes
+from mod_export.errors import EngineError, TooLongError, UsageError
+from mod_export.folder.files import verify_files
+from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
+from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts
+from mod_export.runtime.defaults import GENERATION_CONFIG, defaults_of
+from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
+from mod_export.runtime.request import Prompt, RequestReader
+from mod_export.runtime.rows import Completion, Prefix, Rows, Text
+from mod_export.runtime.stream import Stream
+from mod_export.runtime.texts import vocabulary_of
+from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind
+
+
+def load_generator(
+    root: str | Path,
+    target: str | None = None,
+    dtype: str | None = None,
+    model: ModelKind = "mod",
+    threads: int | None = None,
+) -> Generator:
+    """Opens a build folder for writing text.
+
+    The arguments are those of `load`.
+
+    Raises:
+        BuildFolderError: not a complete build folder, or a damaged file.
+        UsageError: the folder's model cannot generate, with the reason and what to do, or was not built for it.
+        TargetError: no engine for generation runs here, or its engines missed their gates.
+    """
+    folder = Path(root)
+    manifest = open_folder(folder, verify=False)
+    if isinstance(manifest.generation, str):
+        raise UsageError(
+            f"{folder}: cannot generate: {manifest.generation}\nprompts can be scored, as the checkpoint's spec routes "
+            "them: mod-export generate --selection topk-prefill"
+        )
+    chosen = served_engines(folder, manifest, model, target, dtype, texts=True)
+    warn_unverified(folder, manifest)
+    verify_files(folder, manifest.entries(sorted({path for engine in chosen for path in engine.files})))
+    return Generator(folder, manifest, chosen, threads_to_use(threads))
+
+
+def tokens_read(prompt: int, new: int) -> int:
+    """Tokens that a row has to hold: the last one that is written is never read."""
+    return prompt + max(0, new - 1)
+
+
+class Generator:
+    """The prefill and decode buckets of one model, target and dtype.
+
+    One text, or one batch of texts, is written at a time; open another generator to write two at once. Engines share
+    the memory of the weights.
+
+    Attributes:
+        vocabulary: converts between text and ids; None if ids do not represent text.
+        defaults: what the model's generation_config.json says: stop tokens and sampling.
+        target: of the engines.
+        dtype: likewise.
+        threads: of a CPU engine inside one operator; 0 is the library's own choice.
+        window: the longest text in tokens, prompt and answer together.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest, engines: Sequence[Engine], threads: int) -> None:
+        """`engines` are of prefill and decode buckets. They are opened when they are first needed.
+
+        Raises:
+            BuildFolderError: a file of the tokenizer has changed since the build.
+            UsageError: it needs a package that is not installed.
+        """
+        assert isinstance(manifest.generation, GenerationFacts)
+        first = engines[0]
+        self.vocabulary = vocabulary_of(root, manifest)
+        if GENERATION_CONFIG in manifest.files:
+            verify_files(root, manifest.entries([GENERATION_CONFIG]))
+        self.defaults = defaults_of(root, self.vocabulary.end if self.vocabulary else None)
+        self.target, self.dtype, self.threads = first.target, first.dtype, threads
+        self._root, self._config, self._model = root, manifest.config, first.model
+        vocab_size = manifest.models[first.model].vocab_size
+        assert vocab_size is not None, "only a model of token ids writes text"
+        self._requests = RequestReader(self.vocabulary, vocab_size, self.defaults)
+        self._kv_bytes = {
+            # Beside weights in whole numbers it is float32.
+            length: size * FLOAT_BYTES.get(first.dtype, FLOAT_BYTES["float32"]) // FLOAT_BYTES["float32"]
+            for length, size in manifest.generation.kv_bytes[first.model].items()
+        }
+        self._sites = manifest.generation.sites[first.model]
+        self._decode = {engine.bucket: engine for engine in engines if engine.role == "decode"}
+        # Capacities are counted for the window of the build, and a text ends where the longest cache does.
+        self.window = max(bucket.seq for bucket in self._decode)
+        self._engines = DecodingEngines(engines, self._load, manifest.config)
+        self._identity = f"{first.path} of {root.resolve()}"
+        self._opened = contextlib.ExitStack()
+        self._decoders: dict[Bucket, Decoder] = {}
+        self._prompts: Prompts | None = None
+        self._writing = threading.Lock()
+        self._closed = False
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What can be written at once: (texts, tokens of a text), smallest first."""
+        return tuple(sorted(self._decode))
+
+    def cache_bytes(self, bucket: Bucket) -> int:
+        """Bytes of the keys and values that the tokens of a decode bucket can have, however long its texts are."""
+        return bucket.batch * self._kv_bytes[bucket.seq]
+
+    def bucket_for(self, texts: int, tokens: int) -> Bucket:
+        """The bucket that a request is written in: the shortest cache that holds its texts; of those buckets, the one
+        with the fewest rows that hold all texts at once, or else the one with the most rows.
+
+        Raises:
+            TooLongError: the texts are longer than every cache.
+        """
+        if tokens > self.window:
+            raise TooLongError(
+                f"a text of {tokens} tokens, prompt and answer together, is longer than the window of {self.window}; "
+                "ask for fewer new tokens, build a longer window (generation.window), or let the text roll "
+                "(rolling=True, --roll), which goes on from its second half"
+            )
+        shortest = min(bucket.seq for bucket in self.buckets if bucket.seq >= tokens)
+        rows = [bucket for bucket in self.buckets if bucket.seq == shortest]
+        return min((bucket for bucket in rows if bucket.batch >= texts), default=max(rows))
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int = 128, **options: Any
+    ) -> list[Completion]:
+        """Writes whole texts; see `stream` for the arguments."""
+        with self.stream(prompts, max_new_tokens, **options) as stream:
+            for _ in stream:
+                pass
+        return stream.completions
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        prefix: Prefix | None = None,
+        rolling: bool = False,
+        **options: Any,
+    ) -> Stream:
+        """Writes texts piece by piece.
+
+        Args:
+            prompts: one prompt, or several of any lengths; each text, token ids, or a list of messages.
+            max_new_tokens: of each text; with `prompt_logprobs` it may be 0.
+            prefix: a result of `prefix`, which every prompt continues.
+            rolling: a text that fills the window continues as if its second half were the whole text, instead of
+                being refused.
+            options: as follows.
+            temperature: 0 always chooses the most probable token; see `Sampling`. None: that of `defaults`, which is 0
+                unless the model's generation_config.json says `do_sample`.
+            top_k: sample among this many most probable tokens; 0 is all. None: that of `defaults`, which is that of
+                generation_config.json, else all.
+            top_p: sample among the most probable tokens that have this probability together. None: likewise.
+            seed: text i of a request has its own random numbers, from (seed, i).
+            stop: strings that end a text, and are not part of it; or token ids.
+            ignore_eos: whether a text goes on after the tokens at which the model ends its texts (`defaults.stop_ids`).
+            add_special_tokens: whether a text begins and ends as the tokenizer says, such as with `<s>`; not one that
+                continues a prefix. The template of a conversation says so itself.
+            template: further variables of the chat template, of plain data, such as {"enable_thinking": False}.
+            logprobs: how many of the most probable tokens are recorded beside each new token; None records nothing.
+            prompt_logprobs: whether the same is recorded of the tokens of the prompt, which are then read one by one.
+
+        Raises:
+            UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
+        """
+        texts = self.texts(prompts, max_new_tokens, prefix=prefix, rolling=rolling, **options)
+        tokens = tokens_read(max(len(text.completion.prompt_ids) for text in texts), max_new_tokens)
+        bucket = self.bucket_for(len(texts), min(tokens, self.window) if rolling else tokens)
+        return Stream(texts, lambda: self.open_rows(bucket, rolling=rolling), bucket)
+
+    def ids(
+        self, prompts: Prompt | Sequence[Prompt], template: Mapping[str, Any] | None = None, *, special: bool = True
+    ) -> list[list[int]]:
+        """The tokens of each prompt as `stream` reads them.
+
+        Raises:
+            UsageError: a prompt cannot be read by this model.
+        """
+        return self._requests.ids(prompts, template or {}, special=special)
+
+    def texts(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        prefix: Prefix | None = None,
+        rolling: bool = False,
+        **options: Any,
+    ) -> list[Text]:
+        """What `stream` would write, for callers that write it in rows of their own (`open_rows`).
+
+        Raises:
+            UsageError: as those of `stream`.
+        """
+        if prefix is not None and prefix.engines != self._identity:
+            raise UsageError(
+                f"prefix: was read by {prefix.engines}, and this generator is {self._identity}; read it again here"
+            )
+        texts = self._requests.texts(prompts, max_new_tokens, prefix=prefix, **options)
+        longest = max(len(text.completion.prompt_ids) for text in texts)
+        if rolling and longest > self.window:
+            raise UsageError(
+                f"a prompt of {longest} tokens does not fit the window of {self.window}, also where texts roll; give "
+                f"its last {self.window} tokens, or build a longer window (generation.window)"
+            )
+        if not rolling:
+            self.bucket_for(1, tokens_read(longest, max_new_tokens))
+        return texts
+
+    @contextlib.contextmanager
+    def open_rows(self, *buckets: Bucket, rolling: bool = False) -> Iterator[Rows]:
+        """The rows of decode buckets of one length, for one caller at a time.
+
+        Raises:
+            UsageError: they are in use, or there is no memory for their cache.
+        """
+        with self._exclusive(*buckets) as decoders:
+            yield Rows(decoders, self._reads(), self._sites, rolling=rolling)
+
+    def prefix(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prefix:
+        """Reads the common beginning of several texts once. The prompts after it are read token by token, so this
+        saves time if the beginning is long and what follows is short.
+
+        Raises:
+            UsageError: the prompt is empty, or fills the window.
+        """
+        (ids,) = self.ids([prompt], special=add_special_tokens)
+        if not ids or len(ids) >= self.window:
+            raise UsageError(f"a prefix has 1 to {self.window - 1} tokens, got {len(ids)}")
+        prompts = self._reads()
+        kept = prompts.read(ids[: prompts.longest])
+        if len(ids) > prompts.longest:
+            with self._exclusive(self.bucket_for(1, len(ids))) as (decoder,):
+                kept = decoder.read_on(kept, ids[prompts.longest :])
+        return Prefix(tuple(ids), kept, self._identity)
+
+    def _reads(self) -> Prompts:
+        if self._prompts is None:
+            opened = self._engines.prompts(self._model, self.target, self.dtype)
+            self._prompts = self._opened.enter_context(opened)
+        return self._prompts
+
+    @contextlib.contextmanager
+    def _exclusive(self, *buckets: Bucket) -> Iterator[list[Decoder]]:
+        """The decoders of buckets, for one caller at a time.
+
+        Raises:
+            UsageError: it is in use, or there is no memory for its cache.
+        """
+        if not self._writing.acquire(blocking=False):
+            raise UsageError("this generator is writing another text; finish or close that stream, or open another one")
+        try:
+            for bucket in buckets:
+                if bucket not in self._decoders:
+                    self._check_room(bucket)
+                    opened = self._engines.decoder(self._decode[bucket])
+                    self._decoders[bucket] = self._opened.enter_context(opened)
+            yield [self._decoders[bucket] for bucket in buckets]
+        except EngineError:
+            for bucket in self._decoders.keys() & set(buckets):
+                self._decoders[bucket].wipe()
+            raise
+        finally:
+            self._writing.release()
+
+    def _check_room(self, bucket: Bucket) -> None:
+        needed, free = self.cache_bytes(bucket), free_bytes()
+        if needed > free:
+            raise UsageError(
+                f"the cache of {bucket.batch} texts of {bucket.seq} tokens takes {needed / 2**20:,.0f} MiB, "
+                f"{free / 2**20:,.0f} MiB are free; ask for shorter texts, or fewer at once"
+            )
+
+    def _load(self, engine: Engine) -> Runner:
+        if self._closed:
+            raise UsageError("this generator is closed; open another one with load_generator")
+        return ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._closed = True
+        self._decoders.clear()
+        self._prompts = None
+        self._opened.close()

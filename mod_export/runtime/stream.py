@@ -1,0 +1,93 @@
+"""A fixed list of texts, written in the rows of a decoder: a row whose text has ended is given to the next one."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Self
+
+from mod_export.runtime.rows import Piece, Rows, Text
+from mod_export.types import Bucket
+
+
+class Stream(Iterator[Piece]):
+    """An iterator over the pieces of all texts in the order in which they are written.
+
+    `completions` holds what has been written so far, one for each prompt. Leaving the `with` block, or `close`, ends
+    what is not finished.
+    """
+
+    def __init__(
+        self, texts: Sequence[Text], open_rows: Callable[[], AbstractContextManager[Rows]], bucket: Bucket
+    ) -> None:
+        """Nothing is computed until the first piece is asked for. `open_rows` gives exclusive use of the rows of
+        `bucket`.
+        """
+        self.completions = [text.completion for text in texts]
+        self.bucket = bucket
+        self.seconds = 0.0
+        self._texts, self._open_rows = texts, open_rows
+        self._rows: Rows | None = None
+        self._pieces = self._write()
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    @property
+    def steps(self) -> int:
+        return self._rows.steps if self._rows else 0
+
+    @property
+    def step_seconds(self) -> float:
+        return self._rows.step_seconds if self._rows else 0.0
+
+    @property
+    def prompt_seconds(self) -> float:
+        """In which prompts alone were read."""
+        return self._rows.prompt_seconds if self._rows else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens of all texts a second, the first ones and the time in which prompts alone were read left out; None
+        before the end, and where no text has a second token.
+        """
+        tokens = sum(len(one.ids) for one in self.completions) - (self._rows.from_prompts if self._rows else 0)
+        seconds = self.seconds - self.prompt_seconds
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def cancel(self, row: int | None = None) -> None:
+        """Ends one text, or all of them, before its next token; from any thread."""
+        for text in self._texts if row is None else [self._texts[row]]:
+            text.cancelled = True
+
+    def close(self) -> None:
+        """Ends all texts. Only for the thread that iterates."""
+        self._pieces.close()
+        for completion in self.completions:
+            completion.finish = completion.finish or "cancelled"
+
+    def _write(self) -> Generator[Piece]:
+        with self._open_rows() as rows:
+            self._rows = rows
+            begun = time.perf_counter()
+            for text in self._texts:
+                text.since = begun
+            waiting = deque(self._texts)
+            try:
+                while waiting or rows.busy:
+                    while waiting and len(rows.busy) < rows.size:
+                        for _, piece in rows.begin(waiting.popleft()):
+                            yield piece
+                    for _, piece in rows.step():
+                        yield piece
+            finally:
+                self.seconds = time.perf_counter() - begun
+                rows.cancel()  # Where it was closed, or failed.

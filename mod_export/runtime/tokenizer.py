@@ -1,0 +1,264 @@
+"""A model's own tokenizer: a tokenizer.json of the package `tokenizers`, used as transformers uses it.
+
+Which special tokens a text begins or ends with is said by the post-processor of tokenizer.json alone; transformers
+(release 5) does not ask `add_bos_token` of tokenizer_config.json where there is a tokenizer.json. What the
+configuration names as special tokens is special also where tokenizer.json does not say so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mod_export.errors import UsageError
+from mod_export.runtime.chat import ChatTemplate
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that transformers knows by name, and chat templates too."""
+CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+class TokenizersFile:
+    """A tokenizer.json, and what says beside it how it is used: tokenizer_config.json, special_tokens_map.json and
+    chat_template.jinja.
+
+    Ids that are not in the file represent no text: many models have a few more ids than their tokenizer.
+
+    Attributes:
+        size: the smallest vocabulary of a model that can read every id of the file. Ids may have gaps, so this is not a
+            count.
+        special: the special tokens that have a name: `bos_token` ... -> their text.
+        end: the id of `eos_token`; None where there is none.
+
+    Raises:
+        UsageError: the package is missing, or one of the files is not what it ought to be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise UsageError(f"{path}: needs the package tokenizers; pip install 'mod-export[generate]'") from error
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file, expected a tokenizer.json of the package tokenizers")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises nothing narrower
+            raise UsageError(f"{path}: not a tokenizer.json of the package tokenizers ({error})") from error
+        # Truncation and padding that were set for training would silently change a prompt.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._folder, self._config = path.parent, _config(path.parent)
+        self._token_bytes: dict[int, bytes | None] = {}
+        self.special = {name: _content(self._config[name]) for name in NAMED if self._config.get(name)}
+        self._add_special_tokens()
+        self._tokenizer.encode_special_tokens = self._config.get("split_special_tokens") is True
+        self.end = self._tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """How the model is told a conversation.
+
+        Raises:
+            UsageError: it has none, or one that is no template.
+        """
+        return ChatTemplate.of_folder(self._folder, self._config.get("chat_template"), self.special)
+
+    def ids(self, text: str, special: bool = True) -> list[int]:
+        """The tokens of a text; special tokens that stand in it are read as such.
+
+        Args:
+            text: any.
+            special: whether what the tokenizer begins and ends a text with is added, such as `<s>`.
+
+        Raises:
+            UsageError: the vocabulary has none for it.
+        """
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        except Exception as error:  # the Rust side raises nothing narrower
+            raise UsageError(
+                f"the tokenizer cannot read this text ({error}); leave out what it has no token for"
+            ) from error
+
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token, which no text shows; None for any other text."""
+        token = self._tokenizer.token_to_id(text)
+        return token if token in self._special_ids else None
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """UTF-8 of what a token stands for inside a text, which may be a part of a character; of a special token its
+        name; None for an id that is not in the file.
+        """
+        if token not in self._token_bytes:
+            self._token_bytes[token] = self._bytes_of(token)
+        return self._token_bytes[token]
+
+    def _bytes_of(self, token: int) -> bytes | None:
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return None
+        if token in self._special_ids:
+            return str(name).encode()
+        if self.is_byte(token):
+            return bytes([int(name[3:-1], 16)])
+        if self._is_byte_level:
+            # Every character of a name is one byte (GPT-2's `bytes_to_unicode`).
+            table = _byte_of_character()
+            if all(one in table for one in name):
+                return bytes(table[one] for one in name)
+        # Alone it would lose the space that a decoder drops before the first word of a text.
+        before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        return self.decode([*before, token]).removeprefix(self.decode(before)).encode()
+
+    def reader(self) -> FileReader:
+        """Of a text that is written."""
+        return FileReader(self)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids without special tokens, as `decode(ids, skip_special_tokens=True)` of transformers."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def is_shown(self, token: int) -> bool:
+        """Whether a decoder sees it: special tokens and unknown ids are left out before."""
+        return token not in self._special_ids and self._tokenizer.id_to_token(token) is not None
+
+    def is_byte(self, token: int) -> bool:
+        """Whether it stands for a byte, in a vocabulary that falls back to bytes for characters it has no token for."""
+        return self._has_bytes and BYTE.fullmatch(self._tokenizer.id_to_token(token) or "") is not None
+
+    @cached_property
+    def _has_bytes(self) -> bool:
+        decoder = self._tokenizer.decoder
+        return decoder is not None and decoder.decode(["<0x41>"]) == "A"
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether the characters of a token's name are bytes."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and decoder.decode(["\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}a"]) == " a"
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added: dict[int, AddedToken] = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, about in added.items() if about.special)
+
+    def _add_special_tokens(self) -> None:
+        """What the configuration names and tokenizer.json does not know as an added token, in transformers' order."""
+        from tokenizers import AddedToken
+
+        known = {token.content: repr(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
+        listed = self._config.get("added_tokens_decoder") or {}
+        try:
+            tokens = [AddedToken(**listed[number]) for number in sorted(listed, key=int)]
+        except (TypeError, ValueError, AttributeError) as error:
+            path = self._folder / CONFIG
+            raise UsageError(f"{path}: added_tokens_decoder: expected a table of tokens ({error})") from error
+        new = [token for token in tokens if repr(token) != known.get(token.content)]
+        seen = known.keys() | {token.content for token in tokens}
+        names = dict.fromkeys([*self.special.values(), *_further(self._config)])
+        self._tokenizer.add_tokens([*new, *(AddedToken(name, special=True) for name in names if name not in seen)])
+
+
+class FileReader:
+    """Decodes the last tokens again with each new one. What it returns, joined, is `decode` of all tokens, wherever the
+    text ends.
+
+    So a character is certain when no later token can change it. In a run of bytes none is: where one byte of a run is
+    part of no character, a decoder that falls back to bytes shows all of the run as unreadable. (`DecodeStream` of the
+    package `tokenizers` shows them at once and fails at the byte that takes them back. It does not return what it still
+    holds when a text ends, either.)
+    """
+
+    def __init__(self, file: TokenizersFile) -> None:
+        self._file = file
+        # The tokens of the piece that was shown last, and all tokens since. New tokens are never decoded alone, because
+        # a decoder drops the space before the first word.
+        self._ids: list[int] = []
+        self._before = 0
+        self._shown = 0
+
+    def feed(self, token: int) -> str:
+        """The new characters that are certain with this token."""
+        if not self._file.is_shown(token):
+            return ""
+        self._ids.append(token)
+        if self._file.is_byte(token):
+            return ""
+        text = self._file.decode(self._ids)
+        certain = text.rstrip(UNREADABLE)
+        if len(certain) <= self._shown:
+            return ""
+        new = certain[self._shown :]
+        if certain != text:
+            self._shown = len(certain)
+            return new
+        self._ids = self._ids[self._before :]
+        self._before = len(self._ids)
+        self._shown = len(self._file.decode(self._ids))
+        return new
+
+    def close(self) -> str:
+        """What was held back."""
+        rest = self._file.decode(self._ids)[self._shown :]
+        self._ids, self._before, self._shown = [], 0, 0
+        return rest
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """The characters that byte-level vocabularies write for bytes, as GPT-2 chose them: printable ones for themselves,
+    the others in their order from U+0100.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file beside a tokenizer; empty where there is no such file.
+
+    Raises:
+        UsageError: it cannot be read as one.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, and the tokens of special_tokens_map.json, which older releases of transformers wrote."""
+    config = read_json(folder / CONFIG)
+    return config if "added_tokens_decoder" in config else config | read_json(folder / SPECIAL_TOKENS_MAP)
+
+
+def _further(config: Mapping[str, Any]) -> list[str]:
+    """Special tokens that have no name that transformers knows, or one of the model's own (`image_token`)."""
+    listed = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    own = [
+        value
+        for name, value in config.items()
+        if name.endswith("_token") and name not in NAMED and isinstance(value, str)
+    ]
+    return [_content(one) for one in [*own, *(listed.values() if isinstance(listed, dict) else listed)]]
+
+
+def _content(token: Any) -> str:
+    """The text of a token, which stands alone or with its properties."""
+    return str(token["content"]) if isinstance(token, dict) and "content" in token else str(token)

@@ -1,0 +1,60 @@
+"""Build folders as the pipeline leaves them for an engine's builder: a graph of its dialect beside its weights."""
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+from captures import ports
+from small_graphs import make_model, portable_graph
+
+from mod_export.engines.protocol import EngineJob
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.passes import run_passes
+from mod_export.graph.weights import (
+    NO_FORMS,
+    WeightsFile,
+    bind_weights,
+    files_for,
+    forms_of,
+    state_of,
+    write_weights,
+)
+from mod_export.types import QUANTIZED, Bucket, Dialect, DType, Graph
+from mod_models.spec import ModelSpec
+
+
+def job_of(root: Path, graph: Graph) -> EngineJob:
+    """Of an engine that is built from the graph alone."""
+    return EngineJob(root=root, graph=graph, program=lambda dtype: pytest.fail("this engine is built from the graph"))
+
+
+def unbound_graph(spec: ModelSpec, bucket: Bucket) -> ir.Model:
+    """The portable graph of `make_model(spec)`, its weights without values, which stand in files."""
+    model = portable_graph(spec, bucket.batch, bucket.seq)
+    for name in state_of(make_model(spec)).keys() & model.graph.initializers.keys():
+        model.graph.initializers[name].const_value = None
+    return model
+
+
+def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, dtype: DType) -> EngineJob:
+    """Exports `make_model(spec)`, rewrites it for the dialect, checks it, and writes it and its weights to graphs/."""
+    model = unbound_graph(spec, bucket)
+    run_passes(model, dialect, dtype)
+    check_dialect(model, dialect, dtype)
+    folder = root / "graphs"
+    folder.mkdir(exist_ok=True)
+    files = []
+    for held in files_for(dtype):
+        path = folder / f"weights-{held}.data"
+        forms = forms_of(model.graph.initializers) if dtype in QUANTIZED else NO_FORMS
+        write_weights(path, state_of(make_model(spec)), held, forms)
+        files.append(WeightsFile.open(path))
+    bind_weights(model, files, folder)
+    kind = "dense" if spec.routing is None else "mod"
+    name = f"graphs/{kind}-{bucket.name}.{dtype}.onnx"
+    (root / name).write_bytes(ir.to_proto(model).SerializeToString())
+    graph = Graph(
+        path=name, model=kind, bucket=bucket, dtype=dtype, target=dialect.name, k_by_layer=spec.k_by_layer(bucket.seq),
+        **ports(bucket, spec.vocab_size),
+    )  # fmt: skip
+    return job_of(root, graph)

@@ -1,0 +1,125 @@
+"""A step whose attention writes the cache leaves what the eager step leaves, in conditions and where rows skip."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from generating import GENERATING, WINDOW
+from small_graphs import session
+from step_graphs import step_graph_of
+from test_decoding_graphs import random_state
+from tiny_models import lively_checkpoint
+
+from mod_export.engines.ort import OrtCpu
+from mod_export.engines.ort_session import DTYPES
+from mod_export.graph.passes import run_passes
+from mod_export.graph.passes.cached_attention import CachedAttention
+from mod_export.types import DType
+from mod_models.cache import write_rows
+from mod_models.generation_spec import for_generation
+from mod_models.spec import ModelSpec
+from mod_models.step import Step, step_inputs, step_outputs
+from mod_models.transformer import Transformer
+
+STATES = 9
+CACHES = ("keys_", "values_")
+
+
+def wide(name: str, width: int = 8) -> ModelSpec:
+    """With heads as wide as the operator takes; those of 16 it rotates too."""
+    return dataclasses.replace(GENERATING[name], d_head=width)
+
+
+def rewritten(name: str, rows: int, width: int, dtype: DType = "float32") -> ir.Model:
+    model = step_graph_of(wide(name, width), rows)
+    applied = run_passes(model, OrtCpu.dialect, dtype)
+    assert (applied["cached_attention"], applied["packed_attention"]) == (3, 3 if width == 16 else 0)
+    assert set(run_passes(model, OrtCpu.dialect, dtype).values()) <= {0}
+    return model
+
+
+def in_place(running: Any, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a step returns whose caches, one slot longer, are at the addresses that it reads."""
+    held = {
+        key: np.pad(array, ((0, 0), (0, 0), (0, 1), (0, 0))) if key.startswith(CACHES) else array
+        for key, array in feeds.items()
+    }
+    binding = running.io_binding()
+    for key, array in held.items():
+        binding.bind_input(key, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    found = {
+        one.name: held.get(one.name.removeprefix("present_"), np.zeros(one.shape, DTYPES[one.type]))
+        for one in running.get_outputs()
+    }
+    for key, array in found.items():
+        binding.bind_output(key, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    running.run_with_iobinding(binding)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "width"),
+    [
+        ("predictor", 3, 16),
+        ("dense", 1, 8),
+        pytest.param("compact positions", 1, 16, marks=pytest.mark.slow),
+        pytest.param("routed apart by predictors", 4, 8, marks=pytest.mark.slow),
+        pytest.param("MLP routed", 2, 16, marks=pytest.mark.slow),
+        pytest.param("normed heads", 2, 16, marks=pytest.mark.slow),
+        pytest.param("experts in routed blocks", 2, 16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_leaves_the_cache_of_the_eager_step(name: str, rows: int, width: int) -> None:
+    model = rewritten(name, rows, width)
+    spec = for_generation(wide(name, width), WINDOW)
+    eager = Transformer(spec).sharing(lively_checkpoint(wide(name, width), 1).module())
+    step = Step(spec, rows, WINDOW).sharing(eager)
+    running = session(model)
+    kinds = Counter(node.op_type for node in model.graph.all_nodes())
+    # A Softmax of experts weighs their results.
+    softmax = 3 if "experts" in name else 0
+    expected_kinds = (3, softmax, 0 if width == 16 else 6)
+    assert (kinds["GroupQueryAttention"], kinds["Softmax"], kinds["RotaryEmbedding"]) == expected_kinds
+    capacity = torch.tensor([spec.k_by_layer(WINDOW)[site] for site in step.sites])
+    kept = {True: 0, False: 0}
+    for seed in range(STATES):
+        given = random_state(spec, rows, seed)
+        if seed % 3 == 2:
+            given[1][seed % rows] = -1
+        if seed % 3 == 1 and step.sites:
+            given[-1][seed % rows] = capacity  # All its slots are used.
+        with torch.no_grad():
+            expected = dict(zip(step_outputs(spec), step(*given), strict=True))
+        feeds = dict(zip(step_inputs(spec, WINDOW), (tensor.numpy() for tensor in given), strict=True))
+        caches = {key: torch.from_numpy(array.copy()) for key, array in feeds.items() if key.startswith(CACHES)}
+        found = in_place(running, feeds)
+        write_rows(caches, {key: expected[key.replace("_", "_row_")] for key in caches}, expected["slots"])
+        for other in ("slots", "new_counts", "wanted", "ran") if step.sites else ("slots",):
+            np.testing.assert_array_equal(found[other], expected[other].numpy())
+        for key, tensor in caches.items():
+            np.testing.assert_allclose(found[f"present_{key}"][:, :, :-1], tensor.numpy(), rtol=0, atol=5e-5)
+            for slot in expected["slots"][:, int(key.rpartition("_")[2])].tolist():
+                kept[slot >= 0] += 1
+        active = feeds["positions"] >= 0
+        logits = expected["logits"].numpy()[active]
+        tolerance = 5e-5 * max(1.0, np.abs(logits).max(initial=0))
+        np.testing.assert_allclose(found["logits"][active], logits, rtol=0, atol=tolerance)
+    assert kept[True] > 0
+    assert kept[False] > 0
+
+
+@pytest.mark.parametrize(("name", "slots"), [("dense", "all"), ("predictor", "fair")])
+def test_what_the_operator_does_not_do_stays(name: str, slots: str) -> None:
+    """Heads that are too narrow for it; and layers of which some rows have no slot, whose caches are gathered."""
+    spec = GENERATING[name] if slots == "all" else wide(name)
+    model = step_graph_of(spec, 4, slots)
+    assert run_passes(model, OrtCpu.dialect, "float32")["cached_attention"] == (0 if slots == "all" else 1)
+    assert list(CachedAttention().ensures(model, OrtCpu.dialect, "float32")) == []
+    session(model)

@@ -1,0 +1,142 @@
+"""Whatever indices become on their way, the tokens that they read and put back are found, and can be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from index_manners import WAYS, Way, order_and_inverse, routed_by, scattered_rows, top
+from mod_dialects import D, Model, V
+from mod_manners import graph_of
+from small_graphs import run
+from torch import Tensor, nn
+
+import mod_export
+from mod_export.engines import ENGINES
+from mod_export.graph.capture import captured, exported, with_found_sites
+from mod_export.graph.passes import run_passes
+from mod_export.graph.routing_sites import RoutingSite, SiteRun, routing_sites, run_sites
+from mod_export.graph.weights import state_of
+from mod_export.marker import REORDERED
+
+B, S, K = 2, 16, 4
+
+
+class Made(NamedTuple):
+    """A model whose blocks are written in this way, and its program with the sites found."""
+
+    way: Way
+    module: nn.Module
+    program: torch.export.ExportedProgram
+    ids_BS: Tensor
+
+
+def made_of(way: Way) -> Made:
+    torch.manual_seed(0)
+    module, ids_BS = Model(routed_by(way.written)).eval(), torch.randint(0, V, (B, S))
+    return Made(way, module, exported(module, (ids_BS,), way.written.__name__), ids_BS)
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: way.written.__name__)
+def made(request: pytest.FixtureRequest) -> Made:
+    return made_of(request.param)
+
+
+def run_of(made: Made, forced: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    run = SiteRun(S, forced)
+    (logits_BSV,) = run_sites(made.program, state_of(made.module), (made.ids_BS,), run)
+    return logits_BSV, {site: one.index_BK for site, one in run.selections.items()}
+
+
+def test_sites_are_found_and_change_no_bit(made: Made) -> None:
+    assert routing_sites(made.program) == [RoutingSite(name, K, made.way.rule) for name in ("blocks.1", "blocks.3")]
+    with torch.no_grad():
+        assert torch.equal(run_of(made)[0], made.module(made.ids_BS))
+
+
+def test_the_tokens_that_are_told_run_and_no_others(made: Made) -> None:
+    logits_BSV, own = run_of(made)
+    assert torch.equal(run_of(made, own)[0], logits_BSV)
+    left_BS = torch.ones(B, S, dtype=torch.bool).scatter(1, own["blocks.3"], False)
+    other_BK = torch.arange(S).expand(B, S)[left_BS].view(B, S - K)[:, -K:]
+    changed_BSV, selected = run_of(made, {"blocks.3": other_BK})
+    assert torch.equal(selected["blocks.3"], other_BK)
+    # No token sees another one behind the last block, so those that ran in neither case are what they were.
+    ran_BS = ~left_BS.scatter(1, other_BK, False)
+    differs_BS = (changed_BSV != logits_BSV).any(-1)
+    assert not differs_BS[~ran_BS].any()
+    assert differs_BS[torch.zeros(B, S, dtype=torch.bool).scatter(1, other_BK, True)].any()
+
+
+# Those whose operators ONNX has.
+@pytest.mark.parametrize(
+    "name",
+    ["broadcast_to", "matrix_transpose", "ravel", "argsort_then_gather", "remainder", "scattered_rows", "every_index",
+     "heads_apart", "masked", "split", "order_and_inverse", "order_from_the_end", "two_parts"],
+)  # fmt: skip
+def test_onnx_runtime_computes_the_same(name: str) -> None:
+    made = made_of(next(way for way in WAYS if way.written.__name__ == name))
+    found = captured(made.module, (made.ids_BS,), name)
+    model, dialect = graph_of(found, made.module), ENGINES["ort-cpu"].dialect
+    run_passes(model, dialect, "float32")
+    logits_BSV, *routed = run(model, {"x": made.ids_BS.numpy()})
+    expected_BSV, own = run_of(made)
+    np.testing.assert_allclose(logits_BSV, expected_BSV.numpy(), rtol=0, atol=2e-5)
+    for index_BK, one_BK in zip(routed, own.values(), strict=True):
+        np.testing.assert_array_equal(np.sort(index_BK), one_BK.sort().values.numpy())
+
+
+def test_engines_have_nothing_of_a_reordered_order() -> None:
+    """What told selections need is only in the program that the reference runs."""
+    made = made_of(Way(order_and_inverse))
+    targets = [node.target for node in made.program.graph.nodes]
+    assert targets.count(REORDERED) == 2
+    found = captured(made.module, (made.ids_BS,), "test").program
+    assert REORDERED not in [node.target for node in found.graph.nodes]
+    sorts = torch.ops.aten.argsort.default
+    assert sum(node.target is sorts for node in found.graph.nodes) == targets.count(sorts)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_order_has_every_token_once_whatever_is_told(first: bool) -> None:
+    order_BS = torch.tensor([[3, 0, 4, 1, 2], [2, 4, 0, 3, 1]])
+    told_BK = torch.tensor([[1, 3], [0, 2]])
+    found_BS = REORDERED(order_BS, told_BK, 1, first)
+    rest_BS = torch.tensor([[0, 4, 2], [4, 3, 1]])
+    assert torch.equal(found_BS, torch.cat([told_BK, rest_BS] if first else [rest_BS, told_BK], 1))
+    own_BK = order_BS[:, :2] if first else order_BS[:, 3:]
+    assert torch.equal(REORDERED(order_BS, own_BK, 1, first), order_BS)
+
+
+def test_what_vmap_decomposes_to_is_followed() -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.block = nn.Linear(D, 1), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            index = top(self.router(x)[..., 0])
+            chosen = torch.func.vmap(lambda row, at: row[at])(x, index)
+            return torch.func.vmap(lambda row, at, new: row.index_copy(0, at, new))(x, index, self.block(chosen))
+
+    program = torch.export.export(Model(Mapped).eval(), (torch.randint(0, V, (B, S)),)).run_decompositions({})
+    assert [site.name for site in routing_sites(with_found_sites(program))] == ["blocks.1", "blocks.3"]
+
+
+@pytest.mark.parametrize("written", [order_and_inverse, scattered_rows])
+def test_a_whole_build_is_judged_by_its_selections(written: object, tmp_path: Path) -> None:
+    made = made_of(next(way for way in WAYS if way.written is written))
+    report = mod_export.build(
+        made.module,
+        inputs=lambda batch, seq: torch.randint(0, V, (batch, seq)),
+        buckets=[(B, S)],
+        out=tmp_path / "built",
+        targets=["ort-cpu"],
+    )
+    assert {row.target for row in report.parity} == {"ort-cpu", "portable"}
+    for row in report.parity:
+        assert row.passed, row.reasons
+        assert [(layer.layer, layer.k) for layer in row.routing.layers] == [("blocks.1", K), ("blocks.3", K)]

@@ -1,0 +1,129 @@
+"""Further manners of routing: found, forced, changed by no bit, and the same in the graphs of targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from mod_manners import MANNERS, Manner, graph_of
+from small_graphs import run
+from torch import Tensor, nn
+
+from mod_export.engines import ENGINES
+from mod_export.graph.capture import Captured, captured, exported
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.passes import run_passes
+from mod_export.graph.routing_sites import Selection, SiteRun, routing_sites, run_sites
+from mod_export.graph.weights import state_of
+from mod_export.judge.compare import Judged, routing_of_site
+
+
+class Made(NamedTuple):
+    """A model in a manner, its program with the sites found, what engines are built from, and an input."""
+
+    manner: Manner
+    module: nn.Module
+    program: torch.export.ExportedProgram
+    found: Captured
+    x: Tensor
+
+
+@pytest.fixture(autouse=True)
+def written_out() -> Iterator[None]:
+    """In eager mode, PyTorch's own encoder layers and attention run as one operation each, which rounds differently."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.fixture(scope="module", params=MANNERS)
+def made(request: pytest.FixtureRequest) -> Made:
+    torch.manual_seed(0)
+    manner = MANNERS[request.param]
+    module, inputs = manner.make().eval(), manner.inputs(0)
+    program, found = exported(module, inputs, request.param), captured(module, inputs, request.param)
+    return Made(manner, module, program, found, manner.inputs(1)[0])
+
+
+def run_of(made: Made, forced: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Selection]]:
+    manner, module, program, _, x = made
+    run = SiteRun(manner.tokens, forced)
+    (y,) = run_sites(program, state_of(module), (x,), run)
+    return y, run.selections
+
+
+def test_sites_are_found_and_change_no_bit(made: Made) -> None:
+    manner, module, program, _, x = made
+    assert routing_sites(program) == manner.sites
+    y, selections = run_of(made)
+    with torch.no_grad():
+        assert torch.equal(y, module(x))
+    for site in manner.sites:
+        one = selections[site.name]
+        assert one.index_BK.shape == (manner.rows, site.k)
+        assert one.score_BS.shape == one.open_BS.shape == (manner.rows, manner.tokens)
+        # Positions of the whole row, of which the scores that the site was given prefer these.
+        assert one.open_BS.gather(1, one.index_BK).all()
+        lowest_B = one.score_BS.gather(1, one.index_BK).amin(1)
+        assert torch.equal(lowest_B, one.score_BS.topk(site.k).values.amin(1))
+        assert all(len(set(row_K)) == site.k for row_K in one.index_BK.tolist())
+
+
+def test_the_selection_that_is_forced_decides(made: Made) -> None:
+    manner = made.manner
+    y, own = run_of(made)
+    assert torch.equal(run_of(made, {name: one.index_BK for name, one in own.items()})[0], y)
+    for site in manner.sites:
+        # Of the tokens that could have been selected, others.
+        left_BS = own[site.name].open_BS.scatter(1, own[site.name].index_BK, False)
+        count = min(site.k, int(left_BS.sum(1).min()))
+        others_BK = own[site.name].index_BK.clone()
+        others_BK[:, :count] = left_BS.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]
+        changed, selected = run_of(made, {site.name: others_BK})
+        assert torch.equal(selected[site.name].index_BK, others_BK)
+        assert not torch.equal(changed, y)
+
+
+def test_engines_get_the_positions_as_further_outputs(made: Made) -> None:
+    y, *routed = made.found.program.module()(made.x)
+    expected, own = run_of(made)
+    assert torch.equal(y, expected)
+    assert all(torch.equal(one, own[site.name].index_BK) for one, site in zip(routed, made.manner.sites, strict=True))
+
+
+# The passes for TensorRT rewrite all that those for ONNX Runtime do, and more.
+@pytest.mark.parametrize("target", [pytest.param("ort-cpu", marks=pytest.mark.slow), "tensorrt-rtx"])
+def test_graphs_of_targets_compute_the_same(made: Made, target: str) -> None:
+    model = graph_of(made.found, made.module)
+    dialect = ENGINES[target].dialect
+    run_passes(model, dialect, "float32")
+    check_dialect(model, dialect, "float32")
+    y, *routed = run(model, {"x": made.x.numpy()})
+    expected, own = run_of(made)
+    np.testing.assert_allclose(y, expected.numpy(), rtol=0, atol=2e-5)
+    for index_BK, one in zip(routed, own.values(), strict=True):
+        np.testing.assert_array_equal(np.sort(index_BK), one.index_BK.sort().values.numpy())
+
+
+@pytest.mark.parametrize("name", ["put_accumulate", "recursions", "flat_batch"])
+def test_a_tie_between_equal_scores_is_no_fault(name: str) -> None:
+    """With a router of zeros all tokens tie, and `torch.topk` may return any of them."""
+    manner = MANNERS[name]
+    module = manner.make().eval()
+    for weight, tensor in module.named_parameters():
+        if ".router" in weight:
+            tensor.detach().zero_()
+    x = manner.inputs(0)
+    run = SiteRun(manner.tokens)
+    run_sites(exported(module, x, name), state_of(module), x, run)
+    for site, one in run.selections.items():
+        judged = Judged(one.rule, one.score_BS.numpy(), one.open_BS.numpy())
+        others_BK = np.stack([np.flatnonzero(open_S)[-one.index_BK.shape[1] :] for open_S in judged.open_BS])
+        for candidate_BK in (one.index_BK.numpy(), others_BK):
+            found = routing_of_site(site, candidate_BK, judged)
+            assert not found.malformed
+            assert set(found.distances) <= {0.0}
+            assert found.min_margin == 0

@@ -1,0 +1,171 @@
+"""Products in 16 bits and routing in float32, of programs of every kind of router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from captures import bucket_example
+from mod_manners import MANNERS
+from small_graphs import make_model, make_spec
+from torch import nn
+
+import mod_export
+from mod_export.errors import LimitError
+from mod_export.graph.capture import captured, exported
+from mod_export.graph.narrow_program import NARROW, PRODUCTS, narrowed
+from mod_export.types import Bucket, DType
+from mod_models.spec import ModelSpec
+
+BUCKET = Bucket(2, 16)
+aten = torch.ops.aten
+
+
+def products(program: torch.export.ExportedProgram) -> dict[str, torch.dtype]:
+    """Name of the weight that a product reads, or of the product -> what it computes in."""
+    weights = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
+    found = {}
+    for node in program.graph.nodes:
+        if node.target in PRODUCTS:
+            # Routers ask for their weights in float32.
+            operands = [one.args[0] if one.target is aten.to.dtype else one for one in node.all_input_nodes]
+            read = [weights[one.name] for one in operands if one.name in weights]
+            found[read[0] if read else node.name] = node.meta["val"].dtype
+    return found
+
+
+def program_of(spec: ModelSpec) -> torch.export.ExportedProgram:
+    module = make_model(spec)
+    return exported(module, bucket_example(module, BUCKET, BUCKET.seq), "test")
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        {},
+        {"predictor_hidden": 8, "selection": "predictor"},
+        {"router": "norm_mlp", "router_hidden": 8, "gate": "sigmoid"},
+        {"parts": "separate", "router_input": "normed"},
+    ],
+    ids=["linear", "predictor", "two layers", "parts"],
+)
+@pytest.mark.parametrize("dtype", NARROW)
+def test_only_products_that_lead_to_no_selection_are_narrow(routing: dict[str, Any], dtype: DType) -> None:
+    before = program_of(make_spec(**routing))
+    program = narrowed(before, dtype)
+    for name, kind in products(program).items():
+        routes = "router" in name or "predictor" in name
+        assert kind == (torch.float32 if routes else NARROW[dtype]), name
+        if name in program.state_dict:
+            assert program.state_dict[name].dtype == kind, name
+    others = {name: one.dtype for name, one in program.state_dict.items() if "norm" in name}
+    assert others
+    assert set(others.values()) == {torch.float32}
+    # The program that it was made from is as it was.
+    assert {one.dtype for one in before.state_dict.values()} == {torch.float32}
+    assert set(products(before).values()) == {torch.float32}
+    assert program.graph_signature.input_specs == before.graph_signature.input_specs
+
+
+def test_it_computes_nearly_the_same_and_selects_the_same_tokens_by_the_same_scores() -> None:
+    module = make_model(make_spec())
+    ids, lengths = torch.randint(0, 40, (2, 16)), torch.tensor([16, 5])
+    wide, narrow = (
+        captured(module, bucket_example(module, BUCKET, 16), "test", dtype=dtype).program.module()(ids, lengths)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert [one.dtype for one in narrow] == [one.dtype for one in wide] == [torch.float32, torch.int64]
+    assert torch.equal(wide[1], narrow[1])
+    difference = (wide[0][0] - narrow[0][0]).abs().max()
+    assert 0 < difference < 0.05 * wide[0].abs().max()
+
+
+class Odd(nn.Module):
+    """A weight that is read through views, one that is read otherwise too, a branch, and a product of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacked = nn.Parameter(torch.randn(3, 16, 16))
+        self.shared = nn.Parameter(torch.randn(16, 16))
+        self.table = nn.Embedding(40, 16)
+        self.router = nn.Linear(16, 2)
+
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        x_BSD = self.table(ids_BS)
+        # The score is one of two numbers that a softmax makes of what one product gives.
+        score_BS = self.router(x_BSD).softmax(-1)[..., 1]
+        index_BK = torch.sort(score_BS, dim=-1, descending=True, stable=True).indices[:, :4].sort(-1).values
+        index_BK, _ = mod_export.mark_selection(index_BK, score_BS)
+        rows_BKD = x_BSD.gather(1, index_BK[..., None].expand(-1, -1, 16))
+        rows_BKD = torch.matmul(rows_BKD, self.stacked[1].transpose(0, 1))
+        rows_BKD = rows_BKD @ self.shared + self.shared.sum()
+        return rows_BKD @ x_BSD.transpose(1, 2)
+
+
+def test_weights_are_narrow_where_nothing_but_narrow_products_reads_them() -> None:
+    module = Odd()
+    program = narrowed(exported(module, bucket_example(module, BUCKET, 16), "odd"), "bfloat16")
+    dtypes = {name: one.dtype for name, one in program.state_dict.items()}
+    narrow = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
+    assert narrow == {"stacked", "table.weight"}
+    assert products(program)["router.weight"] == torch.float32
+    assert [node.meta["val"].dtype for node in program.graph.nodes if node.target is aten.matmul.default] == [
+        torch.bfloat16
+    ] * 3
+    ids, lengths = bucket_example(module, BUCKET, 16)
+    ids = torch.randint(0, 40, ids.shape)
+    (found,) = (captured(module, (ids, lengths), "odd", dtype="bfloat16").program.module()(ids, lengths)[0],)
+    wanted = module(ids, lengths)
+    assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+class Masked(nn.Module):
+    """Attention with an added mask, whose first row hides everything as programs write it: the least float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        x_B1SD = self.table(ids_BS)[:, None]
+        mask_SS = torch.zeros(16, 16).masked_fill(torch.ones(16, 16).tril(-1) == 0, torch.finfo(torch.float32).min)
+        return nn.functional.scaled_dot_product_attention(x_B1SD, x_B1SD, x_B1SD, attn_mask=mask_SS)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_row_that_is_masked_whole_stays_finite(dtype: DType) -> None:
+    module, (_, lengths) = Masked(), bucket_example(Masked(), BUCKET, 16)
+    ids = torch.randint(0, 40, (2, 16))
+    (found,) = captured(module, (ids, lengths), "masked", dtype=dtype).program.module()(ids, lengths)
+    wanted = module(ids, lengths)
+    assert found.isfinite().all()
+    assert (found - wanted)[:, :, 1:].abs().max() < 0.05 * wanted.abs().max()
+
+
+def test_a_weight_beyond_the_range_is_refused() -> None:
+    module = make_model(make_spec())
+    with torch.no_grad():
+        module.layers[0].mlp.up_proj.weight[2, 3] = -7e4  # type: ignore[union-attr, index, operator]
+    program = exported(module, bucket_example(module, BUCKET, 16), "test")
+    message = r"^layers\.0\.mlp\.up_proj\.weight: contains -70000, beyond the largest float16 number 65504; build this"
+    with pytest.raises(LimitError, match=message):
+        narrowed(program, "float16")
+    narrowed(program, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "recursions" else pytest.param(name, marks=pytest.mark.slow) for name in MANNERS]
+)
+def test_every_manner_of_routing(name: str) -> None:
+    torch.manual_seed(0)
+    manner = MANNERS[name]
+    module, inputs = manner.make().eval(), manner.inputs(0)
+    found = captured(module, inputs, name, dtype="bfloat16")
+    assert found.sites == tuple(captured(module, inputs, name).sites)
+    with torch.no_grad():
+        narrow, wide = found.program.module()(*inputs), captured(module, inputs, name).program.module()(*inputs)
+    assert [(one.dtype, one.shape) for one in narrow] == [(one.dtype, one.shape) for one in wide]
+    assert torch.isfinite(narrow[0]).all()
+    kinds = set(products(found.program).values())
+    assert kinds == {torch.float32, torch.bfloat16}

@@ -1,0 +1,127 @@
+"""Weights rounded to whole numbers stand for the weights, and of four bits products change little."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mod_export.graph.rounding import is_rounded, range_of, whole_numbers
+from mod_export.graph.weights import BLOCKS, Form, quantized_tensors
+
+
+def restored(whole: torch.Tensor, weight_NK: torch.Tensor, form: Form) -> torch.Tensor:
+    """The weight (N, K) that the stored numbers stand for."""
+    N, K = weight_NK.shape
+    scale, *packed = range_of(weight_NK, form)
+    if form == "int8":
+        return whole.float().T * scale[:, None]
+    numbers_NMU = unpacked(whole) if form == "int4" else whole
+    zero_NM1 = unpacked(packed[0])[:, : scale.shape[1], None].float() if form == "int4" else 128
+    return ((numbers_NMU.float() - zero_NM1) * scale[..., None]).reshape(N, -1)[:, :K]
+
+
+def unpacked(packed: torch.Tensor) -> torch.Tensor:
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+@pytest.mark.parametrize("form", ["int8", "int8_blocks", "int8_blocks64", "int4"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 32), (48, 33), (40, 100)])
+def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], form: Form) -> None:
+    weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight_NK[-1] = 0  # Nothing is divided by the largest of these.
+    whole, ranges = whole_numbers(weight_NK, form), range_of(weight_NK, form)
+    stored = quantized_tensors("w", shape, form)
+    assert [tuple(each.shape) for each in (whole, *ranges)] == [kind[1] for kind in stored.values()]
+    assert all(each.is_contiguous() for each in (whole, *ranges))
+    scale = ranges[0]
+    assert [each.dtype for each in ranges] == [torch.float32, torch.uint8][: len(ranges)]
+    # Half a step; in blocks a whole one at the end of the range that has one number less, and of four bits five more,
+    # by which a range of fifteen can have been made shorter.
+    steps = scale.abs()[:, None] if form == "int8" else scale.abs().repeat_interleave(BLOCKS[form], 1)[:, : shape[1]]
+    error = (restored(whole, weight_NK, form) - weight_NK).abs()
+    allowed = {"int8": 0.5, "int8_blocks": 1.0, "int8_blocks64": 1.0, "int4": 6.0}[form] * steps * 1.0001
+    assert bool((error <= allowed).all())
+
+
+def test_blocks_of_four_bits_have_the_range_of_the_least_error() -> None:
+    """Of one large weight and many small ones it is shorter than the large one needs."""
+    weight_NK = torch.cat([torch.full((1, BLOCKS["int4"] - 1), 0.9), torch.tensor([[7.5]])], 1)
+    scale_NM, zero = range_of(weight_NK, "int4")
+    assert float(scale_NM) < 7.4 / 15
+    assert zero.tolist() == [[0]]
+    weight_NK = torch.randn((64, 256), generator=torch.Generator().manual_seed(0)) + 0.5
+    error = restored(whole_numbers(weight_NK, "int4"), weight_NK, "int4") - weight_NK
+    blocks_NMU = weight_NK.reshape(64, -1, BLOCKS["int4"])
+    low_NM1, high_NM1 = blocks_NMU.min(-1, True)[0], blocks_NMU.max(-1, True)[0]
+    scale_NM1 = (high_NM1 - low_NM1) / 15
+    zero_NM1 = (-low_NM1 / scale_NM1).round()
+    whole_NMU = ((blocks_NMU / scale_NM1).round() + zero_NM1).clamp(0, 15)
+    unshortened = ((whole_NMU - zero_NM1) * scale_NM1 - blocks_NMU).square().sum(-1)
+    assert bool((error.reshape(blocks_NMU.shape).square().sum(-1) <= unshortened + 1e-6).all())
+    assert error.square().sum() < 0.97 * unshortened.sum()
+
+
+@given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40))
+def test_no_two_neighbours_saturate_sixteen_bits(numbers: list[float]) -> None:
+    """vpmaddubsw adds two products of an unsigned and a signed byte: 255 times both must fit into 16 bits."""
+    whole_KN = whole_numbers(torch.tensor([numbers]), "int8")
+    column = whole_KN[:, 0].int().abs().tolist()
+    column += [0] * (len(column) % 2)
+    assert max(first + second for first, second in zip(column[::2], column[1::2], strict=True)) * 255 <= 32_767
+
+
+def test_finer_than_seven_bits_where_no_two_large_ones_meet() -> None:
+    weight_NK = torch.tensor([[1.0, 0.0, 0.25, 0.0]])
+    (scale_N,), whole_KN = range_of(weight_NK, "int8"), whole_numbers(weight_NK, "int8")
+    assert whole_KN[:, 0].tolist() == [127, 0, 32, 0]
+    assert math.isclose(scale_N.item(), 1 / 127, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["int4", "int8_blocks"])
+def test_the_largest_of_a_block_is_exact(form: Form) -> None:
+    weight_NK = torch.zeros(2, 2 * BLOCKS[form])
+    weight_NK[0, 3], weight_NK[1, BLOCKS[form]] = -7.25, 3.5
+    torch.testing.assert_close(restored(whole_numbers(weight_NK, form), weight_NK, form), weight_NK)
+
+
+def correlated(rows: int, width: int) -> torch.Tensor:
+    """Rows as layers see them: a few directions are most of each."""
+    directions = torch.randn(6, width, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(rows)
+    mixed = torch.randn(rows, 6, generator=generator) @ directions
+    return mixed + 0.3 * torch.randn(rows, width, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (40, 100), (3, 300)])
+def test_products_change_less_than_by_the_nearest_numbers(shape: tuple[int, int]) -> None:
+    weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = correlated(200, shape[1])
+    errors = []
+    for moments_KK in (None, x.T @ x):
+        whole = whole_numbers(weight_NK, "int4", moments_KK)
+        assert is_rounded(whole, weight_NK, "int4")
+        found = restored(whole, weight_NK, "int4")
+        errors.append(float((correlated(400, shape[1]) @ (found - weight_NK).T).square().mean()))
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("moments", [torch.zeros(40, 40), torch.diag(torch.arange(40.0))], ids=["none", "not of all"])
+def test_columns_that_nothing_is_multiplied_with_are_rounded_to_the_nearest(moments: torch.Tensor) -> None:
+    weight_NK = torch.randn(8, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(whole_numbers(weight_NK, "int4", moments), whole_numbers(weight_NK, "int4"))
+
+
+def test_what_is_not_the_rounded_weight_is_seen() -> None:
+    weight_NK = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    for form, step in (("int8_blocks", 1), ("int4", 2)):
+        whole = whole_numbers(weight_NK, form)
+        assert is_rounded(whole, weight_NK, form)
+        changed = whole.clone()
+        low = whole[0, 0, 0] & 15 if form == "int4" else whole[0, 0, 0]
+        changed[0, 0, 0] = whole[0, 0, 0] - step if low >= step else whole[0, 0, 0] + step
+        assert not is_rounded(changed, weight_NK, form)
+        assert not is_rounded(whole[:4], weight_NK, form)

@@ -1,0 +1,111 @@
+"""Graphs of short prompts: each routed layer runs one of several branches, which passes rewrite like all nodes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+import openvino  # noqa: TID253 - a test may load what it tests on.
+import pytest
+import torch
+from generating import GENERATING, WINDOW, generating_model
+from small_graphs import session
+from step_graphs import prefill_graph, prefill_graph_of
+
+from mod_export.engines import ENGINES
+from mod_export.graph.dialect import check_dialect
+from mod_export.graph.nodes import branches_of
+from mod_export.graph.passes import run_passes
+from mod_export.types import Dialect, DType
+from mod_models.step import Prefill, narrow_slots, prefill_outputs
+
+SEQ = 5
+TEXTS = 40
+ORT = replace(ENGINES["ort-cpu"].dialect, query_blocks=((4, 2), (5, 2)))
+RTX = ENGINES["tensorrt-rtx"].dialect
+WITHOUT: dict[str, tuple[Dialect, DType, set[str]]] = {
+    "portable": (Dialect(name="portable", max_opset=23, branches=True), "float32", set()),
+    "ort-cpu": (ORT, "float32", {"MatMul", "Split"}),
+    "tensorrt-rtx": (RTX, "float32", {"Attention"}),
+    "tensorrt-rtx in float16": (RTX, "float16", set()),
+    "openvino": (ENGINES["openvino"].dialect, "float32", set()),
+}
+"""Name -> dialect, dtype, and operators that no branch has left once the passes have run."""
+Run = Callable[[dict[str, np.ndarray]], Sequence[np.ndarray]]
+
+
+def in_onnx_runtime(model: ir.Model) -> Run:
+    opened = session(model)
+    return lambda feeds: opened.run(None, feeds)
+
+
+def in_openvino(model: ir.Model) -> Run:
+    core = openvino.Core()
+    compiled = core.compile_model(
+        core.read_model(ir.to_proto(model).SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )
+    return lambda feeds: list(compiled(feeds).values())
+
+
+RUNTIMES: defaultdict[str, Callable[[ir.Model], Run]] = defaultdict(lambda: in_onnx_runtime, openvino=in_openvino)
+"""What runs the graph of a target here."""
+
+
+def branch_nodes(model: ir.Model) -> list[list[ir.Node]]:
+    """The nodes of each branch that computes a routed part."""
+    # No branch holds another: in one inside another, ONNX Runtime packs no weights.
+    assert not [node for node in model.graph.all_nodes() if branches_of(node) and node.graph is not model.graph]
+    return [list(branch) for node in model.graph for branch in branches_of(node)]
+
+
+@pytest.mark.parametrize("target", WITHOUT)
+@pytest.mark.parametrize("name", ["predictor", pytest.param("routed apart by predictors", marks=pytest.mark.slow)])
+def test_prompts_that_need_each_branch(name: str, target: str) -> None:
+    """Two rows, of which the one that runs more tokens decides; against the eager model, which has no branches."""
+    dialect, dtype, gone = WITHOUT[target]
+    model = generating_model(name, torch.float32)
+    with torch.device("meta"):
+        eager = Prefill(model.spec, SEQ)
+    eager = eager.sharing(model)
+    graph = prefill_graph(name, SEQ, 2)
+    run_passes(graph, dialect, dtype)
+    check_dialect(graph, dialect, dtype)
+    assert set(run_passes(graph, dialect, dtype).values()) <= {0}
+    branches = branch_nodes(graph)
+    assert len(branches) == 2 * len(eager.spec.k_by_layer(SEQ))
+    assert not {node.op_type for nodes in branches for node in nodes} & gone
+    running, names = RUNTIMES[target](graph), prefill_outputs(model.spec, SEQ)
+    (narrow,) = {*narrow_slots(model.spec, SEQ, WINDOW).values()}
+    compared, most = 0, set()
+    for seed in range(TEXTS):
+        ids_BS = torch.randint(0, 16, (2, SEQ), generator=torch.Generator().manual_seed(seed))
+        lengths_B = torch.tensor([1 + seed % SEQ, 1 + seed // 3 % SEQ])
+        with torch.no_grad():
+            expected = dict(zip(names, eager(ids_BS, lengths_B), strict=True))
+        feeds = {"input_ids": ids_BS.numpy(), "lengths": lengths_B.numpy()}
+        found = dict(zip([value.name for value in graph.graph.outputs], running(feeds), strict=True))
+        if dtype == "float16" and not np.array_equal(found["wanted"], expected["wanted"].numpy()):
+            continue  # A score within rounding of 0.
+        compared += 1
+        most |= set(expected["counts"].max(0).values.tolist())
+        for output in ("counts", "wanted"):
+            np.testing.assert_array_equal(found[output], expected[output])
+        tolerance = 2e-5 if dtype == "float32" else 3e-2
+        np.testing.assert_allclose(found["last_logits"], expected["last_logits"], rtol=tolerance, atol=tolerance)
+    assert compared > TEXTS // 2
+    assert min(most) <= narrow < max(most)
+
+
+@pytest.mark.parametrize("dtype", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_products_in_branches_are_rounded(dtype: DType) -> None:
+    """As many in each branch as the layer has, and of the same stored weights."""
+    spec = replace(GENERATING["predictor"], d_model=32, d_ff=32, d_head=8)
+    graph = prefill_graph_of(spec, SEQ)
+    run_passes(graph, ORT, dtype)
+    for nodes in branch_nodes(graph):
+        rounded = [node for node in nodes if node.op_type == "MatMulNBits"]
+        # Of queries, outputs, gate and up together, and down; keys and values are too narrow.
+        assert len(rounded) == 4

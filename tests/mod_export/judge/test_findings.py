@@ -1,0 +1,265 @@
+"""Everything that is found out about one candidate, by the functions that a build and `mod-export validate` call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from graph_folders import write_graph
+from observing import observed
+from small_graphs import make_model, make_spec
+from tiny_models import lively_checkpoint
+from tiny_models import make_spec as routed_spec
+
+from benchmarks.faults.fault_table import f32
+from benchmarks.faults.graph_surgery import plant
+from mod_export.config import BuildConfig
+from mod_export.errors import ConfigError, EngineError
+from mod_export.graph.passes import PORTABLE
+from mod_export.judge.candidates import Candidate
+from mod_export.judge.causality import causality_of
+from mod_export.judge.compare import Judged
+from mod_export.judge.findings import parity_of, ties_of_runs, zeroed_routers
+from mod_export.judge.inputs import Batch
+from mod_export.judge.near_ties import batches_of
+from mod_export.judge.reference import Reference, routing_map
+from mod_export.rows.parity import ParityRow
+from mod_export.types import Bucket, Graph
+from mod_models.architecture import LoadedTransformer
+from mod_models.checkpoint import Checkpoint
+from mod_models.spec import ExpertsSpec, ModelSpec
+
+ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
+Parity = Callable[..., ParityRow]
+
+
+def test_inputs_are_of_every_kind_and_the_same_for_all(
+    reference: Reference, bucket: Bucket, config: BuildConfig
+) -> None:
+    batches = batches_of(reference, bucket, config)
+    kinds = [batch.kind for batch in batches]
+    assert kinds.count("text") == config.parity.text_batches == 4
+    assert {kind: kinds.count(kind) for kind in ("random", "padded", "ties", "near_ties")} == {
+        "random": 8, "padded": 4, "ties": 1, "near_ties": 4
+    }  # fmt: skip
+    again = batches_of(reference, bucket, config)
+    assert all(np.array_equal(one.ids_BS, other.ids_BS) for one, other in zip(batches, again, strict=True))
+    # Rows with near-ties cost many runs of the reference, so they are looked for once.
+    assert batches[-1] is again[-1]
+    assert batches_of(reference, Bucket(1, 16), config)[-1] is not batches[-1]
+
+
+@pytest.fixture
+def judged(
+    folder: Path, candidate: Candidate, reference: Reference, config: BuildConfig, fresh: Callable[[Graph], bytes]
+) -> Parity:
+    """Parity of a candidate in a folder, by default of the sound engine."""
+    return lambda one=candidate, by=reference, root=folder: parity_of(root, one, by, config, fresh)
+
+
+def test_a_sound_engine(judged: Parity) -> None:
+    row = judged()
+    assert row.passed, row.reasons
+    assert (row.target, row.bucket, row.dtype, row.model) == ("ort-cpu", "b2s16", "float32", "mod")
+    assert (row.artifact, row.ties_exact, row.located) == (ENGINE, True, None)
+    assert row.inputs == ("near_ties", "padded", "random", "text", "ties")
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "ties"),
+    [
+        (replace(make_spec(), routing=None), "dense", None),
+        # Routes nothing in this bucket: the router's weights are in the file and in no graph, so none can be replaced.
+        (make_spec(layers=(0, 1), capacity=(0.01, 0.25), capacity_rule="floor"), "mod", True),
+    ],
+    ids=["dense", "a layer that routes nothing"],
+)
+def test_ties_where_routers_are_missing(
+    tmp_path: Path, judged: Parity, candidate: Candidate, spec: ModelSpec, kind: str, ties: bool | None
+) -> None:
+    loaded = LoadedTransformer(Checkpoint(spec=spec, weights=make_model(spec).state_dict()))
+    job = write_graph(tmp_path, spec, Bucket(2, 16), PORTABLE, "float32")
+    setting = replace(candidate.setting, model=kind)
+    one = replace(
+        candidate, setting=setting, path=job.graph.path, weights="graphs/weights-float32.data", graph=None, engine=None
+    )
+    row = judged(one, Reference(loaded), tmp_path)
+    assert row.passed, row.reasons
+    assert row.ties_exact is ties
+    assert [layer.layer for layer in row.routing.layers] == ([1] if ties else [])
+
+
+def change_product(folder: Path, factor: float) -> None:
+    plant(folder / ENGINE, lambda s: s.feed(s.node(1, "MatMul", -1), 0, "Mul", f32(factor)))
+
+
+def test_an_engine_that_fails_is_told_where(folder: Path, judged: Parity, candidate: Candidate) -> None:
+    change_product(folder, 1.5)
+    row = judged()
+    assert not row.passed
+    assert row.located.layer == "layers.1"
+    assert row.located.operator.startswith("MatMul ")
+    assert row.reasons[-1].startswith("differs first in layers.1, MatMul ")
+    assert any("logits: max abs error " in reason for reason in row.reasons)
+    # Without a view inside it is told by depth.
+    row = judged(replace(candidate, graph=None))
+    assert (row.located.layer, row.located.operator) == ("layers.1", None)
+    assert row.reasons[-1] == "differs first in layers.1"
+
+
+def test_ties_that_go_to_the_later_token(folder: Path, judged: Parity) -> None:
+    """So little that only exactly equal scores are decided by it: no other input tells."""
+    plant(folder / ENGINE, lambda s: s.feed(s.take(0), 0, "Add", f32(*np.arange(16) * 1e-12)))
+    row = judged()
+    assert row.ties_exact is False
+    assert not row.passed
+    assert "random: layer 0 routing: 8 slots do not go to the earlier of tokens with equal scores" in row.reasons
+    assert all("logits" not in reason for reason in row.reasons)
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "refused", "unplaced"),
+    [
+        *(
+            (ENGINE, data, "mod-b2s16-float32.onnx: ONNX Runtime refuses this graph: ", "not a readable ONNX graph")
+            for data in (None, b"", b"not a graph at all")
+        ),
+        ("graphs/weights-float32.data", None, "", ""),
+    ],
+)
+def test_what_cannot_be_run_has_failed(
+    folder: Path, judged: Parity, file: str, data: bytes | None, refused: str, unplaced: str
+) -> None:
+    (folder / file).unlink() if data is None else (folder / file).write_bytes(data)
+    row = judged()
+    assert (row.passed, row.inputs, row.located) == (False, (), None)
+    first, second = row.reasons
+    assert first.startswith(f"cannot be run: {refused}")
+    assert second.startswith("the place of the fault was not found: ")
+    assert unplaced in second
+
+
+def test_an_engine_of_a_target_that_is_not_here(judged: Parity, candidate: Candidate) -> None:
+    engine = replace(candidate.engine, target="tensorrt", path="engines/tensorrt/e.engine", weights=None)
+    row = judged(Candidate(setting=engine.setting, path=engine.path, weights=None, graph=None, engine=engine))
+    assert not row.passed
+    assert row.reasons[0].startswith("cannot be run: tensorrt: cannot run engines/tensorrt/e.engine here: ")
+
+
+def test_causality(folder: Path, candidate: Candidate, reference: Reference, config: BuildConfig) -> None:
+    row, blind = (causality_of(folder, candidate, reference, config, tolerance) for tolerance in (1e-4, 1e9))
+    assert (row.target, row.bucket, row.dtype, row.model) == ("ort-cpu", "b2s16", "float32", "mod")
+    assert row.suffixes == config.parity.suffixes == 4
+    assert (row.causal, blind.causal) == (False, True)
+    assert blind.largest_change == row.largest_change > 1e-3
+    (folder / ENGINE).write_bytes(b"")
+    with pytest.raises(EngineError, match="ONNX Runtime refuses this graph"):
+        causality_of(folder, candidate, reference, config, 1e-4)
+
+
+@pytest.mark.parametrize("router", ["linear", "linear_bias", "mlp", "norm_mlp"])
+def test_a_router_of_zeros_scores_all_tokens_alike(router: str) -> None:
+    spec = routed_spec(router=router)
+    loaded = LoadedTransformer(lively_checkpoint(spec))
+    zeros = next(zeroed_routers(loaded, 16))
+    assert {name: array.shape for name, array in zeros.items()} == {
+        name: tuple(loaded.weights[name].shape) for name in loaded.weights if ".router." in name
+    }
+    weights = {name: tensor * (name not in zeros) for name, tensor in loaded.weights.items()}
+    silenced = LoadedTransformer(Checkpoint(spec=spec, weights=weights))
+    ids_BS = torch.arange(16)[None].expand(2, -1)
+    _, decided = observed(silenced.module(), ids_BS, torch.tensor([16, 9]))
+    for routing in decided.values():
+        assert routing.score_BS.unique().numel() == 1
+
+
+EXPERTS = ExpertsSpec(n_experts=2, layers=(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("spec", "seq", "routers"),
+    [
+        (routed_spec(routing=None), 16, []),
+        # A router that selects no token is left alone.
+        (routed_spec(capacity=(0.05, 0.5)), 16, [["2.router"]]),
+        (routed_spec(capacity=(0.05, 0.5)), 1, []),
+        # Experts of a layer whose blocks select none are asked all the same where attention alone is routed.
+        (
+            routed_spec(capacity=(0.05, 0.5), parts="attention", experts=EXPERTS),
+            16,
+            [["0.experts.router", "2.experts.router", "2.router"], ["0.experts.router", "2.experts.router"]],
+        ),
+        # Behind a router they are asked by themselves too.
+        (
+            routed_spec(capacity=0.5, experts=EXPERTS),
+            16,
+            [
+                ["0.experts.router", "0.router", "2.experts.router", "2.router"],
+                ["0.experts.router", "2.experts.router"],
+            ],
+        ),
+        (routed_spec(routing=None, experts=EXPERTS), 16, [["0.experts.router", "2.experts.router"]]),
+    ],
+)
+def test_which_routers_are_silenced(spec: ModelSpec, seq: int, routers: list[list[str]]) -> None:
+    found = zeroed_routers(LoadedTransformer(lively_checkpoint(spec)), seq)
+    expected = [[f"layers.{name}.projection.weight" for name in names] for names in routers]
+    assert [sorted(zeros) for zeros in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "routed", "wrong"),
+    [
+        # The second row has two real tokens; what stands in its third slot is padding, whichever.
+        ("rank", [[0, 1, 2], [0, 1, 5]], 0),
+        ("rank", [[0, 1, 3], [0, 1, 2]], 1),
+        ("rank", [[3, 4, 5], [0, 1, 2]], 3),
+        ("rank", [[0, 1, 2], [0, 2, 3]], 1),
+        # Where tokens choose, none is above zero.
+        ("first_come", [[-1, -1, -1], [-1, -1, -1]], 0),
+        ("first_come", [[0, -1, -1], [-1, -1, -1]], 1),
+    ],
+)
+def test_slots_that_go_to_other_tokens_are_counted(rule: str, routed: list[list[int]], wrong: int) -> None:
+    """And said once, whichever inputs show it."""
+    batch = Batch.of_tokens("padded", np.zeros((2, 6), np.int64), np.array([6, 2]))
+    judged = {"1.expert0": Judged(rule, np.zeros((2, 6), np.float32), batch.real_BS)}
+    runs = [{"logits": np.ones(3), "routed_1.expert0": np.array(routed)}] * 2
+    said = f"padded: layer 1.expert0 routing: {wrong} slots do not go to the earlier of tokens with equal scores"
+    assert ties_of_runs(runs, [batch] * 2, [judged] * 2) == ([said] if wrong else [])
+
+
+class Bare:
+    """A model with what export needs and nothing else, as a module of a user's own."""
+
+    def __init__(self, loaded: LoadedTransformer) -> None:
+        self.spec, self.weights = loaded.spec, loaded.weights
+        self.vocab_size, self.max_positions = loaded.vocab_size, loaded.max_positions
+        self.module, self.skeleton = loaded.module, loaded.skeleton
+
+
+def test_a_model_without_text_and_declarations_is_judged_too(
+    folder: Path, judged: Parity, candidate: Candidate, loaded: LoadedTransformer, config: BuildConfig
+) -> None:
+    bare = Reference(Bare(loaded))
+    row = judged(by=bare)
+    assert row.passed, row.reasons
+    assert row.inputs == ("near_ties", "padded", "random", "ties")
+    assert row.routing.routed == row.routing.agreed > 0
+    assert (row.text, row.ties_exact) == (None, None)
+    causality = causality_of(folder, candidate, bare, config, 1e-4)
+    assert (causality.causal, causality.declared) == (False, False)
+    drawn = routing_map(bare, candidate.setting.bucket, batches_of(bare, candidate.setting.bucket, config))
+    assert drawn.tokens[0].isdecimal()
+    change_product(folder, 1.01)
+    assert judged(by=bare).located.layer == "layers.1"
+
+
+def test_hidden_states_of_a_model_without_a_head_cannot_be_judged(loaded: LoadedTransformer) -> None:
+    with pytest.raises(ConfigError, match="outputs: none, but this model has no head") as caught:
+        Reference(Bare(loaded), "none")
+    assert "build it with logits" in str(caught.value)

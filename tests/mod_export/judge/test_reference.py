@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from captures import bucket_example
+
+from mod_export.errors import CaptureError
+from mod_export.graph.capture import exported
+from mod_export.judge import reference as reference_module
+from mod_export.judge.inputs import Batch
+from mod_export.judge.reference import KeptRuns, Reference, check_program, routing_map
+from mod_export.model.model import tokens_sample
+from mod_export.model.module import model_from_module
+from mod_export.types import Bucket
+from mod_models.architecture import LoadedTransformer
+
+
+def test_a_run_is_plain_arrays_of_the_eager_module(reference: Reference, batches: list[Batch]) -> None:
+    for batch in batches:
+        run = reference.free(batch)
+        assert (run.logits_BSV.shape, run.logits_BSV.dtype) == ((2, 16, 256), np.float32)
+        assert list(run.routed) == list(run.judged) == [0, 1]
+        assert {(found.shape, found.dtype.name) for found in run.routed.values()} == {((2, 4), "int64")}
+        assert {one.score_BS.dtype.name for one in run.judged.values()} == {"float32"}
+        (logits_BSV,) = reference.module(torch.from_numpy(batch.ids_BS), torch.from_numpy(batch.lengths_B))
+        np.testing.assert_array_equal(run.logits_BSV, logits_BSV.numpy())
+
+
+def test_runs_are_kept_by_content(loaded: LoadedTransformer, batches: list[Batch]) -> None:
+    kept, one = Reference(loaded), batches[0]
+    again = Batch.of_tokens("another", one.ids_BS.copy(), one.lengths_B.copy())
+    assert kept.free(one) is kept.free(again)
+    assert kept.free(Batch.of_tokens(one.kind, one.ids_BS, one.lengths_B - 1)) is not kept.free(one)
+    routing = {1: np.tile(np.arange(4), (2, 1))}
+    assert kept.forced(one, routing) is kept.forced(again, copy.deepcopy(routing))
+    assert kept.forced(one, routing) is not kept.free(one)
+    assert kept.forced(one, {0: routing[1]}) is not kept.forced(one, routing)
+    assert kept.exact(one, routing) is not kept.forced(one, routing)
+
+
+def test_no_more_runs_are_kept_than_there_is_room_for(loaded: LoadedTransformer, batches: list[Batch]) -> None:
+    nothing = Reference(loaded, kept=KeptRuns(0))
+    first, second = nothing.free(batches[0]), nothing.free(batches[0])
+    assert first is not second
+    np.testing.assert_array_equal(first.logits_BSV, second.logits_BSV)
+    one = Reference(loaded, kept=KeptRuns(first.nbytes + first.nbytes // 2))
+    kept = one.free(batches[0])
+    assert one.free(batches[0]) is kept
+    other = one.free(batches[1])
+    # The oldest one has made room, also for another reference that keeps its runs there.
+    assert one.free(batches[1]) is other
+    assert one.free(batches[0]) is not kept
+    assert one.returning("last").free(batches[0]) is one.free(batches[0])
+
+
+def test_references_that_share_room_do_not_take_each_others_runs(
+    loaded: LoadedTransformer, batches: list[Batch]
+) -> None:
+    shared = KeptRuns()
+    routed, dense = Reference(loaded, kept=shared), Reference(loaded.dense(), kept=shared)
+    assert routed.free(batches[0]).routed != {}
+    assert dense.free(batches[0]).routed == {}
+    assert routed.with_weights({}).free(batches[0]) is not routed.free(batches[0])
+
+
+def test_a_forced_reference_routes_what_it_is_told(reference: Reference, batches: list[Batch]) -> None:
+    free = reference.free(batches[0])
+    forced = reference.forced(batches[0], {1: np.tile(np.arange(4), (2, 1))})
+    assert forced.routed[1].tolist() == [[0, 1, 2, 3]] * 2
+    np.testing.assert_array_equal(forced.routed[0], free.routed[0])
+    np.testing.assert_array_equal(forced.judged[0].score_BS, free.judged[0].score_BS)
+    assert not np.array_equal(forced.logits_BSV, free.logits_BSV)
+
+
+def test_float64_says_what_float32_rounds_away(reference: Reference, batches: list[Batch]) -> None:
+    for batch in batches:
+        free = reference.free(batch)
+        exact = reference.exact(batch, free.routed)
+        assert exact.logits_BSV.dtype == exact.judged[0].score_BS.dtype == np.float64
+        error = np.abs(exact.logits_BSV - free.logits_BSV)[batch.real_BS]
+        assert 1e-8 < error.max() < 1e-5
+        for layer, judged in free.judged.items():
+            score_BS, exact_BS = judged.score_BS, exact.judged[layer].score_BS
+            np.testing.assert_array_equal(exact.routed[layer], free.routed[layer])
+            # Computed in float64, and not cast to it.
+            assert np.any(exact_BS.astype(np.float32).astype(np.float64) != exact_BS)
+            np.testing.assert_allclose(exact_BS[batch.real_BS], score_BS[batch.real_BS], atol=1e-5)
+
+
+class NamesNoDtype(torch.nn.Module):
+    """What it makes itself has the dtype that torch gives it by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.mlp = torch.nn.Linear(8, 1), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, S, D = x.shape
+        index = self.router(x)[..., 0].topk(4).indices.sort().values[..., None].expand(-1, -1, D)
+        position = torch.arange(S)
+        bias = torch.where(position[:, None] >= position, 0.0, -1e9)
+        attended = torch.baddbmm(bias.expand(B, S, S), x, x.transpose(1, 2)).softmax(-1) @ x
+        return attended + torch.zeros(B, S, D).scatter(1, index, self.mlp(x.gather(1, index)))
+
+
+def test_what_has_the_default_dtype_is_float64_too() -> None:
+    torch.manual_seed(0)
+    bucket = Bucket(2, 16)
+    model = model_from_module(NamesNoDtype(), lambda batch, seq: torch.randn(batch, seq, 8), [bucket], "mine")
+    used, x = Reference(model.loaded), np.random.default_rng(0).standard_normal((2, 16, 8), np.float32)
+    batch = Batch("sample", bucket, {"x": x})
+    free = used.free(batch)
+    exact = used.exact(batch, free.routed)
+    assert exact is not None
+    assert exact.outputs[0].dtype == np.float64
+    assert 1e-9 < np.abs(exact.outputs[0] - free.outputs[0]).max() < 1e-5
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Batch]) -> None:
+    batch = batches[0]
+    free = reference.free(batch)
+    exact = reference.exact(batch, free.routed)
+    runs = [free, *reference.shaken(batch, free.routed)]
+    assert len(runs) == 3
+    errors = [np.abs(run.logits_BSV - exact.logits_BSV)[batch.real_BS].max() for run in runs]
+    # Of one size, and each its own.
+    assert len(set(errors)) == 3
+    assert max(errors) < 8 * min(errors)
+    for run in runs[1:]:
+        assert run.logits_BSV.dtype == np.float32
+        for layer, index_BK in free.routed.items():
+            np.testing.assert_array_equal(run.routed[layer], index_BK)
+    again = Reference(reference.loaded).shaken(batch, free.routed)
+    np.testing.assert_array_equal(again[0].logits_BSV, runs[1].logits_BSV)
+
+
+def test_the_float32_model_stays_what_it_is(loaded: LoadedTransformer, batches: list[Batch]) -> None:
+    used = Reference(loaded)
+    before = used.free(batches[0]).logits_BSV
+    used.exact(batches[0], {})
+    used.shaken(batches[0], {})
+    assert {parameter.dtype for parameter in used.module.parameters()} == {torch.float32}
+    np.testing.assert_array_equal(used.with_weights({}).free(batches[0]).logits_BSV, before)
+
+
+def test_no_float64_where_the_model_does_not_fit_twice(
+    loaded: LoadedTransformer, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How much memory is free is the environment.
+    memory = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert Reference(loaded).exact(batches[0], {}) is None
+    assert Reference(loaded).shaken(batches[0], {}) == []
+
+
+def test_what_was_found_out_is_remembered_by_name(loaded: LoadedTransformer) -> None:
+    remembers, answers = Reference(loaded), iter("abc")
+    assert [remembers.remembered(name, answers.__next__) for name in ("one", "one", "other")] == ["a", "a", "b"]
+    assert Reference(loaded).remembered("one", answers.__next__) == "c"
+
+
+def test_weights_are_replaced_and_put_back_nowhere(reference: Reference, batches: list[Batch]) -> None:
+    name, batch = "layers.0.mlp.down_proj.weight", batches[0]
+    before = reference.free(batch).logits_BSV
+    other = reference.with_weights({name: np.zeros(reference.loaded.weights[name].shape, np.float32)})
+    found = other.free(batch)
+    assert not np.array_equal(found.logits_BSV, before)
+    exact = other.exact(batch, found.routed)
+    np.testing.assert_allclose(exact.logits_BSV[batch.real_BS], found.logits_BSV[batch.real_BS], atol=1e-5)
+    np.testing.assert_array_equal(reference.with_weights({}).free(batch).logits_BSV, before)
+
+
+class ChangesItsMind(torch.nn.Module):
+    """Computes something else once it has been captured, as code does that asks whether it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor]:
+        scale = 1.0 if torch.compiler.is_exporting() else 1.0 + 2**-20
+        return (ids_BS[..., None] * self.weight * scale,)
+
+
+def test_a_program_that_is_not_the_module_is_refused() -> None:
+    module, bucket = ChangesItsMind(), Bucket(2, 3)
+    program = exported(module, bucket_example(module, bucket, 3), "model")
+    message = r"the captured program is not the eager model: at b2s3 its output 0 differs by up to \d.*same bits"
+    with pytest.raises(CaptureError, match=message):
+        check_program(program, module, bucket, [tokens_sample(16, bucket, 0)])
+
+
+def test_a_map_shows_which_token_went_through_which_layer(
+    reference: Reference, bucket: Bucket, batches: list[Batch]
+) -> None:
+    found = routing_map(reference, bucket, batches)
+    (text, *_) = [batch for batch in batches if batch.kind == "text"]
+    assert found.bucket == "b2s16"
+    assert "".join(found.tokens).encode("latin-1") == bytes(text.ids_BS[0].astype(np.uint8))
+    traced = reference.free(text)
+    assert [layer.layer for layer in found.layers] == [0, 1]
+    for layer in found.layers:
+        scores = traced.judged[layer.layer].score_BS[0]
+        assert layer.routed == tuple(sorted(np.argsort(-scores, kind="stable")[:4].tolist()))
+        assert layer.k == 4
+        np.testing.assert_allclose(np.array(layer.scores), scores, rtol=1e-3)
+
+
+def test_other_maps(
+    loaded: LoadedTransformer,
+    reference: Reference,
+    bucket: Bucket,
+    batches: list[Batch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens that are no text are shown as numbers; of a dense model, no input and a long row there is nothing."""
+    others = [batch for batch in batches if batch.kind != "text"]
+    assert routing_map(reference, bucket, others).tokens == tuple(map(str, others[0].ids_BS[0]))
+    assert routing_map(Reference(loaded.dense()), bucket, batches) is None
+    assert routing_map(reference, bucket, []) is None
+    for most, drawn in ((16, True), (15, False)):
+        monkeypatch.setattr(reference_module, "MOST_MAPPED_TOKENS", most)
+        assert (routing_map(reference, bucket, batches) is not None) is drawn

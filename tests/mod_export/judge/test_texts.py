@@ -1,0 +1,398 @@
+"""What writes texts is judged as what reads them, and no fault of a step passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from observing import observed
+from onnx import helper, numpy_helper
+from writing import WINDOW, engine_path
+
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.errors import EngineError, UsageError
+from mod_export.judge import inputs
+from mod_export.judge.inputs import documentation, documentation_of, one_of_each_kind, parity_batches, prompts_of
+from mod_export.judge.parity import judge_runner, judge_runners
+from mod_export.judge.parity_row import failed_row
+from mod_export.judge.quality import quality_of
+from mod_export.judge.reference import Reference
+from mod_export.judge.texts import PromptRunner, decoding_parts, texts_of
+from mod_export.model.model import Model
+from mod_export.model.protocol import GeneratingModel
+from mod_export.rows.parity import ParityRow
+from mod_export.runtime.decoder import Decoder, Prompts
+from mod_export.runtime.texts import Bytes
+from mod_export.types import Bucket, Engine, Setting
+
+AFFORDABLE = 40
+"""Tokens of one kind of input that a large eager model is run on: fewer than three rows of a prompt and its tail."""
+NAME = "mod-decode-b3s48-float32"
+BUCKET = Bucket(3, WINDOW)
+Judge = Callable[..., ParityRow]
+
+
+@pytest.fixture(scope="module")
+def writer(writing_model: Model) -> GeneratingModel:
+    return writing_model.loaded.generating(WINDOW)
+
+
+@pytest.fixture(scope="module")
+def reference(writer: GeneratingModel) -> Reference:
+    return Reference(writer.loaded)
+
+
+def engine_of(role: str, bucket: Bucket) -> Engine:
+    return Engine(
+        target="ort-cpu", model="mod", bucket=bucket, dtype="float32", role=role,
+        path=f"engines/ort-cpu/mod-{role}-{bucket.name}-float32.onnx", weights="graphs/weights-float32.data",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def opened(
+    folder: Path, config: BuildConfig, kind: type[Decoder] = Decoder, bucket: Bucket = BUCKET
+) -> Iterator[tuple[Prompts, Decoder]]:
+    builder = ENGINES["ort-cpu"]
+    with contextlib.ExitStack() as stack:
+
+        def load(engine: Engine) -> Any:
+            return stack.enter_context(builder.load(folder, engine, config, 1))
+
+        prompts = Prompts({seq: load(engine_of("prefill", Bucket(1, seq))) for seq in (8, 16)})
+        yield prompts, kind(load(engine_of("decode", bucket)), bucket.seq, "decoder")
+
+
+@pytest.fixture(params=["small", "large"])
+def judged(
+    request: pytest.FixtureRequest,
+    writing_config: BuildConfig,
+    reference: Reference,
+    writer: GeneratingModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Judge:
+    """As a model of its size is judged, and as a large one is: on fewer tokens."""
+    if request.param == "large":
+        weights = sum(tensor.numel() for tensor in writer.loaded.weights.values())
+        monkeypatch.setattr(inputs, "MOST_FLOPS", AFFORDABLE * 2 * weights)
+
+    def judge(folder: Path, kind: type[Decoder] = Decoder, bucket: Bucket = BUCKET) -> ParityRow:
+        setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=bucket)
+        gate = writing_config.parity.float32
+        with opened(folder, writing_config, kind, bucket) as (prompts, decoder):
+            try:
+                parts = decoding_parts(prompts, (8, 16), decoder, reference, writing_config)
+                return judge_runners(parts, reference, gate, setting)
+            except EngineError as error:
+                return failed_row(str(error), gate, setting)
+
+    return judge
+
+
+@pytest.fixture
+def finds(judged: Judge, written_copy: Path) -> Callable[[str, Callable[[onnx.GraphProto], None]], None]:
+    """Changes a graph; its folder must not pass then."""
+
+    def check(name: str, change: Callable[[onnx.GraphProto], None]) -> None:
+        path = engine_path(written_copy, name)
+        model = onnx.load(path, load_external_data=False)
+        change(model.graph)
+        path.write_bytes(model.SerializeToString())
+        row = judged(written_copy)
+        assert not row.passed
+        assert row.reasons
+
+    return check
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sound_engines_pass(judged: Judge, written: Path, rows: int, request: pytest.FixtureRequest) -> None:
+    row = judged(written, bucket=Bucket(rows, WINDOW))
+    assert row.rounding_tokens <= row.tokens
+    if "large" in request.node.name:
+        # Texts of 16 tokens in each row, and behind prompts of 8 and 16 tokens two in the last row alone.
+        assert row.tokens <= rows * 4 * 16 + 2 * (17 + 33)
+        assert row.rounding_tokens < row.tokens
+    else:
+        assert row.tokens > rows * (2 * WINDOW + 2 * (17 + 33))
+    assert row.passed, row.reasons
+    assert row.routing.routed == row.routing.agreed > 0
+    assert set(row.inputs) >= {"random", "padded"}
+
+
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from nodes_of(attribute.g)
+
+
+def constant(graph: onnx.GraphProto, name: str, value: object, dtype: type = np.int64) -> str:
+    graph.initializer.append(numpy_helper.from_array(np.array(value, dtype=dtype), name))
+    return name
+
+
+def insert(graph: onnx.GraphProto, before: onnx.NodeProto, *nodes: onnx.NodeProto) -> None:
+    at = list(graph.node).index(before)
+    for node in reversed(nodes):
+        graph.node.insert(at, node)
+
+
+def another_layers_cache(graph: onnx.GraphProto) -> None:
+    other = {f"{part}_{layer}": f"{part}_{2 - layer}" for part in ("keys", "values") for layer in (0, 2)}
+    for node in nodes_of(graph):
+        node.input[:] = [other.get(name, name) for name in node.input]
+
+
+def values_for_keys(graph: onnx.GraphProto) -> None:
+    other = {"keys_1": "values_1", "values_1": "keys_1"}
+    for node in nodes_of(graph):
+        node.input[:] = [other.get(name, name) for name in node.input]
+
+
+def rotated_one_further(graph: onnx.GraphProto) -> None:
+    """Keys of prompts are not, so that a prompt and what follows it are one further apart."""
+    gathers = [node for node in graph.node if node.op_type == "Gather" and node.input[0].startswith("rope_")]
+    assert len(gathers) == 2
+    one = constant(graph, "one_further", 1)
+    insert(graph, gathers[0], helper.make_node("Add", [gathers[0].input[1], one], ["further"]))
+    for node in gathers:
+        node.input[1] = "further"
+
+
+def counts_stay(graph: onnx.GraphProto) -> None:
+    (node,) = [node for node in graph.node if "new_counts" in node.output]
+    node.CopyFrom(helper.make_node("Identity", ["counts"], ["new_counts"]))
+
+
+def next_slot(graph: onnx.GraphProto) -> None:
+    """In the cache all the same, so that nothing but the numbers can tell."""
+    lengths = {
+        value.name: value.type.tensor_type.shape.dim[2].dim_value for value in graph.input if "keys" in value.name
+    }
+    writing = [node for node in nodes_of(graph) if node.op_type == "GroupQueryAttention"]
+    assert len(writing) == len(lengths) == 3
+    one = constant(graph, "slot_one", 1, np.int32)
+    makers = {name: node for node in graph.node for name in node.output}
+    for slot, cache in {node.input[5]: node.input[3] for node in writing}.items():
+        last = constant(graph, f"last_of_{cache}", lengths[cache] - 1, np.int32)
+        maker = makers[slot]
+        maker.output[0] = f"true_{slot}"
+        after = graph.node[list(graph.node).index(maker) + 1]
+        insert(
+            graph,
+            after,
+            helper.make_node("Add", [f"true_{slot}", one], [f"later_{slot}"]),
+            helper.make_node("Min", [f"later_{slot}", last], [slot]),
+        )
+
+
+def block_is_skipped(graph: onnx.GraphProto) -> None:
+    node = [node for node in graph.node if node.op_type == "If"][-1]
+    node.input[0] = constant(graph, "never", False, np.bool_)
+
+
+def runs_are_mixed_up(graph: onnx.GraphProto) -> None:
+    """Who ran is read off another layer."""
+    (node,) = [node for node in graph.node if "ran" in node.output]
+    node.input[:] = list(reversed(node.input))
+
+
+def nothing_wanted(graph: onnx.GraphProto) -> None:
+    (node,) = [node for node in graph.node if "wanted" in node.output]
+    node.output[0] = "truly_wanted"
+    never = constant(graph, "not_wanted", False, np.bool_)
+    graph.node.append(helper.make_node("And", ["truly_wanted", never], ["wanted"]))
+
+
+def wrong_late_in_the_text(graph: onnx.GraphProto) -> None:
+    """Beyond what is read from the first token on."""
+    (node,) = [node for node in graph.node if "logits" in node.output]
+    node.output[0] = "true_logits"
+    late, two = constant(graph, "late", WINDOW - 4), constant(graph, "late_axis", [1])
+    graph.node.extend(
+        [
+            helper.make_node("GreaterOrEqual", ["positions", late], ["is_late"]),
+            helper.make_node("Unsqueeze", ["is_late", two], ["is_late_column"]),
+            helper.make_node("Neg", ["true_logits"], ["negated"]),
+            helper.make_node("Where", ["is_late_column", "negated", "true_logits"], ["logits"]),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        another_layers_cache, values_for_keys, rotated_one_further, counts_stay, next_slot, block_is_skipped,
+        runs_are_mixed_up, nothing_wanted, wrong_late_in_the_text,
+    ],
+)  # fmt: skip
+def test_faults_of_a_graph_are_found(finds: Callable[..., None], fault: Callable[[onnx.GraphProto], None]) -> None:
+    finds(NAME, fault)
+
+
+def no_cache(graph: onnx.GraphProto) -> None:
+    zero = constant(graph, "no_cache", 0, np.float32)
+    outputs = {one.name for one in graph.output if one.name.startswith(("keys_", "values_"))}
+    for node in list(graph.node):
+        for place, name in enumerate(node.output):
+            if name in outputs:
+                node.output[place] = f"true_{name}"
+                graph.node.append(helper.make_node("Mul", [f"true_{name}", zero], [name]))
+
+
+@pytest.mark.parametrize("seq", [8, 16])
+def test_a_prompt_that_leaves_no_cache_is_found(finds: Callable[..., None], seq: int) -> None:
+    """Its own logits are right: only what follows is not."""
+    finds(f"mod-prefill-b1s{seq}-float32", no_cache)
+
+
+class LateRows(Decoder):
+    """Writes a row of a layer without routing one token too late."""
+
+    def step(self, ids_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
+        before = {name: array.copy() for name, array in self.cache.items() if name in ("keys_1", "values_1")}
+        late = getattr(self, "_late", before)
+        logits_BV = super().step(ids_B, position_B)
+        self._late = {name: self.cache[name].copy() for name in before}
+        for name, array in late.items():
+            self.cache[name][:] = array
+        return logits_BV
+
+
+class RowsOfOthers(Decoder):
+    """Mixes up whose cache is whose."""
+
+    def put(self, row: int, kept: object) -> None:
+        super().put((row + 1) % self.batch, kept)
+
+
+class Forgetful(Decoder):
+    """Leaves the counts of the text that was in the row before."""
+
+    def put(self, row: int, kept: object) -> None:
+        counts_N = self.cache["counts"][row].copy()
+        super().put(row, kept)
+        self.cache["counts"][row] = np.maximum(counts_N, self.cache["counts"][row])
+
+
+@pytest.mark.parametrize("kind", [LateRows, RowsOfOthers, Forgetful])
+def test_faults_of_a_cache_are_found(judged: Judge, written: Path, kind: type[Decoder]) -> None:
+    row = judged(written, kind)
+    assert not row.passed
+    assert row.reasons
+
+
+@pytest.mark.parametrize("seq", [8, 16])
+def test_prompts_are_judged_by_their_last_token(
+    written: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
+) -> None:
+    bucket = Bucket(1, seq)
+    batches = one_of_each_kind(parity_batches(writer.loaded, bucket, [], 0, 1))
+    reference = Reference(writer.loaded, outputs="last")
+    engine = engine_of("prefill", bucket)
+    with ENGINES["ort-cpu"].load(written, engine, writing_config, 1) as runner:
+        found = PromptRunner(runner)
+        assert found.outputs == ("last_logits", "routed_0", "routed_2")
+        assert set(found.run({"input_ids": np.zeros((1, seq), np.int64), "lengths": np.array([3])}, ["routed_2"])) == {
+            "routed_2"
+        }
+        row = judge_runner(found, reference, batches, writing_config.parity.float32, engine.setting)
+    assert row.passed, row.reasons
+
+
+def test_logits_of_steps_are_those_of_prompts(
+    written: Path, writing_config: BuildConfig, writer: GeneratingModel
+) -> None:
+    """At every position that both can read, on the engines, and those of the eager model."""
+    ids_S = np.random.default_rng(4).integers(0, 256, WINDOW)
+    with torch.no_grad():
+        expected_SV = observed(writer.loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([WINDOW]))[0][
+            0
+        ].numpy()
+    with opened(written, writing_config, bucket=Bucket(1, WINDOW)) as (prompts, decoder):
+        decoder.put(0, prompts.read(ids_S[:1].tolist()))
+        for t in range(1, WINDOW):
+            logits_V = decoder.step(ids_S[t : t + 1], np.array([t]))[0].copy()
+            np.testing.assert_allclose(logits_V, expected_SV[t], rtol=0, atol=1e-4)
+            if t < 16:
+                kept = prompts.read(ids_S[: t + 1].tolist())
+                np.testing.assert_allclose(logits_V, kept.logits_V, rtol=0, atol=1e-4)
+                np.testing.assert_array_equal(decoder.cache["counts"][0], kept.count_N)
+                np.testing.assert_array_equal(decoder.overflow_BN[0], kept.overflow_N)
+                for name, row_GLE in kept.rows.items():
+                    slots = t + 1 if name.endswith("_1") else kept.count_N[0 if name.endswith("_0") else 1]
+                    found_GLE = decoder.cache[name][0]
+                    np.testing.assert_allclose(found_GLE[:, :slots], row_GLE[:, :slots], rtol=0, atol=1e-4)
+
+
+def test_texts_and_where_they_differ(
+    written: Path, writing_config: BuildConfig, writer: GeneratingModel, writing_model: Model
+) -> None:
+    prompt_NS = prompts_of(writer.loaded, 256, 4, 8, 1)
+    assert prompt_NS.shape == (4, 8)
+    setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=Bucket(3, 48))
+    with opened(written, writing_config) as (prompts, decoder):
+        own, twin = (
+            [one.write(ids_S.tolist(), 10) for ids_S in prompt_NS]
+            for one in (writer, writing_model.of_kind("dense").generating(WINDOW))
+        )
+        same = texts_of(own, prompts, decoder, prompt_NS, 3, setting)
+        other = texts_of(twin, prompts, decoder, prompt_NS, 3, setting)
+    assert (same.texts, same.tokens, same.identical, same.first_difference, same.same) == (4, 40, 4, None, 40)
+    assert other.identical < 4
+    assert 1 <= other.first_difference <= 10
+    assert other.first_difference - 1 <= other.same < 40
+
+
+def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, writing_model: Model) -> None:
+    causal, own = Reference(writer.loaded), Reference(writing_model.loaded)
+    row = quality_of(writer, causal, own, 2, 0)
+    assert (row.tokens, row.window) == (2 * (WINDOW - 1), WINDOW)
+    assert row.perplexity != row.own_perplexity
+    for site in ("0", "2"):
+        assert 0 <= row.selected[site] <= min(row.wanted[site], 18 / WINDOW) + 1e-9
+        assert row.overflow[site] == round((row.wanted[site] - row.selected[site]) * 2 * WINDOW)
+    same = quality_of(writer, causal, causal, 2, 0)
+    assert same.perplexity == same.own_perplexity == row.perplexity
+
+
+class _WithoutText:
+    """The same model, whose ids stand for no text as far as it knows."""
+
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("sample_ids", "token_texts", "ids_of_text"):
+            raise AttributeError(name)
+        return getattr(self._loaded, name)
+
+
+def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingModel, writing_model: Model) -> None:
+    """With its tokenizer; a tokenizer that has no tokens for it, or too large ones, leaves quality out."""
+    causal, own = Reference(writer.loaded), Reference(cast("Any", _WithoutText(writing_model.loaded)))
+    assert len(documentation()) > 100_000
+    text_of = documentation_of(Bytes().ids, 256)
+    assert quality_of(writer, causal, own, 2, 0) is None
+    row = quality_of(writer, causal, own, 2, 0, text_of)
+    assert row is not None
+    assert (row.text, row.tokens) == ("documentation", 2 * (WINDOW - 1))
+    assert quality_of(writer, causal, own, 2, 0, text_of) == row
+    held_out = quality_of(writer, causal, Reference(writing_model.loaded), 2, 0, text_of)
+    assert held_out is not None
+    assert held_out.text == "held_out"
+
+    def refuses(text: str) -> list[int]:
+        raise UsageError("no token")
+
+    others: list[Callable[[str], Sequence[int]]] = [refuses, lambda text: [1] * WINDOW, lambda text: [256] * 999]
+    assert [quality_of(writer, causal, own, 2, 0, documentation_of(one, 256)) for one in others] == [None] * 3

@@ -1,0 +1,157 @@
+"""Steps and prompts of both models, interleaved: what a row of the report says is what the text did."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from observing import observed
+from writing import SPEC, WINDOW
+
+from mod_export.config import BuildConfig
+from mod_export.measure.decoding import measure_prompts, measure_steps, read_text
+from mod_export.model.model import Model
+from mod_export.model.protocol import GeneratingModel
+from mod_export.pipeline.context import step_bytes
+from mod_export.pipeline.folder_context import FolderContext
+from mod_export.rows.generation import StepBytes
+from mod_export.types import KINDS, Bucket, Engine, ModelKind, Role, pairs_of
+
+SEQ = 16
+"""Of the texts: what a prompt holds."""
+
+
+@pytest.fixture(scope="module")
+def context(written: Path, writing_config: BuildConfig) -> FolderContext:
+    generation = writing_config.generation.model_copy(update={"measured_tokens": 100})
+    return FolderContext(written, writing_config.model_copy(update={"generation": generation}), (), verify=False)
+
+
+@pytest.fixture(scope="module")
+def models(writing_model: Model) -> dict[ModelKind, GeneratingModel]:
+    return {kind: writing_model.of_kind(kind).generating(WINDOW) for kind in KINDS}
+
+
+def pair_of(context: FolderContext, role: Role, bucket: Bucket) -> dict[ModelKind, Engine]:
+    pairs = pairs_of(context.runnable(role))
+    return next(pair for setting, pair in pairs.items() if setting.bucket == bucket)
+
+
+def texts(rows: int) -> np.ndarray:
+    return np.random.default_rng(2).integers(0, 256, (rows, SEQ))
+
+
+def decided(model: GeneratingModel, ids_BS: np.ndarray) -> dict[int | str, np.ndarray]:
+    """Which tokens run, as the eager model says."""
+    ran = {}
+    with torch.no_grad():
+        _, found = observed(model.loaded.module(), torch.from_numpy(ids_BS), torch.full((len(ids_BS),), SEQ))
+    for site, one in found.items():
+        ran[site] = np.zeros(ids_BS.shape, dtype=bool)
+        for row, (index_K, live_K) in enumerate(zip(one.index_BK, one.live_BK, strict=True)):
+            ran[site][row, index_K[live_K].numpy()] = True
+    return ran
+
+
+def test_a_text_is_what_both_models_read(context: FolderContext, models: dict[ModelKind, GeneratingModel]) -> None:
+    found = context.decoding_engines()
+    expected = decided(models["mod"], texts(2))
+    with contextlib.ExitStack() as opened:
+        prompts = {kind: opened.enter_context(found.prompts(kind, "ort-cpu", "float32")) for kind in KINDS}
+        text = read_text(texts(2), prompts, {kind: models[kind].sites for kind in KINDS})
+    assert list(text.ran["mod"]) == list(expected)
+    for site, ran_BS in expected.items():
+        np.testing.assert_array_equal(text.ran["mod"][site], ran_BS)
+    assert text.ran["dense"] == {}
+    for kind in KINDS:
+        assert [kept.length for kept in text.kept[kind]] == [SEQ] * 2
+    assert all(kept.count_N is None for kept in text.kept["dense"])
+
+
+@pytest.mark.parametrize(("rows", "bandwidth_gbs"), [(1, None), (3, 10.0)])
+def test_steps_are_those_of_the_text(
+    context: FolderContext, models: dict[ModelKind, GeneratingModel], rows: int, bandwidth_gbs: float | None
+) -> None:
+    bucket = Bucket(rows, WINDOW)
+    row = measure_steps(
+        context.decoding_engines(),
+        pair_of(context, "decode", bucket),
+        texts(rows),
+        {kind: models[kind].sites for kind in KINDS},
+        {kind: step_bytes(models[kind], bucket) for kind in KINDS},
+        bandwidth_gbs,
+    )
+    assert (row.setting.role, row.setting.bucket) == ("decode", Bucket(rows, WINDOW))
+    # All positions but the first were timed: so they can be counted.
+    assert row.positions == SEQ - 1
+    for site, ran_BS in decided(models["mod"], texts(rows)).items():
+        assert row.executed[str(site)] == pytest.approx(ran_BS[:, 1:].any(0).mean())
+        assert row.selected[str(site)] == pytest.approx(ran_BS[:, 1:].mean())
+    assert max(row.selected.values()) > 0
+    assert min(row.selected.values()) < 1
+    assert all(0 < ms < 1000 for ms in row.ms.values())
+    assert row.tokens_per_second == pytest.approx({kind: 1e3 * rows / ms for kind, ms in row.ms.items()})
+    found = row.compared
+    assert found is not None
+    assert found.measured == pytest.approx(row.ms["dense"] / row.ms["mod"])
+    assert found.ci95[0] <= found.measured <= found.ci95[1]
+    assert found.predicted_bytes == row.least_bytes["dense"] / row.least_bytes["mod"] > 1
+    assert found.efficiency == pytest.approx(found.measured / found.predicted_bytes)
+    # Without a roofline there is no bound in time.
+    bound = bandwidth_gbs and {kind: size / bandwidth_gbs / 1e6 for kind, size in row.least_bytes.items()}
+    assert row.predicted_ms == bound
+    # A routed layer has a cache of its capacity; and each one slot for rows that keep nothing.
+    slot = 2 * 2 * 8 * 4
+    assert row.kv_bytes == {"mod": rows * (19 + WINDOW + 1 + 19) * slot, "dense": rows * 3 * (WINDOW + 1) * slot}
+    assert found.routed_kv_bytes == {"mod": rows * 38 * slot, "dense": rows * 2 * (WINDOW + 1) * slot}
+
+
+def test_steps_and_prompts_of_a_model_alone(context: FolderContext, models: dict[ModelKind, GeneratingModel]) -> None:
+    """The same rows without a dense baseline, and nothing that would need one."""
+    bucket, engines = Bucket(3, WINDOW), context.decoding_engines()
+    alone: dict[ModelKind, Engine] = {"mod": pair_of(context, "decode", bucket)["mod"]}
+    sites, least = models["mod"].sites, step_bytes(models["mod"], bucket)
+    row = measure_steps(engines, alone, texts(3), {"mod": sites}, {"mod": least}, 10.0)
+    assert row.compared is None
+    assert 0 < row.ms["mod"] < 1000
+    for site, ran_BS in decided(models["mod"], texts(3)).items():
+        assert row.executed[str(site)] == pytest.approx(ran_BS[:, 1:].any(0).mean())
+    assert row.least_bytes == {"mod": least.of(row.executed)}
+    for of_models in (row.ms, row.tokens_per_second, row.predicted_ms, row.kv_bytes):
+        assert of_models is not None
+        assert list(of_models) == ["mod"]
+    prompt = measure_prompts(engines, {"mod": pair_of(context, "prefill", Bucket(1, SEQ))["mod"]}, texts(1)[0])
+    assert (list(prompt.ms), prompt.compared) == (["mod"], None)
+    assert 0 < prompt.ms["mod"] < 1000
+
+
+def test_a_prompt_is_timed_as_whole_rows_are(context: FolderContext) -> None:
+    row = measure_prompts(context.decoding_engines(), pair_of(context, "prefill", Bucket(1, SEQ)), texts(1)[0])
+    assert (row.setting.role, row.setting.bucket, row.tokens) == ("prefill", Bucket(1, SEQ), SEQ)
+    assert row.compared is not None
+    assert row.compared.measured == pytest.approx(row.ms["dense"] / row.ms["mod"])
+    assert 0 < row.compared.ci95[0] <= row.compared.measured <= row.compared.ci95[1]
+
+
+def test_bytes_of_a_step_by_what_was_executed(models: dict[ModelKind, GeneratingModel]) -> None:
+    assert StepBytes(always=100, sites={"1": 10, "3": 20}).of({"1": 0.5, "3": 0.25, "other": 1.0}) == 110
+    assert StepBytes(always=100, sites={}).of({"1": 1.0}) == 100
+    bucket = Bucket(3, WINDOW)
+    found = {kind: step_bytes(models[kind], bucket) for kind in KINDS}
+    assert set(found["mod"].sites) == {"0", "2"}
+    everything = found["mod"].of({"0": 1.0, "2": 1.0})
+    assert everything == models["mod"].least_bytes(3, WINDOW, {0: 1.0, 2: 1.0})
+    # Of weights that are stored in fewer bytes it reads fewer; what is no weight of this model counts nothing.
+    stored = {"layers.1.mlp.up_proj.weight": 100, "layers.0.mlp.up_proj.weight": 200, "other": 1}
+    narrow = step_bytes(models["mod"], bucket, stored)
+    up = 4 * SPEC.d_model * SPEC.d_ff
+    assert found["mod"].always - narrow.always == up - 100
+    assert found["mod"].sites["0"] - narrow.sites["0"] == up - 200
+    assert found["mod"].sites["2"] == narrow.sites["2"]
+    # Where everybody runs, routers are read as well, and a routed layer's cache is shorter.
+    model, twin = models["mod"].loaded.weights, models["dense"].loaded.weights
+    routers = sum(4 * weight.numel() for name, weight in model.items() if name not in twin)
+    assert everything - routers == found["dense"].of({}) - 3 * 2 * (WINDOW - 18) * 2 * 2 * 8 * 4

@@ -1,0 +1,233 @@
+"""hf:// names next to a server that answers as the hub does: what is fetched, and every way in which it cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hugging_face import saved
+
+from mod_export.errors import CheckpointError
+from mod_export.model.hub import fetched, name_of
+from mod_models.checkpoint import load_checkpoint
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODEL = "org/tiny-model"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers for the repositories in `root`, each with the revisions main and v1.
+
+    Attributes:
+        root: holds ORG/NAME/FILES.
+        sent: the files that were asked for.
+    """
+
+    root: ClassVar[Path]
+    sent: ClassVar[list[str]]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        if path.startswith("api/models/"):
+            repo, _, rest = path.removeprefix("api/models/").partition("/revision/")
+            if not rest:
+                repo, _, rest = repo.partition("/tree/")
+                return self.tree(repo) if rest else self.about(repo, "main")
+            return self.about(repo, rest)
+        repo, _, rest = path.partition("/resolve/")
+        revision, _, name = rest.partition("/")
+        file = self.root / repo / name
+        if not self.known(repo, revision):
+            return None
+        if not file.is_file():
+            return self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
+        if self.command == "GET":
+            self.sent.append(name)
+        data = file.read_bytes()
+        return self.answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', **{"X-Repo-Commit": COMMIT})
+
+    def known(self, repo: str, revision: str) -> bool:
+        if repo == "org/gated":
+            self.answer(403, b"{}", **{"X-Error-Code": "GatedRepo"})
+        elif not (self.root / repo).is_dir():
+            self.answer(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
+        elif revision not in ("main", "v1", COMMIT):
+            self.answer(404, b"{}", **{"X-Error-Code": "RevisionNotFound"})
+        else:
+            return True
+        return False
+
+    def about(self, repo: str, revision: str) -> None:
+        if self.known(repo, revision):
+            self.answer(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": []}).encode())
+
+    def tree(self, repo: str) -> None:
+        folder = self.root / repo
+        files = [
+            {"type": "file", "path": path.relative_to(folder).as_posix(), "size": path.stat().st_size,
+             "oid": hashlib.sha1(path.read_bytes()).hexdigest()}
+            for path in folder.rglob("*") if path.is_file()
+        ]  # fmt: skip
+        self.answer(200, json.dumps(files).encode())
+
+    def answer(self, code: int, data: bytes, **headers: str) -> None:
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in shards with pickles beside it, one of pickles only, a GGUF file, and an empty repository."""
+    root = tmp_path_factory.mktemp("hub")
+    folder = root / MODEL
+    saved("Qwen2", folder, max_shard_size="60KB")
+    for name in ("README.md", "onnx/model.onnx", "pytorch_model.bin", "original/model.safetensors", "tokenizer.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    old = saved("Llama", root / "org" / "old")
+    (root / "org" / "old" / "model.safetensors").unlink()
+    torch.save(old.state_dict(), root / "org" / "old" / "pytorch_model.bin")
+    (root / "org" / "files").mkdir()
+    (root / "org" / "files" / "some.gguf").write_bytes(b"GGUF, but not really")
+    return root
+
+
+@pytest.fixture(scope="module")
+def endpoint(root: Path) -> Iterator[str]:
+    Hub.root, Hub.sent = root, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def in_process(code: str, endpoint: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """The hub's client reads its environment when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+                    "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **more}  # fmt: skip
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def asked(sources: list[str], endpoint: str, cache: Path, **more: str) -> list[str]:
+    """What each becomes, or the message why not."""
+    code = f"""
+import json
+from mod_export.errors import CheckpointError
+from mod_export.model.hub import fetched
+found = []
+for source in {sources!r}:
+    try:
+        found.append(fetched(source))
+    except CheckpointError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+    done = in_process(code, endpoint, cache, **more)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def cli(*words: object) -> str:
+    listed = ["mod-export", *map(str, words)]
+    return f"import sys\nsys.argv = {listed!r}\nfrom mod_export.cli import main\nmain()"
+
+
+def test_a_model_is_fetched_and_converted(root: Path, endpoint: str, tmp_path: Path) -> None:
+    """Only what it is read from; and a second time nothing."""
+    Hub.sent.clear()
+    done = in_process(cli("convert", f"hf://{MODEL}@v1", tmp_path / "out"), endpoint, tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    expected = {*(path.name for path in (root / MODEL).glob("model*")), "config.json", "generation_config.json",
+                "tokenizer.json"}  # fmt: skip
+    assert sorted(Hub.sent) == sorted(expected)
+    assert len(expected) > 5
+    assert load_checkpoint(tmp_path / "out").spec.attention_bias == "qkv"
+    Hub.sent.clear()
+    (folder,) = asked([f"hf://{MODEL}@v1"], endpoint, tmp_path / "cache")
+    assert Hub.sent == []
+    assert name_of(Path(folder)) == "tiny-model"
+    # The same without a network.
+    assert asked([f"hf://{MODEL}@v1"], "http://127.0.0.1:9", tmp_path / "cache") == [folder]
+    assert asked([f"hf://{MODEL}@{COMMIT}"], endpoint, tmp_path / "cache", HF_HUB_OFFLINE="1") == [folder]
+
+
+def test_a_model_of_pickles_and_a_file(endpoint: str, tmp_path: Path) -> None:
+    Hub.sent.clear()
+    folder, file = asked(["hf://org/old", "hf://org/files/some.gguf"], endpoint, tmp_path / "cache")
+    assert set(Hub.sent) == {"config.json", "generation_config.json", "pytorch_model.bin", "some.gguf"}
+    assert (Path(folder) / "pytorch_model.bin").is_file()
+    assert Path(file).read_bytes() == b"GGUF, but not really"
+    assert name_of(Path(file)) == "some.gguf"
+
+
+def test_what_cannot_be_fetched(endpoint: str, tmp_path: Path) -> None:
+    sources = ["hf://org/none", "hf://org/gated", f"hf://{MODEL}@v7", "hf://org/files/none.gguf", "hf://one",
+               "hf://org/name--twice", "hf://org/files"]  # fmt: skip
+    *messages, empty = asked(sources, endpoint, tmp_path)
+    assert messages == [
+        "hf://org/none: no such repository on the hub, or a private one without its HF_TOKEN",
+        "hf://org/gated: access has to be asked for on the hub; then set HF_TOKEN",
+        f"hf://{MODEL}@v7: the repository has no such revision",
+        "hf://org/files/none.gguf: the repository has no such file",
+        "hf://one: expected hf://ORG/NAME or hf://ORG/NAME@REVISION",
+        messages[5],
+    ]
+    assert messages[5].startswith("hf://org/name--twice: ")
+    assert empty == (
+        "hf://org/files: the repository holds no config.json, so no model of transformers; of a repository of GGUF "
+        "files name one, hf://org/files/FILE.gguf"
+    )
+
+
+@pytest.mark.parametrize("offline", ["1", pytest.param("0", marks=pytest.mark.slow)])  # The client tries for seconds.
+def test_without_a_network(offline: str, tmp_path: Path) -> None:
+    sources = [f"hf://{MODEL}", "hf://org/files/some.gguf"]
+    found = asked(sources, "http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE=offline)
+    for source, message in zip(sources, found, strict=True):
+        assert message.startswith(f"{source}: cannot be fetched, and is not in the hub's cache (")
+        assert "\n" not in message
+
+
+def test_without_the_package(tmp_path: Path) -> None:
+    for command in ("convert", "build"):
+        words: list[Any] = [command, f"hf://{MODEL}", *([] if command == "build" else [tmp_path / "out"])]
+        code = "import sys\nsys.modules['huggingface_hub'] = None\n" + cli(*words)
+        done = in_process(code, "http://127.0.0.1:9", tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith(
+            f"error: `mod-export {command}` needs huggingface_hub.errors, which cannot be imported"
+        )
+        assert 'install it: pip install "mod-export[convert]"' in done.stderr
+
+
+def test_other_sources_stay_as_they_are() -> None:
+    assert fetched("some/folder") == "some/folder"
+    with pytest.raises(CheckpointError, match="expected hf://ORG/NAME or hf://ORG/NAME@REVISION"):
+        fetched("hf://")

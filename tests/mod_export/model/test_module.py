@@ -1,0 +1,358 @@
+"""A module becomes a model: captured at each shape, equal to the module bit for bit, and the module stays as it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from foreign_models import Embedded, Images, Masked, made, masked_inputs, token_ids
+from mod_dialects import DIALECTS, D, V
+from torch import Tensor, nn
+
+from mod_export.errors import CaptureError, UsageError
+from mod_export.graph.capture import exported
+from mod_export.graph.routing_sites import routing_sites
+from mod_export.model.model import Model
+from mod_export.model.module import model_from_module
+from mod_export.model.programs import ProgramModel
+from mod_export.types import Bucket
+
+SHORT, LONG = Bucket(2, 8), Bucket(2, 16)
+
+
+def program_model(model: Model) -> ProgramModel:
+    assert isinstance(model.loaded, ProgramModel)
+    return model.loaded
+
+
+def embeddings(batch: int, seq: int, seed: int) -> Tensor:
+    return torch.randn(batch, seq, D, generator=torch.Generator().manual_seed(seed))
+
+
+def images(batch: int, seq: int) -> tuple[Tensor]:
+    return (torch.rand(batch, 3, 32, 32),)
+
+
+CASES: dict[str, tuple[Any, Any, list[Bucket], tuple[str, ...], tuple[str, ...], list[str]]] = {
+    **{
+        name: (name, token_ids, [SHORT, LONG], ("ids",), ("logits",), ["blocks.1", "blocks.3"]) for name in DIALECTS
+    },
+    "ids and mask": (
+        Masked, masked_inputs, [SHORT, LONG], ("input_ids", "attention_mask"), ("logits", "hidden"), ["block"]
+    ),
+    "embeddings": (Embedded, embeddings, [SHORT, LONG], ("inputs_embeds",), ("output_0", "output_1"), ["blocks.1"]),
+    "images": (Images, images, [Bucket(2, 17)], ("images",), ("logits",), ["blocks.1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_module_is_captured_and_captured_again(case: str) -> None:
+    """What the model gives, and what is captured of it again, on values and without, is what the module gives."""
+    kind, inputs, buckets, input_names, output_names, sites = CASES[case]
+    module = made(kind)
+    loaded = program_model(model_from_module(module, inputs, buckets, "mine"))
+    assert (loaded.input_names, loaded.output_names) == (input_names, output_names)
+    assert loaded.buckets == tuple(buckets)
+    restored, skeleton = loaded.module(), loaded.skeleton().to("meta")
+    for bucket in buckets:
+        seen = []
+        for seed in range(6):
+            sample = [torch.from_numpy(array) for array in loaded.sample(bucket, seed).values()]
+            seen.append(sample[0])
+            with torch.no_grad():
+                expected, found = module(*sample), restored(*sample)
+            expected = list(expected.values()) if isinstance(expected, dict) else expected
+            expected = [expected] if isinstance(expected, Tensor) else expected
+            assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+        assert not torch.equal(seen[0], seen[5])
+        again = exported(restored, sample, case)
+        assert [str(site.name) for site in routing_sites(again)] == sites
+        without = exported(skeleton, [tensor.to("meta") for tensor in sample], case)
+        assert [node.name for node in again.graph.nodes] == [node.name for node in without.graph.nodes]
+
+
+def test_the_module_is_as_before() -> None:
+    module = made(Masked)
+    module.train()
+    module.block.eval()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    tensors = {name: id(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    attributes = set(vars(module))
+    model_from_module(module, masked_inputs, [SHORT], "mine")
+    assert module.training
+    assert module.head.training
+    assert not module.block.training
+    assert {name: id(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())} == tensors
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
+    assert set(vars(module)) == attributes
+
+
+def test_tied_weights_are_one_and_buffers_keep_their_dtypes() -> None:
+    loaded = program_model(model_from_module(made(Masked), masked_inputs, [SHORT, LONG], "mine"))
+    assert "embedding.weight" in loaded.weights
+    assert "head.weight" not in loaded.weights
+    assert set(loaded.constants) == {"scale", "position_ids", "offset"}
+    assert loaded.constants["position_ids"].dtype == np.int64
+    assert loaded.module().get_buffer("position_ids").dtype == torch.int64
+
+
+def test_the_same_module_is_the_same_model() -> None:
+    one, two = (model_from_module(made("index_put"), token_ids, [SHORT], "mine") for _ in range(2))
+    assert one.checkpoint_sha256 == two.checkpoint_sha256
+    assert program_model(one).spec == program_model(two).spec
+    assert one.package == "mod_export"
+    assert one.code_sha256
+    other = made("index_put")
+    with torch.no_grad():
+        other.head.weight[0, 0] += 1
+    assert model_from_module(other, token_ids, [SHORT], "mine").checkpoint_sha256 != one.checkpoint_sha256
+
+
+def test_sixteen_bit_modules_become_float32() -> None:
+    module = made("scatter_add").to(torch.bfloat16)
+    loaded = program_model(model_from_module(module, token_ids, [SHORT], "mine"))
+    assert loaded.weights["head.weight"].dtype == torch.bfloat16
+    ids = token_ids(2, 8, 7)
+    with torch.no_grad():
+        (found,) = loaded.module()(ids)
+        assert torch.equal(found, module.float()(ids))
+
+
+def test_inputs_that_do_not_take_a_seed_are_drawn_alike_every_time() -> None:
+    one, two = (program_model(model_from_module(made(Images), images, [Bucket(2, 17)], "mine")) for _ in range(2))
+    samples = [one.sample(Bucket(2, 17), seed)["images"] for seed in range(5)]
+    assert all(np.array_equal(samples[n], two.sample(Bucket(2, 17), n)["images"]) for n in range(5))
+    assert not any(np.array_equal(samples[0], other) for other in samples[1:])
+
+
+def test_inputs_of_one_bucket_may_be_the_tensors_themselves() -> None:
+    given = masked_inputs(2, 8)
+    loaded = program_model(model_from_module(made(Masked), given, [SHORT], "mine"))
+    assert len(loaded.samples[SHORT]) == 1
+    drawn = loaded.sample(SHORT, 1)
+    assert not np.array_equal(drawn["input_ids"], given["input_ids"].numpy())
+    assert drawn["input_ids"].max() < V
+    assert np.array_equal(drawn["attention_mask"], given["attention_mask"].numpy())
+
+
+class Apart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.linear = nn.Linear(4, 4)
+
+
+class Counts(Apart):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.linear(x) * self.count
+
+
+class Writes(Apart):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return self.linear(x)
+
+
+class Random(Apart):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.rand(4)
+
+
+class Counted(Apart):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        return self.linear(x) * self.calls
+
+
+class Asking(Apart):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 if torch.compiler.is_compiling() else 1.00001)
+
+
+class Number(Apart):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.linear(x), 3
+
+
+class Constant(Apart):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": self.linear(x), "bias": self.linear.bias * 2}
+
+
+class Reserved(Apart):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"routed_3": self.linear(x)}
+
+
+class Strided(Apart):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("row", torch.ones(1, 4).expand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.row.as_strided((2, 4), (0, 1))
+
+
+class Nothing(Apart):
+    def forward(self, x: Tensor) -> None:
+        self.linear(x)
+
+
+class Dynamic(Apart):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[x[:, 0] > 0])
+
+
+class Narrow(Apart):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(torch.bfloat16).view(torch.int16).to(torch.float32))
+
+
+class Named(Apart):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner._parameters["eval"] = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.inner._parameters["eval"]
+
+
+REFUSED: dict[type[nn.Module], str] = {
+    Counts: r"mine at b2s4: changes its buffer count in place, at .*\n.*\nwhich engines do not",
+    Writes: r"mine at b2s4: changes its input x in place, at .*\n.*\nwhich engines do not",
+    Random: r"mine at b2s4: draws random numbers \(aten\.rand\.default\), at .*\n.*torch\.rand",
+    Number: "mine at b2s4: returns the number 3 beside its tensors; return tensors only",
+    Constant: "mine at b2s4: returns bias, which does not depend on its inputs",
+    Reserved: "mine at b2s4: returns routed_3; names that begin with routed_ are those of routing sites",
+    Strided: r"mine at b2s4: calls aten\.as_strided, at .*\n.*\nwhich reads memory that is none of its tensor's",
+    Nothing: "mine at b2s4: returns no tensor",
+    Named: r"mine at b2s4: the weight inner.eval is called as a method of every module \(eval\)",
+    Counted: "mine at b2s4: the module returns something else each time it gets the same inputs",
+    Asking: "mine at b2s4: output 0 of the captured program differs from that of the module by ",
+    Narrow: "mine at b2s4: cannot be computed in float32: ",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_no_engine_does_is_refused(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = kind()
+    with pytest.raises(CaptureError) as refused:
+        model_from_module(module, torch.randn(2, 4), [Bucket(2, 4)], "mine")
+    assert re.match(REFUSED[kind], str(refused.value))
+    assert module.count == 0
+    assert module.training
+
+
+def test_a_size_that_depends_on_the_data_is_refused_with_the_line() -> None:
+    with pytest.raises(CaptureError, match=r"^mine at b2s4: ") as refused:
+        model_from_module(Dynamic(), torch.randn(2, 4), [Bucket(2, 4)], "mine")
+    assert "return self.linear(x[x[:, 0] > 0])" in str(refused.value)
+
+
+class Odd(nn.Module):
+    """Values that torch.export keeps and engines do not: None, an input that is returned, one output twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, input: Tensor, mask: Tensor, *, flag: bool = False, none: None = None) -> dict[str, Any]:  # noqa: A002
+        out = self.linear(input) * self.mask * (2 if flag else 1) + mask
+        return {"out": out, "input": input, "none": none, "parts": (out, out + torch.tensor(1.0)), "a b": out.sum(-1)}
+
+
+def test_names_and_values_that_graphs_cannot_have() -> None:
+    torch.manual_seed(0)
+    module, given = Odd(), {"input": torch.randn(2, 4), "mask": torch.randn(2, 4), "flag": True}
+    loaded = program_model(model_from_module(module, given, [Bucket(2, 4)], "mine"))
+    assert loaded.input_names == ("input", "mask_in")
+    assert loaded.output_names == ("out", "input_out", "parts_0", "parts_1", "a_b")
+    found = loaded.module()(given["input"], given["mask"])
+    expected = module(**given)
+    for one, other in zip(found, (expected["out"], given["input"], *expected["parts"], expected["a b"]), strict=True):
+        assert torch.equal(one, other)
+    assert found[0].data_ptr() != found[2].data_ptr()
+
+
+def test_inputs_of_other_shapes_are_refused() -> None:
+    loaded = program_model(model_from_module(made("index_put"), token_ids, [SHORT], "mine"))
+    with pytest.raises(ValueError, match=r"inputs of the shapes \[\(2, 9\)\]; this model was captured at \[\(2, 8\)\]"):
+        loaded.module()(token_ids(2, 9))
+
+
+def wrong_shapes(batch: int, seq: int, seed: int) -> Tensor:
+    return token_ids(batch, seq + seed)
+
+
+def failing(batch: int, seq: int) -> Tensor:
+    raise KeyError("nothing here")
+
+
+USAGE: dict[str, tuple[Callable[[], Any], str]] = {
+    "no module": (
+        lambda: model_from_module(len, token_ids, [SHORT], "mine"),  # type: ignore[arg-type]
+        "mine: got builtin_function_or_method; expected a torch.nn.Module",
+    ),
+    "elsewhere": (
+        lambda: model_from_module(nn.Linear(4, 4, device="meta"), token_ids, [SHORT], "mine"),
+        "mine: is on meta; give it on the CPU: module.to('cpu')",
+    ),
+    "no bucket": (
+        lambda: model_from_module(made("index_put"), token_ids, [], "mine"),
+        "mine: no bucket; name at least one shape, (batch, seq)",
+    ),
+    "one shape": (
+        lambda: model_from_module(made("index_put"), token_ids(2, 8), [SHORT, LONG], "mine"),
+        "mine: inputs of one shape for 2 buckets; give a function inputs(batch, seq) instead",
+    ),
+    "changing shapes": (
+        lambda: model_from_module(made("index_put"), wrong_shapes, [SHORT], "mine"),
+        "mine at b2s8: inputs have the shapes [(2, 8)] and then [(2, 9)]; a bucket has one shape",
+    ),
+    "an error": (
+        lambda: model_from_module(made("index_put"), failing, [SHORT], "mine"),
+        "mine at b2s8: inputs(2, 8) raised KeyError: 'nothing here' (test_module.py, line ",
+    ),
+    "a text": (
+        lambda: model_from_module(made("index_put"), lambda batch, seq: "x", [SHORT], "mine"),
+        "mine at b2s8: inputs are str; expected a tensor, a tuple or a dict of tensors",
+    ),
+    "no tensor": (
+        lambda: model_from_module(made("index_put"), lambda batch, seq: (None,), [SHORT], "mine"),
+        "mine at b2s8: inputs hold no tensor",
+    ),
+    "a module that fails": (
+        lambda: model_from_module(made("index_put"), lambda batch, seq: token_ids(batch, 65), [SHORT], "mine"),
+        "mine at b2s8: the module itself fails on these inputs: IndexError: index out of range in self "
+        "(mod_dialects.py, line ",
+    ),
+    "another name": (
+        lambda: model_from_module(made("index_put"), {"tokens": token_ids(2, 8)}, [SHORT], "mine"),
+        "mine at b2s8: inputs do not fit forward(ids: 'Tensor') -> 'Tensor': missing a required argument: 'ids'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_what_cannot_be_captured_is_named(case: str) -> None:
+    call, message = USAGE[case]
+    with pytest.raises(UsageError) as refused:
+        call()
+    assert message in str(refused.value)
+
+
+def test_the_same_shapes_for_two_buckets() -> None:
+    with pytest.raises(UsageError, match=r"b2s8 and b2s16: both read inputs of the shapes \[\(2, 8\)\]"):
+        model_from_module(made("index_put"), lambda batch, seq: token_ids(2, 8), [SHORT, LONG], "mine")

@@ -1,0 +1,233 @@
+"""Programs of other forms become tensors in, tensors out, in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.export import register_dataclass
+
+from mod_export.errors import CaptureError
+from mod_export.graph.weights import write_weights
+from mod_export.model.model import stored_state
+from mod_export.model.module import model_from_module
+from mod_export.model.programs import ProgramModel
+from mod_export.types import Bucket
+
+BUCKET = Bucket(2, 4)
+
+
+@dataclass
+class Found:
+    last_hidden_state: Tensor
+    attentions: tuple[Tensor, ...] | None = None
+    loss: Tensor | None = None
+
+
+register_dataclass(Found, serialized_type_name="test_plain_programs.Found")
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class Returning(Layers):
+    """A dataclass, as transformers' outputs are, of dictionaries and keywords."""
+
+    def forward(self, batch: dict[str, Tensor], *, scale: Tensor, use_cache: bool = False) -> Found:
+        hidden = self.linear(batch["x y"]) * scale
+        return Found(hidden, (hidden + batch["bias"], hidden + 1))
+
+
+@dataclass
+class Scores:
+    logits: Tensor
+    layers: list[Unknown]
+    loss: Tensor | None = None
+
+
+@dataclass
+class Unknown:
+    """As in plain code: torch.export knows nothing of it."""
+
+    hidden: Tensor
+
+
+class Unregistered(Layers):
+    def forward(self, x: Tensor) -> tuple[Scores, dict[str, Unknown]]:
+        hidden = self.linear(x)
+        return Scores(hidden + 1, [Unknown(hidden + 2), Unknown(hidden + 3)]), {"last": Unknown(hidden + 4)}
+
+
+class Positional(Layers):
+    def forward(self, *args: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return self.linear(args[0]), [args[1] * 2, args[0] * 3]
+
+
+class Autocast(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.linear(x)
+        with torch.no_grad():
+            return hidden * torch.tensor(2.0)
+
+
+class Casting(Layers):
+    """16 bit, with a norm in float32, as Llama has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = x.to(torch.float32).pow(2).mean(-1, keepdim=True).rsqrt()
+        mask = torch.full((4, 4), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)
+        return (self.linear((x * norm).to(x.dtype)) + mask[0] * 0).type_as(x)
+
+
+class Logits(Layers):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.linear.weight[ids % 4].sum()
+
+
+class Wide(Layers):
+    """Angles in float64, as some rotary positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angle", torch.arange(4, dtype=torch.float64) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (x.double() * self.angle * 1e6).cos().float()
+
+
+class Whole(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).argmax(-1)
+
+
+X = torch.randn(2, 4)
+CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], tuple[str, ...]]] = {
+    "dataclass": (
+        Returning, {"batch": {"x y": X, "bias": X + 1}, "scale": X * 2, "use_cache": True},
+        ("x_y", "bias", "scale"), ("last_hidden_state", "attentions_0", "attentions_1"),
+    ),
+    "positional": (Positional, (X, X + 1), ("args_0", "args_1"), ("output_0", "output_1_0", "output_1_1")),
+    "scalar": (Logits, torch.arange(4)[None], ("ids",), ("output",)),
+    "whole numbers": (Whole, X, ("x",), ("output",)),
+}  # fmt: skip
+
+
+def captured(module: nn.Module, given: Any) -> ProgramModel:
+    loaded = model_from_module(module, given, [BUCKET], "mine").loaded
+    assert isinstance(loaded, ProgramModel)
+    return loaded
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_of_inputs_and_outputs(case: str) -> None:
+    kind, given, inputs, outputs = CASES[case]
+    torch.manual_seed(0)
+    module = kind()
+    loaded = captured(module, given)
+    assert (loaded.input_names, loaded.output_names) == (inputs, outputs)
+    args = given if isinstance(given, tuple) else (given,)
+    with torch.no_grad():
+        expected = module(**given) if isinstance(given, dict) else module(*args)
+        found = loaded.module()(*(torch.from_numpy(array) for array in loaded.sample(BUCKET, 0).values()))
+    expected = torch.utils._pytree.tree_leaves(expected)
+    for one, other in zip(found, [one for one in expected if one is not None], strict=True):
+        assert torch.equal(one, other)
+
+
+def in_float32(module: nn.Module, x: Tensor) -> Tensor:
+    linear = module.linear
+    assert isinstance(linear, nn.Linear)
+    norm = x.pow(2).mean(-1, keepdim=True).rsqrt()
+    return nn.functional.linear(x * norm, linear.weight.float(), linear.bias.float())
+
+
+def test_dataclasses_that_torch_does_not_know_are_returned_too() -> None:
+    module = Unregistered()
+    loaded = captured(module, X)
+    assert loaded.output_names == (
+        "0_logits", "0_layers_0_hidden", "0_layers_1_hidden", "1_last_hidden"
+    )  # fmt: skip
+    expected = [module.linear(X) + number for number in (1, 2, 3, 4)]
+    assert all(torch.equal(one, other) for one, other in zip(loaded.module()(X), expected, strict=True))
+    assert isinstance(module(X)[0], Scores)  # As before.
+
+
+def test_float64_stays_where_a_model_asks_for_it(tmp_path: Path) -> None:
+    """In float32 these angles would be off by a turn."""
+    module = Wide()
+    loaded = captured(module, X)
+    assert loaded.constants["angle"].dtype == np.float64
+    (found,) = loaded.module()(X)
+    assert torch.equal(found, module(X))
+    write_weights(tmp_path / "w.data", stored_state(loaded), "float32")
+    stored = safetensors.torch.load_file(tmp_path / "w.data")
+    assert torch.equal(stored["angle"], module.angle)
+    assert stored["linear.weight"].dtype == torch.float32
+    with pytest.raises(CaptureError, match=r"Wide at b2s4: the weight linear\.weight is float64; engines compute in f"):
+        model_from_module(Wide().double(), X.double(), [BUCKET], "Wide")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_programs_compute_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = Casting().to(dtype)
+    loaded = captured(module, X.to(dtype))
+    given = loaded.sample(BUCKET, 0)["x"]
+    assert given.dtype == np.float32
+    assert module.linear.weight.dtype == dtype
+    (found,) = loaded.module()(torch.from_numpy(given))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, in_float32(module, X.to(dtype).float()))
+
+
+def test_autocast_computes_in_float32() -> None:
+    torch.manual_seed(0)
+    module = Autocast()
+    (found,) = captured(module, X).module()(X)
+    assert torch.equal(found, module.linear(X) * 2)
+    assert not torch.equal(found, module(X))
+
+
+class Read(nn.Module):
+    """Ids that an embedding is read at, behind a cast; a mask, lengths and a table that are no ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Embedding(5, 4), nn.Embedding(50, 4)
+
+    def forward(self, ids: Tensor, lengths: Tensor, mask: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        ids = ids.to(torch.int64).unsqueeze(-1).squeeze(-1)
+        hidden = self.small(ids) + self.large(ids) + x
+        live = torch.arange(ids.shape[1]) < lengths[:, None]
+        return hidden * (live * mask)[..., None] + bias[..., None]
+
+
+def test_further_samples_are_like_those_that_are_given() -> None:
+    torch.manual_seed(0)
+    given = {
+        "ids": torch.randint(0, 5, (2, 40), dtype=torch.int32), "lengths": torch.tensor([40, 3]),
+        "mask": torch.ones(2, 40).tril(20), "bias": torch.full((2, 40), float("-inf")).triu(1).nan_to_num(0.5),
+        "x": torch.randn(2, 40, 4) * 3 + 10,
+    }  # fmt: skip
+    given["bias"][0, 0] = float("-inf")
+    loaded = captured(Read().eval(), given)
+    drawn = [loaded.sample(BUCKET, seed) for seed in (1, 1, 2)]
+    assert all(np.array_equal(drawn[0][name], drawn[1][name]) for name in given)
+    for name in ("lengths", "mask", "bias"):
+        assert np.array_equal(drawn[0][name], given[name].numpy())
+    assert set(np.unique(drawn[0]["ids"])) == set(range(5))
+    assert drawn[0]["ids"].dtype == np.int32
+    assert not np.array_equal(drawn[0]["ids"], drawn[2]["ids"])
+    assert abs(drawn[0]["x"].mean() - 10) < 1
+    assert abs(drawn[0]["x"].std() - 3) < 1
+    assert drawn[0]["x"].dtype == np.float32

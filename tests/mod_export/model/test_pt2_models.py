@@ -1,0 +1,298 @@
+"""Files of torch.export.save as the buckets of one model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from foreign_models import Embedded, Images, Masked, made, masked_inputs, token_ids
+from mod_dialects import D, Inner
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mod_export.errors import CaptureError, CheckpointError
+from mod_export.model.model import Model
+from mod_export.model.module import model_from_module
+from mod_export.model.programs import ProgramModel
+from mod_export.model.pt2_models import model_from_pt2
+from mod_export.types import Bucket
+
+SHORT, LONG = Bucket(2, 8), Bucket(2, 16)
+
+
+def saved(path: Path, module: nn.Module, inputs: Any) -> Path:
+    """The module's program, with keywords where the inputs are a dictionary."""
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    torch.export.save(torch.export.export(module, args, dict(kwargs)), path)
+    return path
+
+
+def loaded(model: Model) -> ProgramModel:
+    assert isinstance(model.loaded, ProgramModel)
+    return model.loaded
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> list[Path]:
+    module = made(Masked)
+    return [saved(tmp_path / f"mine-{seq}.pt2", module, masked_inputs(2, seq)) for seq in (16, 8)]
+
+
+def test_files_are_the_same_model_as_the_module(masked: list[Path]) -> None:
+    model = model_from_pt2(masked)
+    direct = loaded(model_from_module(made(Masked), masked_inputs, [SHORT, LONG], "mine"))
+    found = loaded(model)
+    assert (model.name, model.architecture) == ("mine-16", "program")
+    assert (found.buckets, found.input_names, found.output_names) == (
+        direct.buckets, direct.input_names, direct.output_names
+    )  # fmt: skip
+    assert found.weights.keys() == direct.weights.keys()
+    for bucket in found.buckets:
+        sample = [torch.from_numpy(array) for array in direct.sample(bucket, 3).values()]
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(found.module()(*sample), direct.module()(*sample), strict=True)
+        )
+        assert np.array_equal(found.sample(bucket, 0)["input_ids"], masked_inputs(2, bucket.seq)["input_ids"].numpy())
+
+
+def test_weights_are_held_once(masked: list[Path]) -> None:
+    found = loaded(model_from_pt2(masked))
+    one, two = (plain.program.state_dict for plain in found.programs.values())
+    assert all(tensor.data_ptr() == two[name].data_ptr() for name, tensor in one.items())
+
+
+def test_the_bucket_counts_what_is_routed(tmp_path: Path) -> None:
+    """17 tokens of 16 patches and a class token, in an image whose second dimension is 3."""
+    model = model_from_pt2([saved(tmp_path / "vit.pt2", made(Images), (torch.rand(2, 3, 32, 32),))])
+    assert loaded(model).buckets == (Bucket(2, 17),)
+
+
+class Dense(nn.Module):
+    """`Images` without routing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.block, self.head = nn.Conv2d(3, D, 8, stride=8), Inner(), nn.Linear(D, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.block(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+
+
+def test_a_dense_program_has_the_buckets_of_the_model_that_it_is_compared_with(tmp_path: Path) -> None:
+    mod = model_from_pt2([saved(tmp_path / "vit.pt2", made(Images), (torch.rand(2, 3, 32, 32),))])
+    path = saved(tmp_path / "dense.pt2", made(Dense), (torch.rand(2, 3, 32, 32),))
+    assert loaded(model_from_pt2([path], like=mod)).buckets == (Bucket(2, 17),)
+    assert loaded(model_from_pt2([path])).buckets == (Bucket(2, 3),)
+
+
+def test_programs_of_other_weights_are_refused(tmp_path: Path, masked: list[Path]) -> None:
+    other = made(Masked)
+    with torch.no_grad():
+        other.head.weight[3, 3] += 1e-6
+    changed = saved(tmp_path / "changed.pt2", other, masked_inputs(2, 16))
+    with pytest.raises(CheckpointError, match=r"b2s8 and b2s16: the weight embedding.weight differs"):
+        model_from_pt2([masked[1], changed])
+    other.extra = nn.Linear(2, 2)
+    more = saved(tmp_path / "more.pt2", other, masked_inputs(2, 16))
+    with pytest.raises(CheckpointError, match=r"the weight extra.bias is in b2s16 and not in b2s8"):
+        model_from_pt2([masked[1], more])
+
+
+def test_programs_of_other_inputs_or_outputs_are_refused(tmp_path: Path, masked: list[Path]) -> None:
+    long, short, less = (
+        saved(tmp_path / f"{name}.pt2", Renamed(made(Masked), only), renamed(seq))
+        for name, only, seq in (("long", "", 16), ("short", "", 8), ("less", "logits", 8))
+    )
+    assert loaded(model_from_pt2([long, short])).input_names == ("ids", "mask")
+    with pytest.raises(CheckpointError, match="one returns logits, the other logits, hidden; programs of one model"):
+        model_from_pt2([long, less])
+    other = saved(tmp_path / "other.pt2", Same(Renamed(made(Masked))), masked_inputs(2, 8))
+    both = saved(tmp_path / "both.pt2", Same(Renamed(made(Masked))), (renamed(16)["ids"], renamed(16)["mask"]))
+    assert loaded(model_from_pt2([other, both])).input_names == ("input_ids", "attention_mask")
+
+
+def renamed(seq: int) -> dict[str, Tensor]:
+    given = masked_inputs(2, seq)
+    return {"ids": given["input_ids"], "mask": given["attention_mask"]}
+
+
+class Same(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        return self.inner(input_ids, attention_mask)
+
+
+class Renamed(nn.Module):
+    def __init__(self, inner: nn.Module, only: str = "") -> None:
+        super().__init__()
+        self.inner, self.only = inner, only
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        found = self.inner(ids, mask)
+        return {self.only: found[self.only]} if self.only else found
+
+
+def test_two_files_of_one_shape_are_refused(masked: list[Path]) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"mine-16.pt2 and .*mine-16.pt2: both are programs of b2s16; give one of"
+    ):
+        model_from_pt2([masked[0], masked[0]])
+
+
+def test_programs_without_sample_inputs_need_some(tmp_path: Path) -> None:
+    program = torch.export.export(made("index_put"), (token_ids(2, 8),))
+    program._example_inputs = None
+    torch.export.save(program, tmp_path / "bare.pt2")
+    with pytest.raises(CheckpointError, match=r"no sample inputs; give some with --samples.*of ids int64 \[2, 8\]"):
+        model_from_pt2([tmp_path / "bare.pt2"])
+    save_file({"ids": token_ids(2, 8)}, tmp_path / "samples.safetensors")
+    assert len(loaded(model_from_pt2([tmp_path / "bare.pt2"], tmp_path / "samples.safetensors")).samples[SHORT]) == 1
+
+
+def test_samples_come_before_those_of_the_files(tmp_path: Path, masked: list[Path]) -> None:
+    one, two, three = (masked_inputs(2, seq, seed) for seq, seed in ((8, 5), (8, 6), (16, 7)))
+    given = {
+        "input_ids.0": one["input_ids"], "attention_mask.0": one["attention_mask"],
+        "b2s8/input_ids.1": two["input_ids"], "b2s8/attention_mask.1": two["attention_mask"],
+        "b2s16/input_ids": three["input_ids"], "b2s16/attention_mask": three["attention_mask"],
+    }  # fmt: skip
+    save_file(given, tmp_path / "s.safetensors")
+    found = loaded(model_from_pt2(masked, tmp_path / "s.safetensors"))
+    assert [len(found.samples[bucket]) for bucket in (SHORT, LONG)] == [3, 2]
+    for bucket, seed, expected in ((SHORT, 0, one), (SHORT, 1, two), (LONG, 0, three)):
+        assert np.array_equal(found.sample(bucket, seed)["input_ids"], expected["input_ids"].numpy())
+
+
+EXPECTED = (
+    "an input of no program; expected b2s16: input_ids int64 [2, 16], attention_mask float32 [2, 16]; "
+    "b2s8: input_ids int64 [2, 8], attention_mask float32 [2, 8]"
+)
+WRONG: dict[str, tuple[Mapping[str, Tensor], str]] = {
+    "another name": ({"ids": token_ids(2, 8)}, f"ids is int64 [2, 8], {EXPECTED}"),
+    "another shape": ({"input_ids": token_ids(2, 9)}, f"input_ids is int64 [2, 9], {EXPECTED}"),
+    "another dtype": ({"input_ids": token_ids(2, 8).int()}, f"input_ids is int32 [2, 8], {EXPECTED}"),
+    "another bucket": ({"b1s8/input_ids": token_ids(2, 8)}, f"b1s8/input_ids is int64 [2, 8], {EXPECTED}"),
+    "one of two": (
+        {"input_ids.3": token_ids(2, 8)},
+        "b2s8: sample 3 has no attention_mask; expected input_ids int64 [2, 8], attention_mask float32 [2, 8]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_samples_that_are_none_are_refused(case: str, tmp_path: Path, masked: list[Path]) -> None:
+    given, message = WRONG[case]
+    save_file(dict(given), tmp_path / "s.safetensors")
+    with pytest.raises(CheckpointError) as refused:
+        model_from_pt2(masked, tmp_path / "s.safetensors")
+    assert message in str(refused.value)
+
+
+def test_samples_that_are_no_file_of_samples(tmp_path: Path, masked: list[Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"none.safetensors: no such file"):
+        model_from_pt2(masked, tmp_path / "none.safetensors")
+    (tmp_path / "bad.safetensors").write_bytes(b"12345678901")
+    with pytest.raises(CheckpointError, match=r"bad.safetensors: not a safetensors file"):
+        model_from_pt2(masked, tmp_path / "bad.safetensors")
+
+
+def test_several_outputs_and_a_program_that_is_decomposed(tmp_path: Path) -> None:
+    program = torch.export.export(made(Embedded), (torch.randn(2, 8, D),)).run_decompositions()
+    torch.export.save(program, tmp_path / "core.pt2")
+    found = loaded(model_from_pt2([tmp_path / "core.pt2"]))
+    assert (found.buckets, found.output_names) == ((SHORT,), ("output_0", "output_1"))
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+def test_a_program_that_changes_a_buffer_is_refused_in_either_form(tmp_path: Path) -> None:
+    program = torch.export.export(Counts(), (torch.ones(2, 4),))
+    for number, form in enumerate((program, program.run_decompositions())):
+        torch.export.save(form, tmp_path / f"{number}.pt2")
+        with pytest.raises(CaptureError, match=rf"{number}.pt2: changes its buffer count in place"):
+            model_from_pt2([tmp_path / f"{number}.pt2"])
+
+
+def test_a_program_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
+    program = torch.export.export(made("index_put"), (token_ids(2, 8),))
+    torch.export.save(program, tmp_path / "whole.pt2")
+    with zipfile.ZipFile(tmp_path / "whole.pt2") as source, zipfile.ZipFile(tmp_path / "odd.pt2", "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            if name.endswith("models/model.json"):
+                stored = json.loads(data)
+                signature = stored["graph_module"]["module_call_graph"][0]["signature"]
+                signature["in_spec"] = signature["out_spec"]
+                data = json.dumps(stored).encode()
+            target.writestr(name, b"" if name.endswith("sample_inputs/model.pt") else data)
+    with pytest.raises(CheckpointError, match=r"odd.pt2: a program that cannot be used \("):
+        model_from_pt2([tmp_path / "odd.pt2"])
+
+
+def changed_samples(path: Path, change: Callable[[Tensor], Tensor]) -> Path:
+    program = torch.export.export(made("index_put"), (token_ids(2, 8),))
+    program._example_inputs = ((change(token_ids(2, 8)),), {})
+    torch.export.save(program, path)
+    return path
+
+
+def test_sample_inputs_of_another_shape_are_refused(tmp_path: Path) -> None:
+    path = changed_samples(tmp_path / "m.pt2", lambda ids: ids[:, :4].clone())
+    with pytest.raises(CheckpointError, match=r"its sample inputs are int64 \[2, 4\]; expected ids int64 \[2, 8\]"):
+        model_from_pt2([path])
+
+
+class Wide(nn.Module):
+    """32 million weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2048, 2048, bias=False) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import psutil
+from mod_export.environment import peak_rss_bytes, reset_peak_rss
+from mod_export.model.pt2_models import model_from_pt2
+model_from_pt2([Path(sys.argv[1])])
+reset_peak_rss()
+before = psutil.Process().memory_info().rss
+model_from_pt2([Path(path) for path in sys.argv[2:]])
+print(peak_rss_bytes() - before)
+"""
+
+
+def test_reading_takes_no_memory_for_weights(tmp_path: Path, masked: list[Path]) -> None:
+    """In a process of its own: 128 MB of weights, in two files, are mapped, compared, and held by neither."""
+    module = Wide()
+    files = [saved(tmp_path / f"{seq}.pt2", module, (torch.randn(1, seq, 2048),)) for seq in (2, 4)]
+    command = [sys.executable, "-c", PEAK, str(masked[0]), *map(str, files)]
+    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert grown < sum(parameter.nbytes for parameter in module.parameters()) / 2

@@ -1,0 +1,169 @@
+"""Stage passes: the graphs of a target's own dialect, and the proof that they mean the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+from build_folders import changed
+from small_graphs import parsed
+
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.errors import GraphError, LimitError
+from mod_export.folder.workspace import Step, Workspace
+from mod_export.graph.passes import PORTABLE
+from mod_export.model.model import Model
+from mod_export.pipeline import graphs
+from mod_export.pipeline import passes as stage
+from mod_export.pipeline.context import BuildContext, Models
+from mod_export.pipeline.graphs import capture, onnx, save_graph
+from mod_export.pipeline.passes import check_memory, passes
+from mod_export.pipeline.plan import make_plan
+from mod_export.types import Bucket, Dialect, Graph, Site
+from mod_models.architecture import LoadedTransformer
+
+TARGET = "ort-cuda"
+"""Has float16 graphs of its own, and none of its stages before the engines needs a GPU."""
+
+
+@pytest.fixture
+def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[BuildContext]:
+    """The stages up to the portable graphs, all reused, for a target whose graphs are rewritten."""
+    plan = make_plan(model, None, config.model_copy(update={"buckets": ((1, 64),)}), built_copy)
+    plan = replace(plan, targets={TARGET: ENGINES[TARGET]})
+    with Workspace(built_copy) as workspace:
+        context = BuildContext(plan, workspace, lambda name: None)
+        capture(context)
+        onnx(context)
+        assert all(step.reused for step in context.steps if "float16" not in step.name)
+        yield context
+
+
+def rewritten(context: BuildContext) -> list[Step]:
+    context.steps.clear()
+    passes(context)
+    return context.steps
+
+
+def test_only_what_differs_is_rewritten_and_it_is_proven(context: BuildContext) -> None:
+    steps = rewritten(context)
+    assert [step.name for step in steps] == [
+        "rewrite/ort-cuda/mod-b1s64-float16",
+        "rewrite/ort-cuda/dense-b1s64-float16",
+    ]
+    for step in steps:
+        assert step.result["passes"]["cast_floats"] > 0
+        assert step.result["proof"].endswith(" on ONNX Runtime CPU")
+        (path,) = step.outputs
+        graph = ir.load(context.root / path)
+        external = {
+            value.const_value.location
+            for value in graph.graph.initializers.values()
+            if isinstance(value.const_value, ir.ExternalTensor)
+        }
+        assert "weights-float16.data" in external
+    # Engines in float32 are built from the portable graph itself.
+    assert [graph.dtype for graph in context.graphs if graph.target == TARGET] == ["float16", "float16"]
+
+
+def test_a_rewrite_that_changes_the_meaning_is_refused_and_leaves_other_dtypes(context: BuildContext) -> None:
+    context.config = changed(context.config, {"parity/float16/rounding_error": 0.0})
+    message = (
+        r"graphs/mod-b1s64\.ort-cuda\.float16\.onnx: the rewrite changed the meaning of the graph: "
+        r"text: logits: max abs error .* given the same routing, allowed 0"
+    )
+    passes(context)
+    assert [(row.stage, row.target, row.dtype, row.model) for row in context.failed] == [
+        ("passes", TARGET, "float16", "mod"),
+        ("passes", TARGET, "float16", "dense"),
+    ]
+    assert re.match(message, context.failed[0].reason)
+    assert [(variant.dtype, graph.model) for _, variant, graph in context.planned()] == [
+        ("float32", "mod"),
+        ("float32", "dense"),
+    ]
+    assert not list((context.root / "graphs").glob("*float16.onnx"))
+    assert not list(context.root.glob("graphs/.partial-*"))
+
+
+def test_without_onnx_runtime_the_proof_says_so(context: BuildContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is installed is the environment of this stage.
+    monkeypatch.setattr(stage, "package_version", lambda name: None)
+    assert {step.result["proof"] for step in rewritten(context)} == {"not run: onnxruntime is not installed"}
+
+
+def test_without_memory_the_proof_says_so(context: BuildContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_attention_bytes", lambda model: 2**60)
+    proofs = {step.result["proof"] for step in rewritten(context)}
+    assert proofs == {"not run: attention over 64 tokens needs about 1073741824 GiB on the CPU"}
+
+
+def test_a_limit_of_the_target_is_an_error_before_its_parser_sees_the_graph(
+    context: BuildContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = Dialect(name="an old target", max_opset=18)
+    monkeypatch.setattr(type(ENGINES[TARGET]), "dialect", low)
+    with pytest.raises(LimitError, match=r"an old target cannot take this float.* graph: it is of opset 23"):
+        passes(context)
+
+
+def test_weights_that_the_file_does_not_hold_are_named(context: BuildContext, tmp_path: Path) -> None:
+    graph = context.plan.graphs[0]
+    model = ir.load(context.root / graph.path)
+    lost = ir.Value(name="layers.9.lost", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
+    model.graph.initializers.add(lost)
+    with pytest.raises(
+        GraphError, match=r"mod-b1s64\.onnx: no value for layers\.9\.lost in graphs/weights-float32\.data"
+    ):
+        save_graph(context, model, graph, tmp_path / "graph.onnx")
+    assert not (tmp_path / "graph.onnx").exists()
+
+
+def test_every_target_starts_from_the_portable_graph() -> None:
+    for engine in ENGINES.values():
+        if engine.from_onnx:
+            assert engine.dialect.max_opset >= PORTABLE.max_opset
+
+
+def test_sites_that_the_spec_does_not_declare_are_refused(
+    context: BuildContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OtherSpec(LoadedTransformer):
+        def k_by_layer(self, seq: int) -> dict[Site, int]:
+            return {1: 8}
+
+    loaded = context.models.loaded("mod")
+    assert isinstance(loaded, LoadedTransformer)
+    other = Models(lambda kind: OtherSpec(loaded.checkpoint), context.models.generating, context.config)
+    monkeypatch.setattr(context, "models", other)
+    message = r"mod-b1s64\.onnx: marks the routing sites \{1: 8, 3: 8\}, and the spec declares \{1: 8\}$"
+    with pytest.raises(GraphError, match=message):
+        graphs._portable(context, context.plan.graphs[0])
+
+
+LONG = Graph(
+    path="g.onnx", model="mod", bucket=Bucket(1, 65_536), dtype="float32", target=None, k_by_layer={}
+)  # fmt: skip
+
+
+def attention(tokens: int) -> ir.Model:
+    """A causal attention of one head over this many tokens."""
+    size = f"float[1,1,{tokens},8]"
+    return parsed(f"g ({size} q, {size} k, {size} v) => ({size} y) {{ y = Attention <is_causal: int = 1> (q, k, v) }}")
+
+
+def test_scores_beyond_memory() -> None:
+    message = (
+        r"ort-cpu, mod b1s65536: attention over 65536 tokens holds about 1953 GiB of scores, \d+ GiB are free; "
+        r"build this bucket for other targets \(--target\), or a shorter one"
+    )
+    with pytest.raises(LimitError, match=message):
+        check_memory(ENGINES["ort-cpu"], LONG, attention(512_000))
+    check_memory(ENGINES["ort-cpu"], LONG, attention(64))
+    # A target that never holds all scores.
+    check_memory(ENGINES["inductor"], LONG, attention(512_000))

@@ -1,0 +1,177 @@
+"""Conversations are rendered and read as `apply_chat_template` of transformers does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from chat_templates import CHATML, TEMPLATES
+from tokenizer_folders import write_folder
+from transformers import AutoTokenizer
+
+from mod_export.errors import UsageError
+from mod_export.runtime.chat import ChatTemplate
+from mod_export.runtime.texts import Bytes
+from mod_export.runtime.tokenizer import TokenizersFile
+
+SYSTEM = {"role": "system", "content": "Answer <briefly> & 'well'."}
+USER = {"role": "user", "content": "  What is \u00fcber \U0001f600?\n"}
+ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nOver, \u6771\u4eac "}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1, None, "<\u00fc>"]}}}],
+}
+CONVERSATIONS = {
+    "one turn": [USER],
+    "system": [SYSTEM, USER],
+    "turns": [USER, ANSWER, {"role": "user", "content": "And <|im_end|> or </s>?"}],
+    "all": [SYSTEM, USER, ANSWER, USER, ANSWER, USER],
+    "empty": [{"role": "user", "content": ""}],
+    "odd": [USER, USER],
+    "call": [USER, CALL, USER],
+    "named": [{**USER, "name": "me", "nothing": None}],
+}
+REFUSED = {
+    **{(family, "odd"): "alternate" for family in ("llama2", "mistral", "gemma")},
+    **{("gemma", name): "System role not supported" for name in ("system", "all")},
+}
+
+
+def folder_of(root: Path, family: str, *, beside: bool = True) -> Path:
+    """With the template in a file of its own, or in tokenizer_config.json."""
+    if not beside:
+        return write_folder(root, family, chat_template=TEMPLATES[family])
+    folder = write_folder(root, family)
+    (folder / "chat_template.jinja").write_text(TEMPLATES[family])
+    return folder
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["file", "config"])
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_conversations_are_those_of_transformers(tmp_path: Path, family: str, beside: bool) -> None:
+    folder = folder_of(tmp_path, family, beside=beside)
+    if family in ("llama2", "gemma"):  # Transformers makes a tokenizer of its own and saves that; see test_tokenizer.
+        AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    file, rendered = TokenizersFile(folder / "tokenizer.json"), 0
+    for name, messages in CONVERSATIONS.items():
+        if (family, name) in REFUSED:
+            said = f"^the model's chat template refuses this conversation: .*{REFUSED[family, name]}"
+            with pytest.raises(UsageError, match=said):
+                file.chat_template.render(messages)
+            with pytest.raises(jinja2.TemplateError, match=REFUSED[family, name]):
+                theirs.apply_chat_template(messages, add_generation_prompt=True)
+            continue
+        text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert file.chat_template.render(messages) == text
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert file.ids(text, special=False) == ids
+        rendered += 1
+    assert rendered >= 4
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral", "gemma"])
+def test_a_conversation_begins_once(tmp_path: Path, family: str) -> None:
+    """The template writes the first token itself, and the tokenizer would add it to a text."""
+    file = TokenizersFile(folder_of(tmp_path, family) / "tokenizer.json")
+    (begin,) = file.ids("")
+    assert file.ids(file.chat_template.render([USER]), special=False).count(begin) == 1
+    assert file.ids("a")[0] == begin
+
+
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": CHATML}]
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    """The default one is for plain conversations, and chat_template.jinja counts before all."""
+    folder = write_folder(tmp_path, "smollm2", chat_template=NAMED)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
+    assert TokenizersFile(folder / "tokenizer.json").chat_template.render([USER]) == expected
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['role'] }}\n")
+    assert TokenizersFile(folder / "tokenizer.json").chat_template.render([USER]) == "user"
+
+
+@pytest.mark.parametrize(("template", "message"), [
+    (None, r"^this model has no chat template \(chat_template\.jinja, or chat_template in tokenizer_config\.json\); "),
+    (NAMED[:1], r"^the model has chat templates for tool_use, and none is the default; write the one to use to "),
+    ([{"name": "default"}], r"^chat_template in .*: expected a text, or a list of \{name, template\}$"),
+    (5, r"^chat_template in tokenizer_config\.json: expected a text, or a list of \{name, template\}$"),
+    ("{% if %}", r"^the model's chat template cannot be read \("),
+])  # fmt: skip
+def test_templates_that_are_none(tmp_path: Path, template: Any, message: str) -> None:
+    folder = write_folder(tmp_path, "smollm2", chat_template=template)
+    with pytest.raises(UsageError, match=message) as caught:
+        TokenizersFile(folder / "tokenizer.json").chat_template.render([USER])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_is_no_text(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "smollm2")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"chat_template\.jinja: cannot be read \("):
+        TokenizersFile(folder / "tokenizer.json").chat_template.render([USER])
+
+
+@pytest.mark.parametrize("source", [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages.append({}) }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{% set ns = namespace(_x=1) %}",
+    "{{ raise_exception('no') }}",
+    "{{ 1 / 0 }}",
+    "{{ messages[7].content.upper() }}",
+    "{% include 'x' %}",
+    "{% for i in range(10 ** 9) %}{% endfor %}",
+])  # fmt: skip
+def test_templates_that_fail_or_reach_further_are_refused(source: str) -> None:
+    with pytest.raises(UsageError, match=r"^the model's chat template refuses this conversation: ."):
+        ChatTemplate(source, {}).render([USER])
+
+
+@pytest.mark.parametrize(("messages", "message"), [
+    ([{"role": "user"}], "a message has a role and a content, both text, got {'role': 'user'}"),
+    ([{"role": 1, "content": ""}], "a message has a role and a content, both text, got {'role': 1, 'content': ''}"),
+    ([{**USER, "x": object()}], "a message holds more than plain data (Object of type object is not JSON serializable"),
+])  # fmt: skip
+def test_messages_that_are_none(messages: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(UsageError, match="^" + re.escape(message)):
+        ChatTemplate(CHATML, {}).render(messages)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"tools": [TOOL]}])
+def test_variables_of_a_template_are_those_of_transformers(tmp_path: Path, variables: dict[str, Any]) -> None:
+    folder = folder_of(tmp_path, "qwen3")
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    rendered = TokenizersFile(folder / "tokenizer.json").chat_template.render([USER], variables)
+    assert rendered == theirs.apply_chat_template([USER], add_generation_prompt=True, tokenize=False, **variables)
+    assert ("<think>" in rendered) == (variables.get("enable_thinking") is False)
+    assert ("# Tools" in rendered) == ("tools" in variables)
+
+
+def test_a_variable_that_is_no_data_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^a variable of the template holds more than plain data \(Object of type "):
+        ChatTemplate(CHATML, {}).render([USER], {"x": object()})
+
+
+def test_bytes_have_no_template() -> None:
+    with pytest.raises(UsageError, match=r"^this model's tokens are bytes, for which there is no chat template; give "):
+        _ = Bytes().chat_template
+
+
+def test_json_in_templates_is_that_of_transformers(tmp_path: Path) -> None:
+    source = "{{ messages | tojson(indent=1, sort_keys=true) }}{{ messages | tojson(ensure_ascii=true) }}"
+    folder = write_folder(tmp_path, "smollm2", chat_template=source)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template([SYSTEM, USER], add_generation_prompt=True, tokenize=False)
+    assert TokenizersFile(folder / "tokenizer.json").chat_template.render([SYSTEM, USER]) == expected
+    assert json.dumps(SYSTEM["content"])[1:-1] in expected

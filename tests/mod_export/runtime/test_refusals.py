@@ -1,0 +1,178 @@
+"""What is refused, before the first token or at the one that goes wrong, and how it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from build_folders import file_entry, rewrite_manifest
+from writing import engine_path, prompts_of_lengths
+
+from mod_export.environment import limited
+from mod_export.errors import BuildFolderError, EngineError, TargetError, UsageError
+from mod_export.graph.weights import WeightsFile
+from mod_export.runtime.generator import Generator, load_generator
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "expected at least one prompt"),
+        ("", {}, "prompt 0 is empty; expected at least one token"),
+        ([[1], []], {}, "prompt 1 is empty; expected at least one token"),
+        ([[256]], {}, "prompt 0: expected text, or token ids from 0 to 255, got 256"),
+        ([[1], [5, -1]], {}, "prompt 1: expected text, or token ids from 0 to 255, got -1"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected a whole number of at least 1, got 0"),
+        ([[1]], {"max_new_tokens": True}, "max_new_tokens: expected a whole number of at least 1, got True"),
+        ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens: expected a whole number of at least 1, got 1.5"),
+        (
+            [[1]],
+            {"max_new_tokens": 49},
+            "a text of 49 tokens, prompt and answer together, is longer than the window of 48; ask for fewer new "
+            "tokens, build a longer window (generation.window), or let the text roll (rolling=True, --roll), which "
+            "goes on from its second half",
+        ),
+        (
+            [[1] * 49],
+            {"rolling": True},
+            "a prompt of 49 tokens does not fit the window of 48, also where texts roll; give its last 48 tokens, or ",
+        ),
+        ([[1]], {"temperature": -1.0}, "temperature: got -1.0, expected a finite number of at least 0; "),
+        ([[1]], {"top_k": -1}, "top_k: got -1, expected a whole number of at least 0; "),
+        ([[1]], {"top_p": 0.0}, "top_p: got 0.0, expected a number above 0 and at most 1; "),
+        ([[1]], {"seed": -1}, "seed: got -1, expected a whole number of at least 0"),
+        ([[1]], {"stop": [""]}, "stop: got '', expected a string of at least one character; leave it out"),
+        ([[1]], {"stop": "ab"}, "stop: got the string 'ab', expected a list of strings and ids; write ['ab']"),
+        *(([[1]], {"stop": [one]}, "stop: expected strings and ids from 0 to 255, got ") for one in (256, -1, 1.5)),
+        (None, {}, "expected a prompt or a list of prompts, got NoneType"),
+        ([[1.5]], {}, "prompt 0: expected text, or token ids from 0 to 255, got 1.5"),
+        ([[1], [True]], {}, "prompt 1: expected text, or token ids from 0 to 255, got True"),
+    ],
+)  # fmt: skip
+def test_refused_before_the_first_token(
+    generator: Generator, prompts: Any, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        generator.stream(prompts, **{"max_new_tokens": 2, **options})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("length", [0, 48])
+def test_prefixes_that_leave_no_room(generator: Generator, length: int) -> None:
+    with pytest.raises(UsageError, match=f"^a prefix has 1 to 47 tokens, got {length}$"):
+        generator.prefix([1] * length)
+
+
+def test_ids_that_stand_for_no_text(written_copy: Path) -> None:
+    rewrite_manifest(written_copy, lambda manifest: manifest.update(tokenizer=None))
+    with load_generator(written_copy) as generator:
+        assert generator.vocabulary is None
+        (found,) = generator.generate([[1, 2]], 4)
+        assert (len(found.ids), found.text) == (4, "")
+        with pytest.raises(UsageError, match="ids stand for no text; give prompts as ids, or build with a tokenizer"):
+            generator.generate("text", 4)
+        with pytest.raises(UsageError, match="stop: this model's ids stand for no text; give ids to stop at"):
+            generator.generate([[1]], 4, stop=["x"])
+        assert generator.generate([[1, 2]], 4, stop=[found.ids[1]])[0].finish == "stop"
+
+
+def test_no_memory_for_the_cache(written: Path) -> None:
+    with load_generator(written) as generator:
+        stream = generator.stream([[1]] * 3, 2)
+        with limited(1), pytest.raises(UsageError, match=r"the cache of 3 texts of 48 tokens takes 0 MiB, 0 MiB are"):
+            next(stream)
+        assert generator.generate([[1]] * 3, 2)
+
+
+def test_engines_that_are_damaged_or_missed_their_gates_are_refused(written_copy: Path) -> None:
+    path = engine_path(written_copy, "mod-decode-b3s48-float32")
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(BuildFolderError, match="mod-decode-b3s48-float32"):
+        load_generator(written_copy)
+    refused = {"engines/ort-cpu/mod-decode-b1s48-float32.onnx": ["text: logits differ"]}
+    rewrite_manifest(written_copy, lambda manifest: manifest.update(refused=refused))
+    with pytest.raises(TargetError, match=r"missed their gates and are not served \(text: logits differ\)"):
+        load_generator(written_copy)
+    load_generator(written_copy, model="dense")
+
+
+def test_what_a_folder_does_not_hold(written: Path) -> None:
+    """The rest is said as `load` says it."""
+    with pytest.raises(TargetError, match="holds no float16 engine that writes text for ort-cpu"):
+        load_generator(written, dtype="float16")
+
+
+def test_a_target_that_keeps_no_cache_here(written_copy: Path) -> None:
+    """One that runs on this machine, and whose runners keep no buffers."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        for engine in manifest["engines"]:
+            engine["target"] = "inductor"
+
+    rewrite_manifest(written_copy, change)
+    message = r"no engine that writes text runs here: inductor: its cache is kept on the device by the server"
+    with pytest.raises(TargetError, match=message):
+        load_generator(written_copy)
+
+
+def test_folders_that_cannot_generate(built: Path) -> None:
+    """The model chooses with the whole text before it; the way out is training, and what is possible is scoring."""
+    with pytest.raises(UsageError) as caught:
+        load_generator(built)
+    said = str(caught.value)
+    assert said.startswith(f"{built}: cannot generate: routing.selection=topk: whether a token is among the k best")
+    assert "train the predictor beside it" in said
+    assert "mod-export generate --selection topk-prefill" in said
+
+
+def poisoned(folder: Path, name: str, row: int) -> None:
+    """NaN in a row of a weight, signed as if it had been built so."""
+    (path,) = (folder / "graphs").glob("weights-float32.data")
+    _, shape, offset, length = WeightsFile.open(path).entries[name]
+    data = bytearray(path.read_bytes())
+    width = length // shape[0]
+    start = offset + row * width
+    data[start : start + width] = np.full(width // 4, np.nan, np.float32).tobytes()
+    path.write_bytes(data)
+    relative = str(path.relative_to(folder))
+    rewrite_manifest(folder, lambda manifest: manifest["files"][relative].update(file_entry(path)))
+
+
+def test_logits_that_are_not_finite_stop_with_token_and_position(written_copy: Path, generator: Generator) -> None:
+    """The embedding of a token that the text comes to is damaged."""
+    prompts = prompts_of_lengths([2, 6], seed=4)
+    whole = generator.generate(prompts, 20)[1].ids
+    at = next(i for i, token in enumerate(whole) if token not in whole[:i] and i > 3)
+    poisoned(written_copy, "embedding.weight", whole[at])
+    message = (
+        rf"the logits of token {at + 2} of prompt 0 are not finite, at position {6 + at + 1} of the text: the weights "
+        "or the engine are damaged; mod-export validate says where"
+    )
+    with load_generator(written_copy) as damaged:
+        stream = damaged.stream([prompts[1]], 20)
+        with pytest.raises(EngineError, match=message):
+            list(stream)
+        assert stream.completions[0].ids == whole[: at + 1]
+        # The generator is free again, and texts without that token go on.
+        assert damaged.generate([prompts[1]], at)[0].ids == whole[:at]
+        with pytest.raises(EngineError, match="the logits of token 1 of prompt 0 are not finite, at position 2"):
+            damaged.generate([[whole[at], 1]], 3)
+
+
+def test_an_engine_that_is_no_step(written: Path) -> None:
+    with load_generator(written) as generator:
+        engine = next(engine for engine in generator._engines.engines if engine.role == "prefill")
+        with (
+            pytest.raises(EngineError, match="expected input_ids, positions and"),
+            generator._engines.decoder(engine),
+        ):
+            pass
+
+
+def test_a_prefix_belongs_to_the_engines_that_read_it(written: Path, generator: Generator) -> None:
+    with load_generator(written, model="dense") as dense:
+        prefix = dense.prefix([1, 2, 3])
+    with pytest.raises(UsageError, match=r"^prefix: was read by engines/ort-cpu/dense-prefill-.*; read it again here"):
+        generator.generate([[4]], 2, prefix=prefix)

@@ -1,0 +1,267 @@
+"""A model's own tokenizer does what transformers does with the same folder, and shows no character too early."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizer_folders import FAMILIES, SAID, TEXTS, write_folder
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer
+
+from mod_export.errors import UsageError
+from mod_export.runtime.tokenizer import TokenizersFile
+
+REBUILT = {"llama2": "spaces before the first word", "gemma": "a <mask> that no file names"}
+"""Where transformers makes a tokenizer of its own from the vocabulary alone. What it saves is what it does."""
+MOST_EXAMPLES = 60
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of every family: as published, and as transformers saves it again."""
+    root, found = tmp_path_factory.mktemp("tokenizers"), {}
+    for family in FAMILIES:
+        found[family] = write_folder(root / family, family)
+        AutoTokenizer.from_pretrained(found[family]).save_pretrained(root / f"saved-{family}")
+        found[f"saved-{family}"] = root / f"saved-{family}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def files(folders: dict[str, Path]) -> dict[str, TokenizersFile]:
+    return {name: TokenizersFile(folder / TOKENIZER) for name, folder in folders.items()}
+
+
+def texts_with(tokens: list[str]) -> Iterator[str]:
+    """Texts that hold each token alone, inside, and beside spaces and line ends."""
+    yield from SAID
+    for token in tokens:
+        yield token + token
+        yield from (before + token + after for before in ("", "a", " b ", "\n") for after in ("", "c", " d", "\n\ne"))
+
+
+@pytest.mark.parametrize(
+    "name", [*(one for one in FAMILIES if one not in REBUILT), *(f"saved-{one}" for one in FAMILIES)]
+)
+def test_ids_and_texts_are_those_of_transformers(
+    folders: dict[str, Path], files: dict[str, TokenizersFile], name: str
+) -> None:
+    file = files[name]
+    theirs: Any = AutoTokenizer.from_pretrained(folders[name])
+    # Its classes have names for some tokens that no file gives one.
+    assert file.special.items() <= theirs.special_tokens_map.items()
+    assert file.end == theirs.eos_token_id
+    texts = list(texts_with(list(theirs.get_added_vocab())))
+    assert len(texts) > 60
+    for text in texts:
+        for special in (True, False):
+            ids = theirs.encode(text, add_special_tokens=special)
+            assert file.ids(text, special) == ids, text
+            expected = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert file.decode(ids) == expected
+
+
+def test_which_families_begin_a_text_with_a_token(files: dict[str, TokenizersFile]) -> None:
+    begins = {family: files[family].ids("a")[:1] == [files[family].special_id(files[family].special["bos_token"])]
+              for family in FAMILIES if "bos_token" in files[family].special}  # fmt: skip
+    assert begins == {
+        "smollm2": False, "llama3": True, "llama2": True, "mistral": True, "gemma": True, "phi3": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", [
+    {"added_tokens_decoder": {}, "eos_token": "<|new|>"},
+    {"added_tokens_decoder": {}, "additional_special_tokens": ["<|a|>", "<|b|>"], "eos_token": "<|b|>"},
+    {"extra_special_tokens": ["<|a|>"]},
+    {"extra_special_tokens": {"image_token": "<|image|>"}},
+    {"image_token": "<|image|>"},
+    {"eos_token": {"__type": "AddedToken", "content": "<|end_of_text|>"}},
+    {"split_special_tokens": True},
+    {"add_bos_token": False},
+    {"add_eos_token": True},
+])  # fmt: skip
+def test_what_the_configuration_says_beside_the_file(tmp_path: Path, changed: dict[str, Any]) -> None:
+    folder = write_folder(tmp_path, "llama3", **changed)
+    file, theirs = TokenizersFile(folder / TOKENIZER), AutoTokenizer.from_pretrained(folder)
+    named = ["<|new|>", "<|a|>", "<|b|>", "<|image|>", "<|eot_id|>", "<|end_of_text|>"]
+    for text in ["x", *texts_with(named)]:
+        for special in (True, False):
+            ids = theirs.encode(text, add_special_tokens=special)
+            assert file.ids(text, special) == ids, text
+            expected = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert file.decode(ids) == expected == "".join(pieces(file, ids))
+    assert file.end == theirs.eos_token_id
+
+
+def test_names_of_special_tokens_as_older_releases_wrote_them(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "mistral")
+    (folder / CONFIG).write_text("{}")
+    map_ = {"bos_token": "<s>", "eos_token": {"content": "[/INST]", "normalized": False}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(map_))
+    file, theirs = TokenizersFile(folder / TOKENIZER), AutoTokenizer.from_pretrained(folder)
+    assert file.special == {"bos_token": "<s>", "eos_token": "[/INST]"}
+    assert file.end == theirs.eos_token_id
+    assert file.ids("a [/INST] b</s>") == theirs.encode("a [/INST] b</s>")
+
+
+def pieces(file: TokenizersFile, ids: list[int]) -> list[str]:
+    """What is shown after each token, and at last what is left."""
+    reader = file.reader()
+    return [*(reader.feed(token) for token in ids), reader.close()]
+
+
+scripts = st.text(
+    st.one_of(
+        st.sampled_from("ab  e\u0301\u2581\n\ufffd\u200d\ufe0f\U0001f600\U0001f468\U0001f1eb"),
+        st.characters(exclude_categories=["Cs"]),
+    )
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_joined_are_the_text_of_all_tokens(files: dict[str, TokenizersFile], family: str) -> None:
+    """Of any tokens, and wherever the text ends; what was shown is never taken back."""
+    file = files[family]
+
+    @settings(max_examples=MOST_EXAMPLES)
+    @given(
+        tokens=st.lists(
+            st.one_of(
+                st.integers(0, file.size + 5),
+                st.sampled_from([token for token in range(file.size) if file.is_byte(token)] or [0]),
+                scripts.map(lambda text: file.ids(text, special=False)),
+            ),
+            max_size=20,
+        )
+    )
+    def check(tokens: list[int | list[int]]) -> None:
+        ids = [token for one in tokens for token in (one if isinstance(one, list) else [one])]
+        known = [token for token in ids if token < file.size]
+        assert "".join(pieces(file, ids)) == file.decode(known)
+        for end in range(len(ids)):
+            shown = "".join(pieces(file, ids[:end])[:-1])
+            assert file.decode(known).startswith(shown)
+
+    check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_every_script_come_back(files: dict[str, TokenizersFile], family: str) -> None:
+    file = files[family]
+
+    @settings(max_examples=MOST_EXAMPLES)
+    @given(text=scripts)
+    def check(text: str) -> None:
+        found = "".join(pieces(file, file.ids(text)))
+        assert found == file.decode(file.ids(text))
+        if family in ("smollm2", "llama3"):  # The others change some characters, as spaces or forms of accents.
+            assert found == text
+
+    check()
+
+
+@pytest.mark.parametrize("family", ["smollm2", "llama3", "qwen2"])
+def test_a_character_is_shown_with_the_token_that_completes_it(files: dict[str, TokenizersFile], family: str) -> None:
+    file = files[family]
+    for text in ("\U0001f600 \u20ac", "\u6771\u4eac", "\u041b\u0438\u0441\u0430"):
+        ids = file.ids(text, special=False)
+        for end in range(len(ids) + 1):
+            whole = file.decode(ids[:end])
+            assert "".join(pieces(file, ids[:end])[:-1]) == whole.rstrip("\ufffd")
+
+
+def test_special_tokens_are_not_shown_and_others_are(files: dict[str, TokenizersFile]) -> None:
+    ids = files["qwen3"].ids("<|im_start|>a <think>\nb</think> c<|im_end|>")
+    assert "".join(pieces(files["qwen3"], ids)) == "a <think>\nb</think> c"
+    assert pieces(files["llama2"], files["llama2"].ids("a b</s>"))[-2:] == ["", ""]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_tokens_joined_are_the_text(files: dict[str, TokenizersFile], family: str) -> None:
+    """Each token alone, be it a word with its space or a part of a character."""
+    file = files[family]
+    for text in TEXTS:
+        ids = file.ids(text, special=False)
+        alone = [file.token_bytes(token) for token in ids]
+        assert all(isinstance(one, bytes) for one in alone)
+        joined = b"".join(one or b"" for one in alone).decode()
+        assert joined in (file.decode(ids), f" {file.decode(ids)}")
+    special = next(iter(file.special.values()))
+    assert file.token_bytes(file.special_id(special)) == special.encode()
+    assert file.token_bytes(file.size) is None
+
+
+@pytest.fixture
+def fallback(tmp_path: Path) -> TokenizersFile:
+    """Words that begin with a space, and bytes for all else; ids 0 to 255 are the bytes."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "\u2581a": 257, "b": 258}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(tmp_path / TOKENIZER))
+    return TokenizersFile(tmp_path / TOKENIZER)
+
+
+def test_a_run_of_bytes_is_certain_when_it_is_over(fallback: TokenizersFile) -> None:
+    """One byte that belongs to no character makes the whole run unreadable, also what is before it."""
+    assert pieces(fallback, [0x41, 0xFF, 258, 258]) == ["", "", "\ufffd\ufffdb", "b", ""]
+    assert pieces(fallback, [257, 0xE2, 0x82]) == ["a", "", "", "\ufffd\ufffd"]
+    assert pieces(fallback, [257, 0xE2, 0x82, 0xAC]) == ["a", "", "", "", "\u20ac"]
+
+
+def test_a_token_without_text_does_not_make_the_next_one_the_first(fallback: TokenizersFile) -> None:
+    assert pieces(fallback, [258, 999, 257]) == ["b", "", " a", ""]
+
+
+def test_cutting_and_padding_of_training_are_left_out(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "llama3")
+    expected = TokenizersFile(folder / TOKENIZER).ids("a b c d")
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=100)
+    tokenizer.save(str(folder / TOKENIZER))
+    assert len(Tokenizer.from_file(str(folder / TOKENIZER)).encode("a b c d").ids) == 100
+    assert TokenizersFile(folder / TOKENIZER).ids("a b c d") == expected
+
+
+def test_a_text_that_the_tokenizer_refuses(files: dict[str, TokenizersFile], tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"the": 0})).save(str(tmp_path / TOKENIZER))
+    expected = r"^the tokenizer cannot read this text \(WordLevel error: Missing \[UNK\] token .* no token for$"
+    with pytest.raises(UsageError, match=expected):
+        TokenizersFile(tmp_path / TOKENIZER).ids("another")
+    with pytest.raises(UsageError, match=r"^the tokenizer cannot read this text \("):
+        files["llama3"].ids("\ud800")
+
+
+def test_files_that_are_no_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.json: no such file, expected a tokenizer\.json of the package"):
+        TokenizersFile(tmp_path / "nowhere.json")
+    (tmp_path / "spec.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"spec\.json: not a tokenizer\.json of the package tokenizers \("):
+        TokenizersFile(tmp_path / "spec.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    expected = r"tokenizer\.json: needs the package tokenizers; pip install 'mod-export\[generate\]'$"
+    with pytest.raises(UsageError, match=expected):
+        TokenizersFile(tmp_path / TOKENIZER)
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ("{", r"tokenizer_config\.json: cannot be read \("),
+    ("[1]", r"tokenizer_config\.json: expected a JSON object, got list$"),
+    ('{"added_tokens_decoder": {"0": "a"}}', r"config\.json: added_tokens_decoder: expected a table of tokens"),
+    ('{"added_tokens_decoder": ["a"]}', r"config\.json: added_tokens_decoder: expected a table of tokens"),
+])  # fmt: skip
+def test_a_configuration_that_is_none(tmp_path: Path, config: str, message: str) -> None:
+    folder = write_folder(tmp_path, "llama3")
+    (folder / CONFIG).write_text(config)
+    with pytest.raises(UsageError, match=message):
+        TokenizersFile(folder / TOKENIZER)
