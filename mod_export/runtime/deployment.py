@@ -25,7 +25,7 @@ from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.rows.failures import FailedRow
 from mod_export.rows.serving import served_of
-from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output
+from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output, writes_text
 
 NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
 
@@ -81,11 +81,11 @@ def served_engines(
         TargetError: nothing runs here, the target or the dtype is not among them, or they missed their gates.
     """
     what = f"engine{' that writes text' if texts else ''}"
-    engines = [one for one in manifest.engines if one.model == model and (one.role != "forward") == texts]
+    engines = [one for one in manifest.engines if one.model == model and one.writes_text == texts]
     failed = [
         row
         for row in manifest.failed
-        if row.model in (None, model) and (row.role is None or (row.role != "forward") == texts)
+        if row.model in (None, model) and (row.role is None or writes_text(row.role) == texts)
     ]
     if not engines and failed:
         raise TargetError(f"{folder}: holds no {what} of model {model!r}{_why_missing(failed)}; build again")
@@ -115,15 +115,13 @@ def served_engines(
 def _fastest(manifest: Manifest, engines: Sequence[Engine], *, texts: bool) -> tuple[str, DType] | None:
     """Target and dtype of those of `engines` that were measured and met their gates; None where none was."""
     refused = {
-        (one.model, one.role != "forward", one.target, one.dtype)
-        for one in manifest.engines
-        if one.path in manifest.refused
+        (one.model, one.writes_text, one.target, one.dtype) for one in manifest.engines if one.path in manifest.refused
     }
     here = {(one.model, one.target, one.dtype) for one in engines}
     measured = [
         one
         for one in manifest.measured
-        if (one.model, one.target, one.dtype) in here and (one.role != "forward") == texts
+        if (one.model, one.target, one.dtype) in here and writes_text(one.role) == texts
     ]
     return next(((one.target, one.dtype) for one in served_of(measured, refused)), None)
 
