@@ -1,5 +1,5 @@
-"""Stages benchmark and profile: time for every role, against the dense baseline or alone where there is none; of
-narrower dtypes against float32; and of each part of a model against what the cost model expects.
+"""Stages benchmark and profile: time every engine against its dense baseline and against float32, and every part of a
+model against the cost model.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def _precision(build: Build, narrow: Engine, wide: Engine) -> None:
 
 
 def count_work(build: Build) -> None:
-    """FLOPs and bytes of every engine that can be profiled, also of those that cannot run here.
+    """Counts FLOPs and bytes of every engine that can be profiled, including engines that cannot run here.
 
-    They are kept in the manifest: a server that the folder is moved to may have no ONNX tools.
+    The manifest keeps them, because a server that the folder is moved to may have no ONNX tools.
     """
     for engine in build.engines:
         if not engine.writes_text and can_profile(engine):
@@ -67,7 +67,7 @@ def _count(root: Path, path: str, whole_scores: bool, paths: Sequence[Path]) -> 
 
 
 def profile(build: Build) -> None:
-    """The profile of every engine that runs here, beside the time that the machine's roofline predicts."""
+    """Profiles every engine that runs here, beside the time that the machine's roofline predicts."""
     engines = [engine for engine in build.runnable("forward") if engine.path in build.work]
     rooflines = rooflines_of(engines, build.machine, build.config)
     build.add(list(rooflines.values()))

@@ -242,7 +242,7 @@ class Build:
     # Steps, results and failures.
 
     def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
-        """A step of the folder, announced before it starts."""
+        """Does or reuses a step of the folder, announced before it starts."""
         self._announce(name)
         step = self._store.step(name, inputs, outputs, make)
         self.steps.append(step)
@@ -259,13 +259,14 @@ class Build:
 
     @contextlib.contextmanager
     def attempt(self, stage: str, about: Mapping[str, Any], arch: str | None = None) -> Iterator[None]:
-        """Does what is inside, and goes on without it if it cannot be built: the failure becomes a row. A request that
-        cannot be met, such as a folder that is full, ends the build all the same.
+        """Turns a `BuildError` inside into a row of `failed`, and goes on.
+
+        Other errors, such as a full disk, end the build.
 
         Args:
-            stage: that does it.
-            about: fields of `ABOUT`; what is not named is meant for all.
-            arch: of the GPU that an engine is built for.
+            stage: the stage that is running.
+            about: fields of `ABOUT` that say what fails; a field that is missing stands for all.
+            arch: the GPU architecture that an engine is built for.
         """
         try:
             yield
@@ -273,8 +274,8 @@ class Build:
             self.fail(stage, about, error, arch)
 
     def fail(self, stage: str, about: Mapping[str, Any], error: BuildError, arch: str | None = None) -> None:
-        """Records what could not be done."""
-        # The build goes on, and must not keep the tensors that were at work when this failed.
+        """Records a failure."""
+        # Frames of the traceback would keep their tensors in memory while the build goes on.
         chained: BaseException | None = error
         while chained is not None:
             traceback.clear_frames(chained.__traceback__)
@@ -284,14 +285,14 @@ class Build:
         self._errors.append(error)
 
     def is_lost(self, about: Mapping[str, Any]) -> bool:
-        """Whether what has these fields of `ABOUT` is missing, in this run or in the folder."""
+        """Says whether something with these fields of `ABOUT` failed, in this run or when the folder was built."""
         return reason_for((*self.failed, *self.missing), about) is not None
 
     def require(self, left: Iterable[HasModel]) -> None:
-        """Ends a build of which nothing is left that is of the model itself.
+        """Ends the build if nothing of the model itself is left.
 
         Raises:
-            BuildError: the first that failed for it, with the others in its notes.
+            BuildError: the first failure of the model, with further failures in its notes.
         """
         if not self.failed or any(one.model == "mod" for one in left):
             return
@@ -306,34 +307,34 @@ class Build:
 
     @property
     def gated_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets of whole rows that the model has engines for: the gate on speed holds for the largest of them."""
+        """The buckets of whole rows that the model has engines for. The gate on speed applies to the largest one."""
         built = {one.bucket for one in self.engines if (one.model, one.role) == ("mod", "forward")}
         return tuple(bucket for bucket in self.buckets if bucket in built) or self.buckets
 
     def add(self, rows: Sequence[Result]) -> None:
-        """Results that follow from others and are no step of their own."""
+        """Adds results that follow from others and are no step of their own."""
         self._rows += rows
 
     def rows(self, row_type: type[Row]) -> list[Row]:
-        """Every result of one type so far."""
+        """Returns every result of one type so far."""
         return [row for row in self._rows if isinstance(row, row_type)]
 
     def hash_of(self, path: str) -> str:
-        """SHA-256 of a file of the folder, as it was built."""
+        """Returns the SHA-256 of a file of the folder, as it was built."""
         return self._store.hash_of(path)
 
     def weights_path(self, kind: ModelKind, dtype: DType) -> str:
-        """The weights file of a model and dtype, relative to the root."""
+        """Returns the weights file of a model and dtype, relative to the root."""
         return self.facts[kind].weights.removesuffix("float32.data") + f"{dtype}.data"
 
     def identity(self, kind: ModelKind) -> dict[str, Any]:
-        """Which weights and which spec a model is made of, as an input of steps."""
+        """Returns which weights and which spec a model is made of, as an input of steps."""
         about = self.facts[kind].model_dump(include={"checkpoint_sha256", "architecture", "spec"})
         code = {} if self._plan is None else {"code": self._plan.source_of(kind).code_sha256}
         return {**about, "kind": kind, **code}
 
     def source_inputs(self, graph: Graph) -> dict[str, Any]:
-        """What the source of a portable graph depends on, as an input of steps."""
+        """Returns what the source of a portable graph depends on, as an input of steps."""
         about: dict[str, Any] = {"role": graph.role, "bucket": asdict(graph.bucket), "outputs": graph.outputs}
         if graph.writes_text:
             model = self.generating(graph.model)
@@ -341,9 +342,10 @@ class Build:
         return {**self.identity(graph.model), **about}
 
     def runnable(self, *roles: Role) -> list[Engine]:
-        """Engines of these roles that run here: their target does, and it is their GPU if they were built for one.
+        """Returns the engines of these roles that run here.
 
-        Engines that write text keep their cache in this machine's memory, which not every target's runners can.
+        Their target must run, on the GPU that they were built for. Engines that write text also need a target whose
+        runners can keep a cache in this machine's memory.
         """
         return [engine for engine in self.engines if engine.role in roles and self._runs(engine)]
 
@@ -357,7 +359,7 @@ class Build:
 
     @cached_property
     def text_of(self) -> TextOf | None:
-        """Text for a model that has none of its own, where the folder has its tokenizer."""
+        """Text for a model that has none of its own, if the folder has its tokenizer."""
         tokenizer, vocab_size = self.root / TOKENIZER, self.facts["mod"].vocab_size
         if vocab_size is None or not tokenizer.is_file():
             return None
@@ -365,7 +367,7 @@ class Build:
 
     @property
     def text_inputs(self) -> dict[str, Any]:
-        """What text depends on, as an input of steps."""
+        """What the text depends on, as an input of steps."""
         has_tokenizer = (self.root / TOKENIZER).is_file()
         return {"seed": self.config.seed, "tokenizer": self.hash_of(TOKENIZER) if has_tokenizer else None}
 
@@ -382,14 +384,14 @@ class Build:
         return prompts_of(None, vocab_size, rows, length, self.config.seed)
 
     def feeds(self, bucket: Bucket) -> Mapping[str, np.ndarray]:
-        """Inputs for timing, by name. Graphs have static shapes, so their time does not depend on the values."""
+        """Returns inputs for timing, by name. Shapes are static, so the time does not depend on the values."""
         vocab_size = self.facts["mod"].vocab_size
         if vocab_size is not None:
             return tokens_sample(vocab_size, bucket, self.config.seed)
         return first_sample(self.root, bucket)
 
     def decoding_engines(self) -> DecodingEngines:
-        """The prefill and decode engines, as they are served."""
+        """Returns the prefill and decode engines, opened as serving opens them."""
         engines = [engine for engine in self.engines if engine.writes_text]
         return DecodingEngines(engines, self._load, self.config)
 
@@ -397,13 +399,13 @@ class Build:
         return ENGINES[engine.target].load(self.root, engine, self.config, self.config.latency.threads)
 
     def graph_of(self, engine: Engine) -> Graph:
-        """The graph that an engine was built from; the portable one, which computes the same, where that is none."""
+        """Returns the graph that an engine was built from; the portable one if the engine was built from a program."""
         graph = graph_of(engine, self.graphs)
         assert graph is not None, engine.path
         return graph
 
     def conditions(self, engines: Sequence[Engine]) -> dict[str, Any]:
-        """What a result on this machine depends on beside its settings."""
+        """Returns what a result on this machine depends on, besides its options."""
         targets = dict.fromkeys(engine.target for engine in engines)
         return {
             "engines": [self.hash_of(engine.path) for engine in engines],
@@ -433,7 +435,7 @@ class Build:
         return {**self.conditions(list(engines)), "seed": self.config.seed, **others}
 
     def versions(self, *names: str) -> dict[str, Any]:
-        """Versions as an input of a step, this package's source among them."""
+        """Returns library versions, including this package's source, as an input of a step."""
         return {"versions": versions("mod_export", *names)}
 
     # Only of a folder that is being built.
@@ -457,7 +459,7 @@ class Build:
 
 
 def engine_step(engine: Engine) -> str:
-    """The name of the step that builds an engine."""
+    """Returns the name of the step that builds an engine."""
     return f"engine/{engine.target}/{engine.stem}"
 
 
@@ -494,12 +496,12 @@ def _generation_facts(plan: Plan) -> GenerationFacts:
 
 
 def step_bytes(model: GeneratingModel, bucket: Bucket, stored: Mapping[str, int] | None = None) -> StepBytes:
-    """What a step of a decode bucket has to read: a sum over routing sites, so each is asked for alone.
+    """Returns the bytes that a decode step must read: a constant part, and a part for each routing site.
 
-    `stored` has the bytes of the weights that are not float32.
+    `stored` gives the bytes of weights that are not stored as float32.
     """
     nowhere, rows, length = dict.fromkeys(model.sites, 0.0), bucket.batch, bucket.seq
     always = model.least_bytes(rows, length, nowhere, stored)
     sites = {str(site): model.least_bytes(rows, length, nowhere | {site: 1.0}, stored) - always for site in model.sites}
-    # Experts add nothing: they are read in every step, as many of them as its rows can take.
+    # Experts add nothing, because every step reads as many of them as its rows can take.
     return StepBytes(always=always, sites={site: size for site, size in sites.items() if size})

@@ -1,7 +1,7 @@
-"""What weights are multiplied with, over text: what `graph/rounding.py` needs to round them to four bits.
+"""Second moments of the inputs of each weight over text, with which `graph/rounding.py` rounds weights to four bits.
 
-The eager model reads some text, each row once for all weights that fit into memory together, and the second moments of
-the rows that each weight is multiplied with are summed. Of a routed layer these are the tokens that were selected.
+The eager model reads some text, once for each group of weights whose moments fit into memory together, and sums the
+second moments of the rows that each weight is multiplied with. In a routed layer these are the selected tokens.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from mod_export.pipeline.build import Build
 from mod_export.types import Graph, ModelKind
 
 TOKENS = 8192
-"""That are read at least."""
+"""Least number of tokens that are read."""
 ROOM = 2**30
-"""Bytes of second moments that are summed in one pass."""
+"""Largest size in bytes of the second moments that are summed in one pass over the text."""
 OTHER_TEXT = 10_000
-"""Between the seeds of this text and of that by which quality is judged."""
+"""Offset from the seed of the text by which quality is judged, so that the two texts differ."""
 
 
 class Calibration:
-    """Second moments of one model's weights, which are asked for in ascending order of their names."""
+    """Second moments of one model's weights. Weights are asked for in ascending order of their names."""
 
     def __init__(self, build: Build, kind: ModelKind, shapes: Mapping[str, Sequence[int]]) -> None:
-        """`shapes` are those (N, K) of the weights that will be asked for."""
+        """`shapes` gives the shape (N, K) of each weight that will be asked for."""
         self._build, self._kind = build, kind
         self._left = sorted(shapes)
         self._shapes = shapes
         self._found: dict[str, torch.Tensor] = {}
 
     def moments(self, name: str) -> torch.Tensor | None:
-        """Float32 (K, K), the sum of x_i x_j over all rows x; None of a weight that no row was multiplied with.
+        """Returns the float32 (K, K) sum of x_i x_j over all rows x; None if no row was multiplied with the weight.
 
         Raises:
             GraphError: the sums are not finite, so nothing can be rounded by them.
@@ -56,7 +56,7 @@ class Calibration:
         return found
 
     def _next(self, name: str) -> list[str]:
-        """This weight and those after it, as many as there is room for."""
+        """Takes this weight and as many after it as there is room for."""
         after = self._left[self._left.index(name) :]
         size = np.cumsum([torch.float32.itemsize * self._shapes[one][1] ** 2 for one in after])
         group = after[: max(1, int((size <= ROOM).sum()))]
@@ -71,7 +71,7 @@ class Calibration:
             nonlocal last
             if name not in names:
                 return
-            if last is not None and last[0] is x:  # Queries, keys and values are made of the same rows.
+            if last is not None and last[0] is x:  # Query, key and value projections read the same rows.
                 self._found[name] = self._found[last[1]]
                 return
             last = (x, name)
@@ -86,7 +86,7 @@ class Calibration:
             last = None
 
     def _longest(self) -> Graph:
-        """A graph of whole rows as long as the longest prompt: what short rows hold is mostly their first tokens."""
+        """Returns a forward graph as long as the longest prompt, because short rows hold mostly first tokens."""
         graphs = [one for one in self._build.graphs if one.model == self._kind and one.target is None]
         longest = max((one for one in graphs if one.role != "decode"), key=lambda one: one.bucket.seq)
         return replace(longest, role="forward", outputs=self._build.config.returned)

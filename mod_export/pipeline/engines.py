@@ -1,4 +1,4 @@
-"""Stage engines: what each target runs, built from the graph of its dialect or from the captured program."""
+"""Stage engines: builds what each target runs, from the graph of its dialect or from the captured program."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mod_export.rows.base import setting_fields
 from mod_export.types import Engine, Graph, Variant
 
 BUILDER_BYTES = 2**30
-"""What a vendor's builder takes whatever the model."""
+"""Memory of a vendor's builder, besides the model."""
 COPIES = 3
-"""Of the weights, in float32: as they were read, as they are laid out, and as the plan is written."""
+"""Float32 copies of the weights in a builder: as read, as laid out, and as written."""
 
 
 def build_engines(build: Build) -> None:
-    """Every engine of every target: those that are built in processes of their own beside the others.
+    """Builds every engine of every target. Builders that run in a process of their own run beside the others.
 
     Raises:
         BuildError: there is no engine of the model.
@@ -30,16 +30,16 @@ def build_engines(build: Build) -> None:
     jobs = [
         (builder, variant, _engine(build, builder, variant, portable)) for builder, variant, portable in build.planned()
     ]
-    _ = build.machine  # Looked at once, before several threads ask for it.
+    _ = build.machine  # Computed here once, because several threads will ask for it.
     with ThreadPoolExecutor(_at_once(build)) as pool:
         try:
             waiting = {job: pool.submit(_build, build, *job) for job in jobs if job[0].apart}
             here = {job: _build(build, *job) for job in jobs if not job[0].apart}
             errors = {**here, **{job: future.result() for job, future in waiting.items()}}
-        except BaseException:  # Interrupted as well: what has not begun must not be waited for.
+        except BaseException:  # Also on an interrupt: builds that have not begun are cancelled.
             pool.shutdown(cancel_futures=True)
             raise
-    # In the order of the plan, whichever was done first.
+    # Results are kept in the order of the plan, and not in the order in which they were done.
     for job in jobs:
         error, (_, variant, engine) = errors[job], job
         if error is None:
@@ -51,7 +51,7 @@ def build_engines(build: Build) -> None:
 
 
 def _leave_out_halves(build: Build) -> None:
-    """Text is written by engines that read prompts and by those that read one more token: neither is of use alone."""
+    """Leaves out prefill engines without decode engines, and the reverse: neither writes text alone."""
     writing = [engine for engine in build.engines if engine.writes_text]
     sets = {(engine.target, engine.dtype, engine.model) for engine in writing}
     for target, dtype, model in sorted(sets):
@@ -66,7 +66,7 @@ def _leave_out_halves(build: Build) -> None:
 
 
 def _at_once(build: Build) -> int:
-    """Builders in processes of their own that processor and memory have room for: each holds weights and plan."""
+    """Number of builder processes that cores and memory have room for; each holds the weights and its plan."""
     room = free_bytes() // (BUILDER_BYTES + COPIES * 4 * build.plan.model.parameters)
     return max(1, min(os.cpu_count() or 1, int(room)))
 
@@ -86,7 +86,7 @@ def _engine(build: Build, builder: EngineBuilder, variant: Variant, portable: Gr
 
 
 def _build(build: Build, builder: EngineBuilder, variant: Variant, engine: Engine) -> BuildError | None:
-    """Builds one engine; why it cannot be built, if so."""
+    """Builds one engine. Returns the error if it cannot be built."""
     graph = build.graph_of(engine)
     inputs = {
         "graph": build.hash_of(graph.path),
@@ -94,7 +94,7 @@ def _build(build: Build, builder: EngineBuilder, variant: Variant, engine: Engin
         "variant": asdict(variant),
         "options": _options(build, builder),
         "versions": {**versions("mod_export"), **builder.versions()},
-        # An engine that is built where it runs is native code for this machine.
+        # Without a named architecture, the engine is native code for this machine.
         "machine": None if variant.arch else [build.machine["cpu"], build.machine["gpu"]],
     }
     job = EngineJob(root=build.root, graph=graph, program=partial(build.program, graph))
@@ -111,7 +111,7 @@ def _build(build: Build, builder: EngineBuilder, variant: Variant, engine: Engin
 
 
 def _options(build: Build, builder: EngineBuilder) -> dict[str, Any]:
-    """The target's options that touch every engine; which engines there are is said by the variants."""
+    """Returns the target's options that every engine depends on. Variants cover the others."""
     options: dict[str, Any] = build.config.target.model_dump(mode="json", by_alias=True)[builder.name]
-    # What only decides how a graph looks is in the graph.
+    # Options that only shape the graph are covered by its hash.
     return {key: value for key, value in options.items() if key not in ("dtypes", "architectures", "query_block")}

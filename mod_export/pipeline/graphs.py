@@ -1,7 +1,7 @@
 """Stages capture and onnx: one static graph per model, role and bucket, and the weights files that they share.
 
-Exporting is deterministic, so validation exports again and compares: `fresh_graph` gives the bytes of any graph of a
-finished folder by the functions that a build uses.
+Exporting is deterministic, so validation exports again and compares. `fresh_graph` makes the bytes of any graph of a
+finished folder with the functions that a build uses.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, Mod
 
 SHOWN = 4
 MOST_KEPT = 32
-"""Fresh portable graphs that a process keeps: they are small without weights, and an export takes seconds."""
+"""Number of fresh portable graphs kept in memory. They hold no weights, and an export takes seconds."""
 _kept: dict[str, bytes] = {}
 
 
@@ -67,7 +67,7 @@ def capture(build: Build) -> None:
 
 
 def _wanted(build: Build) -> Iterator[Graph]:
-    """The portable graphs that can still be made when it is their turn: first the model's, then the baseline's."""
+    """Yields the portable graphs that can still be made when their turn comes: the model's first."""
     return (graph for graph in build.plan.graphs if build.is_wanted(fields_of_graph(graph)))
 
 
@@ -77,7 +77,7 @@ def _prove(build: Build, graph: Graph, paths: Sequence[Path]) -> dict[str, int]:
 
 
 def onnx(build: Build) -> None:
-    """Weights files, and the portable graph of every model, role and bucket.
+    """Writes the weights files and the portable graph of every model, role and bucket.
 
     Raises:
         BuildError: there is no graph of the model.
@@ -93,9 +93,9 @@ def onnx(build: Build) -> None:
         with build.attempt("onnx", fields_of_graph(graph)):
             _portable_step(build, graph)
     build.require(build.graphs)
-    # Which weights can become whole numbers is read from the graphs.
+    # The graphs say which weights can be quantized.
     for kind in kinds:
-        # A file that both models read is missing for both.
+        # If both models read the file, both fail with it.
         only = kind if len(kinds) > 1 else None
         for dtype in dtypes:
             if dtype in QUANTIZED:
@@ -121,7 +121,7 @@ def _portable_step(build: Build, graph: Graph) -> None:
 
 
 def _forms(build: Build, kind: ModelKind, dtype: DType) -> Forms:
-    """How the graphs that read one weights file want its weights, all of them together."""
+    """Returns the forms in which the graphs of one weights file read each weight."""
     found: dict[str, set[Form]] = {}
     for builder, variant, graph in build.planned():
         if variant.dtype == dtype and build.facts[graph.model].weights == build.facts[kind].weights:
@@ -132,7 +132,7 @@ def _forms(build: Build, kind: ModelKind, dtype: DType) -> Forms:
 
 
 def _with_stored_bytes(build: Build, facts: GenerationFacts, dtypes: Sequence[DType]) -> GenerationFacts:
-    """What a step has to read in other dtypes than float32: of whole numbers, what their files hold."""
+    """Adds the bytes that a step reads in other dtypes than float32; for int8 and int4, what their files hold."""
     step_bytes = {bucket: dict(by_dtype) for bucket, by_dtype in facts.step_bytes.items()}
     for bucket, dtype in itertools.product(step_bytes, dtypes):
         kinds = [kind for kind in build.facts if build.weights_path(kind, dtype) in build.weight_digests]
@@ -167,13 +167,13 @@ def _export(build: Build, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]
 
 
 def _portable(build: Build, graph: Graph) -> tuple[ir.Model, dict[str, int], tuple[RoutingSite, ...]]:
-    """The portable graph, its weights without values, the passes that were applied, and its routing sites.
+    """Returns the portable graph with weights that have no values, the applied passes, and the routing sites.
 
     Raises:
         BuildError: it cannot be exported, or does not route as the model declares.
     """
     source = build.source(graph)
-    # Conditions are captured with everything else where strict; otherwise each is compiled alone, which takes longer.
+    # In strict mode conditions are captured with the rest. Otherwise torch compiles each alone, which takes longer.
     found = captured(source.module, source.examples[0], graph.stem, strict=source.conditions)
     model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
     # Passes read the values of small buffers, such as a causal mask.
@@ -188,7 +188,7 @@ def _portable(build: Build, graph: Graph) -> tuple[ir.Model, dict[str, int], tup
 
 
 def _check_routing(model: ExportableModel, graph: Graph, k_by_layer: Mapping[Site, int]) -> None:
-    """A model that declares its routing has to route so, and in a dense baseline no token may skip anything.
+    """Checks that a model routes as it declares, and that no token skips anything in a dense baseline.
 
     Raises:
         GraphError: the captured program has other routing sites, or other numbers of slots.
@@ -206,7 +206,7 @@ def _check_routing(model: ExportableModel, graph: Graph, k_by_layer: Mapping[Sit
 
 
 def _check_ports(graph: Graph, model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Names are how a runtime finds inputs, outputs and the cache, and sizes how it makes them.
+    """Checks names and sizes of inputs and outputs: a runtime finds them by name and allocates them by size.
 
     Raises:
         GraphError: an input or output is missing, or has no fixed size.
@@ -220,11 +220,11 @@ def _check_ports(graph: Graph, model: ir.Model, inputs: Sequence[str], outputs: 
 
 
 def _bind(build: Build, model: ir.Model, graph: Graph) -> None:
-    """Makes the weights of a graph references to the weights files of the folder.
+    """Makes the weights of a graph refer to the weights files of the folder.
 
     Raises:
         GraphError: a weights file does not hold one of them.
-        BuildFolderError: a weights file is missing, or is none.
+        BuildFolderError: a weights file is missing or unreadable.
     """
     paths = [build.weights_path(graph.model, dtype) for dtype in files_for(graph.dtype)]
     bind_weights(model, [WeightsFile.open(build.root / path) for path in paths], build.root / "graphs")
@@ -238,7 +238,7 @@ def _bytes(model: ir.Model) -> bytes:
 
 
 def save_graph(build: Build, model: ir.Model, graph: Graph, destination: Path) -> None:
-    """Binds the weights, writes the graph, and has onnx.checker look at it where its weights are."""
+    """Binds the weights, checks the graph with onnx.checker beside its weights, and writes it."""
     _bind(build, model, graph)
     data = _bytes(model)
     # External data must lie beside the graph, so the check runs on a copy there.
@@ -252,16 +252,16 @@ def save_graph(build: Build, model: ir.Model, graph: Graph, destination: Path) -
 
 
 def fresh_graph(build: Build, graph: Graph) -> bytes:
-    """A graph as a build would write it now.
+    """Returns the bytes of a graph as a build would write it now.
 
     Raises:
-        BuildError: it cannot be exported, or the weights files do not hold its weights.
-        BuildFolderError: a weights file is missing, or is none.
+        BuildError: the graph cannot be exported, or the weights files do not hold its weights.
+        BuildFolderError: a weights file is missing or unreadable.
     """
     portable = replace(graph, dtype="float32", target=None)
     weights = build.weights_path(graph.model, "float32")
     entries = WeightsFile.open(build.root / weights).entries
-    # What the folder holds, and not only what its manifest says: another folder may say the same of another program.
+    # The key covers the model itself: two folders may have the same manifest entries for different programs.
     held = dict(build.model(graph.model).spec)
     key = json.dumps([build.source_inputs(graph), held, weights, sorted(entries.items())], default=str)
     if key not in _kept:
@@ -288,7 +288,7 @@ def _write_weights(build: Build, kind: ModelKind, dtype: DType, forms: Forms = N
     few_bits = {name: tuple(tensors[name].shape) for name in in_int4}
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
-        # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
+        # Digests are taken from the tensors in memory, so that they prove the file and do not repeat it.
         moments = Calibration(build, kind, few_bits).moments if few_bits else None
         return write_weights(paths[0], tensors, dtype, forms, moments)
 

@@ -1,4 +1,4 @@
-"""Stage passes: each target's own graph, rewritten into its dialect and proven to mean the same."""
+"""Stage passes: rewrites the portable graph into each target's dialect, and proves that it means the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mod_export.types import Dialect, DType, Graph, Setting
 
 
 def passes(build: Build) -> None:
-    """The graph of each target's dialect, where the portable one is not already it.
+    """Makes the graph of each target's dialect, unless the portable graph already fits.
 
     Raises:
         BuildError: no target can take any graph of the model.
@@ -64,7 +64,7 @@ def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: 
 
 
 def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
-    """Better an error now than a process that the kernel kills minutes later.
+    """Refuses a graph that does not fit into memory, before the kernel kills the process minutes later.
 
     Raises:
         LimitError: running this graph would need more memory than is free.
@@ -109,9 +109,9 @@ def _rewrite(build: Build, builder: EngineBuilder, graph: Graph, portable: Graph
 
 
 def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Path, needed: int) -> str:
-    """Runs the rewritten graph on ONNX Runtime's CPU kernels against the reference, where they exist for it.
+    """Compares the rewritten graph with the reference on ONNX Runtime's CPU kernels, if they can run it.
 
-    A graph that is itself what runs here is judged by the stage validate, on more inputs than one.
+    A graph that is an engine of this machine is left to the stage validate, which uses more inputs.
 
     Raises:
         GraphError: the rewrite changed what the graph means.
@@ -141,12 +141,12 @@ def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Pat
 
 
 def _is_proven(builder: EngineBuilder, graph: Graph) -> bool:
-    """Whether a rewritten graph is run before an engine is made of it."""
+    """Says whether a rewritten graph is run before an engine is made of it."""
     return not graph.writes_text and not builder.dialect.whole_scores
 
 
 def _attention_bytes(model: ir.Model) -> int:
-    """Most memory that one attention of a graph needs where scores and probabilities are held in full, as float32."""
+    """Largest memory of one attention of a graph that holds all scores and probabilities in float32."""
     sizes = [0]
     for node in model.graph.all_nodes():
         if node.op_type == "Attention" and node.inputs[0] is not None and node.inputs[0].shape is not None:
@@ -155,9 +155,7 @@ def _attention_bytes(model: ir.Model) -> int:
 
 
 def _chosen_dialect(build: Build, builder: EngineBuilder, model: ir.Model) -> Dialect:
-    """The dialect of a target for a portable graph: with the blocks that its attentions are computed in, where blocks
-    help.
-    """
+    """Returns the target's dialect with the query blocks in which this graph's attentions are fastest."""
     fixed = builder.dialect.query_block
     if fixed is not None:
         tokens = {shape.tokens for shape in attention_shapes(model)}
@@ -178,11 +176,11 @@ def _chosen_dialect(build: Build, builder: EngineBuilder, model: ir.Model) -> Di
 
 
 def attention_shapes(model: ir.Model) -> set[AttentionShape]:
-    """The shapes of the causal attentions of a graph that can be split into blocks."""
+    """Returns the shapes of a graph's causal attentions that can be split into blocks."""
     shapes = set()
     for node in model.graph.all_nodes():
         if splittable_tokens(node) is not None:
-            # Of the portable graph, where heads are a dimension.
+            # In a portable graph the heads are a dimension of their own.
             (B, H, T, E), (_, G, _, _) = (value.shape.numpy() for value in node.inputs[:2] if value and value.shape)
             shapes.add(AttentionShape(B, H, G, T, E))
     return shapes

@@ -34,14 +34,12 @@ LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
 FLOAT32_BYTES = 4
 LOGITS_AT_ONCE = 6
-"""Arrays of logits: of the reference in float32 and float64, of the candidate, and of their comparison."""
+"""Number of logits arrays held at once: the reference in float32 and float64, the candidate, and their comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """The model, and its dense baseline if it has one, in the form that decides about one token at a time, for texts of
-    up to `window` tokens.
-    """
+    """The models in the form that decides about one token at a time, for texts of up to `window` tokens."""
 
     models: Mapping[ModelKind, GeneratingModel]
     window: int
@@ -53,11 +51,11 @@ class Plan:
 
     Attributes:
         model: the Mixture-of-Depths model.
-        baseline: the dense model given with --baseline; None if the dense baseline has the model's own weights, and if
-            there is none.
-        loaded: the model, and its dense baseline if it has one.
-        buckets: of the forward graphs, ascending.
-        graphs: the portable graph of every model, role and bucket. All stages loop over this table.
+        baseline: the dense model of --baseline; None if the dense baseline has the model's own weights, or if there is
+            no dense baseline.
+        loaded: the model and, if there is one, its dense baseline.
+        buckets: shapes of the forward graphs, ascending.
+        graphs: the portable graph of every model, role and bucket. Every stage loops over this table.
         targets: the targets to build, by name.
         availability: of every known target, whether it is built or not.
         generation: the models that write text, or the reason why there are none.
@@ -77,25 +75,25 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Number of weights that are stored."""
+        """Number of stored weights."""
         return self.model.parameters + (self.baseline.parameters if self.baseline else 0)
 
     def source_of(self, kind: ModelKind) -> Model:
-        """The checkpoint that a model comes from."""
+        """Returns the checkpoint that a model comes from."""
         return (self.baseline if kind == "dense" else None) or self.model
 
     def generating(self, kind: ModelKind) -> GeneratingModel:
-        """The same in the form that decides about one token at a time. Only for a plan that writes text."""
+        """Returns a model in the token-by-token form; only for plans that generate."""
         assert isinstance(self.generation, GenerationPlan)
         return self.generation.models[kind]
 
     def weights_path(self, kind: ModelKind, dtype: DType) -> str:
-        """The weights file of a model and dtype, relative to the build folder; both models share one if possible."""
+        """Returns the weights file of a model and dtype, relative to the build folder; models share one if they can."""
         prefix = "weights-baseline" if kind == "dense" and self.baseline is not None else "weights"
         return f"graphs/{prefix}-{dtype}.data"
 
     def engines(self) -> Iterator[tuple[EngineBuilder, Variant, Graph]]:
-        """Every engine to build, with its portable graph."""
+        """Yields every engine to build, with its portable graph."""
         for builder in self.targets.values():
             for graph in self.graphs:
                 for variant in _variants(builder, graph, self.config):
@@ -103,7 +101,7 @@ class Plan:
 
 
 def generating_form(loaded: ExportableModel, kind: ModelKind, window: int, config: BuildConfig) -> GeneratingModel:
-    """A model in the form that decides about one token at a time; a dense baseline needs no further slots.
+    """Returns a model in the token-by-token form. A dense baseline gets no slack: it has no slots to run out of.
 
     Raises:
         ValueError: it cannot generate, or not in this window.
@@ -176,7 +174,7 @@ def make_plan(
 
 
 def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
-    """The shapes of whole rows: what the configuration names, or those that the model was captured at.
+    """Returns the shapes of whole rows: those that the configuration names, or those that the model was captured at.
 
     Raises:
         ConfigError: one of them is not possible.
@@ -197,17 +195,17 @@ def _problems_of_tokenizer(tokenizer: Path, model: Model) -> list[str]:
         return [f"{tokenizer}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"]
     file, vocab_size = TokenizersFile(tokenizer), model.loaded.vocab_size
     size = file.size
-    defaults_of(tokenizer.parent, file.end)  # Refuses a file that would be refused by whoever serves the folder.
+    defaults_of(tokenizer.parent, file.end)  # A file that serving would refuse is refused here.
     if size <= vocab_size:
         return []
     return [f"{tokenizer}: has ids up to {size - 1}, and the model {vocab_size} ids; name its own"]
 
 
 def without_speed_gate(config: BuildConfig) -> BuildConfig:
-    """The configuration of a build that has no dense baseline, so that no speed-up can be shown.
+    """Returns the configuration without a gate on speed, for a build that has no dense baseline to be faster than.
 
     Raises:
-        ConfigError: it sets one itself, whatever the number. The default is no demand: it holds where it can.
+        ConfigError: the configuration demands a speed-up itself. The default is no demand.
     """
     demanded = config.latency.min_speedup
     if demanded > 0 and "min_speedup" in config.latency.model_fields_set:
@@ -221,7 +219,7 @@ def without_speed_gate(config: BuildConfig) -> BuildConfig:
 
 
 def check_names(targets: Sequence[str]) -> None:
-    """Checks that every target is known.
+    """Refuses unknown targets.
 
     Raises:
         TargetError: one is not in ENGINES.
@@ -260,7 +258,7 @@ def _why_not_generating(loaded: Mapping[ModelKind, ExportableModel]) -> str | No
 def _generation(
     loaded: Mapping[ModelKind, ExportableModel], config: BuildConfig, targets: Mapping[str, EngineBuilder]
 ) -> GenerationPlan | str:
-    """The models that write text, or the reason why there are none.
+    """Returns the models that write text, or the reason why there are none.
 
     Raises:
         ConfigError: the model must generate (`generation.build = "always"`) and cannot, or not in this window.
@@ -294,7 +292,7 @@ def _generation(
 def _graphs(
     config: BuildConfig, kinds: Collection[ModelKind], buckets: Sequence[Bucket], generation: GenerationPlan | str
 ) -> Iterator[Graph]:
-    """The portable graphs of a build: forward graphs of every model, then prefill and decode graphs of both."""
+    """Yields the portable graphs of a build: forward graphs of every model, then those that write text."""
     for bucket in buckets:
         for kind in kinds:
             yield _portable(kind, ROLES["forward"], bucket, config)
@@ -313,7 +311,7 @@ def _portable(kind: ModelKind, stages: RoleStages, bucket: Bucket, config: Build
 
 
 def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:
-    """Problems of buckets whose logits do not fit into memory: every bucket is run at least once, during capture."""
+    """Names the buckets whose logits do not fit into memory. Every bucket runs at least once, during capture."""
     memory = psutil.virtual_memory().total
     needed = {bucket: _logits_bytes(model, bucket) for bucket in buckets}
     return [
@@ -325,16 +323,16 @@ def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:
 
 
 def _logits_bytes(model: Model, bucket: Bucket) -> int:
-    """Of what a model of token ids returns; other models were run at their shapes when they were captured."""
+    """Size of the logits of a model of token ids; 0 for other models, which ran at their shapes during capture."""
     vocab_size = model.loaded.vocab_size if isinstance(model.loaded, TokenIds) else 0
     return FLOAT32_BYTES * bucket.batch * bucket.seq * vocab_size
 
 
 def _beyond_budget(plan: Plan) -> list[str]:
-    """The problem of a build whose least memory is above `max_memory`.
+    """Returns a problem if the build needs more memory than `max_memory`.
 
-    The least memory is that of libraries, the reference, an engine's packed weights, and the logits of both. The graph
-    stages need no memory for weights. Benchmarks load two engines, which share their weights; validation loads one.
+    A build needs room for the libraries, the reference, an engine's packed weights, and the logits of both. The graph
+    stages hold no weights. Benchmarks load two engines that share their weights; validation loads one engine.
     """
     weights = FLOAT32_BYTES * plan.parameters
     logits = max(_logits_bytes(plan.model, bucket) for bucket in plan.buckets)
@@ -358,7 +356,7 @@ def _check_baseline(model: Model, baseline: Model) -> None:
 
 
 def _job_of(model: ExportableModel) -> dict[str, str]:
-    """What a baseline must have in common with the model: what it is -> how much, or which."""
+    """Returns what a baseline must have in common with the model, as name -> value."""
     if isinstance(model, TokenIds):
         return {"a vocabulary of": str(model.vocab_size), "positions up to": str(model.max_positions)}
     assert isinstance(model, SampledInputs)
@@ -372,9 +370,9 @@ def _job_of(model: ExportableModel) -> dict[str, str]:
 
 
 def _check_room(plan: Plan, root: Path) -> None:
-    """Checks that there is space for the weights of each dtype, and for plans that contain a copy of them.
+    """Refuses a build for which the disk has no room, before minutes are spent on it.
 
-    Otherwise a full disk would end the build after minutes.
+    Each dtype has a weights file, and some engines contain a copy of the weights.
     """
     sizes = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 4}
     dtypes = {"float32", *(variant.dtype for _, variant, _ in plan.engines())}

@@ -1,4 +1,4 @@
-"""Stage report: the verdict over everything that was found, and the files that a build ends with."""
+"""Stage report: gives the verdict over all results and writes the last files of a build."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ROWS: Mapping[str, type[Result]] = {
     "roofline": Roofline,
     "parts": PartRow,
 }
-"""Field of a report -> its rows, of those that stages of evidence find."""
+"""Field of a report -> the type of its rows, for fields that the evidence stages fill."""
 WRITTEN_ROWS: Mapping[str, type[Result]] = {"texts": TextsRow, "decode": DecodeRow, "first_token": FirstTokenRow}
-"""The same of its part about writing text."""
+"""Field of `report.generation` -> the type of its rows, likewise."""
 
 
 def compare_with_baseline(build: Build) -> None:
-    """The speed-up of every setting that was timed with its dense baseline: measured, predicted, and explained."""
+    """Adds the speed-up, measured, predicted and explained, of every setting that was timed with its dense baseline."""
     k_by_layer = {
         graph.bucket: graph.k_by_layer
         for graph in build.graphs
@@ -63,7 +63,7 @@ def compare_with_baseline(build: Build) -> None:
 
 
 def verdict_of(build: Build, *, parity: bool = True, speedup: bool = True) -> Verdict:
-    """The verdict over everything that runs here; what was not asked for is left out."""
+    """Returns the verdict over everything that runs here, without parity or speed-up if they were not asked for."""
     engines = build.runnable("forward")
     return judge(
         [engine.setting for engine in engines if engine.model == "mod"],
@@ -85,7 +85,7 @@ def _reads_rows(build: Build) -> bool:
 
 
 def not_compared(build: Build) -> str | None:
-    """Why there is no speed-up and how to get one; None where there is a dense baseline."""
+    """Says why there is no speed-up and how to get one; None if there is a dense baseline."""
     if any(engine.model == "dense" for engine in build.engines):
         return None
     if "dense" in build.facts:
@@ -95,12 +95,12 @@ def not_compared(build: Build) -> str | None:
     sites = [site for graph in build.graphs for site in graph.k_by_layer]
     if any(not is_expert(site) for site in sites):
         return NOTHING_COMPARED
-    # What a spec does not declare is only known as far as it was found.
+    # A captured model declares no routing, so a site may have been missed.
     return NO_SITE_TO_COMPARE if build.facts["mod"].architecture == PROGRAM and not sites else DENSE_ITSELF
 
 
 def unfollowed(build: Build) -> tuple[str, ...]:
-    """What a captured model without routing sites selects all the same; nothing of other models."""
+    """Describes the selections of a captured model in which no routing site was found; empty for other models."""
     from mod_export.graph.unfollowed import unfollowed_selections  # PyTorch, which a benchmark does without.
     from mod_export.model.programs import ProgramModel
 
@@ -121,8 +121,10 @@ def write_report(
     *,
     verified: bool,
 ) -> BuildReport:
-    """Judges, writes report.json and report.html, and closes the build folder. What was not judged or timed misses its
-    gates: not `verified`, the folder is one whose report `completed` goes on with.
+    """Judges, writes report.json and report.html, and closes the build folder.
+
+    Engines that were not judged or timed miss their gates. A folder that is not `verified` is completed later, by
+    `completed`.
     """
     compare_with_baseline(build)
     reused = all(stage.status == "reused" for stage in stages)
@@ -133,27 +135,28 @@ def write_report(
         for path, text in zip(paths, texts_of(report).values(), strict=True):
             path.write_text(text, encoding="utf-8")
 
-    # Written every time: it tells of this run, also when every stage before it was reused.
+    # The report describes this run, so it is written even if every earlier stage was reused.
     build.step("report", {"report": report.to_json()}, list(texts_of(report)), write)
     _close(build, command, verified=verified)
     return report
 
 
 def texts_of(report: BuildReport) -> dict[str, str]:
-    """The files that a report is written to."""
+    """Returns file name -> content of the files that show a report."""
     return {"report.json": report.to_json(), "report.html": render_html(report)}
 
 
 def completed(build: Build, report: BuildReport, stage: Stage) -> BuildReport:
-    """The report of a folder that was built without evidence, with what this later run found, and a verdict over all
-    that is known by now. `stage` is that of the run.
+    """Returns the report of a folder that was built without evidence, with the results of this later run added.
+
+    The verdict is over all results so far. `stage` describes the run.
     """
     new = {name: tuple(build.rows(kind)) for name, kind in ROWS.items()}
     known: dict[str, Any] = {name: rows or getattr(report, name) for name, rows in new.items()}
     ran = {row.target for row in known["parity"]}
     written = report.generation
     if written is not None:
-        # What a run did not ask for it found nothing of.
+        # A field that this run did not fill keeps its rows.
         found = {name: tuple(build.rows(kind)) or getattr(written, name) for name, kind in WRITTEN_ROWS.items()}
         quality = next(iter(build.rows(QualityRow)), written.quality)
         written = written.model_copy(update={**found, "quality": quality})
@@ -185,12 +188,12 @@ def completed(build: Build, report: BuildReport, stage: Stage) -> BuildReport:
 
 
 def refused_in(build: Build) -> dict[str, tuple[str, ...]]:
-    """What missed its gates, with the reasons: it is not served, `load` refuses it."""
+    """Returns path -> reasons of everything that missed its gates, which `load` refuses to serve."""
     return {row.artifact: row.reasons for row in build.rows(ParityRow) if row.artifact and not row.passed}
 
 
 def measured_in(build: Build) -> tuple[Measured, ...]:
-    """How fast engines were: what `load` chooses from."""
+    """Returns how fast engines were; `load` chooses by it."""
     return measured_from_rows(build.rows(LatencyRow), build.rows(DecodeRow))
 
 
@@ -271,7 +274,7 @@ def _targets(build: Build) -> list[Target]:
     for name, found in build.plan.availability.items():
         reason = found.reason
         if name not in built and name in build.plan.targets:
-            # Its own failure rather than that of a graph or a dtype, and the model's rather than the baseline's.
+            # The target's own failure says more than a graph's or dtype's, and the model's more than the baseline's.
             lost = min(build.failed, key=lambda row: (row.target != name, row.target is not None, row.model == "dense"))
             reason = f"nothing could be built; of {lost.what}: {lost.why}"
         elif name not in built and found.builds:
@@ -281,7 +284,7 @@ def _targets(build: Build) -> list[Target]:
 
 
 def _close(build: Build, command: str, *, verified: bool) -> None:
-    """With what `validate`, `bench` and `load` need to know of the folder without the checkpoint."""
+    """Closes the folder with the facts that `validate`, `bench` and `load` need without the checkpoint."""
     plan = build.plan
     manifest = Manifest(
         command=command,

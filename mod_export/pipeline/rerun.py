@@ -36,20 +36,20 @@ Row = TypeVar("Row", bound=Result)
 
 
 class Rows(Protocol):
-    """Gives the results of one type."""
+    """Returns the results of one type."""
 
     def __call__(self, row_type: type[Row], /) -> list[Row]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun:
-    """What was found.
+    """The outcome of `validate` or `bench`.
 
     Attributes:
-        rows: type of a result -> the rows of that type.
-        verdict: over all of them.
+        rows: returns the results of one type.
+        verdict: the verdict over all results.
         notes: what was not run, not compared or not written into the folder, and why.
-        not_compared: why the latencies of `bench` are compared with nothing; None where they are.
+        not_compared: why `bench` compares latencies with nothing; None if it compares them.
     """
 
     rows: Rows
@@ -61,20 +61,21 @@ class Rerun:
 def validate_folder(
     root: Path, config: BuildConfig | None, targets: Sequence[str], checkpoint: Path | None = None
 ) -> Rerun:
-    """Files, weights, graphs, and everything that runs here against eager PyTorch.
+    """Checks files, weights and graphs, and compares everything that runs here with eager PyTorch.
 
-    The reference is rebuilt from the folder's own spec and weights, or from `checkpoint`. A file that is not the one
-    that was built is a finding, not an error: it is looked at like any other, but for compiled code, which is not run.
-    A folder that was built without evidence counts as verified afterwards, if all of it was asked for by the gates that
-    it was built with; its report says what was found, and what missed a gate is not served any more.
+    The reference is rebuilt from the folder's own spec and weights, or from `checkpoint`. A file that was changed is a
+    finding and not an error: it is judged like any other, except that changed compiled code is not run.
+
+    A folder that was built without evidence counts as verified afterwards, if all of it was judged by its own gates.
+    Its report then has the results, and engines that missed a gate are no longer served.
 
     Raises:
-        BuildFolderError: not a whole build folder, or nothing that a reference could be rebuilt from.
+        BuildFolderError: not a whole build folder, or the reference cannot be rebuilt.
         CheckpointError: `checkpoint` cannot be read, or is not the one that the folder was built from.
         TargetError: nothing to run.
     """
     begin = time.perf_counter()
-    # The only stage that needs PyTorch and ONNX.
+    # Imported here because validation alone needs PyTorch and ONNX; `bench` runs without them.
     from mod_export.pipeline.validate import changed_program, validate
 
     build = Build.open(root, config, targets, checkpoint, verify=False)
@@ -82,7 +83,7 @@ def validate_folder(
         validate(build)
     except UsageError:
         raise
-    except Exception as error:  # Of any type: a captured program that was changed may do anything when it runs.
+    except Exception as error:  # Of any type, because a captured program that was changed may do anything.
         changed = changed_program(build)
         if changed is None:
             raise
@@ -95,10 +96,10 @@ def validate_folder(
 
 
 def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:
-    """Time of every role, of model and dense baseline interleaved, or of the model alone where there is none.
+    """Times engines of every role, interleaved with the dense baseline if there is one.
 
-    Needs no PyTorch unless an `inductor` engine is run. A folder that was built without evidence has the times in its
-    report afterwards, if all of it was asked for as it was built.
+    This needs no PyTorch unless an `inductor` engine is run. A folder that was built without evidence has the times in
+    its report afterwards, provided that all of it was timed as it was built.
 
     Raises:
         BuildFolderError: not a whole build folder, or damaged.
@@ -119,15 +120,15 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
 
 
 def _complete(build: Build, stage: str, begin: float, facts: Mapping[str, Any]) -> list[str]:
-    """Amends a folder that was built without evidence, once for each stage; one that was built whole stays as it is.
+    """Adds the results of a stage to a folder that was built without evidence; other folders stay as they are.
 
     Returns:
-        Why it could not be amended, if so: what was found counts also where nothing can be written.
+        Why the folder could not be amended; empty if it was. The results count in either case.
     """
     assert build.finished is not None
     root, files = build.root, build.finished.manifest.files
     if any(changed_file(root, name, files[name]) for name in REPORT):
-        return []  # A finding of `validate`; `report` says it as well.
+        return []  # `validate` has a row about it, and `report` refuses to show it.
     where = root / REPORT[0]
     report = report_from_json(where.read_text(encoding="utf-8"), str(where))
     if stage in (one.name for one in report.stages):
@@ -142,7 +143,7 @@ def _complete(build: Build, stage: str, begin: float, facts: Mapping[str, Any]) 
 
 
 def _notes(build: Build) -> list[str]:
-    """What was not run or not compared, because it cannot be here or was not asked for."""
+    """Says what was not run or not compared, because this machine cannot or because it was not asked for."""
     ran = {build.hash_of(row.artifact) for row in build.rows(ParityRow) if row.artifact is not None}
     missed = [
         f"{engine.target} engines{' that write text' if engine.writes_text else ''}"

@@ -74,21 +74,21 @@ def build(
 ) -> BuildReport:
     """Runs every stage and writes the report.
 
-    What cannot be built leaves the rest: it is a row of `report.failed`, and the next run tries it again. A stage that
-    leaves nothing of the model ends the build; what was whole before it stays, and the next run resumes there.
+    A failure leaves the rest: it becomes a row of `report.failed`, and the next run tries again. If a stage leaves
+    nothing of the model, the build ends; finished steps stay, and the next run resumes there.
 
     Args:
-        load: gives the model, and the dense model that it is compared with if that is not the model's own.
+        load: returns the model and, if it is not the model's own, the dense baseline.
         config: the resolved configuration.
-        root: the build folder; made if need be.
-        observer: is told of stages and steps.
-        command: as typed, for the report.
-        capacity: that the model was given in place of its own, for the report.
+        root: the build folder, created if it does not exist.
+        observer: receives stages and steps as they happen.
+        command: the command as typed, for the report.
+        capacity: the capacity that replaced the model's own, for the report.
         tokenizer: a file of the package `tokenizers`, for models whose ids are not bytes.
-        rebuild: what builds the same with the resolved configuration, for the report.
-        evidence: False stops when the engines are built and the structure of their files was checked: the manifest says
-            that nothing was verified, and the report what is missing. `validate_folder` and `bench_folder` complete
-            both, and the same build with evidence goes on from there.
+        rebuild: the command that builds the same with the resolved configuration, for the report.
+        evidence: False ends the build after the engines, when the structure of their files was checked. The manifest
+            then says that nothing was verified. `validate_folder` and `bench_folder` complete such a folder, and so
+            does the same build with evidence.
 
     Raises:
         ModExportError: nothing could be built, or the request cannot be met; its notes name the stages that were done.
@@ -129,7 +129,7 @@ def _write_files(contents: Sequence[bytes], paths: Sequence[Path]) -> None:
 
 
 def _keep_programs(build: Build) -> None:
-    """What a reference is rebuilt from where a model is no registered architecture."""
+    """Keeps the programs of a captured model, from which its reference is rebuilt."""
     for kind, loaded in build.plan.loaded.items():
         if isinstance(loaded, ProgramModel):
             files = program_files(kind, [bucket.name for bucket in loaded.buckets])
@@ -137,7 +137,7 @@ def _keep_programs(build: Build) -> None:
 
 
 def _write_programs(loaded: ProgramModel, kind: ModelKind, paths: Sequence[Path]) -> None:
-    # The paths lie in a folder as they will in the build folder.
+    # The temporary folder has the layout of the build folder.
     write_graphs(loaded, kind, paths[0].parents[1])
 
 
@@ -145,7 +145,7 @@ def _write_programs(loaded: ProgramModel, kind: ModelKind, paths: Sequence[Path]
 def _stage(
     name: str, stages: list[Stage], steps: list[Step], failed: Sequence[FailedRow], observer: Observer
 ) -> Iterator[None]:
-    """Times a stage, watches its memory, counts what it could not do, and says which stages were done when it fails."""
+    """Measures time and memory of a stage and counts its failures. An error says which stages were done before."""
     observer.stage_started(name)
     reset_peak_rss()
     begin, first, before = time.perf_counter(), len(steps), len(failed)
@@ -155,7 +155,7 @@ def _stage(
         done = ", ".join(stage.name for stage in stages) or "none"
         error.add_note(f"stage {name} failed; done before it: {done}")
         raise
-    # A stage that had nothing to do is as new or as old as the one before it.
+    # A stage without steps counts as reused if all stages before it were.
     own, lost = steps[first:], len(failed) - before
     reused = all(step.reused for step in own) if own else all(stage.status == "reused" for stage in stages)
     stage = Stage(

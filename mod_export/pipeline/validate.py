@@ -1,4 +1,4 @@
-"""Stage validate: files against the checkpoint, and everything that runs here against eager PyTorch."""
+"""Stage validate: compares files with the checkpoint, and everything that runs here with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from mod_export.types import DTYPES, KINDS, Bucket, Graph, Setting
 
 QUALITY_TEXTS = 4
 NO_BUCKET = Bucket(0, 0)
-"""Stands for any."""
+"""Stands for any bucket."""
 
 
 def validate(build: Build) -> None:
-    """Structure of every file, parity and causality of every candidate, texts, and a routing map of every bucket."""
+    """Judges every file and every candidate, and draws a routing map of every bucket."""
     _structure(build)
     changed = {row.path for row in build.rows(StructureRow) if not row.passed}
     candidates = _candidates(build)
@@ -49,17 +49,17 @@ def validate(build: Build) -> None:
         with build.attempt("validate", setting_fields(candidate.setting)):
             allowed = ran[candidate.path].allowed_max_abs
             ROLES[candidate.setting.role].further(build, candidate, candidates, allowed)
-    # A finished folder of which only some targets were asked for is asked for nothing else.
+    # A run over some targets of a finished folder measures nothing else.
     if not isinstance(build.generation, str) and not build.targets:
         with build.attempt("validate", {"model": "mod", "role": "decode"}):
             _quality(build)
     if build.finished is None or not build.finished.manifest.verified:
-        _maps(build)  # For the report, which is not written again.
+        _maps(build)  # Only for reports that are still to be written.
     build.release_references()
 
 
 def check_structure(build: Build) -> None:
-    """All that a build without evidence looks at: files, weights and graphs, without running them.
+    """Checks files, weights and graphs without running them, in a build without evidence.
 
     Raises:
         GraphError: one of them is not what it must be.
@@ -71,7 +71,7 @@ def check_structure(build: Build) -> None:
 
 
 def _structure(build: Build) -> None:
-    """Also of every engine that is an ONNX graph."""
+    """Checks the structure of weights files, graphs, and engines that are ONNX graphs."""
     graphs = {graph.path: graph for graph in build.graphs}
     graphs |= {one.path: build.graph_of(one) for one in build.engines if one.path.endswith(".onnx")}
     files = {path: build.hash_of(path) for path in (*build.weight_digests, *graphs)}
@@ -87,7 +87,7 @@ def _structure_rows(build: Build, graphs: Mapping[str, Graph]) -> Iterator[Struc
         yield structure_of_weights(root, path, digests)
     for path, graph in graphs.items():
         yield structure_of_graph(root, path, graph, build.weight_digests)
-    # A build has just exported; a finished folder is compared with a fresh export, and with a checkpoint that is named.
+    # A build has just exported its graphs. Those of a finished folder are compared with a fresh export.
     if build.finished is not None:
         if build.finished.exports_alike:
             for path, graph in graphs.items():
@@ -109,7 +109,7 @@ def _against_captured(build: Build) -> Iterator[StructureRow]:
 
 
 def changed_program(build: Build) -> str | None:
-    """Which file of a captured model does not hold what was captured; None where all do."""
+    """Names a file of a captured model that was changed since the capture; None if there is none."""
     return next((f"{row.path}: {row.reasons[0]}" for row in _against_captured(build) if not row.passed), None)
 
 
@@ -121,11 +121,11 @@ def _against_export(build: Build, path: str, graph: Graph) -> StructureRow:
 
 
 def _against_checkpoint(build: Build) -> Iterator[StructureRow]:
-    """Weights files against the checkpoint itself, whatever fingerprints the manifest has.
+    """Compares weights files with the checkpoint itself, regardless of the manifest's fingerprints.
 
-    A baseline that came from a checkpoint of its own is left out: its reference is made of the very file.
+    A baseline from a checkpoint of its own is left out, because its reference is made of the file to be compared.
     """
-    # The model comes last: where both share a file, the dense baseline's tensors are a part of its own.
+    # The model comes last: if both share a file, its tensors include those of the dense baseline.
     built_from = build.facts["mod"].checkpoint_sha256
     kinds = [kind for kind in reversed(KINDS) if kind in build.facts]
     own = [kind for kind in kinds if build.facts[kind].checkpoint_sha256 == built_from]
@@ -136,23 +136,23 @@ def _against_checkpoint(build: Build) -> Iterator[StructureRow]:
             try:
                 digests = digests_expected(build.root / path, state, dtype)
             except BuildFolderError:
-                digests = {}  # It cannot be read, which the row says.
+                digests = {}  # The row says that the file cannot be read.
             yield structure_of_weights(build.root, path, digests)
 
 
 def _candidates(build: Build) -> list[Candidate]:
-    """Every engine that runs here, and the graphs that ONNX Runtime can run in place of others."""
+    """Returns every engine that runs here, and the graphs that ONNX Runtime runs in place of other engines."""
     engines = candidates_from_engines(build.runnable("forward", "prefill", "decode"), build.graphs)
     if build.targets:
         return engines
     graphs = candidates_from_graphs(build.graphs, engines, build.weights_path, build.hash_of)
-    # Steps are judged after a prompt, whose graph may have failed.
+    # A step is judged after a prompt, so it needs a graph that reads prompts, and that one may have failed.
     reads = {replace(one.setting, bucket=NO_BUCKET) for one in graphs if one.setting.role == "prefill"}
     return [*engines, *(one for one in graphs if one.setting.role != "decode" or _prompts_of(one) in reads)]
 
 
 def _prompts_of(step: Candidate) -> Setting:
-    """The setting of the graphs that read prompts for one that reads one more token, of any length."""
+    """Returns the setting of the prefill graphs, of any length, that read prompts for a decode graph."""
     return replace(step.setting, role="prefill", bucket=NO_BUCKET)
 
 
@@ -178,7 +178,7 @@ def _parity(build: Build, candidate: Candidate, candidates: Sequence[Candidate],
 
 
 def _quality(build: Build) -> None:
-    """What deciding about one token at a time costs in perplexity."""
+    """Measures what deciding about one token at a time costs in perplexity."""
 
     def make() -> list[QualityRow]:
         own, causal = build.reference("mod").returning("logits"), build.reference("mod", "decode")
