@@ -1,13 +1,13 @@
-"""From comparisons to reasons: what rounding can explain, and the table of checks.
+"""Turns comparisons into reasons to fail: how much rounding can explain, and the table of checks.
 
-A fixed tolerance is too wide for a small, well-conditioned model, where a wrong gate hides below it, and too narrow for
-a deep one with large logits. So the reference is run in float64 as well, and its own float32 error is the unit: the
-error of a float32 candidate is of the same size, whatever the order in which it sums. For 16-bit floats the unit grows
-with the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2: errors are linear in
-it to first order).
+A fixed tolerance is too wide for a small, well-conditioned model, where it hides a wrong gate, and too narrow for a
+deep one with large logits. So the reference is also run in float64, and its float32 error is the unit: a float32
+candidate has an error of the same size, whatever the order in which it sums. For 16-bit floats, the unit is scaled to
+their unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2: errors are linear in it
+to first order).
 
-Each check looks at all comparisons of one candidate and at what is allowed, and gives its reasons to fail, none when it
-holds. Every condition is written so that a NaN fails it: `not value <= limit`, never `value > limit`.
+Each check reads all comparisons of one candidate and its allowance, and returns its reasons to fail, none if it passes.
+Every condition is written so that a NaN fails it: `not value <= limit`, never `value > limit`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ ROUNDOFF: dict[DType, float] = {
     "int8": 2.0**-7,
     "int4": 2.0**-4,
 }
-"""Half the distance between 1 and the next number; of whole numbers half a step, as a share of the largest of them."""
+"""Unit roundoff; for int8 and int4, half a quantization step as a share of the largest weight."""
 FEWEST_LOGITS = 1000
-"""The root mean square of fewer rounding errors varies too much to be a bound."""
+"""With fewer logits, the root mean square of their rounding errors varies too much to be a bound."""
 MANY_POSITIONS = 1000
-"""Of so many how many agree is nearly normal."""
+"""From this many positions on, the count that agrees is close to normally distributed."""
 DEVIATIONS = 2.0
-"""Standard deviations below what is expected that are taken for chance."""
+"""A shortfall of up to this many standard deviations counts as chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextNumbers:
-    """-log p of the tokens of a text, in nats, summed: the candidate's, the reference's with the candidate's routing,
-    and the reference's with its own; and at how many positions the candidate agrees with that one on the next token.
+    """Sums of -log p over a text's tokens, in nats: of the candidate (`nll`), of the reference with the candidate's
+    routing (`reference_nll`) and of the reference with its own routing (`own_nll`). `agreed` counts the positions at
+    which the candidate and the reference with its own routing have the same most probable next token.
     """
 
     tokens: int
@@ -64,7 +65,7 @@ class TextNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Rows of an output that are not judged, and why, as a sentence."""
+    """The number of rows of an output that are not judged, and the reason as a sentence."""
 
     rows: int
     because: str
@@ -72,22 +73,22 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What was found about one output on one batch.
+    """The comparison of one output on one batch.
 
     Attributes:
-        kind: of the input.
-        output: its name.
-        sites: of every routing site; only of the first output.
+        kind: kind of the input.
+        output: name of the output.
+        sites: results of all routing sites; only for the first output.
         error: candidate against reference, given the same routing, over the logits of real tokens, or all values.
-        tokens: of how many tokens, or rows of an output.
-        values: how many.
-        rounding: rounding error of the reference: its float32 runs against float64; None where it was not measured.
-        shortfalls: float64 (N,), see `compare.next_token_shortfalls`; None of an output that is not logits.
-        divergences: float64 (N,), see `compare.divergences`; likewise.
+        tokens: number of tokens, or of rows of the output, that were compared.
+        values: number of values that were compared.
+        rounding: rounding error of the reference: its float32 runs against float64; None if it was not measured.
+        shortfalls: float64 (N,), see `compare.next_token_shortfalls`; None if the output is not logits.
+        divergences: float64 (N,), see `compare.divergences`; None if the output is not logits.
         text: only for real text.
-        problems: outputs that should be there or should not.
+        problems: messages about missing, malformed or unexpected outputs.
         left_out: rows that were not compared.
-        undetermined: how many of them the reference does not determine.
+        undetermined: how many of these rows the reference does not determine.
     """
 
     kind: str
@@ -107,18 +108,18 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What one output of an engine may differ by.
+    """How far one output of an engine may differ from the reference.
 
     Attributes:
-        gate: of the configuration.
+        gate: the gate of the configuration.
         max_abs: largest error of a value.
-        rms: root mean square of the errors, None where only a fixed tolerance is known.
+        rms: root mean square of the errors; None if no rounding error was measured, or for fewer than FEWEST_LOGITS.
         scores: site -> largest distance from the edge of the selection, in the units of the scores, at which a token
             that only one side selects is a near-tie.
-        scales: site -> largest root mean square of a row's scores, which the report states distances as shares of.
-        rounding: largest rounding error of the reference, None where it was not measured.
-        quantized: whether weights are whole numbers: the model is then another one, near to the reference, and is
-            judged by what it makes of real text, with the routing that either of them chooses.
+        scales: site -> largest root mean square of a row's scores; the report states distances as shares of it.
+        rounding: largest rounding error of the reference; None if it was not measured.
+        quantized: whether weights are integers. Such a model differs slightly from the reference, so it is judged on
+            real text, each of the two with its own routing.
         narrow: whether the dtype has fewer bits than float32.
         routed: whether the model has routing sites.
     """
@@ -135,16 +136,16 @@ class Allowance:
 
     @property
     def next_token_slack(self) -> float:
-        """Two logits that are nearer than this are equal as far as float32 can tell, whatever the engine's dtype."""
+        """Distance up to which float32 cannot tell two logits apart, whatever the engine's dtype."""
         return 0.0 if self.rounding is None else 2 * self.gate.rounding_error * self.rounding
 
     def share(self, site: Site, distance: float) -> float:
-        """A distance of scores as a share of the site's scale."""
+        """Returns a distance of scores as a share of the site's scale."""
         return distance / (self.scales[site] or 1.0)
 
 
 def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType, *, routed: bool = False) -> Allowance:
-    """The largest rounding error of the reference over all inputs: on a single small one it can be small by luck."""
+    """Derives the allowance from the largest rounding error over all inputs: on a small one it can be low by luck."""
     measured = [one.rounding for one in found if one.rounding is not None]
     coarser = coarser_than_float32(dtype)
     scores, scales = {}, {}
@@ -152,7 +153,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType, *, ro
         scales[site] = _largest([one.scale for one in many])
         scores[site] = gate.near_tie * scales[site]
         if measured:
-            # No score is known better than to its last digits. Two are compared, each with its own error.
+            # No score is more exact than its last digits. Two scores are compared, each with its own error.
             unit = _largest([*(one.rounding or 0.0 for one in many), 2 * ROUNDOFF["float32"] * scales[site]])
             # np.minimum, unlike min, keeps a NaN.
             scores[site] = float(np.minimum(scores[site], 2 * gate.rounding_error * coarser * unit))
@@ -172,23 +173,23 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType, *, ro
 
 
 def coarser_than_float32(dtype: DType) -> float:
-    """How many times the rounding error of float32 one in another dtype is."""
+    """Returns the ratio of the rounding error of this dtype to that of float32."""
     return ROUNDOFF[dtype] / ROUNDOFF["float32"]
 
 
 def check_outputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """The engine gives what its model has to give, and nothing else."""
-    return [f"outputs: {problem}" for one in found for problem in one.problems]
+    """Checks that the engine returns exactly the outputs of its model."""
+    return [f"outputs: {problem}" for comparison in found for problem in comparison.problems]
 
 
 def check_coverage(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """Enough was judged: of the rows of all inputs but those that are made of ties, at least the share of the gate."""
-    usual = [one for one in found if one.kind not in MADE_OF_TIES] or found
-    judged = sum(one.tokens for one in usual)
-    total = judged + sum(one.undetermined for one in usual)
+    """Checks that the gate's share of rows was judged, over all inputs that are not made of ties."""
+    usual = [comparison for comparison in found if comparison.kind not in MADE_OF_TIES] or found
+    judged = sum(comparison.tokens for comparison in usual)
+    total = judged + sum(comparison.undetermined for comparison in usual)
     if judged >= allowed.gate.judged_rows * total:
         return []
-    why = next(part.because for one in usual if one.undetermined for part in one.left_out)
+    why = next(part.because for comparison in usual if comparison.undetermined for part in comparison.left_out)
     return [
         f"{usual[0].output}: could not be evaluated: {why}, and {judged:,} of {total:,} rows of it are left, at least "
         f"{allowed.gate.judged_rows:.0%} must be; give samples on which the model itself decides clearly"
@@ -196,7 +197,7 @@ def check_coverage(found: Sequence[Comparison], allowed: Allowance) -> Sequence[
 
 
 def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """Positions are a selection, and every token that is routed differently is a near-tie."""
+    """Checks that positions are a valid selection, and that every token routed differently is a near-tie."""
     reasons = []
     for site, many in by_site(found).items():
         kinds = [comparison.kind for comparison in found for one in comparison.sites if one.site == site]
@@ -222,7 +223,7 @@ def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
 
 
 def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """The largest error of a value, and the root mean square of all, given the same routing."""
+    """Checks the largest error of a value and the root mean square of all errors, given the same routing."""
     reasons = []
     outputs = dict.fromkeys(one.output for one in found)
     for output, (name, field_name, limit) in itertools.product(
@@ -243,8 +244,8 @@ def _and_more(count: int) -> str:
 
 
 def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """The most probable next token, where float32 can tell which one it is: over all inputs, because one is short. Of a
-    quantized model, where all of a text was compared, each model with its own routing.
+    """Checks the share of positions with the same most probable next token, as far as float32 can tell. It is over all
+    inputs, because one input is short. Whole texts of a quantized model are compared with each model's own routing.
     """
     least = allowed.gate.next_token_agreement
     judged = quality_inputs(found, allowed)
@@ -258,7 +259,7 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
             return []
         same = np.concatenate(shortfalls) <= allowed.next_token_slack
         positions, agreed, how = len(same), int(same.sum()), f"agree{given(allowed)}"
-    # In fewer bits some differ, and how many of these positions is chance.
+    # In fewer bits some tokens differ, and how many are among these positions is partly chance.
     luck = allowed.narrow and _is_chance(agreed, positions, least)
     if not (luck or agreed / positions >= least):
         return [f"next token: {agreed / positions:.4%} {how}, at least {least:.4%} must"]
@@ -266,8 +267,8 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
 
 
 def _is_chance(agreed: int, positions: int, share: float) -> bool:
-    """Whether so few may agree where each does with probability `share`: of few positions by the binomial distribution,
-    of many by the normal one, which is no different and can be computed.
+    """Whether so few agreements can be chance if each position agrees with probability `share`. Uses the binomial
+    distribution; for many positions the normal one, which hardly differs and can be computed.
     """
     if positions >= MANY_POSITIONS:
         return agreed >= positions * share - DEVIATIONS * math.sqrt(positions * share * (1 - share))
@@ -276,13 +277,13 @@ def _is_chance(agreed: int, positions: int, share: float) -> bool:
 
 
 def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """The distribution of the next token: its mean on every input. Of a quantized model that over all of its text, as
-    far as it can be told from chance.
+    """Checks the mean divergence of the next-token distribution on every input; for a quantized model the mean over all
+    its text, with a margin for chance.
     """
     missed = [
         (float(nats_N.mean()), kind)
         for kind, nats_N in divergences_of(found, allowed)
-        # Two standard deviations of the mean: a few tokens make most of it.
+        # The margin is two standard deviations of the mean: a few tokens make up most of it.
         if not nats_N.mean() - (2 * nats_N.std() / math.sqrt(len(nats_N)) if allowed.quantized else 0.0)
         <= allowed.gate.max_kl
     ]
@@ -296,7 +297,7 @@ def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
 
 
 def divergences_of(found: Sequence[Comparison], allowed: Allowance) -> list[tuple[str, np.ndarray]]:
-    """Kinds of input, and the divergences that the gate applies to the mean of."""
+    """Returns (kind of input, divergences); the gate applies to the mean of each of these arrays."""
     by_input = [(one.kind, one.divergences) for one in quality_inputs(found, allowed) if one.divergences is not None]
     if not allowed.quantized or not by_input:
         return by_input
@@ -304,17 +305,17 @@ def divergences_of(found: Sequence[Comparison], allowed: Allowance) -> list[tupl
 
 
 def quality_inputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[Comparison]:
-    """What next tokens are judged on. Weights in whole numbers change every logit, and after random ids, where nothing
-    makes one token much more probable than others, the order of many of them: such a model is judged on text, if
-    there is any.
+    """Returns the inputs on which next tokens are judged: text for a quantized model if there is any, else all inputs.
+    Integer weights change every logit. After random ids, where no token is much more probable than others, that alone
+    changes the order of many tokens.
     """
-    texts = [one for one in found if one.kind == TEXT] if allowed.quantized else []
+    texts = [comparison for comparison in found if comparison.kind == TEXT] if allowed.quantized else []
     return texts or found
 
 
 def check_perplexity(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """What the model makes of real text, over all of it."""
-    texts = [one.text for one in found if one.text is not None]
+    """Checks the perplexity over all real text."""
+    texts = [comparison.text for comparison in found if comparison.text is not None]
     if not texts:
         return []
     expected = sum(text.own_nll if allowed.quantized else text.reference_nll for text in texts)
@@ -338,22 +339,22 @@ CHECKS: tuple[Callable[[Sequence[Comparison], Allowance], Sequence[str]], ...] =
     check_perplexity,
 )
 WHATEVER_ROUNDING_IS = (check_outputs, check_coverage, check_divergence, check_perplexity)
-"""Those of them whose limits do not depend on how well the reference is known."""
+"""Checks whose limits do not depend on the measured rounding error."""
 
 
 def given(allowed: Allowance) -> str:
-    """What makes errors comparable, where there is routing."""
+    """Returns the words that messages add to errors of a routed model."""
     return " given the same routing" if allowed.routed else ""
 
 
 def by_site(found: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:
-    """What was found about each routing site, over all inputs."""
+    """Groups the results of all inputs by routing site."""
     grouped: dict[Site, list[SiteRouting]] = {}
-    for one in (one for comparison in found for one in comparison.sites):
-        grouped.setdefault(one.site, []).append(one)
+    for routing in (routing for comparison in found for routing in comparison.sites):
+        grouped.setdefault(routing.site, []).append(routing)
     return grouped
 
 
 def _largest(values: Sequence[float]) -> float:
-    """NaN as soon as one of them is not finite: a reference that overflows would otherwise allow everything."""
+    """Returns the largest value; NaN if any is not finite: a reference that overflows would else allow everything."""
     return float(np.max(values)) if np.isfinite(values).all() else math.nan

@@ -1,6 +1,6 @@
 """Differences between a candidate and the reference as numbers, without thresholds. NaN stays NaN, so that it fails.
 
-A logit of minus infinity is a token that a model excludes. Where both sides exclude it they do not differ.
+A logit of minus infinity marks a token that a model excludes. If both sides exclude it, they do not differ.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from mod_export.types import FOUND, Site
 
 FIRST_COME = "first_come"
 EMPTY = -1
-"""Stands in a slot that no token fills."""
+"""Marks a slot that no token fills."""
 BLOCK = 2**16
-"""Logits that are compared at once."""
+"""Number of logits that are compared at a time."""
 
 
 def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNumbers:
-    """Elementwise error of N rows, such as the logits of real tokens, in float64; none where there is no value."""
+    """Returns the elementwise error of N rows, such as the logits of real tokens, in float64; zeros without values."""
     largest, total, squares, scale, count = 0.0, 0.0, 0.0, 0.0, reference_NV.size
     for rows in _blocks(reference_NV):
         reference = reference_NV[rows].astype(np.float64)
         excluded = _excluded(candidate_NV[rows], reference)
-        with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which the judge sees.
+        with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which fails the checks.
             difference = np.where(excluded, 0.0, np.abs(candidate_NV[rows] - reference))
         reference = np.where(excluded, 0.0, reference)
         largest = float(np.maximum(largest, difference.max()))
@@ -44,18 +44,18 @@ def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNu
 
 
 def rows_of(values: np.ndarray) -> np.ndarray:
-    """An output of any rank as rows (N, V) of its last dimension, each of which is judged or left out as a whole. Whole
-    numbers, booleans and what has one dimension at most are N rows of one value; booleans and unsigned integers become
-    int64, so that they can be subtracted.
+    """Returns an output of any rank as rows (N, V) of its last dimension; each row is judged or left out as a whole.
+    Integers, booleans and outputs of at most one dimension become N rows of one value. Booleans and unsigned integers
+    become int64, so that they can be subtracted.
     """
     width = values.shape[-1] if values.ndim > 1 and values.dtype.kind == "f" else 1
-    # Of a dimension without entries nothing can be inferred.
+    # Not reshape(-1, width): a dimension cannot be inferred if another one has no entries.
     rows = values.reshape(values.size // max(1, width), width)
     return rows.astype(np.int64) if rows.dtype.kind in "bu" else rows
 
 
 def rounded_once(exact_NV: np.ndarray, roundoff: float) -> tuple[float, float]:
-    """Largest and root mean square error of the exact values where each is rounded once."""
+    """Returns bounds of the largest and the root mean square error if each exact value is rounded once."""
     largest, squares = 0.0, 0.0
     for rows in _blocks(exact_NV):
         exact = np.where(np.isneginf(exact_NV[rows]), 0.0, exact_NV[rows])
@@ -65,19 +65,19 @@ def rounded_once(exact_NV: np.ndarray, roundoff: float) -> tuple[float, float]:
 
 
 def farthest_from(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
-    """Of several runs, element by element, the value that is farthest from the exact one; NaN where one of them is."""
+    """Returns for each element the value of the run farthest from the exact value; NaN if it is NaN in any run."""
     farthest = runs[0]
-    for other in runs[1:]:
+    for run in runs[1:]:
         with np.errstate(invalid="ignore"):
-            nearer = np.abs(other - exact) <= np.abs(farthest - exact)
-        farthest = np.where(nearer | np.isnan(farthest), farthest, other)
+            nearer = np.abs(run - exact) <= np.abs(farthest - exact)
+        farthest = np.where(nearer | np.isnan(farthest), farthest, run)
     return farthest
 
 
 def next_token_shortfalls(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> np.ndarray:
-    """By how much the reference prefers its own most probable next token to the candidate's: float64 (N,).
+    """Returns float64 (N,), how much the reference prefers its own most probable next token to the candidate's.
 
-    In the units of the logits; 0 where they agree, infinity where the candidate is not finite.
+    In units of the logits: 0 if both agree, infinity if the candidate is not finite.
     """
     chosen_N1 = candidate_NV.argmax(-1, keepdims=True)
     usable_N = (np.isfinite(candidate_NV) | _excluded(candidate_NV, reference_NV)).all(-1)
@@ -86,7 +86,7 @@ def next_token_shortfalls(candidate_NV: np.ndarray, reference_NV: np.ndarray) ->
 
 
 def divergences(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> np.ndarray:
-    """float64 (N,): Kullback-Leibler divergence KL(reference || candidate) of the next-token distributions, in nats."""
+    """Returns float64 (N,): divergence KL(reference || candidate) of the next-token distributions, in nats."""
     nats_N = np.empty(len(reference_NV))
     for rows in _blocks(reference_NV):
         candidate, reference = log_softmax(candidate_NV[rows]), log_softmax(reference_NV[rows])
@@ -101,13 +101,13 @@ def _excluded(candidate: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def smallest(values: Sequence[float]) -> float | None:
-    """The smallest value, None of none. NaN as soon as one is NaN, which min() alone would let slip."""
+    """Returns the smallest value, None if there is none, and NaN if any value is NaN, which `min` could miss."""
     return float(np.min(values)) if values else None
 
 
 def _blocks(values_NV: np.ndarray) -> Iterator[slice]:
-    """Rows that fit a processor's cache together: float64 copies of all logits at once would be slow to go through.
-    None where there is no value.
+    """Returns slices of rows that fit a processor's cache, because float64 copies of all logits at once would be slow;
+    no slice if there are no values.
     """
     step = max(1, BLOCK // max(1, values_NV.shape[1]))
     return (slice(start, start + step) for start in range(0, len(values_NV) if values_NV.size else 0, step))
@@ -115,13 +115,13 @@ def _blocks(values_NV: np.ndarray) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Slack:
-    """What a sound engine may be off by.
+    """How far a sound engine may be off.
 
     Attributes:
-        units: of the rounding error of the reference.
-        near_tie: a share of the root mean square of what a choice is made by; at most.
-        max_abs: of an output, where its rounding error is not known.
-        narrow: whether it computes in fewer bits than float32.
+        units: allowed error as a multiple of the rounding error of the reference.
+        near_tie: upper limit for values that a choice reads, as a share of their root mean square.
+        max_abs: limit for an output whose rounding error is not known.
+        narrow: whether the engine computes in fewer bits than float32.
     """
 
     units: float
@@ -132,8 +132,8 @@ class Slack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """What a selection is judged by: its rule (see `mark_selection`), scores (B, S), and the tokens that could be
-    chosen, bool (B, S).
+    """The inputs of a selection: its rule (see `mark_selection`), scores (B, S), and the tokens that can be selected,
+    bool (B, S).
     """
 
     rule: str
@@ -143,24 +143,24 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRouting:
-    """What a candidate selected at one routing site, against the reference with the same selections before it.
+    """A candidate's selection at one routing site against the reference, given the same selections at earlier sites.
 
     Attributes:
-        site: which.
+        site: the routing site.
         k: slots of a row.
         routed: real tokens that the reference selects, over all rows.
-        agreed: of those, how many the candidate selects too.
-        distances: for each token that only one side selects, its distance from the edge of the selection, in the units
-            of the scores: from the k-th score, or from 0 where the first k tokens above 0 are selected. There, a
-            token that finds no slot left, because others came first, is no difference.
-        min_margin: smallest (k-th score - next score) over the rows that have a next one, or smallest |score| where
-            0 is the edge; None if there is none.
-        scale: largest root mean square of the scores of a row. A row of one repeated token can have scores near zero,
-            with rounding as large as that of any other row; so nothing is measured against its own row.
-        rounding: rounding error, the largest |score - score in float64| of any real token and run; None where there
-            is no float64 run.
-        malformed: why the candidate's positions are no selection at all (not ascending, out of range); empty if sound.
-        overflow: tokens above 0 that find no slot, over all rows, by the definition.
+        agreed: how many of those the candidate selects too.
+        distances: for each token that only one side selects, the distance of its score from the edge of the selection,
+            in units of the scores. The edge is the k-th score, or 0 if the first k tokens above 0 are selected. In that
+            case, a token that finds no free slot because others came first is no difference.
+        min_margin: smallest (k-th score - next score) over the rows that have a next one, or smallest |score| if the
+            edge is 0; None if there is none.
+        scale: largest root mean square of a row's scores. In a row of one repeated token, scores can be near zero while
+            rounding is as large as in any other row, so no score is measured against its own row.
+        rounding: rounding error, the largest |score - score in float64| of any real token and run; None without a
+            float64 run.
+        malformed: why the candidate's positions are not a valid selection (not ascending, out of range), else empty.
+        overflow: tokens above 0 that find no slot in the reference, over all rows.
     """
 
     site: Site
@@ -176,14 +176,14 @@ class SiteRouting:
 
 
 def selected(rule: str, score_L: np.ndarray, k: int) -> np.ndarray:
-    """The definition of both rules: which of the L tokens that could be chosen are, ascending."""
+    """Defines both rules: returns the ascending indices of the selected tokens among the L that can be selected."""
     if rule == FIRST_COME:
         return np.flatnonzero(score_L > 0)[:k]
     return np.sort(np.argsort(-score_L, kind="stable")[:k])
 
 
 def wrong_slots(index_BK: np.ndarray, judged: Judged) -> int:
-    """Slots that hold another token than the definition says."""
+    """Counts the slots that do not hold the token that the rule selects."""
     wrong = 0
     for row_K, score_S, open_S in zip(index_BK, judged.score_BS, judged.open_BS, strict=True):
         open_L = np.flatnonzero(open_S)
@@ -201,16 +201,16 @@ def routing_of_site(
     rounded_BS: np.ndarray | None = None,
     judged_B: np.ndarray | None = None,
 ) -> SiteRouting:
-    """Compares a candidate's selection with the definition applied to the reference's scores.
+    """Compares a candidate's selection with the rule, applied to the reference's scores.
 
     Args:
-        site: for the result.
-        candidate_BK: int64, what the candidate selected; surplus slots hold positions that could not be chosen.
+        site: the site, for the result.
+        candidate_BK: int64, the candidate's selection; surplus slots hold positions that cannot be selected.
         judged: the reference's scores, float32, computed with the candidate's routing at all sites.
         exact_BS: float64, the same scores of the same model in float64.
         rounded_BS: float32, the scores whose rounding error is measured; those of `judged` by default.
-        judged_B: bool, the rows whose scores the reference determines; all by default. Of the others only the form of
-            what was selected is looked at.
+        judged_B: bool, the rows whose scores the reference determines; all by default. In other rows, only the form of
+            the selection is checked.
     """
     rule, (B, S), k = judged.rule, judged.open_BS.shape, candidate_BK.shape[1]
     rounded_BS = judged.score_BS if rounded_BS is None else rounded_BS
@@ -223,11 +223,11 @@ def routing_of_site(
     for b in range(B):
         open_L = np.flatnonzero(judged.open_BS[b])
         score_L = judged.score_BS[b, open_L].astype(np.float64)
-        # A token that a model always or never selects may have an infinite score, which is no measure of the others.
+        # A model may give an infinite score to a token that it always or never selects: such scores have no scale.
         finite_L = score_L[~np.isinf(score_L)]
         row_K = candidate_BK[b]
         got_G = row_K[np.isin(row_K, open_L)]
-        # A position that no row has cannot be a near-tie of anything.
+        # A position outside the row can never be a near-tie.
         distances += [float("inf")] * int(np.sum((row_K < EMPTY) | (row_K >= S)))
         problems += _malformed(rule, row_K, got_G, open_L, S, b)
         if not len(open_L) or (judged_B is not None and not judged_B[b]):
@@ -258,14 +258,14 @@ def routing_of_site(
 
 
 def _differences(score_L: np.ndarray, other: np.ndarray | float) -> np.ndarray:
-    """Absolute differences; scores that are equally infinite do not differ."""
+    """Returns absolute differences; infinities of the same sign do not differ."""
     with np.errstate(invalid="ignore"):
         return np.where(score_L == other, 0.0, np.abs(score_L - other))
 
 
 def _edge(rule: str, score_L: np.ndarray, k: int) -> tuple[float, list[float]]:
-    """The score between selected and skipped tokens, 0 or the smallest that is selected; and the row's margin, if it
-    has one.
+    """Returns the score at the edge of the selection, which is 0 or the smallest selected score, and a list with the
+    row's margin, empty if it has none.
     """
     if rule == FIRST_COME:
         return 0.0, [float(np.abs(score_L).min())]
@@ -277,7 +277,7 @@ def _edge(rule: str, score_L: np.ndarray, k: int) -> tuple[float, list[float]]:
 def _flipped(
     rule: str, score_L: np.ndarray, open_L: np.ndarray, wanted_W: np.ndarray, got_G: np.ndarray, k: int
 ) -> np.ndarray:
-    """Which of the open tokens only one side selects, without those that lost their slot to an earlier one."""
+    """Returns the open tokens that only one side selects, except those that lost their slot to an earlier token."""
     got = np.isin(open_L, got_G)
     if rule != FIRST_COME:
         return np.flatnonzero(got != np.isin(open_L, wanted_W))
@@ -289,15 +289,15 @@ def _flipped(
 def _malformed(
     rule: str, row_K: np.ndarray, got_G: np.ndarray, open_L: np.ndarray, seq: int, row: int
 ) -> Iterator[str]:
-    """Why a row's positions are no selection at all, the first reason first."""
-    # -1 marks a slot that stays empty, and comes after those that do not.
-    given_G = row_K[row_K != EMPTY]
-    if given_G.size and (given_G.min() < 0 or given_G.max() >= seq):
-        yield f"positions from {given_G.min()} to {given_G.max()} in a row of {seq}"
-    if rule == FIRST_COME and len(got_G) < len(given_G):
-        yield f"row {row} gives {len(given_G) - len(got_G)} slots to tokens that cannot be chosen"
-    in_order_G = np.sort(given_G) if rule in FOUND else given_G
-    if np.any(np.diff(in_order_G) <= 0) or np.any(row_K[: len(given_G)] == EMPTY):
+    """Yields the reasons why a row's positions are not a valid selection."""
+    # -1 marks an empty slot. Empty slots come last.
+    filled_G = row_K[row_K != EMPTY]
+    if filled_G.size and (filled_G.min() < 0 or filled_G.max() >= seq):
+        yield f"positions from {filled_G.min()} to {filled_G.max()} in a row of {seq}"
+    if rule == FIRST_COME and len(got_G) < len(filled_G):
+        yield f"row {row} gives {len(filled_G) - len(got_G)} slots to tokens that cannot be chosen"
+    in_order_G = np.sort(filled_G) if rule in FOUND else filled_G
+    if np.any(np.diff(in_order_G) <= 0) or np.any(row_K[: len(filled_G)] == EMPTY):
         yield f"positions are {'' if rule in FOUND else 'not ascending, or '}not unique"
     k = len(row_K)
     if rule != FIRST_COME and len(got_G) < min(k, len(open_L)):

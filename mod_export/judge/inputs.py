@@ -1,11 +1,11 @@
-"""The inputs of a validation: seeded, and of several kinds, because each kind finds other faults.
+"""The inputs of a validation: seeded, and of several kinds, because each kind finds different faults.
 
-Of a model of token ids, `text` is what it was trained for. `random` reaches ids and scores that text does not. `padded`
-has rows that are shorter than the bucket, shorter than k, and exactly k long. Of a model of any other inputs, `sample`
-is what it was given as inputs, or what resembles them. `ties` repeats one token, so that many scores are equal or
-nearly so and the rule for ties decides. `near_ties` are rows in which the last selected and the first skipped token
-have the closest scores: close enough for the rounding of a shorter float to swap them, and too far apart for that of
-float32.
+For a model of token ids, `text` is what it was trained for, `random` reaches ids and scores that text does not, and
+`padded` has rows that are shorter than the bucket, shorter than k, and exactly k long. For a model of any other inputs,
+`sample` holds the inputs that it was given, or inputs that resemble them. `ties` repeats one token, so that many scores
+are equal or nearly equal, and the rule for ties decides. `near_ties` are rows in which the last selected and the first
+skipped token have the closest scores: close enough that rounding in a shorter float can swap them, and too far apart
+for rounding in float32.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ MOST_RANDOM_BATCHES = 8
 MOST_RANDOM_TOKENS = 2**13
 MOST_SAMPLES = 4
 MOST_FLOPS = 100 * 10**9
-"""Of the inputs of one kind: one to three seconds of one core. It limits models of more than 3 M parameters."""
+"""Limit for the inputs of one kind: one to three seconds on one core. Models up to 3 M parameters stay below it."""
 LEAST_LENGTHS = 4
-"""Lengths of padded rows that are tried however large the model is."""
+"""Number of padded lengths that are tried even for the largest model."""
 TextOf = Callable[[int, int, int], np.ndarray | None]
-"""(rows, length, seed) -> text as int64 (rows, length), None where there is none so long."""
+"""(rows, length, seed) -> text as int64 (rows, length), None if there is no text of that length."""
 KINDS = ("text", "random", "padded", "sample", "ties", "near_ties")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One batch.
+    """One batch of inputs.
 
     Attributes:
         kind: one of KINDS.
         bucket: its shape.
-        feeds: by the names of the graph's inputs, in the order of the module's arguments.
+        feeds: arrays by the names of the graph's inputs, in the order of the module's arguments.
         judged_from: logits before this position are ignored.
     """
 
@@ -52,17 +52,17 @@ class Batch:
 
     @classmethod
     def of_tokens(cls, kind: str, ids_BS: np.ndarray, lengths_B: np.ndarray) -> Batch:
-        """Token ids int64 (B, S), and the number int64 (B,) of real tokens of each row."""
+        """Makes a batch of token ids, int64 (B, S), with int64 (B,) real tokens in each row."""
         return cls(kind, Bucket(*ids_BS.shape), dict(zip(TOKEN_INPUTS, (ids_BS, lengths_B), strict=True)))
 
     @property
     def ids_BS(self) -> np.ndarray:
-        """The ids of a batch of tokens."""
+        """Token ids, int64 (B, S), of a batch for a model of token ids."""
         return self.feeds[TOKEN_INPUTS[0]]
 
     @property
     def lengths_B(self) -> np.ndarray:
-        """The real tokens of its rows."""
+        """Number of real tokens in each row, int64 (B,)."""
         return self.feeds[TOKEN_INPUTS[1]]
 
     @property
@@ -72,14 +72,14 @@ class Batch:
 
     @property
     def digest(self) -> str:
-        """Of its shape and inputs."""
+        """SHA-256 of its shape and inputs."""
         digest = hashlib.sha256(str(self.bucket).encode())
         for array in self.feeds.values():
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def read_by(self, inputs: Iterable[str]) -> dict[str, np.ndarray]:
-        """The feeds that an engine has inputs for: some builders drop an input that nothing reads."""
+        """Returns the feeds that an engine has inputs for: some builders drop an input that nothing reads."""
         return {name: array for name, array in self.feeds.items() if name in inputs}
 
 
@@ -92,16 +92,16 @@ def parity_batches(
     texts: int = 1,
     text_of: TextOf | None = None,
 ) -> list[Batch]:
-    """Batches of every kind but near-ties; `text` is left out where the model has no text.
+    """Makes batches of every kind except near-ties; `text` is left out if the model has no text.
 
     Args:
-        model: that they are for.
-        bucket: the shape.
-        ks: slots of its routing sites at this shape.
-        seed: of everything.
+        model: the model that the batches are for.
+        bucket: their shape.
+        ks: slots of the model's routing sites at this shape.
+        seed: seed of all random choices.
         per_kind: batches of each kind.
-        texts: least number of batches of text, which perplexity is averaged over.
-        text_of: where a model that has no text of its own gets it from.
+        texts: least number of text batches; perplexity is averaged over them.
+        text_of: source of text for a model that has none of its own.
     """
     if isinstance(model, SampledInputs):
         return _samples(model, bucket, seed, per_kind)
@@ -126,8 +126,8 @@ def parity_batches(
 
 
 def _samples(model: ExportableModel, bucket: Bucket, seed: int, per_kind: int) -> list[Batch]:
-    """Samples, and one of them with its first token everywhere, where an input has a place for each token. What has two
-    values stays: repeated, a mask could hide every token.
+    """Returns samples, and `ties`, a sample with its first token repeated, if an input has a place for each token. An
+    input of two values is not repeated: it may be a mask, which could then hide every token.
     """
     count = per_kind * max(1, min(MOST_SAMPLES, affordable_tokens(model) // (bucket.batch * bucket.seq)))
     batches = [Batch("sample", bucket, sample_of(model, bucket, seed + i)) for i in range(count)]
@@ -140,27 +140,27 @@ def _samples(model: ExportableModel, bucket: Bucket, seed: int, per_kind: int) -
 
 
 def per_token(arrays: Mapping[str, np.ndarray], bucket: Bucket) -> list[str]:
-    """Names of those that have a value, or a vector, for each token: (B, S, ...)."""
+    """Returns the names of the arrays that have a value or a vector for each token: (B, S, ...)."""
     return [name for name, array in arrays.items() if array.shape[:2] == (bucket.batch, bucket.seq)]
 
 
 def one_of_each_kind(batches: Iterable[Batch]) -> list[Batch]:
-    """The first batch of every kind."""
-    found: dict[str, Batch] = {}
+    """Returns the first batch of every kind."""
+    first_of: dict[str, Batch] = {}
     for batch in batches:
-        found.setdefault(batch.kind, batch)
-    return list(found.values())
+        first_of.setdefault(batch.kind, batch)
+    return list(first_of.values())
 
 
 def text_ids(model: object, rows: int, length: int, seed: int, text_of: TextOf | None = None) -> np.ndarray | None:
-    """Held-out text, int64 (rows, length), or else that of `text_of`; None where there is none, or none so long."""
+    """Returns held-out text, int64 (rows, length), or else text from `text_of`; None if neither has that much text."""
     held_out = model.sample_ids(rows, length, seed) if isinstance(model, Text) else None
     return text_of(rows, length, seed) if held_out is None and text_of is not None else held_out
 
 
 def documentation_of(tokens_of: Callable[[str], Sequence[int]], vocab_size: int) -> TextOf:
-    """Pieces of the English text that every Python brings along, what `help()` says of the language, read by a model's
-    tokenizer: for models that have no held-out text.
+    """Returns a source of English text for models without held-out text: pieces of Python's own `help()` topics about
+    the language, tokenized by the model's tokenizer.
     """
     ids_N = _documentation_ids(tokens_of, vocab_size)
 
@@ -175,7 +175,7 @@ def documentation_of(tokens_of: Callable[[str], Sequence[int]], vocab_size: int)
 
 
 def _documentation_ids(tokens_of: Callable[[str], Sequence[int]], vocab_size: int) -> np.ndarray:
-    """Int64 (N,); none where it is no text for this tokenizer, or Python came without it."""
+    """Returns int64 (N,); empty if the tokenizer or the vocabulary does not fit, or if Python has no documentation."""
     try:
         ids_N = np.array(tokens_of(documentation()), dtype=np.int64)
     except UsageError:
@@ -184,7 +184,7 @@ def _documentation_ids(tokens_of: Callable[[str], Sequence[int]], vocab_size: in
 
 
 def documentation() -> str:
-    """What `help()` says of Python; empty where it was left out."""
+    """Returns the `help()` topics about Python as one text; empty if Python was installed without them."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -195,7 +195,7 @@ def documentation() -> str:
 def prompts_of(
     model: ExportableModel | None, vocab_size: int, rows: int, length: int, seed: int, text_of: TextOf | None = None
 ) -> np.ndarray:
-    """Beginnings of text where the model, or `text_of`, has text, else random ids: int64 (rows, length)."""
+    """Returns prompts, int64 (rows, length): text of the model or of `text_of` if there is any, else random ids."""
     ids_BS = text_ids(model, rows, length, seed, text_of)
     if ids_BS is not None:
         return ids_BS
@@ -203,12 +203,12 @@ def prompts_of(
 
 
 def affordable_tokens(model: ExportableModel) -> int:
-    """Tokens of one kind of input that a model may be run on, at two FLOPs for each parameter and token."""
+    """Returns how many tokens of one kind of input a model may run on, at two FLOPs per parameter and token."""
     return int(MOST_FLOPS / (2 * sum(tensor.numel() for tensor in model.weights.values())))
 
 
 def _every_id(rng: np.random.Generator, bucket: Bucket, model: ExportableModel) -> list[np.ndarray]:
-    """Batches in which every id stands once, in any order, and others; of a large vocabulary or model a part of it."""
+    """Returns batches of all ids in random order, filled up with random ids; a large vocabulary or model gets fewer."""
     size, vocab_size = bucket.batch * bucket.seq, token_ids(model).vocab_size
     most = min(MOST_RANDOM_TOKENS, affordable_tokens(model))
     count = max(1, min(-(-vocab_size // size), most // size, MOST_RANDOM_BATCHES))
@@ -218,10 +218,10 @@ def _every_id(rng: np.random.Generator, bucket: Bucket, model: ExportableModel) 
 
 
 def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Sequence[int], model: ExportableModel) -> list[np.ndarray]:
-    """Lengths at which a selection of k tokens changes its nature, and some others, in batches of the bucket's size.
+    """Returns lengths around which a selection of k tokens behaves differently, and others, in batches of the bucket.
 
-    One less than k, and one more; one token; all but one; k; a sixteenth and half of the bucket; and two at random. Of
-    a large model the first of these.
+    First k - 1 and k + 1; then one token, all but one, k, half and a sixteenth of the bucket; then at least two random
+    lengths. A large model gets only the first of these.
     """
     S = bucket.seq
     ks = rng.permutation(ks).tolist()
@@ -230,5 +230,5 @@ def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Sequence[int], model:
     lengths = [length for length in dict.fromkeys(edges) if 1 <= length <= S][:MOST_LENGTHS]
     most = max(LEAST_LENGTHS, affordable_tokens(model) // S)
     count = -(-min(len(lengths) + 2, most) // bucket.batch) * bucket.batch
-    # In any order, so that no row of the batch has the short ones to itself.
+    # Shuffled, so that the short lengths do not all fall into the same row of the batch.
     return list(rng.permutation([*lengths, *others][:count]).astype(np.int64).reshape(-1, bucket.batch))

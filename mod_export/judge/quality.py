@@ -1,4 +1,4 @@
-"""What it costs in quality that a model decides one token at a time: the perplexity of text, read both ways."""
+"""The quality lost when a model decides one token at a time: perplexity of text in this mode and as trained."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def quality_of(
     seed: int,
     text_of: TextOf | None = None,
 ) -> QualityRow | None:
-    """What it costs in quality to decide a token at a time: text, read both ways.
+    """Measures perplexity on the same texts, deciding one token at a time and as trained.
 
     Args:
-        model: as it decides one token at a time.
+        model: the model as it decides one token at a time.
         causal: its reference.
-        own: that of the checkpoint as it was trained.
-        texts: how many texts of a window each, or fewer of a large model.
-        seed: of their choice.
-        text_of: where a model that has no text of its own gets it from.
+        own: the reference of the checkpoint as it was trained.
+        texts: number of texts, each one window long; fewer for a large model.
+        seed: seed for the choice of texts.
+        text_of: source of text for a model that has none of its own.
 
     Returns:
-        None where there is no text for the model.
+        None if there is no text for the model.
     """
     affordable = max(1, min(texts, affordable_tokens(own.loaded) // model.window))
     held_out = text_ids(own.loaded, affordable, model.window, seed) is not None
@@ -45,8 +45,8 @@ def quality_of(
     for ids_S in ids_NS:
         batch = Batch.of_tokens("text", ids_S[None], np.array([model.window], dtype=np.int64))
         traced = causal.free(batch)
-        found, count = negative_log_likelihood(traced.logits_BSV, batch.ids_BS)
-        nll, tokens = nll + found, tokens + count
+        text_nll, count = negative_log_likelihood(traced.logits_BSV, batch.ids_BS)
+        nll, tokens = nll + text_nll, tokens + count
         own_nll += negative_log_likelihood(own.free(batch).logits_BSV, batch.ids_BS)[0]
         for site, judged in traced.judged.items():
             ran[site] += int((traced.routed[site] >= 0).sum())

@@ -12,11 +12,11 @@ import onnx_ir as ir
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 
 AT_ONCE = 64
-"""Values that are held in memory together."""
+"""Number of values held in memory at a time."""
 
 
 def producers(model: ir.Model) -> dict[str, ir.Node]:
-    """Name of a value whose type the graph states -> the node that computes it."""
+    """Maps the name of each value whose dtype the graph states to the node that computes it."""
     return {
         value.name: node for node in model.graph for value in node.outputs if value.name and value.dtype is not None
     }
@@ -24,7 +24,7 @@ def producers(model: ir.Model) -> dict[str, ir.Node]:
 
 @contextlib.contextmanager
 def opened(model: ir.Model, root: Path, names: Sequence[str]) -> Iterator[OrtRunner]:
-    """A graph of the build folder `root` with these values as its outputs, nothing fused."""
+    """Opens a graph of the build folder `root` without fusion; `names` replace the outputs of `model`, in place."""
     by_name = {value.name: value for node in model.graph for value in node.outputs}
     model.graph.outputs[:] = [by_name[name] for name in names]
     with tempfile.TemporaryDirectory() as folder:
