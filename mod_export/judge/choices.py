@@ -1,17 +1,17 @@
-"""Discrete choices of a captured program that are no routing sites, and what they do in a run of the reference.
+"""Discrete choices of a captured program that are not routing sites, and their outcomes in runs of the reference.
 
-A routing site can be told what to select, so the reference follows the candidate there. Any other operation whose
-result jumps (an argmax, a bucket, `round`, a comparison of scores) cannot: where what it reads is as near to its edge
-as rounding is large, the model itself does not determine the result, and nothing can be compared with it.
+The selection of a routing site can be forced, so the reference can follow the candidate there. Other operations with
+results that jump (an argmax, a bucket index, `round`, a comparison of scores) cannot be forced. If the input is closer
+to a jump than the size of rounding, the model itself does not determine the result, and comparing means nothing.
 
-Which operations choose follows from their types: they read floating point, and give integers or booleans. STEPS are
-those whose results jump and are floating point all the same. What is derived from sizes, weights and constants alone
-is the same on every input and chooses nothing, and what only decides what a routing site selects is that site's.
+Choices are recognized by their dtypes: they read floating point and return integers or booleans. STEPS are operations
+that jump although they return floating point. Values that follow from sizes, weights and constants alone are the same
+on every input, so they are no choices. Values that only decide what a routing site selects belong to that site.
 
-* `Recorder` notes the outcomes of a run in float32, and if asked what was read for them;
-* `Holder` gives another run (float64, other weights) these outcomes, so that its differences are rounding and no jumps;
-* `Nudger` moves what is read by as much as a sound engine may be off there, up and down: where nothing moves in the
-  outputs then, the outcome is determined (`determined.py`).
+* `Recorder` records the outcomes of a float32 run and, on request, the values that choices read;
+* `Holder` imposes these outcomes on another run (float64, other weights), so that the runs differ by rounding only;
+* `Nudger` moves the values that choices read up and down by as much as a sound engine may be off. If no output moves
+  then, the outcome is determined (`determined.py`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ATEN = torch.ops.aten
 WRAPS = {
     ATEN.fmod.Tensor, ATEN.fmod.Scalar, ATEN.remainder.Tensor, ATEN.remainder.Scalar, ATEN.frac.default,
 }  # fmt: skip
-"""What is left over of a division: moves with its input, and jumps."""
+"""Remainders of a division: the result moves with the input, and jumps."""
 STEPS = WRAPS | {
     ATEN.round.default, ATEN.round.decimals, ATEN.floor.default, ATEN.ceil.default, ATEN.trunc.default,
     ATEN.fix.default, ATEN.sign.default, ATEN.sgn.default, ATEN.heaviside.default, ATEN.floor_divide.default,
     ATEN.floor_divide.Scalar, ATEN.div.Tensor_mode, ATEN.div.Scalar_mode, ATEN.hardshrink.default,
     ATEN.threshold.default, ATEN.fake_quantize_per_tensor_affine.default,
 }  # fmt: skip
-"""Of floating point to floating point, with jumps."""
+"""Operations that read and return floating point, and jump."""
 PICKS = {
     ATEN.view.default, ATEN.reshape.default, ATEN.expand.default, ATEN.permute.default, ATEN.transpose.int,
     ATEN.t.default, ATEN.squeeze.default, ATEN.squeeze.dim, ATEN.squeeze.dims, ATEN.unsqueeze.default,
@@ -57,11 +57,11 @@ PICKS = {
     ATEN.clamp_min.default, ATEN.clamp_max.default, ATEN.hardtanh.default, ATEN.masked_fill.Scalar,
     operator.getitem,
 }  # fmt: skip
-"""What gives entries of the first argument as they are, or bent without a jump. `x == x.max()` reads the scores once:
-both sides are moved together, and the largest is always equal to itself."""
+"""Operations that return entries of their first argument unchanged, or changed without a jump, such as relu. So
+`x == x.max()` reads the scores once: both sides are moved together, and the largest score always equals itself."""
 
 Outcomes = Mapping[str, tuple[Tensor, ...]]
-"""Choice, by the name of its node -> what it gave, its discrete parts alone."""
+"""Name of a choice's node -> the discrete parts of its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,10 @@ class Choice:
     """A discrete choice.
 
     Attributes:
-        node: of the captured program.
+        node: its node in the captured program.
         told: the operation and its place, as text.
-        origins: the nodes whose values it chooses by, in order.
-        chain: the PICKS between them and the choice, in order.
+        origins: the nodes whose values decide it, in order.
+        chain: the PICKS between the origins and the choice, in order.
     """
 
     node: fx.Node
@@ -86,24 +86,24 @@ class Choice:
 
     @property
     def read(self) -> set[str]:
-        """Names of all nodes whose values are needed to make the choice again."""
-        return {one.name for node in (*self.chain, self.node) for one in node.all_input_nodes} | {
-            one.name for one in self.origins
+        """Names of all nodes whose values are needed to repeat the choice."""
+        return {source.name for node in (*self.chain, self.node) for source in node.all_input_nodes} | {
+            source.name for source in self.origins
         }
 
     @property
     def contest(self) -> fx.Node | None:
-        """The operation in which entries compete; None where each is judged by itself."""
+        """The operation in which entries compete; None if each entry is judged by itself."""
         return next((node for node in (self.node, *self.chain) if node.target in COMPETING), None)
 
     @property
     def dim(self) -> int | None:
-        """The dimension along which entries compete; None for all of them."""
+        """The dimension along which entries compete, None if all of them do, and -1 if none do."""
         if self.contest is None:
             return -1
-        found = argument_of(self.contest, "dim")
-        found = found[0] if isinstance(found, (list, tuple)) and len(found) == 1 else found
-        return found if isinstance(found, int) else None
+        dim = argument_of(self.contest, "dim")
+        dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+        return dim if isinstance(dim, int) else None
 
 
 COMPETING = {
@@ -117,48 +117,48 @@ UNORDERED = {
     ATEN.topk.default, ATEN.sort.default, ATEN.argsort.default, ATEN.kthvalue.default, ATEN.median.default,
     ATEN.median.dim, ATEN.mode.default,
 }  # fmt: skip
-"""Of these, PyTorch does not say which of equal entries comes first."""
+"""Competing operations for which PyTorch does not define which of several equal entries comes first."""
 
 
 def choices_of(program: Runnable) -> list[Choice]:
-    """The discrete choices that a program's own outputs depend on, in the order in which it makes them."""
+    """Returns the discrete choices that a program's own outputs depend on, in the order in which it makes them."""
     nodes = list(program.graph_module.graph.nodes)
     behind, before = _behind_inputs(program, nodes), _before_outputs(nodes)
-    found = []
+    choices = []
     for node in nodes:
         if node.op != "call_function" or node not in behind or node not in before:
             continue
         if node.target is MARKER or node.target is operator.getitem or not _jumps(node, before):
             continue
-        read = [one for one in node.all_input_nodes if one in behind and _is_float(one.meta.get("val"))]
+        read = [source for source in node.all_input_nodes if source in behind and _is_float(source.meta.get("val"))]
         if read:
             origins, chain = _origins(read, behind, nodes)
-            found.append(Choice(node=node, told=told_of(node), origins=origins, chain=chain))
-    return found
+            choices.append(Choice(node=node, told=told_of(node), origins=origins, chain=chain))
+    return choices
 
 
 def told_of(node: fx.Node) -> str:
-    """An operation, its module, and the user's line where the program knows it."""
+    """Describes an operation: its name, its module, and the user's source line if the program knows it."""
     place = place_of(node).partition("\n")[0]
     return f"{str(node.target).removesuffix('.default')} in {module_path(node)}{place}"
 
 
 def _behind_inputs(program: Runnable, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     specs = program.graph_signature.input_specs
-    found = {node for node, spec in zip(nodes, specs, strict=False) if spec.kind is InputKind.USER_INPUT}
+    behind = {node for node, spec in zip(nodes, specs, strict=False) if spec.kind is InputKind.USER_INPUT}
     for node in nodes:
-        if any(one in found for one in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(source in behind for source in node.all_input_nodes):
+            behind.add(node)
+    return behind
 
 
 def _before_outputs(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What a marker reads decides what its site selects, which is told in every run that is compared."""
-    found = {nodes[-1]}
+    """Returns the nodes that outputs depend on, without those that only decide a selection: selections are forced."""
+    before = {nodes[-1]}
     for node in reversed(nodes):
-        if node in found and node.target is not MARKER:
-            found.update(node.all_input_nodes)
-    return found
+        if node in before and node.target is not MARKER:
+            before.update(node.all_input_nodes)
+    return before
 
 
 def _jumps(node: fx.Node, before: set[fx.Node]) -> bool:
@@ -189,7 +189,7 @@ def _origins(
             todo.append(source)
         elif _is_float(node.meta.get("val")):
             origins[node] = None
-    # What one origin is made of by picks alone is no origin of its own.
+    # A node that only picks from another value is part of the chain, and no origin.
     return tuple(origins), tuple(node for node in nodes if node in chain)
 
 
@@ -198,40 +198,40 @@ def _holds_float(value: Any) -> bool:
 
 
 def discrete_parts(value: Any) -> tuple[Tensor, ...]:
-    """Of what a choice gives: the tensor, or of several those of integers and booleans."""
+    """Returns the discrete parts of a result: the tensor itself, or the integer and boolean ones of several tensors."""
     if isinstance(value, Tensor):
         return (value,)
-    return tuple(one for one in value if _is_discrete(one))
+    return tuple(part for part in value if _is_discrete(part))
 
 
 class Recorder:
-    """Notes `outcomes`; with `reading`, in `values` also what choices are made of, by the names of the nodes."""
+    """Records `outcomes` and, with `reading`, also the `values` that choices read, by the names of their nodes."""
 
     def __init__(self, choices: Sequence[Choice], *, reading: bool = False) -> None:
-        self._choices = {one.name for one in choices}
-        self._read = {name for one in choices for name in one.read} if reading else set()
+        self._choices = {choice.name for choice in choices}
+        self._read = {name for choice in choices for name in choice.read} if reading else set()
         self.outcomes: dict[str, tuple[Tensor, ...]] = {}
         self.values: dict[str, Any] = {}
 
     def __call__(self, node: fx.Node, compute: Callable[[], Any]) -> Any:
         value = compute()
         if node.name in self._choices:
-            # Copies: a program may write to what it has made.
-            self.outcomes[node.name] = tuple(one.clone() for one in discrete_parts(value))
+            # Copies, because a program may overwrite its values in place.
+            self.outcomes[node.name] = tuple(part.clone() for part in discrete_parts(value))
         if node.name in self._read:
             self.values[node.name] = pytree.tree_map_only(Tensor, Tensor.clone, value)
         return value
 
 
 class Holder:
-    """Gives a run the outcomes of another. With the `values` that were read there, it finds the largest difference in
-    each of them beyond one rounding of the number itself (`spread`), and which entries are the same (`same`).
+    """Imposes the outcomes of one run on another. Given the `values` that were read in the first run, it also finds for
+    each the largest difference beyond one rounding of the number itself (`spread`), and the equal entries (`same`).
     """
 
     def __init__(self, choices: Sequence[Choice], outcomes: Outcomes, values: Mapping[str, Any] | None = None) -> None:
-        self._choices, self._outcomes = {one.name: one for one in choices}, outcomes
+        self._choices, self._outcomes = {choice.name: choice for choice in choices}, outcomes
         self._values = {} if values is None else values
-        self._origins = {origin.name for one in choices for origin in one.origins}
+        self._origins = {origin.name for choice in choices for origin in choice.origins}
         self.spread: dict[str, float] = {}
         self.same: dict[str, Tensor] = {}
 
@@ -250,30 +250,30 @@ class Holder:
         self.same[name] = same & self.same.get(name, same)
 
     def _held(self, node: fx.Node, value: Any) -> Any:
-        held = self._outcomes[node.name]
+        outcome = self._outcomes[node.name]
         if not isinstance(value, Tensor):
-            parts = iter(held)
-            return type(value)(next(parts) if _is_discrete(one) else one for one in value)
-        (before,) = held
+            parts = iter(outcome)
+            return type(value)(next(parts) if _is_discrete(part) else part for part in value)
+        (before,) = outcome
         if node.target in WRAPS:
             divisor: Any = node.args[1] if len(node.args) > 1 else 1.0
-            # Of a tensor the smallest step that it may make.
+            # The value of a tensor is not known here: a step of 1 is assumed.
             step = 1.0 if isinstance(divisor, fx.Node) else abs(divisor)
             return torch.where((value - before).abs() > step / 2, before.to(value.dtype), value)
         return before.to(value.dtype)
 
 
 UNIT = 2.0**-24
-"""Half the distance from 1 to the next number in float32."""
+"""Unit roundoff of float32: half the distance from 1 to the next number."""
 
 
 LEAST = math.sqrt(torch.finfo(torch.float32).tiny)
-"""By which equal entries are moved apart where all are 0."""
+"""Least magnitude assumed for tied entries, so that they can be moved apart even if all are 0."""
 
 
 class Nudger:
-    """Moves what choices read before they are made: entries that compete in turn up and down by rank, so that two
-    neighbours change places where they can.
+    """Moves the values that choices read. Competing entries are moved up and down alternately by rank, so that
+    neighbours by rank change places if they are close enough.
     """
 
     def __init__(
@@ -286,11 +286,11 @@ class Nudger:
         *,
         opposed: bool,
     ) -> None:
-        """`direction` is 1 or -1; `opposed` moves every other value that a choice reads in the other direction."""
-        self._choices = {one.name: one for one in choices}
+        """`direction` is 1 or -1; `opposed` moves every second value that a choice reads in the opposite direction."""
+        self._choices = {choice.name: choice for choice in choices}
         self._slack, self._spread, self._same = slack, spread, same
         self._direction, self._opposed = direction, opposed
-        self._read = {name for one in choices for name in one.read}
+        self._read = {name for choice in choices for name in choice.read}
         self._values: dict[str, Any] = {}
 
     def __call__(self, node: fx.Node, compute: Callable[[], Any]) -> Any:
@@ -304,10 +304,10 @@ class Nudger:
         nudged = self.outcome(choice, self._values)
         if isinstance(value, Tensor):
             return nudged
-        return type(value)(new if _is_discrete(one) else one for one, new in zip(value, nudged, strict=True))
+        return type(value)(new if _is_discrete(part) else part for part, new in zip(value, nudged, strict=True))
 
     def outcome(self, choice: Choice, values: Mapping[str, Any]) -> Any:
-        """What the operation gives when what it reads is moved."""
+        """Returns the result of the operation when the values that it reads are moved."""
         local: dict[fx.Node, Any] = {}
         for number, origin in enumerate(choice.origins):
             sign = self._direction * (-1 if self._opposed and number % 2 else 1)
@@ -325,7 +325,7 @@ class Nudger:
         return local[choice.node]
 
     def is_crowded(self, choice: Choice, values: Mapping[str, Any]) -> bool:
-        """Whether three entries or more that compete are so near to one another that any of them may win."""
+        """Whether three or more competing entries are so close together that any of them may win."""
         if choice.contest is None:
             return False
         for origin in choice.origins:
@@ -344,21 +344,21 @@ class Nudger:
         return torch.where(off == 0, value, value + sign * off * _parity(value, dim))
 
     def _untied(self, value: Tensor, dim: int | None) -> Tensor:
-        """Moves equal entries apart, because each runtime decides by itself which of them comes first."""
+        """Moves equal entries apart, because each runtime decides for itself which of them comes first."""
         known = torch.where(value.isfinite(), value, 0.0)
         off = self._slack.units * UNIT * known.abs().clamp(min=max(_rms(known), LEAST))
         tied = _is_tied(value, dim) & value.isfinite()
         return torch.where(tied, value + self._direction * off * _parity(value, dim), value)
 
     def _off(self, name: str, value: Tensor) -> Tensor:
-        """How far a sound engine may be off there; 0 where the number is the same however it is rounded."""
+        """Returns how far each entry may be off in a sound engine; 0 for numbers that rounding does not change."""
         finite = value.isfinite()
         known = torch.where(finite, value, 0.0)
         off = self._slack.units * (UNIT * known.abs() + self._spread.get(name, 0.0))
         off = off.clamp(max=self._slack.near_tie * _rms(known))
         same = self._same.get(name)
         if same is not None and self._slack.narrow:
-            # The same in float32 and float64, but rounded where it does not fit into 16 bits.
+            # Numbers that are equal in float32 and float64 are still rounded if they do not fit into 16 bits.
             same = same & (value == value.bfloat16())
         return off.masked_fill(~finite if same is None else ~finite | same, 0.0)
 
@@ -368,20 +368,20 @@ def _rms(value: Tensor) -> float:
 
 
 def _is_tied(value: Tensor, dim: int | None) -> Tensor:
-    """Where an entry is equal to another that it competes with."""
+    """Returns the entries that equal another entry that they compete with, as a boolean tensor."""
     if not value.dim() or not value.numel():
         return torch.zeros_like(value, dtype=torch.bool)
     rows, along = _contestants(value, dim)
     ordered, place = rows.sort(dim=along)
     last = ordered.shape[along] - 1
     equal = ordered.narrow(along, 0, last) == ordered.narrow(along, 1, last)
-    one = torch.zeros_like(ordered.narrow(along, 0, 1), dtype=torch.bool)
-    tied = torch.cat([equal, one], along) | torch.cat([one, equal], along)
+    untied = torch.zeros_like(ordered.narrow(along, 0, 1), dtype=torch.bool)
+    tied = torch.cat([equal, untied], along) | torch.cat([untied, equal], along)
     return torch.zeros_like(tied).scatter(along, place, tied).reshape(value.shape)
 
 
 def _parity(value: Tensor, dim: int | None) -> Tensor:
-    """1 and -1 in turn, by the rank of each entry among those that it competes with."""
+    """Returns 1 and -1 alternately, by the rank of each entry among those that it competes with."""
     if not value.dim() or not value.numel():
         return torch.ones_like(value)
     rows, along = _contestants(value, dim)
@@ -390,7 +390,7 @@ def _parity(value: Tensor, dim: int | None) -> Tensor:
 
 
 def _contestants(value: Tensor, dim: int | None) -> tuple[Tensor, int]:
-    """The entries, and the dimension along which they compete."""
+    """Returns the competing entries, and the dimension along which they compete."""
     if dim is None or not -value.dim() <= dim < value.dim():
         return value.reshape(-1), 0
     return value, dim

@@ -1,10 +1,10 @@
-"""Which rows of an output the model determines, where it makes discrete choices that are no routing sites.
+"""Finds the rows of an output that a model determines, although it makes discrete choices that are not routing sites.
 
-An input can stand so near to the edge of a choice that rounding decides: a row of one repeated token has scores that
-are equal but for rounding, so its argmax is any of them. There the reference is as arbitrary as the candidate. Whether
-it is so is measured on the reference alone, and a candidate has no part in it: what each choice reads is moved by as
-much as a sound engine may be off there, up and down, and a row of an output that moves by more than half of what the
-gate allows is not judged. A choice whose edges do not show, such as `x > 0` in a leaky ReLU, leaves every row judged.
+An input can be so close to the edge of a choice that rounding decides. In a row of one repeated token, all scores are
+equal but for rounding, so its argmax can be any of them. There the reference is as arbitrary as the candidate. This is
+measured on the reference alone, without the candidate: the values that each choice reads are moved up and down by as
+much as a sound engine may be off. A row of an output that then moves by more than half of what the gate allows is not
+judged. A choice whose jump is not visible in the output, such as `x > 0` in a leaky ReLU, leaves every row judged.
 
 Shape legend: B batch, R rows of an output.
 """
@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 Rows = Callable[[int, np.ndarray], np.ndarray]
 """(n, the n-th output) -> its rows that are compared."""
 MOST_BLAMED = 8
-"""Choices that are tried one by one where several can jump: the report names one of them."""
+"""Number of choices that are tried one by one if several can jump: the report names one of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Movement:
-    """How far the reference moves when its discrete choices are moved to the other side of near edges.
+    """How far the reference moves when its discrete choices are pushed across edges that are close.
 
     Attributes:
-        outputs: of each output float64 (R,), the largest change of a value of each row that is compared; infinite where
-            one becomes NaN.
-        scores: site -> float64 (B,), likewise of the scores of each row; infinite where other tokens can be chosen.
-        told: the operation that decides, and its place; empty where nothing moves.
+        outputs: for each output float64 (R,), the largest change of a value in each compared row; infinite if a value
+            becomes NaN.
+        scores: site -> float64 (B,), the largest change of a score in each row; infinite if the tokens that can be
+            selected change.
+        told: the operation that decides, and its place; empty if nothing moves.
     """
 
     outputs: tuple[np.ndarray, ...]
@@ -51,7 +52,7 @@ class Movement:
 def movement(
     reference: Reference, batch: Batch, routing: Mapping[Site, np.ndarray], slack: Slack, rows: Rows
 ) -> Movement | None:
-    """Measures it on one batch with the given selections; None of a program without such choices."""
+    """Measures the movement on one batch with the given selections; None for a program without such choices."""
     from mod_export.judge.choices import Holder, Nudger, Recorder
 
     choices = reference.choices(batch.bucket)
@@ -70,7 +71,7 @@ def movement(
             Nudger(some, slack, holder.spread, holder.same, direction, opposed=opposed) for direction, opposed in ways
         ]
 
-    # The first jump of a run is one of these: where there is none, the other runs would be this one again.
+    # The first jump of any run is one of these choices. If there is none, all further runs would repeat this one.
     jumping = [
         choice
         for choice in choices
@@ -86,10 +87,10 @@ def movement(
     def moved(some: Sequence[Choice]) -> Movement:
         return _moved(base, [reference.observed(batch, routing, one) for one in nudgers(some)], still, rows)
 
-    found = moved(choices)
+    combined = moved(choices)
     if any(one.is_crowded(choice, recorder.values) for choice in jumping for one in nudgers([choice])[:1]):
-        found = _whole_inputs(found, base, rows)
-    return Movement(found.outputs, found.scores, _deciding(jumping, moved))
+        combined = _whole_inputs(combined, base, rows)
+    return Movement(combined.outputs, combined.scores, _deciding(jumping, moved))
 
 
 def _differ(choice: Choice, nudged: object, recorder: Recorder) -> bool:
@@ -98,7 +99,7 @@ def _differ(choice: Choice, nudged: object, recorder: Recorder) -> bool:
     from mod_export.judge.choices import discrete_parts
 
     pairs = zip(discrete_parts(nudged), recorder.outcomes[choice.name], strict=True)
-    return not all(torch.equal(one, other) for one, other in pairs)
+    return not all(torch.equal(after, before) for after, before in pairs)
 
 
 def _moved(base: Traced, runs: Sequence[Traced], still: Movement, rows: Rows) -> Movement:
@@ -115,8 +116,8 @@ def _moved(base: Traced, runs: Sequence[Traced], still: Movement, rows: Rows) ->
 
 
 def _whole_inputs(found: Movement, base: Traced, rows: Rows) -> Movement:
-    """With the largest change of a row of the batch for all that belongs to it: of many entries that are alike, other
-    ones may win than those that the runs tried.
+    """Gives all rows that belong to one row of the batch the largest change among them. If many entries are nearly
+    equal, other entries may win than those that the runs tried.
     """
     outputs = []
     for n, array in enumerate(base.outputs):
@@ -132,7 +133,7 @@ def _whole_inputs(found: Movement, base: Traced, rows: Rows) -> Movement:
 
 
 def _change(rows: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Float64 (R,), the largest absolute difference in each row."""
+    """Returns float64 (R,), the largest absolute difference in each row."""
     if not rows.size:
         return np.zeros(len(rows))
     rows, before = rows.astype(np.float64), before.astype(np.float64)
@@ -144,12 +145,12 @@ def _change(rows: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 
 def _deciding(jumping: Sequence[Choice], moved: Callable[[Sequence[Choice]], Movement]) -> str:
-    """The choice that moves the outputs most when it alone is moved."""
+    """Describes the choice that moves the outputs most when it alone is moved."""
     if len(jumping) == 1:
         return jumping[0].told
-    most, told = -1.0, jumping[0].told
+    most, description = -1.0, jumping[0].told
     for choice in jumping[:MOST_BLAMED]:
         largest = max((float(rows.max(initial=0.0)) for rows in moved([choice]).outputs), default=0.0)
         if largest > most:
-            most, told = largest, choice.told
-    return told
+            most, description = largest, choice.told
+    return description

@@ -1,12 +1,12 @@
-"""The reference: the captured program of the eager model, in float32 and in float64, free or with forced selections;
-and what its routing looks like to a person.
+"""The reference: the captured program of the eager model, in float32 and in float64, with free or forced selections;
+and a map of its routing for people to read.
 
-The float32 run is what a candidate is compared with. The float64 run says how much of the float32 result is rounding
-error: no candidate in float32 can be asked to be nearer to the reference than the reference is to the truth.
+A candidate is compared with the float32 run. The float64 run shows how much of the float32 result is rounding error: no
+float32 candidate can be required to be closer to the reference than the reference is to the exact result.
 
-What runs is the captured program and not the module, because there every routing site can be observed and replaced
-(`graph/routing_sites.py`). For every shape the program is first compared with the module itself, bit for bit, so that
-parity with it is parity with eager PyTorch.
+The captured program runs instead of the module, because every routing site can be observed and replaced there
+(`graph/routing_sites.py`). For every shape, the program is first compared with the module itself, bit for bit, so that
+parity with the program is parity with eager PyTorch.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Precision = Literal["float32", "float64"]
 KEPT_BYTES = 2**29
-"""Outputs of runs that are kept for the next target. Longer rows cost more memory than another run costs time."""
+"""Size limit of the outputs kept for the next target. Beyond it, running again costs less than the memory."""
 FLOAT64_BYTES = 8
 SHAKEN = 2
 RUNS_OF_CHECK = 4
-"""Of a captured program and of its module, on two samples each. Of a large model only the padded sample is run."""
+"""Runs of one check: captured program and module, on two samples each. A large model runs only the padded sample."""
 MOST_MAPPED_TOKENS = 1024
-"""Of one routing map: more than a person reads."""
+"""Longest row of a routing map: a person reads no longer ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """One run: what the module returns; site -> positions int64 (B, k); site -> what it is judged by; and what its
-    discrete choices that are no sites gave (`choices.py`).
+    """One run: the outputs of the module; site -> selected positions, int64 (B, k); site -> inputs of the selection;
+    and the outcomes of discrete choices that are not sites (`choices.py`).
     """
 
     outputs: tuple[np.ndarray, ...]
@@ -60,19 +60,19 @@ class Traced:
 
     @property
     def logits_BSV(self) -> np.ndarray:
-        """Of a model of token ids."""
+        """Logits of a model of token ids."""
         return self.outputs[0]
 
     @property
     def nbytes(self) -> int:
-        """Of the outputs and outcomes."""
+        """Bytes of the outputs and outcomes."""
         chosen = sum(tensor.nbytes for parts in self.outcomes.values() for tensor in parts)
         return chosen + sum(array.nbytes for array in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wide:
-    """A captured program that computes in float64, as `run_sites` runs it."""
+    """A captured program that computes in float64, in the form that `run_sites` takes."""
 
     graph_module: torch.fx.GraphModule
     graph_signature: torch.export.ExportGraphSignature
@@ -80,25 +80,25 @@ class _Wide:
 
 
 class KeptRuns:
-    """Runs of one or more references, the last ones that find room: a run depends on batch and routing alone, and the
-    next target asks for the same.
+    """Keeps the latest runs of one or more references, as far as they fit. A run depends on batch and routing only,
+    and the next target asks for the same runs.
     """
 
     def __init__(self, room: int = KEPT_BYTES) -> None:
-        """`room` is that of the outputs of all runs together, in bytes."""
+        """`room` is the size limit of all runs together, in bytes."""
         self._room = room
         self._runs: dict[str, Traced] = {}
 
     def get(self, key: str) -> Traced | None:
-        """The run, if it is still here."""
+        """Returns the run, or None if it is not kept any more."""
         return self._runs.get(key)
 
     def keep(self, key: str, run: Traced) -> None:
-        """Keeps it in place of the oldest ones, if there is room for it at all."""
+        """Keeps a run and drops the oldest ones to make room. A run that is larger than all the room is not kept."""
         if run.nbytes > self._room:
             return
         self._runs[key] = run
-        used = sum(one.nbytes for one in self._runs.values())
+        used = sum(kept.nbytes for kept in self._runs.values())
         while used > self._room:
             used -= self._runs.pop(next(iter(self._runs))).nbytes
 
@@ -111,7 +111,7 @@ class Programs:
     def __init__(self, loaded: ExportableModel) -> None:
         self._loaded = loaded
         self.number = next(self._numbers)
-        """Tells its runs from those of other models."""
+        """Distinguishes its runs from those of other models."""
         self._programs: dict[tuple[Bucket, Precision], Runnable] = {}
         self._choices: dict[Bucket, Sequence[Choice]] = {}
 
@@ -122,23 +122,23 @@ class Programs:
 
     @cached_property
     def has_room(self) -> bool:
-        """Whether this machine's memory holds the largest weight in float64 as well: they are widened one by one."""
+        """Whether memory has room for the largest weight in float64 too: weights are widened one by one."""
         needed = FLOAT64_BYTES * max((tensor.numel() for tensor in self._loaded.weights.values()), default=0)
         return needed < free_bytes() // 2
 
     def program(self, bucket: Bucket, precision: Precision = "float32") -> Runnable:
-        """The captured program of a shape, its routing sites marked.
+        """Returns the captured program of a shape, with its routing sites marked.
 
         Raises:
             CaptureError: the module cannot be captured, or the program does not compute the same bits.
         """
         if (bucket, precision) not in self._programs:
-            found = self._captured(bucket) if precision == "float32" else _widened(self.program(bucket))
-            self._programs[bucket, precision] = found
+            program = self._captured(bucket) if precision == "float32" else _widened(self.program(bucket))
+            self._programs[bucket, precision] = program
         return self._programs[bucket, precision]
 
     def choices(self, bucket: Bucket) -> Sequence[Choice]:
-        """Discrete choices of the program of a shape that are no routing sites."""
+        """Returns the discrete choices of the program of a shape that are not routing sites."""
         from mod_export.judge.choices import choices_of
 
         if bucket not in self._choices:
@@ -160,7 +160,7 @@ class Programs:
 
 
 def _widened(program: Runnable) -> _Wide:
-    """The same operations in float64: a dtype that a model names is replaced like one that follows from its weights."""
+    """Returns the same operations in float64, also where the model names the dtype float32 itself."""
     import torch
 
     from mod_export.graph.program_nodes import with_arguments
@@ -174,7 +174,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(feeds: Mapping[str, np.ndarray]) -> tuple[torch.Tensor, ...]:
-    """Inputs as a module takes them."""
+    """Converts inputs to tensors, in the order of the module's arguments."""
     import torch
 
     return tuple(torch.from_numpy(array) for array in feeds.values())
@@ -200,23 +200,23 @@ def check_program(
         inputs = tensors_of(feeds)
         with torch.no_grad():
             expected = module(*inputs)
-        found = run_sites(program, state_of(module), inputs, SiteRun(bucket.seq))
-        for n, (one, other) in enumerate(zip(found, expected, strict=True)):
-            if not _same_bits(one, other):
+        outputs = run_sites(program, state_of(module), inputs, SiteRun(bucket.seq))
+        for n, (output, expected_output) in enumerate(zip(outputs, expected, strict=True)):
+            if not _same_bits(output, expected_output):
                 raise CaptureError(
                     f"the captured program is not the eager model: at {bucket.name} its output {n} "
-                    f"{_difference(one, other)}, expected the same bits, so parity with it would say "
+                    f"{_difference(output, expected_output)}, expected the same bits, so parity with it would say "
                     "nothing about the model; please report this model"
                 )
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of tensors of any rank; two that are NaN alike are the same."""
+    """Whether two tensors of any rank have the same bits, NaN included."""
     import torch
 
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    # Without dimensions a tensor cannot be seen as bytes.
+    # A tensor without dimensions cannot be viewed as bytes.
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
@@ -239,11 +239,11 @@ class Reference:
         replaced: Mapping[str, np.ndarray] | None = None,
         kept: KeptRuns | None = None,
     ) -> None:
-        """`outputs` is what the candidates return, `replaced` other values of some weights, by name, and `kept` where
-        its runs are kept, which references can share.
+        """`outputs` says what the candidates return, `replaced` holds other values of some weights by name, and `kept`
+        keeps the runs; references can share it.
 
         Raises:
-            ConfigError: candidates return hidden states, and the model cannot make logits of them.
+            ConfigError: candidates return hidden states, and the model cannot turn them into logits.
         """
         if outputs == "none" and not isinstance(loaded, OutputHead):
             raise ConfigError(
@@ -263,47 +263,47 @@ class Reference:
         return self._programs.module
 
     def with_weights(self, replaced: Mapping[str, np.ndarray]) -> Reference:
-        """The same model with other values of some weights, by name; nothing that is found with it is kept."""
+        """Returns a reference with other values of some weights, by name; its runs are not kept."""
         return Reference(self.loaded, self.outputs, self._programs, {**self._replaced, **replaced}, KeptRuns(0))
 
     def returning(self, outputs: Outputs) -> Reference:
-        """The same model for candidates that return something else."""
+        """Returns a reference of the same model for candidates that return other outputs."""
         return Reference(self.loaded, outputs, self._programs, self._replaced, self._kept)
 
     @property
     def output_head(self) -> OutputHead:
-        """Makes logits of what candidates return, where that is hidden states."""
+        """The head that turns hidden states into logits, for candidates that return hidden states."""
         assert isinstance(self.loaded, OutputHead)
         return self.loaded
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Of what candidates return, in order."""
+        """Names of the outputs of candidates, in order."""
         return output_names(self.loaded, self.outputs)
 
     def k_by_layer(self, bucket: Bucket) -> dict[Site, int]:
-        """Routing site -> slots, in the order of the decisions, in the captured program of a shape."""
+        """Maps each routing site in the captured program of a shape to its slots, in the order of the decisions."""
         from mod_export.graph.routing_sites import routing_sites
 
         return {site.name: site.k for site in routing_sites(self._programs.program(bucket))}
 
     def remembered(self, name: str, find: Callable[[], Found]) -> Found:
-        """Something that was found out with this reference and holds as long as it does."""
+        """Returns the result of `find`, which is called once for each `name`."""
         if name not in self._remembered:
             self._remembered[name] = find()
         return cast("Found", self._remembered[name])
 
     def free(self, batch: Batch) -> Traced:
-        """The model's own routing, in float32."""
+        """Runs in float32 with the model's own routing."""
         return self.forced(batch, {})
 
     def forced(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Traced:
-        """In float32, with the given positions at the sites that `routing` names, whatever their scores."""
+        """Runs in float32 with the given positions at the sites that `routing` names, whatever their scores."""
         return self._run(batch, routing, "float32")
 
     def exact(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around | None = None) -> Traced | None:
-        """The same in float64, with the outcomes of other discrete choices as in float32; None where this machine's
-        memory has no room for that. `around` stands around the operations in place of what holds these outcomes.
+        """Like `forced`, but in float64, with the outcomes of other discrete choices as in float32. None if memory has
+        no room for that. `around` replaces the wrapper of operations that imposes these outcomes.
         """
         if not self._programs.has_room:
             return None
@@ -314,11 +314,11 @@ class Reference:
         )
 
     def shaken(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around | None = None) -> list[Traced]:
-        """In float32, again with the outcomes of the float32 run, and with every weight moved to one of its two
-        neighbouring numbers, drawn at random: SHAKEN runs, each with another rounding error. Empty where this machine's
-        memory does not hold the weights so often.
+        """Runs SHAKEN times in float32, each time with other rounding errors: every weight is moved to one of its two
+        neighbouring numbers at random. Other discrete choices have the outcomes of the float32 run. Empty if memory has
+        no room for that many copies of the weights.
 
-        A single run can be exact by luck where a model is ill-conditioned (Monte Carlo arithmetic; Parker, Pierce and
+        A single run can be exact by luck if a model is ill-conditioned (Monte Carlo arithmetic; Parker, Pierce and
         Eggert, Computing in Science and Engineering 2(4), 2000).
         """
         if self._moved is None:
@@ -327,15 +327,15 @@ class Reference:
         return [self._trace(state, batch, routing, "float32", around) for state in self._moved]
 
     def program(self, bucket: Bucket) -> Runnable:
-        """The captured program of a shape."""
+        """Returns the captured program of a shape."""
         return self._programs.program(bucket)
 
     def choices(self, bucket: Bucket) -> Sequence[Choice]:
-        """Discrete choices at a shape that are no routing sites."""
+        """Returns the discrete choices at a shape that are not routing sites."""
         return self._programs.choices(bucket)
 
     def observed(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around) -> Traced:
-        """In float32, with something that stands around every operation; nothing of it is kept."""
+        """Runs in float32 with `around` wrapped around every operation; the run is not kept."""
         return self._observed(batch, routing, around, "float32")
 
     def _observed(
@@ -368,7 +368,7 @@ class Reference:
 
     @cached_property
     def _state(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, replaced ones among them."""
+        """Parameters and buffers by name, with the replaced values."""
         import torch
 
         from mod_export.graph.weights import state_of
@@ -406,16 +406,19 @@ class Reference:
             inputs = tuple(_double(tensor) for tensor in inputs)
         program, default = self._programs.program(batch.bucket, precision), torch.get_default_dtype()
         try:
-            # Of what an operation makes without naming a dtype, such as zeros to scatter into, or a mask of numbers.
+            # For tensors that operations create without naming a dtype: zeros to scatter into, or a mask of numbers.
             torch.set_default_dtype(torch.float64 if precision == "float64" else torch.float32)
             outputs = run_sites(program, state, inputs, run, widen=precision == "float64", around=around)
         finally:
             torch.set_default_dtype(default)
-        found = run.selections.items()
+        selections = run.selections.items()
         return Traced(
             tuple(tensor.numpy() for tensor in outputs),
-            {site: one.index_BK.numpy() for site, one in found},
-            {site: Judged(one.rule, one.score_BS.numpy(), one.open_BS.numpy()) for site, one in found},
+            {site: selection.index_BK.numpy() for site, selection in selections},
+            {
+                site: Judged(selection.rule, selection.score_BS.numpy(), selection.open_BS.numpy())
+                for site, selection in selections
+            },
             around.outcomes if isinstance(around, Recorder) else {},
         )
 
@@ -429,13 +432,13 @@ def _digest(batch: Batch, routing: Mapping[Site, np.ndarray], dtype: str) -> str
 
 
 def routing_map(reference: Reference, bucket: Bucket, batches: Sequence[Batch]) -> RoutingMap | None:
-    """Which token of the first batch of text, or of any, went through which routing site.
+    """Shows which tokens each routing site selects in the first row of the first batch of text, or of any kind.
 
-    None where nothing is routed, or where the row is too long to be read.
+    None if nothing is routed, or if the row is too long to be read.
     """
     if bucket.seq > MOST_MAPPED_TOKENS or not batches:
         return None
-    batch = next((one for one in batches if one.kind == "text"), batches[0])
+    batch = next((text_batch for text_batch in batches if text_batch.kind == "text"), batches[0])
     traced = reference.free(batch)
     if not traced.routed:
         return None
@@ -462,6 +465,6 @@ def routing_map(reference: Reference, bucket: Bucket, batches: Sequence[Batch]) 
 
 
 def _scores(judged: Judged) -> tuple[float | None, ...]:
-    """Of the first row; None for tokens that did not get this far."""
-    found = zip(judged.score_BS[0], judged.open_BS[0], strict=True)
-    return tuple(float(f"{score:.4g}") if is_open else None for score, is_open in found)
+    """Returns the scores of the first row; None for tokens that did not reach the site."""
+    pairs = zip(judged.score_BS[0], judged.open_BS[0], strict=True)
+    return tuple(float(f"{score:.4g}") if is_open else None for score, is_open in pairs)
