@@ -1,8 +1,8 @@
-"""Whether the logits of a token depend on what comes after it: asked of the engine itself, as a black box.
+"""Tests whether the logits of a token depend on later tokens, with the engine as a black box.
 
-The end of a text is replaced by that of another, and the logits before the replaced part are compared. A model that
-generates one token at a time must not change them. Top-k over a whole sequence does, by construction: a later token can
-take the place of an earlier one.
+The end of a text is replaced by that of another text, and the logits before the replaced part are compared. They must
+not change in a model that generates one token at a time. Top-k over a whole sequence changes them by construction: a
+later token can take the slot of an earlier one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mod_export.rows.structure import CausalityRow
 from mod_export.types import Setting
 
 TRIES = 20
-"""Samples among which one with another last token is looked for."""
+"""Seeds below this offset are tried to find a sample with a different last token."""
 LAST = (
     "only the last token's logits are returned, so there are none before a changed end; with these engines each "
     "further token needs the whole text again"
@@ -35,11 +35,11 @@ LAST = (
 def causality_of(
     root: Path, candidate: Candidate, reference: Reference, config: BuildConfig, tolerance: float
 ) -> CausalityRow:
-    """Asks a candidate whether its first output depends on what comes later; `tolerance` is the largest error of it
-    that its parity allows.
+    """Tests whether the first output of a candidate depends on later tokens; `tolerance` is the largest error of this
+    output that parity allows.
 
     Raises:
-        BuildError: it cannot be run.
+        BuildError: the candidate cannot be run.
     """
     if reference.outputs == "last":
         return _unprobed(LAST, candidate.setting)
@@ -69,7 +69,7 @@ def _unprobed(reason: str, setting: Setting) -> CausalityRow:
 
 
 def cuts(seq: int, count: int) -> list[int]:
-    """Where texts are cut: `count` positions spread over the sequence, the last token alone among them."""
+    """Returns up to `count` positions to cut texts at, from a quarter of the sequence to its last token."""
     return sorted({int(cut) for cut in np.linspace(max(1, seq // 4), seq - 1, count)}) if seq > 1 else []
 
 
@@ -87,12 +87,12 @@ def probe_causality(
 
     Args:
         runner: the engine.
-        reference: makes logits of what it returns.
+        reference: turns the output of the engine into logits.
         batch: full rows of the bucket.
-        setting: of the engine.
-        suffixes: endings to try; fewer where the bucket is short.
+        setting: setting of the engine.
+        suffixes: endings to try; fewer if the bucket is short.
         tolerance: change of a logit that rounding can explain.
-        seed: of the other inputs.
+        seed: seed of the other inputs.
 
     Raises:
         EngineError: the engine cannot be run.
@@ -101,18 +101,18 @@ def probe_causality(
     base = _output(runner, reference, batch)
     if not per_token({"": base}, bucket):
         return _unprobed("its first output has no place for each token", setting)
-    # With a single token in the vocabulary no ending is another one.
-    other = next(
-        (found for n in range(1, TRIES) if _differs(found := sample_of(reference.loaded, bucket, seed + n), batch)),
+    # With a single token in the vocabulary, no ending differs.
+    other_feeds = next(
+        (sample for n in range(1, TRIES) if _differs(sample := sample_of(reference.loaded, bucket, seed + n), batch)),
         None,
     )
-    tried: Sequence[int] = cuts(bucket.seq, suffixes) if other is not None else []
+    positions: Sequence[int] = cuts(bucket.seq, suffixes) if other_feeds is not None else []
     earliest: int | None = None
     largest = 0.0
-    for cut in tried:
-        assert other is not None
-        changed = _output(runner, reference, _with_ending(batch, other, cut))
-        with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which is no causal answer either.
+    for cut in positions:
+        assert other_feeds is not None
+        changed = _output(runner, reference, _with_ending(batch, other_feeds, cut))
+        with np.errstate(invalid="ignore"):  # Infinity minus infinity is NaN, which counts as a change.
             change = np.abs(changed[:, :cut] - base[:, :cut])
         change_BC = change.reshape(*change.shape[:2], -1).max(-1)
         largest = float(np.maximum(largest, change_BC.max()))
@@ -122,11 +122,11 @@ def probe_causality(
             earliest = position if earliest is None else min(earliest, position)
     return CausalityRow(
         **setting_fields(setting),
-        suffixes=len(tried),
+        suffixes=len(positions),
         causal=earliest is None,
         earliest_change=earliest,
         largest_change=largest,
-        statement=_statement(earliest, len(tried), largest),
+        statement=_statement(earliest, len(positions), largest),
         declared=isinstance(reference.loaded, DeclaredRouting) and not reference.loaded.looks_ahead,
     )
 
@@ -143,7 +143,7 @@ def _statement(earliest: int | None, suffixes: int, largest: float) -> str:
 
 
 def _differs(feeds: Mapping[str, np.ndarray], batch: Batch) -> bool:
-    """Whether other inputs have another last token."""
+    """Whether `feeds` have a different last token than the batch."""
     names = per_token(batch.feeds, batch.bucket)
     return any(not np.array_equal(feeds[name][:, -1], batch.feeds[name][:, -1]) for name in names)
 
@@ -156,10 +156,10 @@ def _with_ending(batch: Batch, other: Mapping[str, np.ndarray], cut: int) -> Bat
 
 
 def _output(runner: Runner, reference: Reference, batch: Batch) -> np.ndarray:
-    """The first output, as logits where it is hidden states that the model has a head for."""
+    """Returns the first output; hidden states are turned into logits by the model's head."""
     name = reference.output_names[0]
-    found = runner.run(batch.read_by(runner.inputs), [name])[name]
+    output = runner.run(batch.read_by(runner.inputs), [name])[name]
     if reference.outputs != "none":
-        return found.astype(np.float64) if found.dtype == bool else found
+        return output.astype(np.float64) if output.dtype == bool else output
     B, S = batch.bucket.batch, batch.bucket.seq
-    return reference.output_head.head(found.reshape(B * S, -1)).reshape(B, S, -1)
+    return reference.output_head.head(output.reshape(B * S, -1)).reshape(B, S, -1)

@@ -1,6 +1,6 @@
 """Rows in which the last selected and the first skipped token have the closest scores; and all inputs of a bucket.
 
-Such rows can only be found with a reference, which tells the scores.
+Such rows can only be found with a reference, which shows the scores.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SEARCHED_TOKENS = 2**14
 SEARCHED_ROWS = 256
 NEAR_TIE_BATCHES = 4
 FAR = 2.0**-17
-"""A hundred times the unit roundoff of float32: margins below it can be swapped by rounding alone."""
+"""About a hundred times the unit roundoff of float32: below this margin, rounding alone can swap two scores."""
 
 
 def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig, text_of: TextOf | None = None) -> list[Batch]:
-    """All inputs of a bucket, of every kind. `text_of` is where a model that has no text of its own gets it from."""
+    """Returns all inputs of a bucket, of every kind. `text_of` is a source of text for a model that has none."""
     per_kind, texts = config.parity.batches_per_kind, config.parity.text_batches
     ks = reference.k_by_layer(bucket).values()
     batches = parity_batches(reference.loaded, bucket, ks, config.seed, per_kind, texts, text_of)
@@ -34,11 +34,11 @@ def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig, text_o
 
 
 def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Batch]:
-    """Of random rows those with the smallest margins at each routing site; none where nothing is routed.
+    """Returns the random rows with the smallest margins at each routing site; empty if nothing is routed.
 
-    Costs one run of the reference for up to SEARCHED_TOKENS tokens, fewer of a large model.
+    Runs the reference on up to SEARCHED_TOKENS tokens, fewer for a large model.
     """
-    # These runs are not needed again.
+    # This reference keeps no runs: they are not needed again.
     passing = reference.with_weights({})
     tokens = min(SEARCHED_TOKENS, affordable_tokens(reference.loaded))
     # In batches of the bucket's own shape, because another shape would have to be captured first.
@@ -51,10 +51,10 @@ def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Ba
             return []
         for site, index_BK in traced.routed.items():
             margins.setdefault(site, []).extend(_margins(traced.judged[site], index_BK.shape[1]))
-    of_rows = all(len(found) == count * bucket.batch for found in margins.values())
-    if not of_rows:  # The model makes one row of a batch, or several of each row, so that only samples are told apart.
-        margins = {site: np.reshape(found, (count, -1)).min(1).tolist() for site, found in margins.items()}
-    # The best row of every site, then the second best: several, because a swap is likely and not certain.
+    of_rows = all(len(values) == count * bucket.batch for values in margins.values())
+    if not of_rows:  # The model joins the rows of a batch or splits each of them, so only whole samples can be ranked.
+        margins = {site: np.reshape(values, (count, -1)).min(1).tolist() for site, values in margins.items()}
+    # The best row of every site, then the second best, and so on: several, because a swap is likely but not certain.
     ranked = list(dict.fromkeys(np.argsort(list(margins.values()), axis=1).T.ravel().tolist()))
     if of_rows:
         chosen = [_batch_of_rows(samples, ranked[i : i + bucket.batch]) for i in range(0, len(ranked), bucket.batch)]
@@ -64,8 +64,8 @@ def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Ba
 
 
 def _batch_of_rows(samples: Sequence[Mapping[str, np.ndarray]], rows: Sequence[int]) -> Mapping[str, np.ndarray]:
-    """Rows of several samples, numbered through all of them, as one batch. An input that all rows of a batch share is
-    that of the first row's sample.
+    """Joins rows of several samples into one batch; `rows` numbers the rows of all samples consecutively. An input that
+    all rows of a batch share is taken from the sample of the first row.
     """
     batch = len(rows)
     return {
@@ -77,12 +77,12 @@ def _batch_of_rows(samples: Sequence[Mapping[str, np.ndarray]], rows: Sequence[i
 
 
 def _margins(judged: Judged, k: int) -> list[float]:
-    """(k-th score - next score) / |k-th score| of each row; infinite where a coarser float would not swap the two.
+    """Returns (k-th score - next score) / |k-th score| of each row, infinite if a coarser float would not swap the two.
 
-    Where the first k tokens above 0 are selected, the smallest |score| of a row, as a share of their root mean square.
+    If the first k tokens above 0 are selected: the smallest |score| of the row, as a share of their root mean square.
 
-    Rounding keeps the order of scores or makes them equal, and equal scores go to the earlier token. So only a token
-    that is left out and stands before the k-th one tells a coarse router from an exact one.
+    Rounding keeps the order of scores or makes them equal, and the earlier of two equal scores wins. So only a skipped
+    token that stands before the k-th one distinguishes a coarse router from an exact one.
     """
     rows = zip(judged.score_BS.astype(np.float64), judged.open_BS, strict=True)
     if judged.rule == FIRST_COME:
@@ -105,13 +105,13 @@ def _gap(score_L: np.ndarray, k: int) -> float:
 
 
 def _nearest_to_zero(score_L: np.ndarray) -> float:
-    """Of the scores that rounding alone does not bring to the other side."""
+    """Returns the smallest |score| / root mean square of the scores that rounding alone does not move across 0."""
     rms = _rms(score_L)
     far_L = np.abs(score_L)[np.abs(score_L) > FAR * rms]
     return float(far_L.min()) / rms if len(far_L) else np.inf
 
 
 def _rms(score_L: np.ndarray) -> float:
-    """Of the finite scores: a model may give tokens that it always or never selects an infinite one."""
+    """Root mean square of finite scores: a token that is always or never selected may have an infinite score."""
     finite_L = score_L[~np.isinf(score_L)]
     return float(np.sqrt(np.mean(finite_L**2))) if len(finite_L) else 0.0

@@ -1,8 +1,8 @@
-"""What files say without being run: every weight is the checkpoint's, every shape is what the spec says.
+"""Inspects files without running them: every weight is the checkpoint's, every shape is what the spec says.
 
-One element of one weight can be wrong by a percent and move no logit by more than rounding. So weights are not judged
-by what they do but by what they are: each tensor's bytes against the fingerprint that was taken of the checkpoint's own
-tensor when the folder was built, and each graph's references against the place of the tensor in that file.
+One element of one weight can be wrong by a percent and move no logit by more than rounding. So weights are judged by
+their bytes and not by their effect. The bytes of each tensor are compared with the fingerprint of the checkpoint's own
+tensor, which was taken when the folder was built; each reference of a graph with the tensor's place in that file.
 """
 
 from __future__ import annotations
@@ -33,31 +33,33 @@ FRESH = ("what a fresh export gives",)
 
 
 def structure_of_file(root: Path, path: str, entry: FileEntry) -> StructureRow:
-    """Whether a file is the one that was built; `entry` is the manifest's."""
+    """Checks that a file is the one that was built; `entry` is its entry in the manifest."""
     problem = changed_file(root, path, entry)
     return _row(path, ("the bytes that were built",), [problem] if problem else [])
 
 
 def structure_of_programs(root: Path, kind: ModelKind, spec: Mapping[str, Any]) -> Iterator[StructureRow]:
-    """Whether the files that the reference of a captured model is rebuilt from hold what was captured; `spec` is the
-    manifest's.
+    """Checks that the files from which the reference of a captured model is rebuilt hold what was captured; `spec` is
+    the one in the manifest.
     """
     for path, problem in changed_files(root, kind, spec).items():
         yield _row(path, ("what was captured",), [problem] if problem else [])
 
 
 def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> StructureRow:
-    """Every tensor of a weights file against its fingerprint: name -> SHA-256 of the checkpoint's tensor in the file's
-    dtype, taken before the file was written.
+    """Compares every tensor of a weights file with its fingerprint. `expected` maps its name to the SHA-256 of the
+    checkpoint's tensor in the dtype of the file, taken before the file was written.
     """
     try:
-        found = digests_of_file(root / path)
+        digests = digests_of_file(root / path)
     except BuildFolderError as error:
         return _row(path, ("tensors",), [str(error)])
     problems = {
-        "not the checkpoint's values": [name for name in expected if found.get(name, expected[name]) != expected[name]],
-        "missing": [name for name in expected if name not in found],
-        "not a tensor of the checkpoint": [name for name in found if name not in expected],
+        "not the checkpoint's values": [
+            name for name in expected if digests.get(name, expected[name]) != expected[name]
+        ],
+        "missing": [name for name in expected if name not in digests],
+        "not a tensor of the checkpoint": [name for name in digests if name not in expected],
     }
     reasons = [f"{_listed(names)}: {what}" for what, names in problems.items() if names]
     rounded = [name for name in expected if is_of_quantized(name)]
@@ -68,14 +70,14 @@ def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> 
 
 
 def structure_of_graph(root: Path, path: str, graph: Graph, weights: Collection[str]) -> StructureRow:
-    """Weights, outputs, operators and precision of an ONNX file, which may be an engine, and is meant to be `graph`.
+    """Checks weights, outputs, operators and precision of an ONNX file, possibly an engine, that should hold `graph`.
 
     `weights` are the folder's weights files whose tensors have fingerprints.
     """
     try:
         model = graph_from_file(root / path)
         reasons = [
-            # Those of prefill and decode graphs follow from the cache, and were checked when they were exported.
+            # Outputs of prefill and decode graphs follow from the cache, and were checked when they were exported.
             *(_outputs(model, graph) if not graph.writes_text else ()),
             *_references(model, root, weights),
             *_precision(model, graph),
@@ -90,21 +92,21 @@ def structure_of_graph(root: Path, path: str, graph: Graph, weights: Collection[
 
 
 def _outputs(model: ir.Model, graph: Graph) -> Iterator[str]:
-    found = {value.name: static_shape(value) for value in model.graph.outputs}
+    shapes = {value.name: static_shape(value) for value in model.graph.outputs}
     routed = {routed_output(site): (graph.bucket.batch, k) for site, k in graph.k_by_layer.items() if k}
     expected = {**graph.results, **routed}
     for name, shape in expected.items():
-        if name not in found:
+        if name not in shapes:
             yield f"no output {name}"
-        elif name in routed and (found[name] or ())[1:] == shape[1:]:
-            continue  # A model may make one row of a batch, or select in each row apart.
-        elif found[name] != shape:
-            yield f"output {name} has shape {found[name]}, expected {shape}"
-    yield from (f"output {name} is not one of this model" for name in found if name not in expected)
+        elif name in routed and (shapes[name] or ())[1:] == shape[1:]:
+            continue  # A model may join the rows of a batch, or split each row, before it selects.
+        elif shapes[name] != shape:
+            yield f"output {name} has shape {shapes[name]}, expected {shape}"
+    yield from (f"output {name} is not one of this model" for name in shapes if name not in expected)
 
 
 def _hidden(proto: onnx.ModelProto) -> Iterator[str]:
-    """What runtimes may read where a reader of the graph does not look."""
+    """Reports content that runtimes may read although it is not visible in the graph itself."""
     yield from (f"holds a function {one.name}, which could stand in for an operator" for one in proto.functions)
     yield from (f"{one.values.name}: a sparse initializer; weights are dense" for one in proto.graph.sparse_initializer)
     names = Counter(tensor.name for tensor in proto.graph.initializer)
@@ -112,7 +114,7 @@ def _hidden(proto: onnx.ModelProto) -> Iterator[str]:
 
 
 def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterator[str]:
-    """Every initializer that has the name of a weight must be a reference to that very tensor."""
+    """Checks that every initializer with the name of a weight is a reference to exactly that tensor."""
     known = {Path(path).name: root / path for path in weights}
     files = {name: WeightsFile.open(path) for name, path in known.items()}
     tensors = {name: (file.name, *entry) for file in files.values() for name, entry in file.entries.items()}
@@ -132,32 +134,33 @@ def _references(model: ir.Model, root: Path, weights: Collection[str]) -> Iterat
             continue
         stored, stored_shape, offset, length = entry
         if (tensor.offset, tensor.length) != (offset, length):
-            other = next((n for n, e in file.entries.items() if e[2] == tensor.offset), "other bytes")
-            yield f"{name}: refers to {other} in {tensor.location}"
+            actual = next((n for n, e in file.entries.items() if e[2] == tensor.offset), "other bytes")
+            yield f"{name}: refers to {actual} in {tensor.location}"
         elif (ONNX_TYPES.get(stored), stored_shape) != (value.dtype and value.dtype.name, shape):
             yield f"{name}: is {value.dtype} {shape} in the graph and {stored} {stored_shape} in {tensor.location}"
 
 
 def _has_value_of(value: ir.Value, files: Iterable[WeightsFile], root: Path) -> bool:
-    """Whether it is one of the small constants that stand in the graph, and has the value that a file holds."""
+    """Whether the value is a small constant that is stored in the graph itself and equals that of a weights file."""
     shape = static_shape(value)
     if value.const_value is None or value.dtype is None or shape is None or not is_in_graph(value.dtype, shape):
         return False
-    held = [(file.name, *file.entries[str(value.name)]) for file in files if str(value.name) in file.entries]
+    stored = [(file.name, *file.entries[str(value.name)]) for file in files if str(value.name) in file.entries]
     return any(
         stored_shape == shape
         and ir.ExternalTensor(
             name, offset, length, value.dtype, shape=ir.Shape(shape), name=str(value.name), base_dir=root / "graphs"
         ).tobytes()
         == value.const_value.tobytes()
-        for name, _, stored_shape, offset, length in held
+        for name, _, stored_shape, offset, length in stored
     )
 
 
 def _precision(model: ir.Model, graph: Graph) -> Iterator[str]:
-    """No float narrower than the graph's; and scores are compared in float32.
+    """Checks that no float is narrower than the graph's, and that scores are compared in float32.
 
-    A model may compute in float64, such as the angles of positions; where it does not, a fresh export tells.
+    Float64 is allowed, because a model may use it, for example for angles of positions. Wrong uses show in a comparison
+    with a fresh export.
     """
     floats = _dialect(graph).floats(graph.dtype)
     allowed = {ir.DataType.DOUBLE, ir.DataType.FLOAT, NARROW.get(floats, ir.DataType.FLOAT)}
@@ -165,7 +168,7 @@ def _precision(model: ir.Model, graph: Graph) -> Iterator[str]:
         made = {value.dtype for value in node.outputs if value.dtype is not None}
         if is_standard(node, "Cast"):
             made.add(ir.DataType(node.attributes.get_int("to", 0)))
-        wrong = {one for one in made if one.is_floating_point()} - allowed
+        wrong = {dtype for dtype in made if dtype.is_floating_point()} - allowed
         if wrong:
             listed = _listed(sorted(map(str, wrong)))
             yield f"{label_of(node)}: {node.op_type} computes in {listed}, this graph is {graph.dtype}"
@@ -183,8 +186,8 @@ def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
 
 
 def _dialect(graph: Graph) -> Dialect:
-    """What a graph may contain."""
-    # Graphs that write text skip what need not run by conditions, in every dialect.
+    """Returns the dialect of a graph."""
+    # Graphs that write text use conditions to skip work, in every dialect.
     portable = replace(PORTABLE, branches=graph.writes_text)
     return portable if graph.target is None else ENGINES[graph.target].dialect
 
@@ -199,27 +202,27 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def structure_of_export(root: Path, path: str, fresh: bytes) -> StructureRow:
-    """Whether an ONNX file is what a fresh export of its model gives, byte for byte; and if not, what differs.
+    """Checks that an ONNX file equals a fresh export of its model, byte for byte, and names the differences.
 
     Exporting is deterministic: the same spec, bucket and versions give the same bytes, whatever the weights' values. So
-    a graph that differs has been changed since, or was never made from this model, and if the change is too small to
-    be seen in any output, it is seen here.
+    a graph that differs was changed later or was not made from this model. This also finds changes that are too small
+    to be visible in any output.
     """
     file = root / path
     if file.is_file() and file.read_bytes() == fresh:
         return _row(path, FRESH, [])
     try:
-        found, expected = (_entries(ir.to_proto(one)) for one in (graph_from_file(file), graph_from_bytes(fresh)))
+        actual, expected = (_entries(ir.to_proto(graph)) for graph in (graph_from_file(file), graph_from_bytes(fresh)))
     except GraphError as error:
         return _row(path, FRESH, [str(error)])
-    # Functions, sparse weights, a second definition of a name: what cannot be named here is still another file.
-    differences = _differences(found, expected) or ["bytes that are no node, input, output or initializer"]
+    # Differences in functions, sparse weights or duplicate names have no entry, but the file is still a different one.
+    differences = _differences(actual, expected) or ["bytes that are no node, input, output or initializer"]
     reasons = [f"not what a fresh export gives: {difference}" for difference in differences]
     return _row(path, FRESH, reasons)
 
 
 def _entries(proto: onnx.ModelProto) -> dict[str, tuple[str, ir.Node | None]]:
-    """Everything a graph holds: where -> (what it is, the node if it is one)."""
+    """Lists everything a graph holds: its place -> (its content, the node if it is one)."""
     model = ir.from_proto(proto)
     entries: dict[str, tuple[str, ir.Node | None]] = {"opset": (str(dict(model.opset_imports)), None)}
     for value in (*proto.graph.input, *proto.graph.output):
@@ -235,7 +238,7 @@ def _entries(proto: onnx.ModelProto) -> dict[str, tuple[str, ir.Node | None]]:
 def _differences(
     found: Mapping[str, tuple[str, ir.Node | None]], expected: Mapping[str, tuple[str, ir.Node | None]]
 ) -> list[str]:
-    """The first few entries that one graph has and the other has not, or has differently."""
+    """Lists the first few entries that were added, are missing, or have changed."""
     listed = []
     for name in dict.fromkeys((*found, *expected)):
         if found.get(name, ("",))[0] == expected.get(name, ("",))[0]:
@@ -243,7 +246,7 @@ def _differences(
         what = "added" if name not in expected else "missing" if name not in found else "changed"
         node = (found.get(name) or expected[name])[1]
         listed.append(f"{name} {what}" + (f" in {module_of(node)}" if node is not None else ""))
-    # Nodes first: they say where.
+    # Nodes first, because they show the place.
     listed.sort(key=lambda text: not text.startswith("node "))
     more = [f"and {len(listed) - SHOWN} more differences"] if len(listed) > SHOWN else []
     return listed[:SHOWN] + more
