@@ -1,1 +1,1 @@
-"""Whether engines and graphs compute what eager float32 PyTorch computes: inputs, comparison, and the table CHECKS."""
+"""Judges whether engines and graphs compute what eager float32 PyTorch does: inputs, comparison, the table CHECKS."""

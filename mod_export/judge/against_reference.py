@@ -1,8 +1,7 @@
-"""Which node of a graph is the first that is off from the reference: for graphs that are as the export makes them, and
-wrong all the same.
+"""Finds the first node of a graph that is off from the reference, for graphs that equal a fresh export and are wrong.
 
 The exporter names values after the operations of the captured program. So values of the same name, shape and neighbours
-are compared, and one that is farther from the model in float64 than rounding explains shows where the graph goes wrong.
+are compared. A value farther from the float64 model than rounding explains shows where the graph goes wrong.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     import torch
 
 KEPT_BYTES = 2**29
-"""Of the values of the reference; those of a larger model are not looked at."""
+"""Size limit of the values of the reference; a model with larger values is not examined."""
 
 
 class _Collector:
-    """Keeps the values of some operations of a run."""
+    """Keeps the values of the named operations of a run."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = set(names)
@@ -48,9 +47,9 @@ class _Collector:
 def locate_against_reference(
     root: Path, path: str, reference: Reference, batches: Sequence[Batch], slack: Slack
 ) -> Located | None:
-    """Compares an ONNX file of the build folder with the reference, on the batches in turn until one shows a node.
+    """Compares an ONNX file of the build folder with the reference, batch by batch until one shows a wrong node.
 
-    None where no value that both name is off, or where memory has no room for the values.
+    None if no value that both name is off, or if memory has no room for the values.
 
     Raises:
         BuildError: the graph cannot be made or run.
@@ -84,33 +83,33 @@ def locate_against_reference(
 def _is_same_kind(value: ir.Value, node: torch.fx.Node) -> bool:
     import torch
 
-    found = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(found, torch.Tensor) or value.shape is None:
+    expected = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(expected, torch.Tensor) or value.shape is None:
         return False
     is_float = value.dtype is not None and value.dtype.is_floating_point()
-    return is_float and found.is_floating_point() and tuple(found.shape) == tuple(value.shape.dims)
+    return is_float and expected.is_floating_point() and tuple(expected.shape) == tuple(value.shape.dims)
 
 
 def _bytes(node: torch.fx.Node) -> int:
-    # In float32 and in float64.
+    # 4 bytes in float32 and 8 in float64.
     return int(node.meta["val"].numel()) * 12
 
 
 def _routing(
     outputs: Mapping[str, np.ndarray], routed: Mapping[Site, str], reference: Reference, batch: Batch
 ) -> dict[Site, np.ndarray]:
-    """What the graph selects, as far as the reference can be told it."""
+    """Returns the graph's selections, as far as they can be forced on the reference."""
     free = reference.free(batch)
-    found = {}
+    routing = {}
     for site, name in routed.items():
         index = outputs[name].astype(np.int64)
         if index.shape == free.routed[site].shape:
-            found[site] = index.clip(EMPTY, free.judged[site].score_BS.shape[1] - 1)
-    return found
+            routing[site] = index.clip(EMPTY, free.judged[site].score_BS.shape[1] - 1)
+    return routing
 
 
 def _off(found: np.ndarray, expected: np.ndarray, exact: np.ndarray, slack: Slack) -> tuple[float, float]:
-    """The largest distance of a value from that in float64, and what rounding explains."""
+    """Returns the largest distance of a value from float64, and the distance that rounding explains."""
     if not found.size:
         return 0.0, 0.0
     with np.errstate(invalid="ignore"):
@@ -126,13 +125,13 @@ def _off(found: np.ndarray, expected: np.ndarray, exact: np.ndarray, slack: Slac
 def _located(
     ours: ir.Node, theirs: torch.fx.Node, names: Sequence[str], batch: Batch, off: float, allowed: float
 ) -> Located | None:
-    """None where the names mean something else: what the node is made of does not stand in front of the operation."""
+    """Returns None if equal names mean different things: the operation does not depend on what the node reads."""
     from mod_export.judge.choices import told_of
 
     shared = set(names)
     above, passed = _above(theirs, lambda node: list(node.all_input_nodes), lambda node: {node.name} & shared)
     before, _ = _above(
-        ours, lambda node: list(node.predecessors()), lambda node: {str(one.name) for one in node.outputs} & shared
+        ours, lambda node: list(node.predecessors()), lambda node: {str(value.name) for value in node.outputs} & shared
     )
     _, behind = _above(theirs, lambda node: list(node.all_input_nodes), lambda node: ())
     nodes = {node.name: node for node in behind}
@@ -151,14 +150,14 @@ def _located(
 def _above(
     node: Any, inputs_of: Callable[[Any], Sequence[Any]], named: Callable[[Any], Collection[str]]
 ) -> tuple[set[str], list[Any]]:
-    """The nearest named values that a node is made of, and the nodes in between."""
-    found, passed, todo = set[str](), list[Any](), list(inputs_of(node))
+    """Returns the nearest named values that a node is computed from, and the nodes in between."""
+    nearest, passed, todo = set[str](), list[Any](), list(inputs_of(node))
     while todo:
-        one = todo.pop(0)
-        names = named(one)
+        current = todo.pop(0)
+        names = named(current)
         if names:
-            found.update(names)
-        elif one not in passed:
-            passed.append(one)
-            todo += inputs_of(one)
-    return found, passed
+            nearest.update(names)
+        elif current not in passed:
+            passed.append(current)
+            todo += inputs_of(current)
+    return nearest, passed

@@ -1,7 +1,7 @@
-"""What is judged: every engine that runs here, and every graph that ONNX Runtime's CPU kernels can run in its place.
+"""The candidates: every engine that runs here, and every graph that ONNX Runtime's CPU kernels can run in its place.
 
-A plan for a GPU that is not here cannot be run, but the very graph that it was built from can. A portable graph is an
-artefact of its own. Graphs whose bytes are those of an engine that is judged anyway are not run twice.
+A plan for a GPU that is not here cannot be run, but the graph that it was built from can. A portable graph is an
+artefact of its own. A graph with the same bytes as an engine that is judged is not run twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mod_export.environment import free_bytes, package_version, usable_cores
 from mod_export.types import DType, Engine, Graph, ModelKind, Setting, graph_of
 
 MOST_HEADS = 32
-"""Of a model; assumed."""
+"""Assumed upper limit of a model's attention heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Candidate:
     """An engine, or a graph that stands on its own.
 
     Attributes:
-        setting: what it is for; the target of a graph that is no engine is `portable`, or such as `tensorrt-rtx graph`.
-        path: of the file.
-        weights: the weights file that it reads, None if it holds its own.
-        graph: what the file holds; None where it is no ONNX graph.
-        engine: None for a graph that is no engine.
-        source: path of the graph that an engine was built from, None where it was built from none.
-        engine_judged: whether an engine made from this graph is judged on all inputs, so that one of each kind is
-            enough here.
+        setting: its setting. The target of a graph is `portable`, or a name such as `tensorrt-rtx graph`.
+        path: path of the file.
+        weights: the weights file that it reads; None if it contains its weights.
+        graph: the content of the file; None if it is not an ONNX graph.
+        engine: the engine; None for a graph that is not an engine.
+        source: path of the graph that an engine was built from; None if it was not built from a graph.
+        engine_judged: whether an engine made from this graph is judged on all inputs, so that one input of each kind
+            is enough here.
     """
 
     setting: Setting
@@ -49,18 +49,18 @@ class Candidate:
     @property
     def as_engine(self) -> Engine:
         """The engine, or the graph in the form of one."""
-        one = self.setting
+        setting = self.setting
         return self.engine or Engine(
-            target=one.target, model=one.model, bucket=one.bucket, dtype=one.dtype, path=self.path,
-            weights=self.weights, role=one.role,
+            target=setting.target, model=setting.model, bucket=setting.bucket, dtype=setting.dtype, path=self.path,
+            weights=self.weights, role=setting.role,
         )  # fmt: skip
 
     def open(self, root: Path, config: BuildConfig, weights: Mapping[str, np.ndarray] | None = None) -> Runner:
-        """Loads it, to run on all cores; `weights` take the place of those of the same name in the weights file.
+        """Loads the candidate to run on all cores; `weights` replace those of the same name in the weights file.
 
         Raises:
             TargetError: this machine cannot run it.
-            EngineError: the file is not usable, or takes no other weights.
+            EngineError: the file is not usable, or its weights cannot be replaced.
         """
         if self.engine is not None:
             return ENGINES[self.setting.target].load(root, self.engine, config, usable_cores(), weights)
@@ -69,15 +69,15 @@ class Candidate:
 
 
 def candidates_from_engines(engines: Sequence[Engine], graphs: Sequence[Graph]) -> list[Candidate]:
-    """The engines, each with the graph that it is where it is one."""
-    found = []
+    """Returns a candidate for each engine; it has a graph if the engine file is an ONNX graph."""
+    candidates = []
     for engine in engines:
         graph = graph_of(engine, graphs) if ENGINES[engine.target].from_onnx else None
         is_graph = engine.path.endswith(".onnx")
         source = engine.path if is_graph else None if graph is None else graph.path
-        own = graph if is_graph else None
-        found.append(Candidate(engine.setting, engine.path, engine.weights, own, engine, source=source))
-    return found
+        own_graph = graph if is_graph else None
+        candidates.append(Candidate(engine.setting, engine.path, engine.weights, own_graph, engine, source=source))
+    return candidates
 
 
 def candidates_from_graphs(
@@ -86,9 +86,9 @@ def candidates_from_graphs(
     weights_of: Callable[[ModelKind, DType], str],
     hash_of: Callable[[str], str],
 ) -> list[Candidate]:
-    """The graphs that ONNX Runtime can run on this CPU and that no judged engine holds.
+    """Returns a candidate for each graph that ONNX Runtime can run on this CPU and that no judged engine contains.
 
-    `weights_of` gives the weights file of a model and dtype, `hash_of` the SHA-256 of a file as it was built.
+    `weights_of` returns the weights file of a model and dtype, `hash_of` the SHA-256 of a file as it was built.
     """
     if package_version("onnxruntime") is None:
         return []
@@ -109,9 +109,9 @@ def candidates_from_graphs(
 def _is_runnable(graph: Graph) -> bool:
     floats = graph.dtype if graph.target is None else ENGINES[graph.target].dialect.floats(graph.dtype)
     if floats == "bfloat16":
-        return False  # There are no bfloat16 kernels for CPUs.
+        return False  # ONNX Runtime has no bfloat16 kernels for CPUs.
     if graph.writes_text:
-        # Portable ones are judged by the engines that are made of them on this CPU.
+        # Portable graphs are judged through the engines that are made from them on this CPU.
         return graph.target is not None and not ENGINES[graph.target].binds
-    # Whether scores of attention over the whole bucket, and their softmax, find room.
+    # Whether memory has room for the attention scores of the whole bucket and their softmax.
     return 2 * 4 * graph.bucket.batch * MOST_HEADS * graph.bucket.seq**2 < free_bytes() // 2

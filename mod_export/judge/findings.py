@@ -1,9 +1,9 @@
-"""Everything that is found out about one candidate that reads whole rows: parity, ties, and where it fails.
+"""All findings about one candidate that reads whole rows: parity, ties, and the place of a fault.
 
-Who gets a slot when scores are exactly equal: the earlier token, in every engine. Equal tokens seldom have bit-equal
-scores, because kernels sum different rows in different orders. What makes scores equal everywhere is a router whose
-weights are all zero: then every site that ranks tokens must select the first k real tokens of its row, whatever the
-text; and where tokens choose, who is chosen follows from the rule for ties alone.
+If scores are exactly equal, the earlier token gets the slot, in every engine. Equal tokens seldom have bit-equal
+scores, because kernels sum different rows in different orders. A router with all weights zero makes scores equal
+everywhere. Then every site that ranks tokens must select the first k real tokens of its row, whatever the text. Where
+tokens choose, the rule for ties alone decides the selection.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from mod_export.rows.parity import LeftOutRows, Located, ParityRow
 from mod_export.types import QUANTIZED, Graph, Site, is_expert, routed_output
 
 MOST_REASONS = 4
-"""Beside the place of the fault: the others are counted."""
+"""Number of reasons listed beside the place of the fault; further reasons are only counted."""
 Fresh = Callable[[Graph], bytes]
-"""Gives the bytes that a graph has when it is exported now."""
+"""Returns the bytes of a fresh export of a graph."""
 
 
 def parity_of(
@@ -46,8 +46,8 @@ def parity_of(
     fresh: Fresh,
     text_of: TextOf | None = None,
 ) -> ParityRow:
-    """Judges a candidate on inputs of every kind. What cannot be loaded or run has failed, with the reason. Weights in
-    whole numbers are judged on text, so `text_of` gives it to a model that has none of its own.
+    """Judges a candidate on inputs of every kind. A candidate that cannot be loaded or run fails with the
+    reason. Integer weights are judged on text, so `text_of` gives text to a model that has none of its own.
     """
     is_quantized = candidate.setting.dtype in QUANTIZED
     batches = batches_of(reference, candidate.setting.bucket, config, text_of if is_quantized else None)
@@ -65,7 +65,7 @@ def parity_of(
     except (BuildError, TargetError) as error:
         row = failed_row(f"cannot be run: {error}", gate, candidate.setting, candidate.path)
     else:
-        # Inputs on which something was seen come first: the place is looked for where the fault shows.
+        # Inputs that reasons name come first, so that the place is searched where the fault shows.
         kinds = {reason.partition(":")[0] for reason in row.reasons}
         batches = sorted(batches, key=lambda batch: batch.kind not in kinds)
         reasons = (*row.reasons, *wrong)
@@ -85,13 +85,13 @@ def parity_of(
 
 
 def _few(reasons: Sequence[str]) -> tuple[str, ...]:
-    """The first of them, and how many others there are."""
+    """Returns the first reasons, and the number of the others."""
     more = len(reasons) - MOST_REASONS
     return tuple(reasons) if more <= 0 else (*reasons[:MOST_REASONS], f"and {more} more reason{'s'[: more > 1]}")
 
 
 def _undefined(reference: Reference, undefined: Sequence[Batch], batches: Sequence[Batch]) -> str:
-    """Why nothing can be compared with the reference."""
+    """Explains why nothing can be compared with the reference."""
     kinds = ", ".join(dict.fromkeys(batch.kind for batch in undefined))
     usual = next(batch for batch in undefined if batch.kind not in MADE_OF_TIES)
     return (
@@ -102,7 +102,7 @@ def _undefined(reference: Reference, undefined: Sequence[Batch], batches: Sequen
 
 
 def _artificial(reference: Reference, undefined: Sequence[Batch]) -> list[LeftOutRows]:
-    """Inputs that are made of ties, and that the model gives NaN for."""
+    """Lists the inputs made of ties for which the model itself returns NaN."""
     if not undefined:
         return []
     why = f"the model itself returns NaN there: {origin_in_reference(reference, undefined[0])}"
@@ -125,32 +125,32 @@ def _places(
     fresh: Fresh,
     row: ParityRow,
 ) -> list[Located]:
-    """Where the candidate parts from what it should be, as far as it can be found out; and where it makes NaN."""
-    found: Located | None = None
+    """Finds, as far as possible, the place where the candidate goes wrong and the place where it makes NaN."""
+    located: Located | None = None
     if candidate.graph is not None and candidate.weights is not None:
-        found = locate_in_graph(root, candidate.path, fresh(candidate.graph), batches)
-        if found is None and candidate.setting.dtype not in QUANTIZED:
+        located = locate_in_graph(root, candidate.path, fresh(candidate.graph), batches)
+        if located is None and candidate.setting.dtype not in QUANTIZED:
             slack = slack_of(config.parity.gate(candidate.setting.dtype), candidate.setting.dtype)
-            found = locate_against_reference(root, candidate.path, reference, batches, slack)
+            located = locate_against_reference(root, candidate.path, reference, batches, slack)
     elif candidate.engine is not None:
-        found = locate_by_depth(root, candidate.engine, reference, batches, config)
-    errors = (row.error, *(other.error for other in row.further_outputs))
+        located = locate_by_depth(root, candidate.engine, reference, batches, config)
+    errors = (row.error, *(output.error for output in row.further_outputs))
     nan = None
     if candidate.source is not None and row.inputs and any(math.isnan(error.max_abs) for error in errors):
         nan = origin_in_graph(root, candidate.source, batches)
-    return [one for one in (found, nan) if one is not None]
+    return [place for place in (located, nan) if place is not None]
 
 
 def _ties(
     root: Path, candidate: Candidate, reference: Reference, batches: Sequence[Batch], config: BuildConfig
 ) -> tuple[bool | None, list[str]]:
-    """Whether every tie goes to the earlier token; None where the candidate holds its own weights, or where no weights
-    of a router are declared.
+    """Returns whether every tie goes to the earlier token, and the reasons if not. None if the candidate contains its
+    weights, or if no router weights are declared.
     """
     silenced = list(zeroed_routers(reference.loaded, candidate.setting.bucket.seq))
     if candidate.weights is None or not silenced:
         return None, []
-    # Position and length alone decide here which tokens are selected, so one full batch says as much as many.
+    # Position and length alone decide here which tokens are selected, so one full batch is enough.
     full = [batch for batch in batches if batch.kind == "random"][:1]
     chosen = full + [batch for batch in batches if batch.kind == "padded"]
     reasons: list[str] = []
@@ -169,8 +169,9 @@ def _ties(
 
 
 def zeroed_routers(model: ExportableModel, seq: int) -> Iterator[dict[str, np.ndarray]]:
-    """Zeros, float32, for every weight of a router that takes tokens out of `seq`: an idle one is in no graph. Then
-    those of experts' routers alone, if there are others too: zeros in front of experts may let no token reach them.
+    """Yields zeros, float32, for every weight of routers that select some of `seq` tokens: idle routers are in no
+    graph. Then, if there are other routers too, yields zeros for the routers of experts alone: zeros in front of
+    experts may let no token reach them.
     """
     if not isinstance(model, DeclaredRouting):
         return
@@ -187,7 +188,7 @@ def zeroed_routers(model: ExportableModel, seq: int) -> Iterator[dict[str, np.nd
 def _judged_without(
     reference: Reference, zeros: Mapping[str, np.ndarray], batches: Sequence[Batch]
 ) -> list[Mapping[Site, Judged]]:
-    """What every selection is judged by in a model whose routers are zeros, for each batch."""
+    """Returns the inputs of every selection in a model whose routers are zeros, for each batch."""
     silent = reference.with_weights(zeros)
     return [silent.free(batch).judged for batch in batches]
 
@@ -195,12 +196,12 @@ def _judged_without(
 def ties_of_runs(
     outputs: Sequence[Mapping[str, np.ndarray]], batches: Sequence[Batch], judged: Sequence[Mapping[Site, Judged]]
 ) -> list[str]:
-    """Reasons why runs with equal scores did not choose by the rule for ties."""
+    """Returns reasons why runs with equal scores did not follow the rule for ties."""
     reasons = []
-    for found, batch, expected in zip(outputs, batches, judged, strict=True):
-        for site, one in expected.items():
-            index_BK = found.get(routed_output(site))
-            wrong = 0 if index_BK is None else wrong_slots(index_BK, one)
+    for arrays, batch, expected in zip(outputs, batches, judged, strict=True):
+        for site, selection in expected.items():
+            index_BK = arrays.get(routed_output(site))
+            wrong = 0 if index_BK is None else wrong_slots(index_BK, selection)
             if wrong:
                 reasons.append(
                     f"{batch.kind}: layer {site} routing: {wrong} slots do not go to the earlier of tokens with equal "

@@ -1,9 +1,9 @@
-"""Where a candidate that failed parts from what it should be: the layer, and in a graph the operator.
+"""Finds the place where a failed candidate goes wrong: the layer, and in a graph the operator.
 
 An ONNX file is compared with a fresh export of the same model, value by value, on the same kernels without any
-optimisation: what is the same graph gives the same bits, so the first value that differs at all is where the fault is,
-however small. An engine that shows no values inside is asked by depth: the layers above a depth are silenced by zero
-weights, in the engine and in the reference, and bisection finds the layer with which the fault appears.
+optimisation. Equal graphs give equal bits, so the first value that differs is where the fault is, however small the
+difference. If the values inside an engine cannot be read, the fault is searched by depth: zero weights silence the
+layers above a depth, in the engine and in the reference, and bisection finds the layer with which the fault appears.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mod_export.types import Engine
 
 
 def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch]) -> Located | None:
-    """Compares an ONNX file of the build folder with a fresh export, on the batches in turn until one tells them apart.
+    """Compares an ONNX file of the build folder with a fresh export, batch by batch until the values differ.
 
-    None where both give the same bits everywhere, so that the fault is not in the graph.
+    None if both give the same bits everywhere: the fault is then not in the graph.
 
     Raises:
-        BuildError: one of the two cannot be made or run.
+        BuildError: one of the two graphs cannot be made or run.
     """
     candidate, expected_graph = graph_from_file(root / path), graph_from_bytes(fresh)
     ours_by, theirs_by = producers(candidate), producers(expected_graph)
@@ -43,29 +43,29 @@ def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch
             feeds = {name: array for name, array in batch.feeds.items() if name in ours.inputs}
             for start in range(0, len(names), AT_ONCE):
                 chunk = names[start : start + AT_ONCE]
-                found, expected = ours.run(feeds, chunk), theirs.run(feeds, chunk)
+                actual, expected = ours.run(feeds, chunk), theirs.run(feeds, chunk)
                 for name in chunk:
-                    if not np.array_equal(found[name], expected[name], equal_nan=True):
+                    if not np.array_equal(actual[name], expected[name], equal_nan=True):
                         node = ours_by[name]
                         rewired, module = _rewired(node, theirs_by[name], theirs_by)
                         operator = ", which ".join(filter(None, (f"{node.op_type} {node.name}", rewired)))
-                        error = _largest(found[name], expected[name])
+                        error = _largest(actual[name], expected[name])
                         return Located(layer=module, operator=operator, input=batch.kind, error=error, allowed=0.0)
     return None
 
 
 def _rewired(ours: ir.Node, theirs: ir.Node, known: Collection[str]) -> tuple[str, str]:
-    """What a node reads in place of what it should read: in words, and the module to blame; empty when it does not.
+    """Describes the wrong value that a node reads, empty if there is none, and names the module to blame.
 
-    A node that reads another value of the sound graph leaves out whatever made the right one. A value that the sound
-    graph does not have is the node's own fault.
+    If the wrong value exists in the sound graph too, the module that computes the right value is left out and is to
+    blame. Otherwise it is the module of the node itself.
     """
-    for found, expected in zip(ours.inputs, theirs.inputs, strict=False):
-        if found is None or expected is None or found.name == expected.name:
+    for actual, expected in zip(ours.inputs, theirs.inputs, strict=False):
+        if actual is None or expected is None or actual.name == expected.name:
             continue
         producer = expected.producer()
-        blamed = module_of(producer if producer is not None and found.name in known else theirs)
-        return f"reads {_described(found)} in place of {_described(expected)}", blamed
+        blamed = module_of(producer if producer is not None and actual.name in known else theirs)
+        return f"reads {_described(actual)} in place of {_described(expected)}", blamed
     return "", module_of(theirs)
 
 
@@ -84,9 +84,9 @@ def _largest(found: np.ndarray, expected: np.ndarray) -> float | None:
 def locate_by_depth(
     root: Path, engine: Engine, reference: Reference, batches: Sequence[Batch], config: BuildConfig
 ) -> Located | None:
-    """Finds the layer by silencing those above it.
+    """Finds the faulty layer by silencing the layers above it.
 
-    None where the engine holds its own weights, or where these inputs do not show the fault.
+    None if the engine contains its weights, or if these inputs do not show the fault.
 
     Raises:
         BuildError: the engine does not take other weights, or cannot be run.
@@ -95,7 +95,7 @@ def locate_by_depth(
     if engine.weights is None or not layers:
         return None
     low, high = 0, len(layers)
-    batches = next(([one] for one in batches if _fails(root, engine, reference, [one], config, [])), [])
+    batches = next(([batch] for batch in batches if _fails(root, engine, reference, [batch], config, [])), [])
     if not batches:
         return None
     if _fails(root, engine, reference, batches, config, layers):
@@ -118,8 +118,8 @@ def _fails(
     config: BuildConfig,
     silenced: Sequence[str],
 ) -> bool:
-    """Whether the engine fails with zeros for the weights of these layers. Their scores are then all equal, and go to
-    the first tokens everywhere.
+    """Whether the engine fails with zero weights in the silenced layers. Their scores are then all equal, so they
+    select the first tokens everywhere.
     """
     zeros = {
         name: np.zeros(tuple(tensor.shape), np.float32)
@@ -132,6 +132,6 @@ def _fails(
 
 
 def _layers(model: ExportableModel) -> list[str]:
-    """Module paths of the layers, in their order."""
-    found = {numbered_layer(name) for name in model.weights}
-    return [name for _, name in sorted(one for one in found if one is not None)]
+    """Returns the module paths of the layers, in order."""
+    layers = {numbered_layer(name) for name in model.weights}
+    return [name for _, name in sorted(layer for layer in layers if layer is not None)]

@@ -1,14 +1,14 @@
-"""Positions that an input declares to be padding, where a model reads inputs of its own.
+"""Positions that an input declares to be padding, in models of other inputs than token ids.
 
-What stands at a padded position is meaningless, and engines differ there freely: under an additive mask of the smallest
-number a row may be masked as a whole, and is uniform in one dtype and NaN in another. A mask alone proves nothing, so a
-position is padding only if all of this holds for the batch at hand, on the reference:
+The content of a padded position is meaningless, and engines may differ there. Under an additive mask of the smallest
+number, for example, a row may be masked as a whole; it is then uniform in one dtype and NaN in another. A mask alone
+proves nothing. So a position counts as padding only if all of this holds for the batch, on the reference:
 
-* an input says so: it has two values for each token, one for tokens that count and one for those that do not, or masks
-  the position for every query;
-* what stands there does not matter: with other contents at these positions and the same routing, every other row of
-  every output keeps its bits;
-* it is the mask that hides them: once it says that they count, other contents there do change the other rows.
+* an input says so: it has two values, one for tokens that count and one for tokens that do not, or it masks the
+  position for every query;
+* the content of the position does not matter: with other content there and the same routing, every other row of every
+  output keeps its bits;
+* the mask is the cause: if it says that these positions count, other content there changes other rows.
 
 Only outputs with a row for each token have rows to leave out. A pooled output is compared whole.
 
@@ -28,28 +28,28 @@ from mod_export.model.model import sample_of
 from mod_export.model.protocol import SampledInputs
 
 HIDDEN = -10_000
-"""An additive mask hides what is below: exp of it is zero in every dtype."""
+"""Values of an additive mask up to this one hide a position: their exp is zero in every dtype."""
 OTHER = 10_007
-"""Seed of a sample that no batch is made of."""
+"""Seed of a sample that is in no batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Padding:
-    """The input that declares it, and bool (B, S): True for tokens that count."""
+    """Padding of a batch: the input that declares it, and bool (B, S), True for tokens that count."""
 
     declared_by: str
     real_BS: np.ndarray
 
     @property
     def count(self) -> int:
-        """Padded positions."""
+        """Number of padded positions."""
         return int((~self.real_BS).sum())
 
 
 def declared_padding(reference: Reference, batch: Batch) -> Padding | None:
-    """The padding of a batch; None where nothing is declared, or where what is declared does not hold.
+    """Returns the padding of a batch; None if no input declares padding, or if the declaration does not hold.
 
-    Costs up to four runs of the reference for each input that is a mask and hides some tokens, and not all of a row.
+    Costs up to four runs of the reference for each reading of a mask that hides some tokens, but no whole row.
     """
     if not isinstance(reference.loaded, SampledInputs):
         return None
@@ -61,22 +61,23 @@ def declared_padding(reference: Reference, batch: Batch) -> Padding | None:
 
 
 def _readings(array: np.ndarray, batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """What a mask may say: the tokens that count, bool (B, S), and the mask once all of them do.
+    """Yields the possible readings of a mask: bool (B, S), the tokens that count, and the mask if all tokens count.
 
-    0 and False hide in most masks, and count in some (`key_padding_mask` of torch.nn); both are tried, in this order.
+    0 and False hide tokens in most masks, and keep them in some (`key_padding_mask` of torch.nn). Both readings are
+    tried, in this order.
     """
     B, S = batch.bucket.batch, batch.bucket.seq
     if not array.ndim or array.shape[-1] != S or array.shape[0] not in (1, B):
         return
-    found = np.unique(array)
-    if array.dtype.kind == "f" and len(found) == 2 and found[0] <= HIDDEN and found[1] == 0:
-        senses = [(array == found[1], found[1])]
-    elif len(found) == 2 and found[0] == 0 and found[1] == 1:
-        senses = [(array == one, one) for one in (found[1], found[0])]
+    values = np.unique(array)
+    if array.dtype.kind == "f" and len(values) == 2 and values[0] <= HIDDEN and values[1] == 0:
+        senses = [(array == values[1], values[1])]
+    elif len(values) == 2 and values[0] == 0 and values[1] == 1:
+        senses = [(array == counted, counted) for counted in (values[1], values[0])]
     else:
         return
     for counts, value in senses:
-        # Of a mask for every query: hidden from all of them.
+        # If the mask has a row for every query, a padded token is hidden from all queries.
         real = counts.reshape(counts.shape[0], -1, S).any(1)
         real_BS = np.broadcast_to(real, (B, S))
         if not real_BS.all() and real_BS.any(1).all():
@@ -95,14 +96,14 @@ def _holds(reference: Reference, batch: Batch, mask: str, real_BS: np.ndarray, l
 
 
 def _filled(reference: Reference, batch: Batch, mask: str, real_BS: np.ndarray) -> Mapping[str, np.ndarray] | None:
-    """The inputs with the contents of another sample at padded positions; None where that is no other input."""
-    other = sample_of(reference.loaded, batch.bucket, OTHER)
+    """Returns the inputs with the content of another sample at padded positions; None if that changes nothing."""
+    sample = sample_of(reference.loaded, batch.bucket, OTHER)
     feeds = dict(batch.feeds)
     for name in per_token(feeds, batch.bucket):
-        # A second mask is no content.
-        if name != mask and len(np.unique(other[name])) > 2:
+        # An input with two values is another mask and not content.
+        if name != mask and len(np.unique(sample[name])) > 2:
             shape = (*real_BS.shape, *[1] * (feeds[name].ndim - 2))
-            feeds[name] = np.where(real_BS.reshape(shape), feeds[name], other[name])
+            feeds[name] = np.where(real_BS.reshape(shape), feeds[name], sample[name])
     return feeds if any(not np.array_equal(feeds[name], array) for name, array in batch.feeds.items()) else None
 
 
@@ -112,11 +113,11 @@ def _have_rows(reference: Reference, batch: Batch) -> bool:
 
 
 def _same_elsewhere(reference: Reference, one: Batch, other: Batch, real_BS: np.ndarray) -> bool:
-    """Whether both batches give the same bits but for rows of padding, given the same routing: a router that sees the
-    mask not at all selects padding as well, and candidates are compared given the same routing.
+    """Whether both batches give the same bits outside padded rows, given the same routing. The routing is fixed because
+    candidates are compared given the same routing, and a router that does not see the mask selects padding too.
     """
-    found = reference.free(one)
-    pairs = zip(found.outputs, reference.forced(other, found.routed).outputs, strict=True)
+    run = reference.free(one)
+    pairs = zip(run.outputs, reference.forced(other, run.routed).outputs, strict=True)
     return all(_same(before, after, real_BS) for before, after in pairs)
 
 

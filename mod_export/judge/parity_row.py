@@ -1,4 +1,4 @@
-"""From comparisons to a row of the report: the checks applied, and the numbers summed up."""
+"""Turns comparisons into a row of the report: applies the checks and sums up the numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REFERENCE = "eager float32"
 
 
 def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
-    """Applies the gate to every batch; passes only when each check could be evaluated and held."""
+    """Applies the gate to every batch; the row passes only if each check could be evaluated and passed."""
     outputs = {
         name: [one for one in found if one.output == name] for name in dict.fromkeys(one.output for one in found)
     }
@@ -61,7 +61,7 @@ def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artif
         error=_worst_error(found),
         rounding_error=allowed.rounding,
         allowed_max_abs=allowed.max_abs,
-        # Share of the tokens with the same most probable next one.
+        # A shortfall of 0 means the same most probable next token.
         next_token_agreement=min((float(np.mean(some <= 0)) for some in shortfalls), default=None if found else 0.0),
         kl=_worst(float(nats_N.mean()) for _, nats_N in nats) if nats or not found else None,
         text=_text(found),
@@ -84,11 +84,11 @@ def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artif
 
 
 def _left_out(name: str, found: Sequence[Comparison]) -> list[LeftOutRows]:
-    total = sum(one.tokens + sum(part.rows for part in one.left_out) for one in found)
+    total = sum(comparison.tokens + sum(part.rows for part in comparison.left_out) for comparison in found)
     by_cause: dict[str, list[tuple[str, int]]] = {}
-    for one in found:
-        for part in one.left_out:
-            by_cause.setdefault(part.because, []).append((one.kind, part.rows))
+    for comparison in found:
+        for part in comparison.left_out:
+            by_cause.setdefault(part.because, []).append((comparison.kind, part.rows))
     return [
         LeftOutRows(
             output=name,
@@ -102,19 +102,19 @@ def _left_out(name: str, found: Sequence[Comparison]) -> list[LeftOutRows]:
 
 
 def fails_anyway(found: Sequence[Comparison], gate: ParityGate, setting: Setting) -> bool:
-    """Whether a candidate fails however well the rounding of the reference is measured."""
+    """Whether a candidate fails a check that does not depend on the measured rounding error."""
     allowed = allowance(found, gate, setting.dtype)
     return any(check(found, allowed) for check in WHATEVER_ROUNDING_IS)
 
 
 def _worst_error(found: Sequence[Comparison]) -> ErrorNumbers:
     return ErrorNumbers(
-        **{name: _worst(getattr(one.error, name) for one in found) for name in ErrorNumbers.model_fields}
+        **{name: _worst(getattr(comparison.error, name) for comparison in found) for name in ErrorNumbers.model_fields}
     )
 
 
 def failed_row(reason: str, gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
-    """A row about something that could not be loaded or run at all."""
+    """Returns the failed row of a candidate that could not be loaded or run."""
     return judge([], gate, setting, artifact).model_copy(update={"reasons": (reason,)})
 
 
@@ -128,26 +128,26 @@ def _routing(found: Sequence[Comparison], allowed: Allowance) -> RoutingAgreemen
         min_margin=smallest([layer.min_margin for layer in layers if layer.min_margin is not None]),
         by_input=tuple(
             InputAgreement(
-                input=one.kind,
-                routed=sum(site.routed for site in one.sites),
-                agreed=sum(site.agreed for site in one.sites),
+                input=comparison.kind,
+                routed=sum(site.routed for site in comparison.sites),
+                agreed=sum(site.agreed for site in comparison.sites),
             )
-            for one in found
+            for comparison in found
         ),
     )
 
 
 def _layer(many: Sequence[SiteRouting], allowed: Allowance) -> LayerAgreement:
     site = many[0].site
-    distances = [distance for one in many for distance in one.distances]
+    distances = [distance for routing in many for distance in routing.distances]
     near = sum(distance <= allowed.scores[site] for distance in distances)
-    margin = smallest([one.min_margin for one in many if one.min_margin is not None])
+    margin = smallest([routing.min_margin for routing in many if routing.min_margin is not None])
     return LayerAgreement(
         layer=site,
         k=many[0].k,
-        routed=sum(one.routed for one in many),
-        agreed=sum(one.agreed for one in many),
-        overflow=sum(one.overflow for one in many),
+        routed=sum(routing.routed for routing in many),
+        agreed=sum(routing.agreed for routing in many),
+        overflow=sum(routing.overflow for routing in many),
         near_ties=near,
         faults=len(distances) - near,
         min_margin=None if margin is None else allowed.share(site, margin),
@@ -157,7 +157,7 @@ def _layer(many: Sequence[SiteRouting], allowed: Allowance) -> LayerAgreement:
 
 
 def _text(found: Sequence[Comparison]) -> TextQuality | None:
-    texts = [one.text for one in found if one.text is not None]
+    texts = [comparison.text for comparison in found if comparison.text is not None]
     if not texts:
         return None
     tokens = sum(text.tokens for text in texts)
@@ -175,6 +175,6 @@ def _perplexity(nats: float) -> float:
 
 
 def _worst(values: Iterable[float]) -> float:
-    """The largest value; NaN of none, and as soon as one is NaN, which max() alone would let slip."""
+    """Returns the largest value; NaN if there is none, or if any is NaN, which `max` could miss."""
     listed = list(values)
     return float(np.max(listed)) if listed else math.nan

@@ -1,8 +1,8 @@
-"""Prefill and decode engines: judged on given texts like any other engine, and what they write by themselves.
+"""Judges prefill and decode engines: on given texts like any other engine, and on the texts that they write themselves.
 
 A decode bucket and the prefill buckets together become a runner, (input_ids (B, S), lengths (B,)) -> logits and the
-positions that ran, so that parity judges them. The text is not written but given: its beginning as a prompt, and the
-rest token by token on the cache that the prompt left.
+positions that ran, so that parity can judge them. The text is given and not written: its beginning is read as a prompt,
+and the rest token by token on the cache that the prompt left.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ TAIL = 16
 """Tokens that are read one by one after a prompt."""
 FULL_ROWS = ("text", "random")
 TEXT_TOKENS = 1024
-"""Of the text that engines with weights in whole numbers are judged by."""
+"""Tokens of text on which engines with integer weights are judged."""
 LEAST_PROMPTS = 4
-"""Further prompts that such engines are judged by, if they have so much text: each has one next token."""
+"""Least number of further prompts for such engines, if there is enough text: each prompt has one next token."""
 NARROW_TOKENS = 200
-"""New tokens of the texts that such engines continue."""
+"""New tokens that such engines write for each text."""
 PROMPT_TOKENS = 32
-"""Of the texts that engines and eager model both continue."""
+"""Tokens of the prompts that engines and eager model both continue."""
 SINGLE = 2
-"""What a token costs the eager model that is read alone, in tokens of a row: at least, since it moves every weight."""
+"""Least cost of a token that the eager model reads alone, in tokens of a whole row: it reads every weight."""
 
 
 def parity_of_decoding(
     found: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
 ) -> ParityRow:
-    """Judges an engine on texts that are given. What cannot be loaded or run has failed, with the reason.
+    """Judges an engine on given texts. An engine that cannot be loaded or run fails with the reason.
 
     Args:
         found: all engines of the folder.
-        engine: one of them.
-        reference: of the model as it decides one token at a time, with the outputs of the engine: last logits of
-            prompts, all logits of steps.
-        text_of: where a model that has no text of its own gets it from.
+        engine: the engine to judge.
+        reference: reference of the model as it decides one token at a time, with the outputs of the engine: last logits
+            of prompts, all logits of steps.
+        text_of: source of text for a model that has none of its own.
     """
     gate = found.config.parity.gate(engine.dtype)
     try:
@@ -90,7 +90,7 @@ def parity_of_decoding(
 def _text_parts(
     prompts: Prompts, decoder: Decoder, reference: Reference, config: BuildConfig, text_of: TextOf | None
 ) -> list[tuple[Runner, list[Batch]]]:
-    """Text enough that perplexity and next tokens can be told apart by a percent, read token by token."""
+    """Returns enough text, read token by token, to tell perplexity and next tokens apart by a percent."""
     length = min(decoder.length, -(-TEXT_TOKENS // decoder.batch))
     bucket = Bucket(decoder.batch, length)
     runner = TokenByToken(prompts, decoder, reference.k_by_layer(bucket), in_turns=config.generation.slots == "fair")
@@ -101,10 +101,10 @@ def _text_parts(
 def _texts(
     reference: Reference, rows: int, length: int, count: int, config: BuildConfig, text_of: TextOf | None
 ) -> list[Batch]:
-    """That many batches of text, none where the model has none; others than those of `_given_texts`."""
-    found = (text_ids(reference.loaded, rows, length, config.seed + 1 + i, text_of) for i in range(count))
+    """Returns `count` batches of text, empty if the model has none; these are other texts than in `_given_texts`."""
+    texts = (text_ids(reference.loaded, rows, length, config.seed + 1 + i, text_of) for i in range(count))
     whole = np.full(rows, length, dtype=np.int64)
-    return [Batch.of_tokens("text", text_BS, whole) for text_BS in found if text_BS is not None]
+    return [Batch.of_tokens("text", text_BS, whole) for text_BS in texts if text_BS is not None]
 
 
 def decoding_parts(
@@ -115,18 +115,18 @@ def decoding_parts(
     config: BuildConfig,
     text_of: TextOf | None = None,
 ) -> list[tuple[Runner, list[Batch]]]:
-    """What a decode engine is judged in.
+    """Returns the runs by which a decode engine is judged, each with its texts.
 
-    Texts of every kind in every row, from their first token on, as long as the configuration says; and for every
-    prefill bucket a prompt that fills it and some tokens on the cache that it leaves, after the longest one up to the
-    last slot. Of a large model the former are shorter, and the latter stand in the last row alone.
+    First, texts of every kind in every row, read from their first token on, as long as the configuration says. Then for
+    every prefill bucket a prompt that fills it and some tokens on the cache that it leaves; after the longest prompt,
+    tokens up to the last slot. For a large model, the first texts are shorter, and the prompts use the last row only.
     """
     in_turns = config.generation.slots == "fair"
     most = affordable_tokens(reference.loaded)
     affordable = max(LEAST_TOKENS, most // (KINDS_OF_INPUT * decoder.batch))
     first = min(decoder.length, config.generation.judged_tokens)
     if affordable < first:
-        # The shape of prompts, if it is not much shorter or longer: it is captured already.
+        # Prefers the shape of a prompt bucket if its length is similar: it is captured already.
         first = max(
             (n for n in prefills if decoder.batch == 1 and affordable <= 2 * n <= 4 * affordable), default=affordable
         )
@@ -147,7 +147,7 @@ def decoding_parts(
 def _given_texts(
     reference: Reference, bucket: Bucket, ks: Iterable[int], seed: int, text_of: TextOf | None
 ) -> list[Batch]:
-    """A batch of every kind; of a large model without the rows of one token, on which its whole rows are judged."""
+    """Returns a batch of every kind; a large model gets no `ties`, on which its graphs of whole rows are judged."""
     batches = one_of_each_kind(parity_batches(reference.loaded, bucket, ks, seed, 1, text_of=text_of))
     if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.loaded):
         return batches
@@ -155,7 +155,7 @@ def _given_texts(
 
 
 class _Borrowed:
-    """A runner on engines that somebody else opened and closes."""
+    """A runner on engines that its creator opens and closes."""
 
     inputs: tuple[str, ...] = TOKEN_INPUTS
     providers: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ class _Borrowed:
 
 
 class PromptRunner(_Borrowed):
-    """A prefill engine as a runner of `outputs = "last"`: without what it leaves for the next token."""
+    """A prefill engine as a runner of `outputs = "last"`, without the cache that it returns for the next token."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self.inputs = runner, runner.inputs
@@ -181,9 +181,9 @@ class PromptRunner(_Borrowed):
 
 
 class TokenByToken(_Borrowed):
-    """A decode engine on given texts: a prompt of each row at once, and the rest of it token by token.
+    """A decode engine as a runner on given texts: reads a prompt of each row at once, and the rest token by token.
 
-    It gives logits from the prompt's last token on.
+    It returns logits from the prompt's last token on.
     """
 
     def __init__(
@@ -195,15 +195,15 @@ class TokenByToken(_Borrowed):
         *,
         in_turns: bool = False,
     ) -> None:
-        """The texts are as long as `capacity` is counted for, and stand in the last of the decoder's rows.
+        """The texts have the length that `capacity` is counted for, and occupy the last of the decoder's rows.
 
         Args:
-            prompts: read prompts.
+            prompts: reads prompts.
             decoder: reads tokens.
             capacity: routing site -> tokens of a text that it selects, in the order of the engine's columns.
-            prompt: tokens that are read as a prompt, fewer of a shorter text.
-            in_turns: one row at a time, the others idle: an engine with fewer slots than rows has one for each then,
-                and decides as a prompt would.
+            prompt: number of tokens that are read as a prompt; fewer if a text is shorter.
+            in_turns: runs one row at a time while the others are idle. An engine with fewer slots than rows then has a
+                slot for every row, and decides as a prompt would.
         """
         self._prompts, self._decoder, self._capacity = prompts, decoder, capacity
         self._prompt, self._in_turns = prompt, in_turns
@@ -217,13 +217,13 @@ class TokenByToken(_Borrowed):
         ran_NBS = np.zeros((len(self._capacity), B, S), dtype=bool)
         logits_BSV: np.ndarray | None = None
         for row, (ids_S, n) in enumerate(zip(ids_BS, prompt_B.tolist(), strict=True)):
-            found = self._prompts.found(ids_S[:n].tolist())
-            decoder.put(idle + row, kept_from_prefill(found, 0, n))
-            (logits_V,) = found[PRIMARY["last"]]
+            results = self._prompts.found(ids_S[:n].tolist())
+            decoder.put(idle + row, kept_from_prefill(results, 0, n))
+            (logits_V,) = results[PRIMARY["last"]]
             logits_BSV = np.zeros((B, S, len(logits_V)), np.float32) if logits_BSV is None else logits_BSV
             logits_BSV[row, n - 1] = logits_V
             for column, site in enumerate(self._capacity):
-                ran_NBS[column, row, _prompt_positions(found, column, site)] = True
+                ran_NBS[column, row, _prompt_positions(results, column, site)] = True
         assert logits_BSV is not None
         turns = [rows_B == row for row in rows_B] if self._in_turns else [rows_B >= 0]
         for step, turn_B in itertools.product(range(int((lengths_B - prompt_B).max())), turns):
@@ -237,18 +237,18 @@ class TokenByToken(_Borrowed):
             if before_BN is not None:
                 ran_BN = _checked_ran(decoder, before_BN)[idle:]
                 ran_NBS[:, going_B, position_B[going_B]] = ran_BN[going_B].T
-        given = {PRIMARY["logits"]: logits_BSV} | {
+        named = {PRIMARY["logits"]: logits_BSV} | {
             routed_output(site): _positions(ran_BS, k)
             for ran_BS, (site, k) in zip(ran_NBS, self._capacity.items(), strict=True)
         }
-        return {name: given[name] for name in outputs or self.outputs}
+        return {name: named[name] for name in outputs or self.outputs}
 
 
 def _prompt_positions(found: Mapping[str, np.ndarray], column: int, site: Site) -> np.ndarray:
-    """The positions that ran at a site. What a prompt says of itself has to agree: overflow is counted from it.
+    """Returns the positions that ran at a site. The prompt's own counts must agree: overflow is computed from them.
 
     Raises:
-        EngineError: the counts are not those of the positions.
+        EngineError: the counts do not match the positions.
     """
     index_K = found[routed_output(site)][0]
     positions: np.ndarray = index_K[index_K >= 0]
@@ -262,10 +262,10 @@ def _prompt_positions(found: Mapping[str, np.ndarray], column: int, site: Site) 
 
 
 def _checked_ran(decoder: Decoder, before_BN: np.ndarray) -> np.ndarray:
-    """Which rows ran where in the last step; what the step says of itself has to agree, as of a prompt.
+    """Returns which rows ran at which site in the last step. As in a prompt, the step's own counts must agree.
 
     Raises:
-        EngineError: a token ran that did not choose to, or the counts are not those of the tokens that ran.
+        EngineError: a token ran that did not choose to, or the counts do not match the tokens that ran.
     """
     ran_BN, wanted_BN = decoder.ran_BN, decoder.wanted_BN
     assert ran_BN is not None
@@ -278,10 +278,10 @@ def _checked_ran(decoder: Decoder, before_BN: np.ndarray) -> np.ndarray:
 
 
 def _positions(ran_BS: np.ndarray, k: int) -> np.ndarray:
-    """int64 (B, k): the positions of each row, ascending, then EMPTY."""
+    """Returns int64 (B, k), the positions of each row, ascending, then EMPTY."""
     index_BK = np.full((len(ran_BS), k), EMPTY, dtype=np.int64)
     for row, ran_S in enumerate(ran_BS):
-        # More than there are slots would be a fault, and shows as positions that the reference did not select.
+        # More positions than slots would be a fault. It shows as positions that the reference did not select.
         positions = np.flatnonzero(ran_S)[:k]
         index_BK[row, : len(positions)] = positions
     return index_BK
@@ -294,21 +294,21 @@ def texts_of_decoding(
     reference: Reference,
     text_of: TextOf | None = None,
 ) -> TextsRow:
-    """Has the engine and the eager model continue the same prompts, a large model fewer of them. Of weights in whole
-    numbers texts part sooner or later, so they are longer.
+    """Lets the engine and the eager model continue the same prompts, fewer for a large model. With integer weights, the
+    texts of both differ sooner or later, so longer texts are written.
 
     Args:
         found: all engines of the folder.
-        engine: one of them.
-        model: the eager one.
-        reference: of `model.loaded`; it remembers what the eager model wrote.
-        text_of: where a model that has no text of its own gets it from.
+        engine: the engine to judge.
+        model: the eager model.
+        reference: reference of `model.loaded`; it remembers what the eager model wrote.
+        text_of: source of text for a model that has none of its own.
 
     Raises:
         EngineError: the engine failed.
     """
     options, loaded = found.config.generation, model.loaded
-    longest = max(one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype))
+    longest = max(prefill.bucket.seq for prefill in found.prefills(engine.model, engine.target, engine.dtype))
     start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2), longest)
     wanted = max(options.compared_tokens, NARROW_TOKENS) if engine.dtype in QUANTIZED else options.compared_tokens
     tokens = min(wanted, engine.bucket.seq - start + 1)
@@ -320,7 +320,7 @@ def texts_of_decoding(
         lambda: [model.write(ids_S.tolist(), tokens) for ids_S in prompt_NS],
     )
     with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
-        # Texts that share slots are not those that each of them would be alone.
+        # Texts that share slots differ from the same texts written alone.
         rows = 1 if options.slots == "fair" else decoder.batch
         return texts_of(expected, prompts, decoder, prompt_NS, rows, engine.setting)
 
@@ -333,32 +333,32 @@ def texts_of(
     rows: int,
     setting: Setting,
 ) -> TextsRow:
-    """Has the engine continue the prompts, `rows` of them at once. `expected` is how the eager model continued each,
-    all by as many tokens.
+    """Lets the engine continue the prompts, `rows` of them at once. `expected` holds the eager model's continuation of
+    each prompt, all of the same length.
 
     Raises:
         EngineError: the engine failed.
     """
-    found: list[list[int]] = []
+    written: list[list[int]] = []
     for start in range(0, len(prompt_NS), rows):
-        found += _greedy(prompts, decoder, prompt_NS[start : start + rows], len(expected[0]))
+        written += _greedy(prompts, decoder, prompt_NS[start : start + rows], len(expected[0]))
     firsts = [
-        next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=True), 1) if one != other), None)
-        for ours, theirs in zip(found, expected, strict=True)
+        next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True), 1) if a != b), None)
+        for ours, theirs in zip(written, expected, strict=True)
     ]
     different = [first for first in firsts if first is not None]
     return TextsRow(
         **setting_fields(setting),
         texts=len(prompt_NS),
-        tokens=sum(map(len, found)),
+        tokens=sum(map(len, written)),
         identical=len(firsts) - len(different),
         first_difference=min(different, default=None),
-        same=sum(len(text) if first is None else first - 1 for first, text in zip(firsts, found, strict=True)),
+        same=sum(len(text) if first is None else first - 1 for first, text in zip(firsts, written, strict=True)),
     )
 
 
 def _greedy(prompts: Prompts, decoder: Decoder, prompt_NS: np.ndarray, max_new_tokens: int) -> list[list[int]]:
-    """Continuations of up to as many prompts as the decoder has rows."""
+    """Returns the continuations of the prompts, at most as many as the decoder has rows."""
     N, S = prompt_NS.shape
     logits_NV = []
     for row, ids_S in enumerate(prompt_NS):
@@ -372,5 +372,5 @@ def _greedy(prompts: Prompts, decoder: Decoder, prompt_NS: np.ndarray, max_new_t
         ids_B[:N], position_B[:N] = token_N, S + step
         token_N = np.argmax(decoder.step(ids_B, position_B)[:N], axis=1)
         written.append(token_N)
-    found: list[list[int]] = np.stack(written, axis=1).tolist()
-    return found
+    continuations: list[list[int]] = np.stack(written, axis=1).tolist()
+    return continuations

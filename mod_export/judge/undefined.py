@@ -1,7 +1,7 @@
-"""Where NaN comes from: the first operation of a run of the reference, and the first node of a graph, that makes it.
+"""Finds where NaN comes from: the first operation of a reference run, or the first node of a graph, that makes it.
 
-From an output that is NaN the way goes back over what was NaN already; where nothing that is read is, NaN is made. If
-what is read there is infinite, the infinity is followed in the same way.
+The search starts at outputs that are NaN and goes back through inputs that are NaN too. A node that returns NaN but
+reads none makes it. In the reference, if this node reads an infinity, its origin is found in the same way.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ N = TypeVar("N")
 def made_first(
     outputs: Iterable[N], inputs_of: Callable[[N], Sequence[N]], has: Mapping[N, bool], order: Sequence[N]
 ) -> N | None:
-    """The first node behind `outputs` that has something and reads nothing that has it; None where no output has it."""
-    todo = [one for one in outputs if has.get(one)]
+    """Returns the first node behind `outputs` that has the property and reads no node that has it; else None."""
+    todo = [n for n in outputs if has.get(n)]
     seen, made = set(todo), set[N]()
     while todo:
         node = todo.pop()
-        before = [one for one in inputs_of(node) if has.get(one)]
+        before = [n for n in inputs_of(node) if has.get(n)]
         if not before:
             made.add(node)
-        todo += [one for one in before if one not in seen]
+        todo += [n for n in before if n not in seen]
         seen.update(before)
-    return next((one for one in order if one in made), None)
+    return next((n for n in order if n in made), None)
 
 
 class _Watch:
-    """Which operations of a run give NaN, and which give an infinity."""
+    """Records which operations of a run return NaN, and which return an infinity."""
 
     def __init__(self) -> None:
         self.nan: dict[Any, bool] = {}
@@ -50,9 +50,9 @@ class _Watch:
 
     def __call__(self, node: torch.fx.Node, compute: Callable[[], Any]) -> Any:
         value = compute()
-        parts = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if _is_float(one)]
-        self.nan[node] = any(bool(one.isnan().any()) for one in parts)
-        self.infinite[node] = any(bool(one.isinf().any()) for one in parts)
+        parts = [part for part in (value if isinstance(value, (list, tuple)) else [value]) if _is_float(part)]
+        self.nan[node] = any(bool(part.isnan().any()) for part in parts)
+        self.infinite[node] = any(bool(part.isinf().any()) for part in parts)
         self.last = node
         return value
 
@@ -64,7 +64,7 @@ def _is_float(value: Any) -> bool:
 
 
 def origin_in_reference(reference: Reference, batch: Batch) -> str | None:
-    """The operation of the model that makes the first NaN of this batch, with its place; None where it makes none."""
+    """Describes the operation of the model that makes the first NaN on this batch; None if there is no NaN."""
     from mod_export.judge.choices import told_of
 
     watch = _Watch()
@@ -74,23 +74,23 @@ def origin_in_reference(reference: Reference, batch: Batch) -> str | None:
     def inputs_of(node: torch.fx.Node) -> list[torch.fx.Node]:
         return list(node.all_input_nodes)
 
-    found = made_first(inputs_of(watch.last), inputs_of, watch.nan, order)
-    if found is None:
+    maker = made_first(inputs_of(watch.last), inputs_of, watch.nan, order)
+    if maker is None:
         return None
-    source = made_first(inputs_of(found), inputs_of, watch.infinite, order)
+    source = made_first(inputs_of(maker), inputs_of, watch.infinite, order)
     of = "" if source is None or source.op != "call_function" else f", of an infinity that {told_of(source)} makes"
-    if found.op != "call_function":
-        own = dict(zip(reference.program(batch.bucket).graph_signature.user_inputs, batch.feeds, strict=False))
-        return f"{own.get(found.name, found.name)} holds the first{of}"
-    return f"{told_of(found)} makes the first{of}"
+    if maker.op != "call_function":
+        names = dict(zip(reference.program(batch.bucket).graph_signature.user_inputs, batch.feeds, strict=False))
+        return f"{names.get(maker.name, maker.name)} holds the first{of}"
+    return f"{told_of(maker)} makes the first{of}"
 
 
 def origin_in_graph(root: Path, path: str, batches: Sequence[Batch]) -> Located | None:
-    """The node of an ONNX file of the build folder that makes the first NaN, on the batches in turn; None where the
-    graph gives none on ONNX Runtime without any optimisation.
+    """Finds the node of an ONNX file of the build folder that makes the first NaN, batch by batch; None if the graph
+    returns no NaN on ONNX Runtime without any optimisation.
 
     Raises:
-        BuildError: it cannot be run.
+        BuildError: the graph cannot be run.
     """
     model = graph_from_file(root / path)
     results = [value.producer() for value in model.graph.outputs]
@@ -103,12 +103,12 @@ def origin_in_graph(root: Path, path: str, batches: Sequence[Batch]) -> Located 
             for start in range(0, len(names), AT_ONCE):
                 for name, array in runner.run(feeds, names[start : start + AT_ONCE]).items():
                     has[known[name]] |= array.dtype.kind == "f" and bool(np.isnan(array).any())
-            found = made_first(
-                [one for one in results if one is not None], lambda one: list(one.predecessors()), has, nodes
+            maker = made_first(
+                [node for node in results if node is not None], lambda node: list(node.predecessors()), has, nodes
             )
-            if found is not None:
+            if maker is not None:
                 return Located(
-                    layer=module_of(found), operator=f"{found.op_type} {found.name}", input=batch.kind,
+                    layer=module_of(maker), operator=f"{maker.op_type} {maker.name}", input=batch.kind,
                     error=None, allowed=None, makes_nan=True,
                 )  # fmt: skip
     return None
