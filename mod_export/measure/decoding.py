@@ -1,12 +1,12 @@
-"""Speed of writing text: prompts and steps of a model, interleaved with those of its dense baseline where it has one.
+"""Speed of writing text: prompts and steps of a model, interleaved with those of its dense baseline if it has one.
 
-A prompt is timed as whole rows are. A step is timed as a server runs it: token and position in, the engine, keys and
-values written into their slots, the most probable token out. A step's time depends on what is skipped in it, and that
-on the text, so steps are timed at positions all over a text, on the cache that the text left there, and their sums are
-compared: tokens a second are one over the mean, and a median would leave out whichever kind of step is rarer. Every
-position is visited a few times, each time with all others in between, so that the weights of a part that is run
-seldom are as far away as they are when text is written. Of the visits the fastest counts, since a neighbour on the
-machine can only add to it.
+A prompt is timed like whole rows. A step is timed as a server runs it: token and position in, the engine run, keys and
+values written into their slots, the most probable token out. The time of a step depends on what it skips, and that on
+the text. So steps are timed at positions all over a text, on the cache that the text left there. Their sums are
+compared, because tokens per second are one over the mean; a median would ignore the rarer kind of step. Every position
+is visited several times, with all other positions in between, so that weights that are seldom used are as likely to
+have left the processor's caches as when text is written. The fastest visit counts, because other load on the machine
+can only make a step slower.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from mod_export.runtime.decoder import Decoder, DecodingEngines, Kept, Prompts, 
 from mod_export.types import Engine, ModelKind, Site, routed_output
 
 VISITS, LEAST_VISITS = 5, 2
-"""Of each position, where there is time for that; and of the slowest engines."""
+"""Visits of each position: if there is time, and for the slowest engines."""
 ORDER: tuple[ModelKind, ...] = ("dense", "mod")
-"""Of the columns of samples, as far as there are both models."""
+"""Order of the columns of samples, as far as there are both models."""
 RESAMPLES = 2000
 
 
 def measure_prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine], ids_S: np.ndarray) -> FirstTokenRow:
-    """Times a prompt int64 (S,) that fills its bucket, `latency.samples` times with the engine of each model.
+    """Times a prompt, int64 (S,), that fills its bucket, `latency.samples` times with the engine of each model.
 
     Raises:
         EngineError: an engine failed.
     """
     setting, options = engines["mod"].setting, found.config.latency
     with _prompts(found, engines) as prompts:
-        runs = [partial(_first_token, one, ids_S.tolist()) for one in prompts.values()]
+        runs = [partial(_first_token, reader, ids_S.tolist()) for reader in prompts.values()]
         rounds = interleaved(runs, options, found.config.seed)
     samples_ms = {kind: rounds.samples_ms(index) for index, kind in enumerate(prompts)}
     compared = None
@@ -62,7 +62,7 @@ def _first_token(prompts: Prompts, ids: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def _prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine]) -> Iterator[dict[ModelKind, Prompts]]:
-    """The readers of prompts of the models of `engines`, in ORDER."""
+    """Opens the readers of prompts of the models in `engines`, in ORDER."""
     target, dtype = engines["mod"].target, engines["mod"].dtype
     with contextlib.ExitStack() as opened:
         yield {kind: opened.enter_context(found.prompts(kind, target, dtype)) for kind in ORDER if kind in engines}
@@ -70,13 +70,13 @@ def _prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine]) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of each row, and what each model remembers of the whole of it.
+    """A text for each row, and the cache of each model after reading all of it.
 
     Attributes:
-        ids_BS: int64.
-        kept: of each model, one for each row.
-        ran: of each model, routing site -> bool (B, S), which tokens were selected there. A dense baseline has no sites
-            but experts.
+        ids_BS: token ids, int64.
+        kept: for each model, the cache of each row.
+        ran: for each model, routing site -> bool (B, S), the tokens that were selected there. A dense baseline has no
+            sites except experts.
     """
 
     ids_BS: np.ndarray
@@ -87,18 +87,18 @@ class Text:
 def read_text(
     ids_BS: np.ndarray, prompts: Mapping[ModelKind, Prompts], sites: Mapping[ModelKind, Sequence[Site]]
 ) -> Text:
-    """Reads whole texts at once. What a row remembers of a part of its text is the beginning of what it remembers of
-    all of it, since slots are filled in order.
+    """Reads whole texts at once. Slots are filled in order, so the cache of a part of a text is the beginning of the
+    cache of the whole text.
     """
     B, S = ids_BS.shape
     kept: dict[ModelKind, list[Kept]] = {kind: [] for kind in prompts}
     ran = {kind: {site: np.zeros((B, S), dtype=bool) for site in sites[kind]} for kind in prompts}
     for row, ids_S in enumerate(ids_BS):
         for kind, reader in prompts.items():
-            found = reader.found(ids_S.tolist())
-            kept[kind].append(kept_from_prefill(found, 0, S))
+            outputs = reader.found(ids_S.tolist())
+            kept[kind].append(kept_from_prefill(outputs, 0, S))
             for site, ran_BS in ran[kind].items():
-                positions_K = found[routed_output(site)][0]
+                positions_K = outputs[routed_output(site)][0]
                 ran_BS[row, positions_K[positions_K >= 0]] = True
     return Text(ids_BS, kept, ran)
 
@@ -111,15 +111,15 @@ def measure_steps(
     least: Mapping[ModelKind, StepBytes],
     bandwidth_gbs: float | None,
 ) -> DecodeRow:
-    """Times steps at positions spread over texts, as much of them as a prompt bucket holds.
+    """Times steps at positions spread over texts, up to the length of a prompt bucket.
 
     Args:
-        found: the engines that read.
-        engines: those that write, of the model and of its dense baseline if it has one.
+        found: all engines of the folder.
+        engines: decode engines of the model and of its dense baseline if it has one.
         ids_BS: the texts, int64, one for each row of the bucket.
-        sites: of each model.
-        least: what a step of each model has to read.
-        bandwidth_gbs: 1e9 bytes a second between this machine's processor and memory, if it is known.
+        sites: routing sites of each model.
+        least: bytes that a step of each model has to read.
+        bandwidth_gbs: 1e9 bytes per second between this machine's processor and memory, if known.
 
     Raises:
         EngineError: an engine failed.
@@ -170,8 +170,8 @@ def measure_steps(
 def _steps(
     decoders: Mapping[ModelKind, Decoder], text: Text, positions_P: np.ndarray, seed: int, max_seconds: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds of each model (P, K) in the order of `decoders`, and which rows of the MoD model ran at which site,
-    bool (P, B, N). After LEAST_VISITS, no visit begins when `max_seconds` are over.
+    """Returns milliseconds of each model, (P, K) in the order of `decoders`, and bool (P, B, N), which rows of the MoD
+    model ran at which site. After LEAST_VISITS visits, no visit begins later than `max_seconds`.
     """
     for kind, decoder in decoders.items():
         for row, kept in enumerate(text.kept[kind]):
@@ -185,7 +185,7 @@ def _steps(
         if visit >= LEAST_VISITS and time.perf_counter() >= deadline:
             break
         for p in rng.permutation(len(positions_P)).tolist():
-            # Each of them is the first in its turn.
+            # The models take turns in running first.
             for kind in kinds if visit % 2 == 0 else reversed(kinds):
                 index, ms = kinds.index(kind), _step_ms(decoders[kind], text, kind, int(positions_P[p]))
                 ms_PK[p, index] = min(ms_PK[p, index], ms)
@@ -205,7 +205,7 @@ def _step_ms(decoder: Decoder, text: Text, kind: ModelKind, position: int) -> fl
 
 
 def _interval(ms_PK: np.ndarray, seed: int) -> tuple[float, float]:
-    """95 % interval of the ratio of the means of both models, by a bootstrap over positions."""
+    """Returns the 95 % interval of the ratio of the means of both models, by a bootstrap over positions."""
     rng = np.random.default_rng(seed)
     drawn = ms_PK[rng.integers(0, len(ms_PK), (RESAMPLES, len(ms_PK)))].mean(axis=1)
     low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])

@@ -1,6 +1,6 @@
-"""The latency of two engines: interleaved samples, summed up, with the conditions they hold for.
+"""Latency of engines: interleaved samples, their summary, and the conditions that they hold for.
 
-Of a model beside its dense baseline, or alone where it has none, and of a narrower dtype beside float32.
+A model is timed beside its dense baseline, or alone if it has none. A narrower dtype is timed beside float32.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 def measure_latency(
     root: Path, engines: Mapping[ModelKind, Engine], feeds: Arrays, config: BuildConfig, gate: float | None = None
 ) -> tuple[LatencyRow, ...]:
-    """Loads an engine of the build folder `root`, and that of its dense baseline if it is among `engines`, and samples
-    them on the same `feeds`. `gate` is the speed-up that this setting must show, if any.
+    """Loads an engine of the build folder `root` and that of its dense baseline, if `engines` has one, and samples both
+    on the same `feeds`. `gate` is the speed-up that this setting must reach, if any.
     """
     setting = engines["mod"].setting
     load = partial(ENGINES[setting.target].load, root, config=config, threads=config.latency.threads)
@@ -52,12 +52,12 @@ def latency_rows(
     seed: int,
     gate: float | None = None,
 ) -> tuple[LatencyRow, ...]:
-    """Samples the models on the same feeds, in this process, and sums up each.
+    """Samples the models on the same feeds, in this process, and summarizes each.
 
-    After `options.samples` samples, or as many as there is time for, the comparison of dense and MoD is looked at, and
-    samples are doubled until it is settled, and so is the `gate` that this setting must reach, or `options.max_samples`
-    or `options.max_seconds` is spent (`statistics.compare` says why that is allowed). Of a model alone, its median is
-    looked at.
+    After `options.samples` samples, or as many as there is time for, the comparison of dense and MoD is looked at. The
+    samples are doubled until the comparison and the `gate` of this setting are settled, or until `options.max_samples`
+    or `options.max_seconds` is used up (`statistics.compare` says why that is allowed). For a model alone, the interval
+    of its median is looked at.
 
     Returns:
         One row for each of `runners` (model -> loaded engine), in their order.
@@ -96,9 +96,9 @@ def latency_rows(
 
 
 def _runs(runners: Iterable[Runner], feeds: Arrays) -> list[Callable[[], object]]:
-    """One run of each, from feeds in host memory: copies to a device and back count.
+    """Returns for each engine a function that runs it once on feeds in host memory: copies to a device and back count.
 
-    An engine is given what it has inputs for: a dense one reads no lengths, and some builders drop what nothing reads.
+    An engine gets only the feeds that it has inputs for: a dense one reads no lengths, and builders drop unused inputs.
     """
     return [
         partial(
@@ -137,7 +137,7 @@ def _sample(
 def _settled(
     rounds: Rounds, kinds: Sequence[ModelKind], options: LatencyOptions, looks: int, *, gate: float | None, seed: int
 ) -> bool:
-    """Whether the comparison is settled; of a model alone, whether its median is known to within `precision`."""
+    """Whether the comparison is settled; for a model alone, whether its median is known to within `precision`."""
     if len(kinds) == 1:
         samples_ms = rounds.samples_ms(0).reshape(-1)
         interval = quantile_interval(samples_ms, 0.5)
@@ -149,19 +149,19 @@ def _settled(
 def _same_conditions(runners: Mapping[ModelKind, Runner], setting: Setting) -> None:
     conditions = {model: (runner.providers, runner.threads) for model, runner in runners.items()}
     if len(set(conditions.values())) > 1:
-        found = "; ".join(
+        listed = "; ".join(
             f"{model} on {', '.join(providers)} with {threads} threads"
             for model, (providers, threads) in conditions.items()
         )
         raise EngineError(
-            f"{setting}: latency can only be compared under the same conditions, but the engines run {found}. "
+            f"{setting}: latency can only be compared under the same conditions, but the engines run {listed}. "
             "Load all of them with the same providers and thread count"
         )
 
 
 def _numbers(samples_ms: NDArray[np.float64]) -> dict[str, Any]:
     mean_ms, stdev_ms = float(np.mean(samples_ms)), float(np.std(samples_ms, ddof=1))
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "mean_ms": mean_ms,
         "stdev_ms": stdev_ms,
         "cv": stdev_ms / mean_ms,
@@ -170,9 +170,9 @@ def _numbers(samples_ms: NDArray[np.float64]) -> dict[str, Any]:
         "outliers": outliers_of(samples_ms),
     }
     for percent in (50, 90, 99):
-        found[f"p{percent}_ms"] = float(np.percentile(samples_ms, percent))
-        found[f"p{percent}_ci95"] = quantile_interval(samples_ms, percent / 100)
-    return found
+        numbers[f"p{percent}_ms"] = float(np.percentile(samples_ms, percent))
+        numbers[f"p{percent}_ci95"] = quantile_interval(samples_ms, percent / 100)
+    return numbers
 
 
 def _spread_flags(samples_ms: NDArray[np.float64], options: LatencyOptions) -> tuple[str, ...]:
@@ -188,10 +188,10 @@ def _spread_flags(samples_ms: NDArray[np.float64], options: LatencyOptions) -> t
 
 
 def precision_pairs(engines: Sequence[Engine]) -> list[tuple[Engine, Engine]]:
-    """(engine, its float32 counterpart) for every engine of another dtype that has one."""
+    """Returns (engine, its float32 counterpart) for every engine of another dtype that has one."""
     wide = {(engine.setting, engine.arch): engine for engine in engines if engine.dtype == "float32"}
     counterparts = ((engine, wide.get((replace(engine.setting, dtype="float32"), engine.arch))) for engine in engines)
-    return [(engine, other) for engine, other in counterparts if other is not None and other is not engine]
+    return [(engine, twin) for engine, twin in counterparts if twin is not None and twin is not engine]
 
 
 def measure_precision(root: Path, narrow: Engine, wide: Engine, feeds: Arrays, config: BuildConfig) -> PrecisionRow:
@@ -202,19 +202,19 @@ def measure_precision(root: Path, narrow: Engine, wide: Engine, feeds: Arrays, c
         EngineError: one of the files is not a usable engine.
     """
     load = partial(ENGINES[narrow.target].load, root, config=config, threads=config.latency.threads)
-    with load(wide) as float32, load(narrow) as other:
-        rounds = interleaved(_runs([float32, other], feeds), config.latency, config.seed)
-    found = compare(rounds.samples_ms(0), rounds.samples_ms(1), config.latency, looks=1, seed=config.seed)
+    with load(wide) as float32, load(narrow) as narrower:
+        rounds = interleaved(_runs([float32, narrower], feeds), config.latency, config.seed)
+    comparison = compare(rounds.samples_ms(0), rounds.samples_ms(1), config.latency, looks=1, seed=config.seed)
     p50_ms = float(np.median(rounds.samples_ms(1)))
     return PrecisionRow(
         **setting_fields(narrow.setting),
         bytes=_bytes(root, narrow),
         float32_bytes=_bytes(root, wide),
         p50_ms=p50_ms,
-        float32_p50_ms=found.measured * p50_ms,
-        measured=found.measured,
-        ci95=found.ci95,
-        verdict=found.verdict,
+        float32_p50_ms=comparison.measured * p50_ms,
+        measured=comparison.measured,
+        ci95=comparison.ci95,
+        verdict=comparison.verdict,
     )
 
 

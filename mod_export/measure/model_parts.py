@@ -1,4 +1,4 @@
-"""Which part of the model a node of a graph, or a kernel of an engine, belongs to.
+"""Assigns the nodes of a graph and the kernels of an engine to parts of the model.
 
 A product of matrices belongs to the part of the model that its weight is named after:
 
@@ -7,24 +7,24 @@ A product of matrices belongs to the part of the model that its weight is named 
     (a product without a weight)         attention: scores, and scores times values
     layers.3.experts.up_proj             experts: a batched product, one matrix for each expert
     layers.3.mlp.up_proj.weight          mlp
-    head.weight, embedding.weight        head (a tied one is used as a matrix only there)
+    head.weight, embedding.weight        head (a tied weight is used as a matrix only there)
     anything else                        other
 
-Other nodes are placed by what they do and where their inputs come from:
+Other nodes are assigned by what they do and where their inputs come from:
 
     norms        normalization operators
-    embedding    rows of a table of weights that input ids pick
-    routing      selection and movement of tokens (TopK, Gather, Scatter ...), whatever computes ids or masks, and what
-                 applies scores, masks and gates to the selected tokens
+    embedding    lookup of the rows of a table of weights by input ids
+    routing      selection and movement of tokens (TopK, Gather, Scatter ...), computation of ids and masks, and
+                 application of scores, masks and gates to the selected tokens
     attention    softmax, scale and mask of the scores, where attention is written out
     elementwise  everything else: residuals, activations, rotations, transposes, casts
 
-A view (Reshape ...) belongs to the part that made what it views.
+A view (Reshape ...) belongs to the part that computed the value that it views.
 
-Runtimes rename what they fuse, so a kernel is looked up in this order: a node of its name; the weights that it is known
-to read; the longest name of a node that its own is made from; an operator that belongs to one part only; the words of
-the name that a compiler made from the operators it fused. A generated kernel often holds several parts. It counts as a
-whole for the first of routing, norms, embedding and elementwise that it has anything of.
+Runtimes rename the nodes that they fuse, so a kernel is looked up in this order: a node of the same name; the weights
+that the kernel is known to read; the longest node name that is a beginning of its own name; an operator that belongs to
+one part only; the words of its name, which a compiler made from the operators that it fused. A generated kernel often
+holds several parts. All of it counts for the first of attention, routing, norms, embedding and elementwise that it has.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PARTS: dict[str, frozenset[str]] = {
     "head": frozenset({"head", "lm_head", "embedding", "embed_tokens"}),
     "other": frozenset(),
 }
-"""Part -> the components of a state_dict name that say so. The first part that matches counts:
+"""Part -> the components of a state_dict name that identify it. The first part that matches counts:
 a router of experts is routing, and experts inside a module that is called mlp are experts."""
 NODE_PARTS = (*(part for part in PARTS if part != "other"), "norms", "elementwise", "embedding", "other")
 """Every part that a node or a kernel can belong to, in the order of tables."""
@@ -71,9 +71,8 @@ ON_SCORES = frozenset(
 
 
 def constants_of(graph: ir.Graph) -> Set[ir.Value]:
-    """Initializers and what follows from them alone, such as transposed weights: runtimes fold it while loading.
-
-    A node that holds graphs is none of it: these can read any value around them.
+    """Returns initializers and the values that follow from them alone, such as transposed weights: runtimes fold these
+    while loading. Outputs of a node that holds graphs do not count: its graphs can read any value around them.
     """
     constants = set(graph.initializers.values())
     for node in graph:
@@ -84,19 +83,19 @@ def constants_of(graph: ir.Graph) -> Set[ir.Value]:
 
 
 def part_of_product(node: ir.Node, constants: Set[ir.Value]) -> str:
-    """The part that a product belongs to, one of PARTS."""
+    """Returns the part that a product belongs to, one of PARTS."""
     weights = [value for value in operands_of(node) if value in constants]
     return _part_of_weight(_source_names(weights)) if weights else "attention"
 
 
 def _part_of_weight(names: Iterable[str]) -> str:
-    """The part that state_dict names stand for, one of PARTS."""
+    """Returns the part that state_dict names stand for, one of PARTS."""
     components = {component for name in names for component in name.split(".")}
     return next((part for part, known in PARTS.items() if known & components), "other")
 
 
 def _source_names(values: Sequence[ir.Value | None]) -> Iterator[str]:
-    """Names of the initializers that constant values come from, through transposes and whatever else is folded."""
+    """Yields the names of initializers that constant values come from, through transposes and other folded nodes."""
     waiting = list(values)
     while waiting:
         value = waiting.pop()
@@ -108,7 +107,7 @@ def _source_names(values: Sequence[ir.Value | None]) -> Iterator[str]:
 
 
 def parts_of_nodes(graph: ir.Graph) -> dict[ir.Node, str]:
-    """Node -> part, for every node that a runtime does not fold away while loading."""
+    """Maps every node that a runtime does not fold away while loading to its part."""
     constants = constants_of(graph)
     parts: dict[ir.Node, str] = {}
     made: dict[ir.Value, str] = {}
@@ -121,7 +120,7 @@ def parts_of_nodes(graph: ir.Graph) -> dict[ir.Node, str]:
 
 
 def part_of_operator(op_type: str) -> str | None:
-    """The part of an operator that can belong to one only; None for any other."""
+    """Returns the part of an operator that can belong to only one part; None for any other operator."""
     if op_type.endswith("Normalization"):
         return "norms"
     if op_type.endswith("Attention"):
@@ -149,7 +148,7 @@ def _part(node: ir.Node, constants: Set[ir.Value], made: Mapping[ir.Value, str])
 
 
 def _is_embedding(node: ir.Node, constants: Set[ir.Value], made: Mapping[ir.Value, str]) -> bool:
-    # Routed layers gather from tables too (rotary angles), at the positions that were routed.
+    # Routed layers also gather from tables (rotary angles), but at the positions of selected tokens.
     table, ids = node.inputs[0], node.inputs[1]
     return table in constants and ids is not None and made.get(ids) != "routing"
 
@@ -158,12 +157,12 @@ def _per_token(value: ir.Value, node: ir.Node) -> bool:
     """Whether a value holds one number for each token of what the node computes: a score, a gate or a mask."""
     if value.dtype is not None and not value.dtype.is_floating_point():
         return True
-    own, whole = value.shape, node.outputs[0].shape
-    return bool(own and whole and own[-1] == 1 and whole[-1] != 1)
+    shape, whole = value.shape, node.outputs[0].shape
+    return bool(shape and whole and shape[-1] == 1 and whole[-1] != 1)
 
 
 def _of_dtype(node: ir.Node) -> str:
-    # Of all else only routing computes with whole numbers and truth values.
+    # Of the remaining nodes, only routing computes with integers and booleans.
     dtype = node.outputs[0].dtype
     computes_floats = dtype is None or dtype.is_floating_point() or node.op_type in ROUNDS
     return "elementwise" if computes_floats else "routing"
@@ -181,18 +180,18 @@ WORDS: Mapping[str, frozenset[str]] = {
 
 
 def ms_by_part(profile: Profile, part_of_node: Mapping[str, str]) -> dict[str, float]:
-    """Milliseconds of each part that any kernel belongs to; `part_of_node` gives the part of the nodes of the graph."""
-    found: dict[str, float] = defaultdict(float)
+    """Sums the milliseconds of kernels by part; `part_of_node` maps the names of the nodes of the graph to parts."""
+    ms: dict[str, float] = defaultdict(float)
     for kernel in profile.kernels:
-        found[part_of_kernel(kernel, part_of_node)] += kernel.ms
-    return dict(found)
+        ms[part_of_kernel(kernel, part_of_node)] += kernel.ms
+    return dict(ms)
 
 
 def part_of_kernel(kernel: Kernel, part_of_node: Mapping[str, str]) -> str:
-    """The part of one kernel; `other` where nothing tells."""
+    """Returns the part of one kernel; `other` if nothing identifies it."""
     if kernel.name in part_of_node:
         return part_of_node[kernel.name]
-    # A generated kernel reads the weights of norms and tables, which say little about what it is.
+    # A generated kernel reads the weights of norms and tables, which do not identify it.
     if kernel.weights and not kernel.name.startswith(GENERATED):
         return _part_of_weight(kernel.weights)
     origin = next((name for name in _origins(kernel.name) if name in part_of_node), None)
@@ -202,7 +201,7 @@ def part_of_kernel(kernel: Kernel, part_of_node: Mapping[str, str]) -> str:
 
 
 def _origins(name: str) -> Iterable[str]:
-    """Names of nodes that a fused node may be made from, longest first: `a/b/Fusion/` from a/b, `fused a` from a."""
+    """Returns names of nodes that may be in a fused node, longest first: a/b for `a/b/Fusion/`, a for `fused a`."""
     words = name.removeprefix("fused ").strip("/").split("/")
     return ("/".join(words[:length]) for length in range(len(words), 0, -1))
 

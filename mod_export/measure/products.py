@@ -1,17 +1,17 @@
-"""The operators of a graph that multiply matrices: what each multiplies with what, and how many FLOPs that is.
+"""The operators of a graph that multiply matrices: their operands and their FLOPs.
 
 The rules follow the definitions of the operators (https://onnx.ai/onnx/operators), two FLOPs for each multiply-add:
 
     MatMul, Gemm            2 M N K for every matrix of the broadcast batch
-    Conv, DeformConv        as many multiply-adds for each output as its filter has weights; padding counts
-    ConvTranspose           as many for each input as its filter has weights, whatever `pads` cuts off again
+    Conv, DeformConv        one multiply-add per output and weight of its filter; padding counts
+    ConvTranspose           one multiply-add per input and weight of its filter, even if `pads` cuts the result off
     RNN, GRU, LSTM          both weight matrices of every direction, in every step, for every row
-    Einsum                  operand after operand, from the left: every combination of the labels that the two have,
-                            where at least one label of both is summed away; what only one of them has and nobody needs
-                            later is added up before. All others only move, add up or scale numbers.
+    Einsum                  operand after operand, from the left: one multiply-add per combination of the labels of both
+                            operands, if at least one label that both have is summed away. A label that only one of them
+                            has and that is not needed later is summed before. Other cases only move, add or scale.
 
-Operations on whole numbers count as those on floats do. What stands beside the products (biases, activations, the
-interpolation of DeformConv, zero points) is not counted.
+Integer operations count like float operations. Work beside the products (biases, activations, the interpolation of
+DeformConv, zero points) is not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPERANDS: dict[tuple[str, str], tuple[int, ...]] = {
     **{("", name): (0, 1, 2) for name in ("GRU", "LSTM", "RNN")},
     **{(MICROSOFT, name): (0, 1) for name in ("FusedMatMul", "MatMulIntegerToFloat", "MatMulNBits")},
 }
-"""(domain, operator) -> the inputs that are multiplied, activations first. Of Einsum it is all of them."""
+"""(domain, operator) -> the inputs that are multiplied, activations first. An Einsum multiplies all its inputs."""
 NO_RULE = frozenset(
     {
         "CausalConvWithState", "LinearAttention",
@@ -42,20 +42,20 @@ NO_RULE = frozenset(
         "SequenceLength", "SplitToSequence",
     }
 )  # fmt: skip
-"""Standard operators without a rule: they multiply matrices in a way of their own, or how many tensors pass through
-them is not in the graph. Those that hold graphs (If, Loop, Scan, SequenceMap) have none either.
+"""Standard operators without a rule: they multiply matrices in a way of their own, or the graph does not say how many
+tensors pass through them. Operators that hold graphs (If, Loop, Scan, SequenceMap) have no rule either.
 """
 
 
 def is_product(node: ir.Node) -> bool:
-    """Whether a node multiplies matrices and does nothing else of weight."""
+    """Whether a node multiplies matrices and does no other significant work."""
     key = _key(node)
     return any(labels for _, labels in _contractions(node)) if key == ("", "Einsum") else key in OPERANDS
 
 
 def is_countable(node: ir.Node) -> bool:
     """Whether the FLOPs of a node are known: it has a rule, or is an operator of standard ONNX that multiplies no
-    matrices. A node that holds graphs is not counted: how often they run is decided while they run.
+    matrices. A node that holds graphs is not counted, because how often these run is decided at run time.
     """
     if is_product(node):
         return True
@@ -69,20 +69,20 @@ def holds_graphs(node: ir.Node) -> bool:
 
 
 def operator_of(node: ir.Node) -> str:
-    """The name of its operator, with the domain where that is not the standard one."""
+    """Returns the name of a node's operator, with the domain if that is not the standard one."""
     domain, name = _key(node)
     return f"{domain}.{name}" if domain else name
 
 
 def operands_of(node: ir.Node) -> list[ir.Value]:
-    """What a product multiplies, activations first."""
+    """Returns the values that a product multiplies, activations first."""
     inputs = list(node.inputs)
     chosen = inputs if _key(node) == ("", "Einsum") else [inputs[index] for index in OPERANDS[_key(node)]]
     return [value for value in chosen if value is not None]
 
 
 def flops_of_product(node: ir.Node, shape_of: Callable[[ir.Value], Shape]) -> int:
-    """FLOPs of one run of a product; `shape_of` gives the static shape of a value, or raises what it likes."""
+    """Returns the FLOPs of one run of a product; `shape_of` returns the static shape of a value, or raises an error."""
     shapes = [shape_of(value) for value in operands_of(node)]
     match node.op_type:
         case "Einsum":
@@ -94,7 +94,7 @@ def flops_of_product(node: ir.Node, shape_of: Callable[[ir.Value], Shape]) -> in
             return 2 * math.prod(shape_of(node.outputs[0])) * math.prod(shapes[1][1:])
         case "ConvTranspose":  # Filters: (inputs, outputs of a group, *kernel).
             return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
-        case "MatMulNBits":  # Its weights are packed; the sizes are attributes.
+        case "MatMulNBits":  # Weights are packed; their sizes are attributes.
             return 2 * math.prod(shapes[0]) * node.attributes["N"].as_int()
         case "Gemm":
             left, right = shapes
@@ -113,10 +113,10 @@ def _key(node: ir.Node) -> tuple[str, str]:
 
 
 def _terms(node: ir.Node) -> tuple[list[str], str]:
-    """The labels of every operand of an Einsum, and those of its result, as the equation has them."""
+    """Returns the terms of an Einsum: the labels of every operand, and the labels of the result, as text."""
     left, arrow, result = node.attributes["equation"].as_string().replace(" ", "").partition("->")
     terms = left.split(",")
-    if not arrow:  # Labels that occur once, in alphabetical order, behind the dots.
+    if not arrow:  # Labels that occur once, in alphabetical order, after the dots.
         plain = left.replace("...", "").replace(",", "")
         once = sorted(label for label in set(plain) if plain.count(label) == 1)
         result = ("..." if "..." in left else "") + "".join(once)
@@ -124,8 +124,8 @@ def _terms(node: ir.Node) -> tuple[list[str], str]:
 
 
 def _contractions(node: ir.Node) -> Iterator[tuple[Set[str], Set[str]]]:
-    """Operand after operand, from the left: the labels that are looped over to multiply the next operand with what was
-    multiplied so far, and those of them that are summed away. The dots are one label here.
+    """Yields for each operand after the first the labels that are looped over to multiply it with the product so far,
+    and those of them that are summed away. The dots are one label here.
     """
     terms, result = _terms(node)
     labels = [frozenset(_labels(term)) for term in terms]
@@ -138,7 +138,7 @@ def _contractions(node: ir.Node) -> Iterator[tuple[Set[str], Set[str]]]:
 
 
 def _labels(term: str) -> list[str]:
-    """One entry for each label, `...` for the dots."""
+    """Returns one entry for each label, `...` for the dots."""
     before, dots, after = term.partition("...")
     return [*before, *([dots] if dots else []), *after]
 

@@ -1,8 +1,7 @@
-"""Rounds in which engines are interleaved on one machine: warm-up until stable, then samples until told to stop.
+"""Rounds in which engines are interleaved on one machine: warm-up until stable, then as many samples as requested.
 
-Two loops one after the other measure the machine's drift (clocks, temperature, neighbours) as well as the models. Here
-every engine runs in every round, so what disturbs a round disturbs all of them, and a ratio taken over the rounds
-stays meaningful.
+Two separate loops would also measure the drift of the machine (clocks, temperature, neighbours). Here every engine runs
+in every round, so a disturbance of a round affects all engines, and a ratio over the rounds stays meaningful.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ if TYPE_CHECKING:
 
 NS_PER_MS = 1e6
 RUNS_PER_ROUND = 2
-"""Runs of each engine in a round. Its first runs against its second runs are the control."""
+"""Runs of each engine in a round. The control compares its first runs with its second runs."""
 LEAST_BLOCKS = 2
-"""Blocks of rounds that are sampled of the slowest engines, whatever the deadline: one alone has no spread."""
+"""Blocks of rounds that are sampled even after the deadline, for the slowest engines: one block has no spread."""
 LEAST_WINDOW = 2
-"""Rounds of a window of their warm-up."""
+"""Rounds of a warm-up window that are run even after the deadline."""
 WARMUP_SHARE = 1 / 3
-"""Of the time for warming up and sampling: what a warm-up may take."""
+"""Share of the time for warm-up and sampling that the warm-up may take."""
 
 
 class Rounds:
-    """Runs rounds of `runs`, one for each engine, in an order that is drawn with `seed`, and keeps every sample."""
+    """Runs rounds of `runs`, one run for each engine, in an order that is drawn with `seed`, and keeps every sample."""
 
     def __init__(self, runs: Sequence[Callable[[], object]], seed: int) -> None:
         self._runs, self._seed = runs, seed
@@ -49,16 +48,16 @@ class Rounds:
 
     @property
     def done(self) -> int:
-        """Rounds sampled."""
+        """Number of rounds sampled."""
         return len(self._samples_ms)
 
     def samples_ms(self, engine: int) -> NDArray[np.float64]:
-        """Milliseconds, float64 (rounds, RUNS_PER_ROUND). Which of the runs in a round came first is random."""
-        found = np.array(self._samples_ms, dtype=np.float64).reshape(self.done, RUNS_PER_ROUND, len(self._runs))
-        return found[:, :, engine]
+        """Returns milliseconds, float64 (rounds, RUNS_PER_ROUND). Which run in a round came first is random."""
+        samples = np.array(self._samples_ms, dtype=np.float64).reshape(self.done, RUNS_PER_ROUND, len(self._runs))
+        return samples[:, :, engine]
 
     def warm_up(self, options: LatencyOptions, deadline: float) -> tuple[bool, ...]:
-        """Runs every engine once a round until each is stable: until the medians of the last two windows of
+        """Runs every engine once per round until each is stable: until the medians of the last two windows of
         `options.warmup` rounds agree. Gives up after `options.max_warmup` rounds or at the deadline
         (of `time.perf_counter`); two windows of LEAST_WINDOW rounds are run in any case.
 
@@ -66,24 +65,24 @@ class Rounds:
             For each engine, whether it became stable.
         """
         window, least = options.warmup, min(options.warmup, LEAST_WINDOW)
-        found: list[list[float]] = []
+        rounds_ms: list[list[float]] = []
         stable = (False,) * len(self._runs)
         orders = run_orders(len(self._runs), self._seed)
-        while len(found) < 2 * least or (
+        while len(rounds_ms) < 2 * least or (
             time.perf_counter() < deadline
-            and (len(found) < 2 * window or (not all(stable) and len(found) < options.max_warmup))
+            and (len(rounds_ms) < 2 * window or (not all(stable) and len(rounds_ms) < options.max_warmup))
         ):
-            found.append(self._round(next(orders)))
-            if len(found) >= 2 * least:
-                size = min(window, len(found) // 2)
-                earlier, later = np.median(found[-2 * size : -size], axis=0), np.median(found[-size:], axis=0)
+            rounds_ms.append(self._round(next(orders)))
+            if len(rounds_ms) >= 2 * least:
+                size = min(window, len(rounds_ms) // 2)
+                earlier, later = np.median(rounds_ms[-2 * size : -size], axis=0), np.median(rounds_ms[-size:], axis=0)
                 stable = tuple(bool(off) for off in np.abs(later - earlier) <= options.warmup_tolerance * earlier)
-        self.warmup += len(found)
+        self.warmup += len(rounds_ms)
         return stable
 
     def sample(self, rounds: int, deadline: float = math.inf) -> None:
-        """Samples more rounds, in which every engine runs RUNS_PER_ROUND times; from LEAST_BLOCKS on, none of a block
-        that begins after the deadline (of `time.perf_counter`).
+        """Samples more rounds, in which every engine runs RUNS_PER_ROUND times. After LEAST_BLOCKS blocks, no block
+        begins after the deadline (of `time.perf_counter`).
         """
         for _ in range(rounds):
             begins = self.done % self.block == 0
@@ -92,17 +91,17 @@ class Rounds:
             self._samples_ms.append(self._round(next(self._orders)))
 
     def _round(self, order: Sequence[int]) -> list[float]:
-        found = [0.0] * len(order)
+        times_ms = [0.0] * len(order)
         for index in order:
             run = self._runs[index % len(self._runs)]
             begin = time.perf_counter_ns()
             run()
-            found[index] = (time.perf_counter_ns() - begin) / NS_PER_MS
-        return found
+            times_ms[index] = (time.perf_counter_ns() - begin) / NS_PER_MS
+        return times_ms
 
 
 def interleaved(runs: Sequence[Callable[[], object]], options: LatencyOptions, seed: int) -> Rounds:
-    """Warms up, and takes `options.samples` samples of each, fewer where that takes longer than `max_seconds`."""
+    """Warms up, and takes `options.samples` samples of each engine, fewer if that takes longer than `max_seconds`."""
     rounds = Rounds(runs, seed)
     begin = time.perf_counter()
     with garbage_collector_off():
@@ -112,25 +111,25 @@ def interleaved(runs: Sequence[Callable[[], object]], options: LatencyOptions, s
 
 
 def planned_looks(options: LatencyOptions, block: int) -> tuple[int, ...]:
-    """Numbers of rounds after which samples are looked at: those for `samples`, then doubled up to `max_samples`.
+    """Returns the numbers of rounds after which samples are looked at: for `samples`, then doubled up to `max_samples`.
 
-    Few and planned, because every look is a chance to stop by accident (`statistics.compare`).
+    Looks are few and planned, because every look is a chance to stop by accident (`statistics.compare`).
     """
     most = _whole(max(options.samples, options.max_samples), block)
-    found = [_whole(options.samples, block)]
-    while found[-1] < most:
-        found.append(min(2 * found[-1], most))
-    return tuple(found)
+    looks = [_whole(options.samples, block)]
+    while looks[-1] < most:
+        looks.append(min(2 * looks[-1], most))
+    return tuple(looks)
 
 
 def _whole(samples: int, block: int) -> int:
-    """Rounds for this many samples of each engine, in whole blocks."""
+    """Returns the rounds for this many samples of each engine, in whole blocks."""
     return -(-samples // (RUNS_PER_ROUND * block)) * block
 
 
 @contextlib.contextmanager
 def garbage_collector_off() -> Iterator[None]:
-    """A collection in the middle of a sample would be counted as time of the engine that it hits."""
+    """Turns garbage collection off: a collection during a sample would count as time of the engine."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -141,7 +140,7 @@ def garbage_collector_off() -> Iterator[None]:
 
 
 def run_orders(count: int, seed: int) -> Iterator[tuple[int, ...]]:
-    """Endless orders of the numbers below `count`, balanced over every `balanced_rounds(count)` of them.
+    """Yields endless orders of the numbers below `count`, balanced over every `balanced_rounds(count)` orders.
 
     A block is a Williams design (Experimental designs balanced for the estimation of residual effects of treatments,
     1949): over its orders, every number has every position equally often, and is followed by every other number equally
@@ -155,12 +154,12 @@ def run_orders(count: int, seed: int) -> Iterator[tuple[int, ...]]:
 
 
 def balanced_rounds(count: int) -> int:
-    """How many orders in a row are balanced."""
+    """Returns the number of successive orders that are balanced."""
     return len(_williams(count))
 
 
 def _williams(count: int) -> list[tuple[int, ...]]:
-    # 0, 1, n-1, 2, n-2 ...: the differences between neighbours are all different, whatever is added to the row.
+    # 0, 1, n-1, 2, n-2 ...: all differences between neighbours are distinct, and a shift keeps them.
     first = [(index + 1) // 2 if index % 2 else -(index // 2) for index in range(count)]
     square = [tuple((index + shift) % count for index in first) for shift in range(count)]
     return square if count % 2 == 0 else square + [order[::-1] for order in square]

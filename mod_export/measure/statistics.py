@@ -1,10 +1,10 @@
-"""What latency samples say: confidence intervals, spread, and whether one engine is faster than another.
+"""Statistics of latency samples: confidence intervals, spread, and whether one engine is faster than another.
 
-Samples that follow each other are alike: a neighbour on the same cores, or a clock that was lowered, stays for a while.
-An interval that takes them as independent is too narrow. The interval of a ratio is a bootstrap of *blocks* of
+Successive samples resemble each other, because other load on the same cores or a lowered clock lasts for a while. An
+interval that assumes independent samples is too narrow. So the interval of a ratio is a bootstrap of *blocks* of
 successive rounds (the circular form of Politis and Romano, A circular block-resampling procedure for stationary data,
-1992). That of a quantile comes from order statistics with the number of samples that independent ones would need to
-say as much.
+1992). The interval of a quantile comes from order statistics, with the number of independent samples that would have as
+much information.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 Z95 = 1.96
 """Two-sided 95 % quantile of the normal distribution."""
 TAIL = 0.025
-"""Left out on either side of a 95 % interval."""
+"""Probability left out on either side of a 95 % interval."""
 NUMBERS_AT_ONCE = 2**22
-"""What a bootstrap holds in memory at a time: 32 MiB."""
+"""Numbers that a bootstrap holds in memory at a time: 32 MiB."""
 
 
 def ratio_of_medians(above_RT: NDArray[np.float64], below_RT: NDArray[np.float64]) -> float:
-    """The ratio of medians, because latency has outliers on one side only and a mean would follow them."""
+    """Returns the ratio of medians, because latency has outliers on one side only and a mean would follow them."""
     return float(np.median(above_RT) / np.median(below_RT))
 
 
 def ratio_interval(
     above_RT: NDArray[np.float64], below_RT: NDArray[np.float64], *, confidence: float, resamples: int, seed: int
 ) -> tuple[float, float]:
-    """Percentile interval of median(above) / median(below) by a circular block bootstrap over rows.
+    """Returns the percentile interval of median(above) / median(below) by a circular block bootstrap over rows.
 
-    Few blocks know little of their own variance, so the interval is widened, on the scale of logarithms, as much as
-    Student's t is wider than the normal distribution with one degree of freedom less than there are blocks. Where it
-    must be, it is widened to hold the ratio itself, which a percentile interval of few or oddly tied samples can miss.
+    A few blocks say little about their own variance. So the interval is widened, on a logarithmic scale, by the factor
+    by which Student's t is wider than the normal distribution, with one degree of freedom less than there are blocks.
+    If necessary, it is widened to contain the ratio, which a percentile interval of few or tied samples can miss.
 
     Latencies are float64 (R, T): row r of both was taken together, and rows follow each other in time. `confidence` is
     a share, such as 0.95.
@@ -64,8 +64,8 @@ def ratio_interval(
 
 
 def _student_over_normal(confidence: float, freedom: float) -> float:
-    """Ratio of the two-sided quantiles, to the second order in 1 / freedom (Fisher and Cornish, The percentile points
-    of distributions having known cumulants, 1960).
+    """Returns the ratio of the two-sided quantiles of Student's t and the normal distribution, to second order in
+    1 / freedom (Fisher and Cornish, The percentile points of distributions having known cumulants, 1960).
     """
     if freedom <= 0:
         return 1.0
@@ -89,10 +89,10 @@ def _resampled(
 
 
 def block_length(series_R: NDArray[np.float64]) -> int:
-    """Rows that a block must hold: twice the number of lags over which the series resembles itself.
+    """Returns the rows that a block must hold: twice the number of lags over which the series is autocorrelated.
 
-    At least the cube root of its length (the rate of Hall, Horowitz and Jing, On blocking rules for the bootstrap,
-    1995), at most a fifth of it.
+    At least the cube root of the length of the series (the rate of Hall, Horowitz and Jing, On blocking rules for the
+    bootstrap, 1995), at most a fifth of the length.
     """
     R = len(series_R)
     least, most = round(math.cbrt(R)), R // 5
@@ -100,41 +100,41 @@ def block_length(series_R: NDArray[np.float64]) -> int:
 
 
 def effective_size(series: NDArray[np.float64]) -> float:
-    """The number of independent samples with as much information: n / (1 + 2 sum of autocorrelations), n at most."""
+    """Returns the number of equally informative independent samples: n / (1 + 2 sum of autocorrelations), at most n."""
     return min(float(len(series)), len(series) / (1 + 2 * sum(_autocorrelation(series))))
 
 
 def _autocorrelation(series: NDArray[np.float64]) -> list[float]:
-    """Autocorrelations from lag 1 on, up to the first that chance alone would give (Bartlett's bound), a quarter of the
-    length at most. Only positive ones: alternation widens nothing.
+    """Returns autocorrelations from lag 1 on, before the first that chance alone explains (Bartlett's bound), for at
+    most a quarter of the length. Only positive ones count: an alternating series needs no wider interval.
     """
     n = len(series)
     deviation = series - np.mean(series)
     variance = float(np.mean(deviation * deviation))
-    found: list[float] = []
+    correlations: list[float] = []
     for lag in range(1, n // 4 + 1):
         correlation = float(np.sum(deviation[lag:] * deviation[:-lag]) / (n * variance)) if variance > 0 else 0.0
         if not correlation > Z95 / math.sqrt(n):
             break
-        found.append(correlation)
-    return found
+        correlations.append(correlation)
+    return correlations
 
 
 def quantile_interval(samples: NDArray[np.float64], share: float) -> tuple[float, float] | None:
-    """95 % interval of a quantile (`share` of 0 to 1) of samples in the order in which they were taken, whatever their
-    distribution.
+    """Returns the 95 % interval of a quantile (`share` of 0 to 1) for samples of any distribution, in the order in
+    which they were taken.
 
-    The bounds are the samples between whose ranks the quantile lies with at least 95 % by the binomial distribution
-    (Conover, Practical Nonparametric Statistics, 1999, section 3.2). Where samples are autocorrelated, the ranks are
-    those of as many samples as independent ones would be needed, spread over all of them.
+    The bounds are the samples between whose ranks the quantile lies with a probability of at least 95 % by the binomial
+    distribution (Conover, Practical Nonparametric Statistics, 1999, section 3.2). If samples are autocorrelated, the
+    ranks are computed for the effective number of independent samples, and spread over all samples.
 
     Returns:
-        The bounds, or None where the samples do not bound it: a 99th percentile needs 368 independent ones.
+        The bounds, or None if the samples do not bound the quantile: a 99th percentile needs 368 independent samples.
     """
     if not np.all(np.isfinite(samples)):
         return None
     ordered = np.sort(samples)
-    # Of ranks, because a single outlier would hide the correlation of everything else.
+    # Autocorrelation of ranks, because a single outlier would hide the correlation of all other samples.
     size = int(effective_size(np.searchsorted(ordered, samples).astype(np.float64)))
     below = _binomial_cdf(size, share)
     low, high = int(np.sum(below <= TAIL)), int(np.searchsorted(below, 1 - TAIL)) + 1
@@ -145,7 +145,7 @@ def quantile_interval(samples: NDArray[np.float64], share: float) -> tuple[float
 
 
 def _binomial_cdf(n: int, share: float) -> NDArray[np.float64]:
-    """P(count <= c) for c = 0 to n - 1."""
+    """Returns P(count <= c) for c = 0 to n - 1."""
     c = np.arange(n + 1)
     log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1)))))
     log_ways = log_factorial[n] - log_factorial[c] - log_factorial[n - c]
@@ -154,19 +154,19 @@ def _binomial_cdf(n: int, share: float) -> NDArray[np.float64]:
 
 
 FENCE = 1.5
-"""Interquartile ranges beyond the quartiles from which on samples are outliers (Tukey, Exploratory Data Analysis)."""
+"""Interquartile ranges beyond a quartile at which outliers begin (Tukey, Exploratory Data Analysis)."""
 
 
 def outliers_of(samples_ms: NDArray[np.float64]) -> int:
-    """How many samples lie beyond the fences."""
+    """Counts the samples that lie beyond the fences."""
     low, high = np.percentile(samples_ms, (25, 75))
     fence = FENCE * (high - low)
     return int(np.sum((samples_ms < low - fence) | (samples_ms > high + fence)))
 
 
 def drift_of(samples_ms: NDArray[np.float64]) -> tuple[float, bool]:
-    """Median of the last third of samples over that of the first, less 1, and whether that is more than chance: whether
-    the 95 % intervals of the two medians lie apart, which chance alone would do in less than one of a hundred runs.
+    """Returns the relative change of the median from the first to the last third of the samples, and whether the 95 %
+    intervals of these two medians do not overlap. Chance alone does that in less than one of a hundred runs.
     """
     third = len(samples_ms) // 3
     first, last = samples_ms[:third], samples_ms[-third:]
@@ -177,7 +177,7 @@ def drift_of(samples_ms: NDArray[np.float64]) -> tuple[float, bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Dense over MoD, the control, and the verdict that both allow."""
+    """The ratio dense / MoD, the control, and the verdict that both allow."""
 
     measured: float
     ci95: tuple[float, float]
@@ -190,10 +190,10 @@ def compare(
 ) -> Comparison:
     """Compares latencies, float64 (rounds, runs in a round), milliseconds.
 
-    Samples are looked at `looks` times at most, and sampling stops when they look settled. So that chance is not
-    taken for a result, the 5 % of error that a 95 % interval may make are shared among all planned looks (Bonferroni):
-    with five of them each interval is one of 99 %, and with 95 % probability all of them hold at once, whichever is the
-    last. The control's interval is not corrected: sampling goes on while it misses 1, which can only help it to cover.
+    Samples are looked at `looks` times at most, and sampling stops when the result looks settled. To avoid taking
+    chance for a result, the 5 % error of a 95 % interval is shared among all planned looks (Bonferroni). With five
+    looks, each interval is one of 99 %, and with a probability of 95 % all of them hold, whichever is the last. The
+    interval of the control is not corrected: sampling goes on while it misses 1, which can only help it to cover 1.
     """
     resampling = {"resamples": options.bootstrap, "seed": seed}
     ci95 = ratio_interval(dense_RT, mod_RT, confidence=1 - 0.05 / looks, **resampling)
@@ -209,7 +209,7 @@ def compare(
 
 
 def verdict_of(ci95: tuple[float, float], resolution: float) -> SpeedVerdict:
-    """What follows from an interval of dense / MoD; nothing from one that is not a number."""
+    """Returns the verdict for an interval of dense / MoD; `inconclusive` if a bound is NaN."""
     low, high = ci95
     if low > 1:
         return "faster"
@@ -217,7 +217,7 @@ def verdict_of(ci95: tuple[float, float], resolution: float) -> SpeedVerdict:
 
 
 def gate_reached(comparison: Comparison, gate: float) -> bool | None:
-    """Whether the whole interval reaches the gate, or none of it; None where the interval covers it."""
+    """Whether all of the interval reaches the gate, or none of it; None if it covers the gate or the control fails."""
     low, high = comparison.ci95
     if not (math.isfinite(comparison.measured) and comparison.control.covers_one):
         return None
@@ -225,7 +225,7 @@ def gate_reached(comparison: Comparison, gate: float) -> bool | None:
 
 
 def settled(comparison: Comparison, gate: float | None, precision: float) -> bool:
-    """Whether verdict and gate are clear, and the ratio is known to within this share of it."""
+    """Whether verdict and gate are clear, and the ratio is known to within the share `precision` of itself."""
     low, high = comparison.ci95
     clear = comparison.verdict != "inconclusive" and (gate is None or gate_reached(comparison, gate) is not None)
     return clear and high - low <= precision * comparison.measured

@@ -1,4 +1,4 @@
-"""System load and clock while sampling."""
+"""System load and clock of the CPU while sampling."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import psutil
 from mod_export.rows.latency import Conditions
 
 TICK_S = 0.01
-"""What operating systems count CPU time in, at the coarsest."""
+"""Coarsest unit in which operating systems count CPU time."""
 LEAST_TICKS = 20
-"""Fewer of them say nothing about shares: the number of threads is then unknown."""
+"""With fewer ticks, shares mean nothing, and the number of threads is unknown."""
 
 
 class Watch:
-    """Looks at the machine when it is made and when `conditions` is asked for, never in between: looking takes time."""
+    """Reads the machine's state when made and when `conditions` is called, never in between: reading takes time."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -26,7 +26,7 @@ class Watch:
         self._own, self._busy, self._begin = time.process_time(), _busy_seconds(), time.perf_counter()
 
     def conditions(self) -> Conditions:
-        """Of the time since this watch was made."""
+        """Returns the conditions since this watch started."""
         elapsed = time.perf_counter() - self._begin
         own, busy = time.process_time() - self._own, _busy_seconds() - self._busy
         after = self._thread_seconds()
@@ -44,8 +44,8 @@ class Watch:
 
 
 def condition_flags(conditions: Conditions, threads: int, disturbance: float) -> tuple[str, ...]:
-    """What a reader must know: more than the configured `threads` (0: any number) were busy, others took more than the
-    share `disturbance` of the CPU time, or the clock changed by more than that.
+    """Returns the warnings that a reader needs: more than the configured `threads` were busy (0 allows any number),
+    other processes took more than the share `disturbance` of CPU time, or the clock changed by more than that share.
     """
     flags = []
     used, others, frequency = conditions.threads_used, conditions.other_load, conditions.frequency_mhz
@@ -60,7 +60,7 @@ def condition_flags(conditions: Conditions, threads: int, disturbance: float) ->
 
 def _effective_number(seconds: Sequence[float]) -> float | None:
     total = sum(seconds)
-    return total * total / sum(one * one for one in seconds) if total >= LEAST_TICKS * TICK_S else None
+    return total * total / sum(spent * spent for spent in seconds) if total >= LEAST_TICKS * TICK_S else None
 
 
 def _share_of_others(seconds: float, elapsed: float) -> float | None:
@@ -69,12 +69,12 @@ def _share_of_others(seconds: float, elapsed: float) -> float | None:
 
 
 def _busy_seconds() -> float:
-    """CPU seconds of all processes since the machine started. What guests ran is counted in `user` already."""
+    """Returns CPU seconds of all processes since the machine started. The time of guests is already part of `user`."""
     times = psutil.cpu_times()._asdict()
     idle = ("idle", "iowait", "guest", "guest_nice")
     return float(sum(seconds for name, seconds in times.items() if name not in idle))
 
 
 def _frequency_mhz() -> float | None:
-    found = psutil.cpu_freq()
-    return float(found.current) if found is not None and found.current else None
+    frequency = psutil.cpu_freq()
+    return float(frequency.current) if frequency is not None and frequency.current else None
