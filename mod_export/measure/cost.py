@@ -1,23 +1,23 @@
-"""What a graph costs: FLOPs and bytes, counted from the static ONNX graph that is deployed, in total and node by node.
+"""The cost of a graph: FLOPs and bytes, counted from the static ONNX graph that is deployed, in total and node by node.
 
-Counted are the multiplications of matrix products, two FLOPs for each multiply-add, exactly (`products.py`). Norms,
-activations, rotations, softmax, top-k, gathers and scatters have none: they are bound by memory, not by arithmetic.
-What has no rule (operators of vendors, and those that hold graphs, such as Loop) and what has no static shape is
-counted as nothing and named: then the totals are less than the truth, and nothing may be predicted from them. In the
-totals, attention counts as the full square of queries and keys even where it is causal, because that is what the
-portable graph says and what `torch.utils.flop_counter` reports; `needed_flops` leaves out what the mask hides.
-`model_parts` says which part of the model each product belongs to.
+FLOPs are the multiply-adds of matrix products, two FLOPs each, counted exactly (`products.py`). Norms, activations,
+rotations, softmax, top-k, gathers and scatters have none: they are bound by memory, not by arithmetic. Nodes without a
+rule (operators of vendors, and those that hold graphs, such as Loop) and nodes without a static shape count as nothing
+and are named. The totals are then too low, and nothing may be predicted from them. In the totals, attention counts as
+the full square of queries and keys even if it is causal, because that is what the portable graph says and what
+`torch.utils.flop_counter` reports; `needed_flops` leaves out the scores that the mask hides. `model_parts` says which
+part of the model each product belongs to.
 
 The bytes of a node are those that must pass between memory and processor: its inputs, weights included, and its
 outputs, each value once. Constants that a runtime folds while loading cost nothing. Exceptions, because kernels do less
 or more than that:
 
-    views (Reshape, Squeeze ...)    nothing is moved
-    Gather, GatherElements, Slice   of the data only what is gathered is read
-    Expand                          only the result is written
-    Attention                       a product, a softmax and a product, as ONNX defines it: the scores are written by
-                                    the first, read and written by the second and read by the third. For engines that
-                                    never hold all scores it is one product over queries, keys and values, without
+    views (Reshape, Squeeze ...)    move nothing
+    Gather, GatherElements, Slice   read only the data that they gather
+    Expand                          only writes its result
+    Attention                       counts as a product, a softmax and a product, as ONNX defines it: the first writes
+                                    the scores, the second reads and writes them, and the third reads them. For engines
+                                    that never hold all scores it is one product over queries, keys and values, without
                                     the half of the scores that a causal mask hides.
 """
 
@@ -41,7 +41,7 @@ GATHERS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 
 
 def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
-    """Counts a graph whose shapes are static and stored in it, as ONNX shape inference leaves them.
+    """Counts the cost of a graph whose shapes are static and stored in it, as ONNX shape inference leaves them.
 
     A node that cannot be counted adds nothing to the numbers, and its operator is named in `not_counted`.
     """
@@ -51,14 +51,14 @@ def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
     kv_bytes = hidden = activation_bytes = 0
     not_counted = Counter[str]()
     for node in model.graph:
-        found = _cost_of(node, constants, where)
-        if found is None:
+        cost = _cost_of(node, constants, where)
+        if cost is None:
             not_counted[operator_of(node)] += 1
             continue
-        flops_by_part[found.part] += found.flops
-        hidden += found.hidden
-        kv_bytes += found.kv_bytes
-        activation_bytes += found.activation_bytes
+        flops_by_part[cost.part] += cost.flops
+        hidden += cost.hidden
+        kv_bytes += cost.kv_bytes
+        activation_bytes += cost.activation_bytes
     return CostRow(
         model=kind,
         bucket=bucket.name,
@@ -73,7 +73,7 @@ def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
 
 
 class _NodeCost(NamedTuple):
-    """`part` is that of its FLOPs; `hidden` are those of scores that a causal mask hides."""
+    """Cost of a node: `part` is the part of its FLOPs, `hidden` the FLOPs of scores that a causal mask hides."""
 
     part: str
     flops: int
@@ -83,7 +83,7 @@ class _NodeCost(NamedTuple):
 
 
 def _cost_of(node: ir.Node, constants: Set[ir.Value], where: str) -> _NodeCost | None:
-    """Of one node; None where there is no rule for it, or a shape that the rule needs is not known."""
+    """Counts the cost of one node; None if there is no rule for it, or if a shape that the rule needs is not known."""
     # An optional output that is not used has an empty name.
     computed = [value for value in node.outputs if value.name and value not in constants]
     if not is_countable(node):
@@ -110,13 +110,13 @@ def _is_attention(node: ir.Node) -> bool:
 
 
 def _keys_and_values(node: ir.Node) -> list[ir.Value]:
-    """K and V of an Attention node, and the past ones where there are some."""
+    """Returns K and V of an Attention node, and the past K and V if there are any."""
     wanted = [*node.inputs[1:3], *node.inputs[4:6]]
     return [value for value in wanted if value is not None]
 
 
 def _stored(graph: ir.Graph) -> int:
-    # A build folder is benchmarked and reported on where no ONNX tools are installed, with rows counted elsewhere.
+    # Imported here, because build folders are also benchmarked and reported on where no ONNX tools are installed.
     import onnx_ir as ir
 
     stored = {
@@ -128,21 +128,21 @@ def _stored(graph: ir.Graph) -> int:
 
 
 def flops_of(work: Iterable[Work]) -> int | None:
-    """FLOPs of one run of the graph that was counted; None where some of it was not."""
+    """Returns the FLOPs of one run of a graph; None if some of its work was not counted."""
     listed = list(work)
     return sum(one.flops * len(one.nodes) for one in listed) if all(one.counted for one in listed) else None
 
 
 def work_of_graph(model: ir.Model, where: str, *, whole_scores: bool) -> tuple[Work, ...]:
-    """Counts a graph whose shapes are static and stored in it, as ONNX shape inference leaves them.
+    """Counts the work in a graph whose shapes are static and stored in it, as ONNX shape inference leaves them.
 
     Args:
         model: the graph as it is deployed.
-        where: what messages call it.
+        where: the name of the graph in messages.
         whole_scores: whether the engine holds all scores of an attention in memory (`Dialect.whole_scores`).
 
     Returns:
-        Nodes of equal work together, in the order of the graph. Those that cannot be counted have no work.
+        Groups of nodes with equal work, in the order of the graph. Nodes that cannot be counted have no work.
     """
     nodes: dict[tuple[str, int, int, int, bool], list[str]] = defaultdict(list)
     for node, part in parts_of_nodes(model.graph).items():
@@ -156,7 +156,7 @@ def work_of_graph(model: ir.Model, where: str, *, whole_scores: bool) -> tuple[W
 
 
 def _phases_of(node: ir.Node, where: str, whole_scores: bool) -> list[tuple[int, int]] | None:
-    """(FLOPs, bytes) of what a node does, one after the other; None where that cannot be counted."""
+    """Returns (FLOPs, bytes) of the successive phases of a node; None if they cannot be counted."""
     if not is_countable(node):
         return None
     try:
@@ -198,20 +198,20 @@ def _traffic(node: ir.Node, where: str) -> int:
 
 
 class AttentionSizes(NamedTuple):
-    """FLOPs are 2 x scores x widths: queries times keys and scores times values, of every query head."""
+    """Sizes of an Attention node. FLOPs are 2 x scores x widths: queries x keys and scores x values of all heads."""
 
     scores: int
-    """B H Tq Tk, the keys of the past included."""
+    """B H Tq Tk, with the keys of the past."""
     needed: int
-    """Those that a causal mask does not hide: for T queries of T keys T (T + 1) / 2 of T T."""
+    """Scores that a causal mask does not hide: T (T + 1) / 2 of T T for T queries of T keys."""
     widths: int
-    """Of a query's head plus a value's."""
+    """Width of a query's head plus that of a value's head."""
 
 
 def attention_sizes(node: ir.Node, where: str) -> AttentionSizes:
-    """Of an Attention node (ONNX opset 23), which takes (B, heads, T, E), or (B, T, heads * E) with the number of heads
-    as attributes. Query i sees the keys up to its own, and those of the past. A mask given as a tensor hides nothing
-    here, because its values are not looked at.
+    """Returns the sizes of an Attention node (ONNX opset 23), which takes (B, heads, T, E), or (B, T, heads * E) with
+    the numbers of heads as attributes. Under a causal mask, query i sees the keys up to its own and those of the past.
+    A mask given as a tensor hides nothing here, because its values are not read.
 
     Raises:
         GraphError: a shape is unknown.

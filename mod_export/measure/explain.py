@@ -1,4 +1,4 @@
-"""Why a model is not faster than its dense baseline, in words. A cause that the numbers do not support is not named."""
+"""Explains why a model is not faster than its dense baseline. Only causes that the numbers support are named."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from mod_export.rows.cost import CostRow, PartRow, not_counted_text
 from mod_export.types import Bucket, Site, is_expert
 
 WORTH_HAVING = 1.1
-"""A predicted ratio below this is itself the reason: fixed costs of routing eat what little FLOPs promise."""
+"""A predicted ratio below this is itself the reason: fixed costs of routing use up the small saving of FLOPs."""
 LARGE_SHARE = 1 / 3
-"""Of the FLOPs that are left: a part this large holds back more than all savings elsewhere can bring."""
+"""Share of the remaining FLOPs from which on a part limits the speed-up, whatever is saved elsewhere."""
 FEW_ROWS = 16
-"""Rows of a matrix product. Kernels work on tiles of 4 to 16 rows on CPUs, 64 and more on GPUs; what is smaller is
-padded to a tile, and reads each weight for a few FLOPs."""
+"""Rows of a matrix product up to which more rows would cost little. Kernels work on tiles of 4 to 16 rows on CPUs, 64
+and more on GPUs; a smaller product is padded to a tile, and reads each weight for a few FLOPs."""
 FEW_FLOP_PER_BYTE = 4.0
-"""Every current processor can do more than this many float32 FLOPs in the time in which it reads a byte from memory."""
+"""Every current processor can do more float32 FLOPs than this in the time that it takes to read a byte from memory."""
 SLOW_GFLOPS = 2.0
 """One core of any current CPU multiplies large matrices ten times as fast."""
 BLOCKS = ("attention_projections", "attention", "experts", "mlp")
@@ -38,16 +38,16 @@ def explain(
     dense_parts: Mapping[str, PartRow] | None = None,
     mod_parts: Mapping[str, PartRow] | None = None,
 ) -> str:
-    """One sentence or two: what FLOPs predict, and what stands against it.
+    """Returns what FLOPs predict, and the causes that keep the model from reaching it.
 
     Args:
         bucket: batch and sequence.
         dense: FLOPs and bytes of the dense baseline.
-        mod: likewise of the model.
+        mod: FLOPs and bytes of the model.
         dense_ms: median latency of the dense baseline, milliseconds.
-        k_by_layer: routing site -> slots; None where it is not known.
-        dense_parts: part -> its time in the dense engine, as far as it is known.
-        mod_parts: likewise of the model's.
+        k_by_layer: routing site -> slots; None if not known.
+        dense_parts: part -> its time in the dense engine, as far as known.
+        mod_parts: part -> its time in the model's engine, as far as known.
     """
     # Experts divide the tokens of a layer among themselves; only depth routing lets tokens skip it.
     depth = {site: k for site, k in (k_by_layer or {}).items() if not is_expert(site)}
@@ -73,7 +73,7 @@ def explain(
 
 
 def _of_flops(bucket: Bucket, dense: CostRow, mod: CostRow, k_by_layer: Mapping[Site, int]) -> list[str]:
-    """Why routing removes so little."""
+    """Explains why routing removes so few FLOPs."""
     shares = {part: mod.flops_by_part.get(part, 0) / mod.flops for part in HELD_BACK}
     largest = sorted((part for part in HELD_BACK if shares[part] > LARGE_SHARE), key=lambda part: -shares[part])
     before, after = (sum(row.flops_by_part.get(part, 0) for part in BLOCKS) for row in (dense, mod))
@@ -85,12 +85,12 @@ def _of_flops(bucket: Bucket, dense: CostRow, mod: CostRow, k_by_layer: Mapping[
 
 
 def _of_parts(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> list[str]:
-    """The part whose time lies farthest above what its FLOPs leave of the dense baseline's time."""
+    """Names the part whose time is farthest above the share of the dense baseline's time that its FLOPs would leave."""
     worst = ("", 0.0, 0.0, 0.0)
     for part, row in mod.items():
         baseline = dense.get(part)
         ms, spent = row.measured_ms or 0.0, (baseline and baseline.measured_ms) or 0.0
-        # What has no FLOPs, such as norms, is not promised to become cheaper.
+        # Parts without FLOPs, such as norms, are not expected to become cheaper.
         fair = spent * row.flops / baseline.flops if baseline is not None and baseline.flops else spent
         if ms - fair > worst[1] - worst[2]:
             worst = (part, ms, fair, spent)

@@ -1,18 +1,18 @@
-"""Where the time of an engine should go, and where it goes: part by part, by the roofline and by the engine's profile.
+"""Predicted and measured time of an engine, part by part: by the roofline and by the engine's own profile.
 
 Only engines that run on this machine's processor and can be profiled (`EngineProfiler`) have rows: the roofline of a
 processor says nothing about a GPU.
 
-Where measured and predicted speed-up differ, each part adds to the difference. With d and m for the milliseconds of a
-part in the dense and in the MoD engine, upper case for the sums over the parts, and ' for predicted, the speed-ups are
+If measured and predicted speed-up differ, each part contributes to the difference. Let d and m be the milliseconds of a
+part in the dense and in the MoD engine, D and M the sums over all parts, and ' mark predicted times. The speed-ups are
 S = D / M and S' = D' / M'. Because D' - S' M' = 0,
 
     S - S' = (D - S' M) / M = ((D - D') - S' (M - M')) / M = sum over parts of ((d - d') - S' (m - m')) / M
 
-So a part that takes as long as predicted in both engines contributes nothing; time that the dense engine loses beyond
-its prediction raises the speed-up, time that the MoD engine loses lowers it, S' times as much. The contributions add up
-to the difference exactly. Times are those of the profiles, so S may differ from the ratio of latencies by what a
-profile leaves out.
+So a part that takes as long as predicted in both engines contributes nothing. Time that the dense engine loses beyond
+its prediction raises the speed-up; time that the MoD engine loses lowers it, S' times as much. The contributions add up
+to the difference exactly. Times are those of the profiles, so S can differ from the ratio of latencies if a profile
+does not include all of the time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mod_export.types import DType, Engine, Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """The profile of one engine: milliseconds of each part, `other` for kernels of no known part."""
+    """The profile of one engine: milliseconds of each part, with `other` for kernels without a known part."""
 
     profiler: str
     ms_by_part: Mapping[str, float]
@@ -44,7 +44,7 @@ class Profiled:
 def part_rows(
     engine: Engine, work: Sequence[Work], roofline: Roofline, profiled: Profiled | None
 ) -> tuple[PartRow, ...]:
-    """A row for every part that has work or was seen in the profile, in the order of NODE_PARTS."""
+    """Returns a row for every part that has work or is in the profile, in the order of NODE_PARTS."""
     flops: dict[str, int] = defaultdict(int)
     size: dict[str, int] = defaultdict(int)
     predicted: dict[str, float] = defaultdict(float)
@@ -52,7 +52,7 @@ def part_rows(
     for one in work:
         flops[one.part] += one.flops * len(one.nodes)
         size[one.part] += one.bytes * len(one.nodes)
-        # Node by node: what one node computes does not hide what another one moves.
+        # Node by node, because the computation of one node does not hide the memory traffic of another.
         predicted[one.part] += roofline.milliseconds(one.flops, one.bytes) * len(one.nodes)
         not_counted[one.part] += 0 if one.counted else len(one.nodes)
     measured = profiled.ms_by_part if profiled else {}
@@ -85,7 +85,7 @@ def profile_engine(
     """Runs an engine of the build folder `root` under its own profiler.
 
     Returns:
-        None when the configuration asks for no runs (cost.profile_runs = 0), and when the profiler saw no kernel.
+        None if the configuration asks for no runs (cost.profile_runs = 0), or if the profiler saw no kernel.
 
     Raises:
         TargetError: this machine cannot run it.
@@ -103,27 +103,27 @@ def profile_engine(
 
 
 def rooflines_of(engines: Sequence[Engine], machine: Mapping[str, Any], config: BuildConfig) -> dict[DType, Roofline]:
-    """The roofline of each dtype of `engines` that can be profiled here, each measured at most once."""
+    """Returns the roofline of each dtype of `engines` that can be profiled here, each measured at most once."""
     dtypes = dict.fromkeys(engine.dtype for engine in engines if can_profile(engine))
-    found = {
+    rooflines = {
         dtype: cached_roofline(machine, dtype, config.latency.threads, measure_again=config.cost.measure_again)
         for dtype in dtypes
     }
-    return {dtype: roofline for dtype, roofline in found.items() if roofline is not None}
+    return {dtype: roofline for dtype, roofline in rooflines.items() if roofline is not None}
 
 
 def by_engine(rows: Iterable[PartRow]) -> dict[Setting, dict[str, PartRow]]:
-    """Setting of an engine -> part -> row."""
-    found: dict[Setting, dict[str, PartRow]] = defaultdict(dict)
+    """Groups rows: setting of an engine -> part -> row."""
+    grouped: dict[Setting, dict[str, PartRow]] = defaultdict(dict)
     for row in rows:
-        found[row.setting][row.part] = row
-    return dict(found)
+        grouped[row.setting][row.part] = row
+    return dict(grouped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """`measured` is the speed-up of the profiled times, `predicted` that of the roofline, and `contributions` (part ->
-    units of the speed-up) add up to measured - predicted.
+    """The speed-up by the profiled times (`measured`) and by the roofline (`predicted`). The `contributions`, part ->
+    units of the speed-up, add up to measured - predicted.
     """
 
     measured: float
@@ -132,8 +132,8 @@ class Gap:
 
 
 def gap_of(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> Gap | None:
-    """Of the parts of two engines; None where one of them was not profiled, or not all of its work was counted. A part
-    that one lacks takes it 0 ms.
+    """Returns the gap of two engines by their parts; None if one of them was not profiled, or if not all of its work
+    was counted. A part that an engine lacks takes 0 ms.
     """
     if any(row.not_counted for row in (*dense.values(), *mod.values())):
         return None
@@ -153,7 +153,7 @@ def gap_of(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> Gap | No
 
 
 def _measured(rows: Iterable[PartRow]) -> float | None:
-    """Milliseconds of a profiled engine; None for one that was not profiled."""
+    """Returns the milliseconds of a profiled engine; None if it was not profiled."""
     times = [row.measured_ms for row in rows]
     known = [ms for ms in times if ms is not None]
     return sum(known) if known and len(known) == len(times) else None

@@ -1,15 +1,14 @@
 """The roofline of this machine (Williams, Waterman and Patterson, CACM 52(4), 2009): how fast its processor multiplies
-matrices, and how fast bytes pass between it and the memory.
+matrices, and how fast it reads and writes memory.
 
-Measured once and kept in the user's cache folder, because a number that changes with every build explains nothing. It
-is measured again for another processor, dtype, thread count or library, and when the configuration asks
-(cost.measure_again). What was measured on a busy machine is used once, says so, and is not kept.
+The roofline is measured once and kept in the user's cache folder, because a number that changes with every build
+explains nothing. It is measured again for another processor, dtype, thread count or library, and when the configuration
+asks for it (cost.measure_again). A measurement on a busy machine is used once, says so, and is not kept.
 
-Both rates are timed with the library that the engines run on. Right-hand sides are constant, as weights are, so that a
-library may pack them beforehand. Repeats of the different sizes are interleaved, and the fastest repeat of a size is
-its time: a roofline is what the machine can do at most, and a neighbour on the machine can only make a repeat slower.
-Where the median repeat is much slower than the fastest, the neighbour may have been there all the time, and the rate is
-called unsteady.
+Both rates are timed with the library that the engines run on. Right-hand sides are constant like weights, so that a
+library can pack them in advance. Repeats of the different sizes are interleaved, and the fastest repeat of a size
+counts: a roofline is the most that the machine can do, and other load can only make a repeat slower. If the median
+repeat is much slower than the fastest, the other load may have lasted all the time, and the rate is unsteady.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from mod_export.rows.cost import Roofline
 from mod_export.types import DType
 
 CACHED = TypeAdapter(dict[str, Roofline])
-"""What a measurement depends on, as JSON, and what was measured."""
+"""The conditions of a measurement, as JSON -> the roofline that was measured."""
 MOST_OTHERS = 0.1
-"""Share of the machine's CPU time that other processes may take while something is measured that will be kept."""
+"""Share of CPU time that other processes may take during a measurement that is to be kept."""
 BUSY = "; the machine was busy, so both may be too low"
 
 
 def cached_roofline(
     machine: Mapping[str, Any], dtype: DType, threads: int, *, measure_again: bool = False
 ) -> Roofline | None:
-    """The roofline of this machine's processor, measured if it is not in the cache.
+    """Returns the roofline of this machine's processor, measured if it is not in the cache.
 
-    Takes about two seconds when it measures. A cache that is damaged or cannot be written is as good as none.
-    `measure_again` replaces what it holds.
+    A measurement takes about two seconds. A cache that is damaged or cannot be written is ignored. `measure_again`
+    replaces the entry in the cache.
 
     Returns:
-        None where nothing here measures: a dtype that no CPU engine computes in, or neither ONNX Runtime nor PyTorch.
+        None for any dtype except float32, or if neither ONNX Runtime nor PyTorch is installed.
     """
     library = next((name for name in ("onnxruntime", "torch") if package_version(name)), None)
     if dtype != "float32" or library is None:
@@ -59,11 +58,11 @@ def cached_roofline(
     known = _read()
     if key in known and not measure_again:
         return known[key]
-    found = _measured(dtype, threads, library)
-    if not found.method.endswith(BUSY):
+    measured = _measured(dtype, threads, library)
+    if not measured.method.endswith(BUSY):
         with contextlib.suppress(UsageError):
-            write_whole(cache_file(), CACHED.dump_json({**_read(), key: found}, indent=1))
-    return found
+            write_whole(cache_file(), CACHED.dump_json({**_read(), key: measured}, indent=1))
+    return measured
 
 
 def _measured(dtype: DType, threads: int, library: str) -> Roofline:
@@ -84,7 +83,7 @@ def _measured(dtype: DType, threads: int, library: str) -> Roofline:
 
 
 def cache_file() -> Path:
-    """Where measurements are kept: $XDG_CACHE_HOME/mod-export/roofline.json, ~/.cache by default."""
+    """Returns the file that keeps measurements: $XDG_CACHE_HOME/mod-export/roofline.json, in ~/.cache by default."""
     return cache_folder() / "roofline.json"
 
 
@@ -96,11 +95,11 @@ def _read() -> dict[str, Roofline]:
 
 
 SIZES = ((512, 512, 512), (512, 512, 1408), (512, 1408, 512), (128, 512, 1408), (64, 512, 512))
-"""(rows, inner, columns), as layers of a small transformer have them at prefill, dense and routed."""
+"""(rows, inner, columns) of the layers of a small transformer at prefill, dense and routed."""
 REPEATS = 15
 WARMUP = 2
 STEADY = 1.25
-"""How many times as long as the fastest repeat the median one may take."""
+"""Largest time of the median repeat, as a multiple of the fastest one."""
 SMALLEST_STREAM = 64 * 2**20
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
@@ -109,26 +108,26 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """1e9 FLOPs or bytes a second, and whether the repeats agreed."""
+    """1e9 FLOPs or bytes per second, and whether the repeats agreed."""
 
     giga: float
     steady: bool
 
 
 def gemm_rate(library: str, threads: int) -> Rate:
-    """FLOPs of float32 matrix products: the median over SIZES."""
+    """Measures the FLOP rate of float32 matrix products: the median over SIZES."""
     flops_N = 2 * np.prod(np.array(SIZES), axis=1)
     return _rate([product(library, threads, *size) for size in SIZES], flops_N)
 
 
 def stream_rate(library: str, threads: int) -> Rate:
-    """Bytes read and written by the negation of a float32 array that is larger than the caches."""
+    """Measures the rate of bytes read and written by the negation of a float32 array that is larger than the caches."""
     num_numbers = _stream_bytes() // 4
     return _rate([_negation(library, threads, num_numbers)], np.array([2 * 4 * num_numbers]))
 
 
 def product(library: str, threads: int, rows: int, inner: int, columns: int) -> Run:
-    """One float32 product of (rows, inner) and (inner, columns)."""
+    """Returns a function that computes one float32 product of (rows, inner) and (inner, columns)."""
     x = np.ones((rows, inner), np.float32)
     if library == "onnxruntime":
         return _session(one_operator("MatMul", x.shape, (inner, columns), (rows, columns)), x, threads)
@@ -166,7 +165,7 @@ def _torch(threads: int) -> Any:
 
 
 def _rate(runs: Sequence[Run], units_N: np.ndarray) -> Rate:
-    """The median rate of `runs`, of which run i does units_N[i] units of work."""
+    """Measures the median rate of `runs`; run i does units_N[i] units of work."""
     measured: list[list[float]] = [[] for _ in runs]
     for _ in range(WARMUP + REPEATS):
         for run, seconds in zip(runs, measured, strict=True):
@@ -180,7 +179,7 @@ def _rate(runs: Sequence[Run], units_N: np.ndarray) -> Rate:
 
 
 def _stream_bytes() -> int:
-    """Twice the last cache, if Linux tells its size, and no more than a sixteenth of the memory that is free."""
+    """Returns twice the last-level cache if known, at least SMALLEST_STREAM, at most a sixteenth of the free memory."""
     try:
         text = CACHE.read_text(encoding="utf-8").strip()
         cache = int(text.removesuffix("K")) * 1024
@@ -195,9 +194,9 @@ VARINT, LENGTH = 0, 2
 
 
 def one_operator(op_type: str, shape: Sequence[int], constant: Sequence[int] | None, result: Sequence[int]) -> bytes:
-    """A graph of opset 23 with one float32 node: y (`result`) = `op_type`(x (`shape`)[, ones (`constant`)]).
+    """Makes a graph of opset 23 with one float32 node: y (`result`) = `op_type`(x (`shape`)[, ones (`constant`)]).
 
-    Written by hand, because a server has no ONNX tools.
+    The bytes are encoded by hand, because a server has no ONNX tools.
     """
     inputs = ["x", *(["c"] if constant else [])]
     node = b"".join(_bytes(1, name.encode()) for name in inputs) + _bytes(2, b"y") + _bytes(4, op_type.encode())

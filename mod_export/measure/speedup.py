@@ -1,7 +1,7 @@
-"""From latency rows to the speed-up over the dense baseline: a ratio, its interval, a verdict, and what FLOPs predict.
+"""Turns latency rows into the speed-up over the dense baseline: ratio, interval, verdict, and prediction from FLOPs.
 
-Rounds are compared, not samples: what both engines gave in one round was measured together, and whatever disturbed the
-machine disturbed both.
+Rounds are compared, not samples: the samples of one round were measured together, so any disturbance of the machine
+affected both engines.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ DENSE_ITSELF = (
 
 
 def gated_bucket(buckets: Sequence[Bucket]) -> Bucket:
-    """The largest bucket, the one that the speed-up gate applies to: most tokens, then the longest sequence."""
+    """Returns the bucket that the speed-up gate applies to: the largest by tokens, then by sequence length."""
     return max(buckets, key=lambda bucket: (bucket.batch * bucket.seq, bucket.seq))
 
 
 def gate_of(bucket: Bucket, buckets: Sequence[Bucket], min_speedup: float) -> float | None:
-    """What the speed-up of this bucket must reach; None where no gate applies."""
+    """Returns the speed-up that this bucket must reach; None if no gate applies."""
     return min_speedup if min_speedup > 0 and bucket == gated_bucket(buckets) else None
 
 
@@ -58,20 +58,20 @@ def speedup_rows(
     flops: Mapping[Setting, int | None] | None = None,
     parts: Sequence[PartRow] = (),
 ) -> tuple[SpeedupRow, ...]:
-    """One row for each setting in which both models were sampled, in the order of `latency`.
+    """Returns one row for each setting in which both models were sampled, in the order of `latency`.
 
-    A setting that should have been sampled and was not has no row; `verdict.judge` knows what was expected.
+    A setting that should have been sampled and was not has no row; `verdict.judge` knows the expected settings.
 
     Args:
         latency: rows of both models.
         cost: rows of both models for every bucket sampled.
         buckets: all buckets that were built.
-        options: those that the samples were taken with.
-        seed: of the bootstrap.
-        k_by_layer: bucket -> routing site -> slots, as far as it is known.
-        flops: engine -> FLOPs of the graph that it runs, as far as they are known. They can be fewer than those of
+        options: the options with which the samples were taken.
+        seed: seed of the bootstrap.
+        k_by_layer: bucket -> routing site -> slots, as far as known.
+        flops: setting of an engine -> FLOPs of the graph that it runs, as far as known. They can be fewer than those of
             the portable graph: attention in blocks of queries does not compute what a causal mask hides.
-        parts: time of the parts of engines, predicted and measured, as far as it is known.
+        parts: time of the parts of engines, predicted and measured, as far as known.
 
     Raises:
         GraphError: the FLOPs of a bucket were not counted.
@@ -81,12 +81,12 @@ def speedup_rows(
     rows = []
     for setting, pair in pairs_of(latency).items():
         counted = {kind: _cost(costs, kind, setting.bucket) for kind in pair}
-        found = _compared(pair, options, seed)
+        comparison = _compared(pair, options, seed)
         predicted = _predicted(counted, {kind: (flops or {}).get(setting.of(kind)) for kind in pair})
         mine, theirs = timed.get(setting, {}), timed.get(setting.of("dense"), {})
         gate = gate_of(setting.bucket, buckets, options.min_speedup)
-        reason = _doubt(found, pair) if found.verdict == "inconclusive" else None
-        if found.verdict == "not faster":
+        reason = _doubt(comparison, pair) if comparison.verdict == "inconclusive" else None
+        if comparison.verdict == "not faster":
             reason = explain(
                 setting.bucket,
                 counted["dense"],
@@ -99,16 +99,16 @@ def speedup_rows(
         rows.append(
             SpeedupRow(
                 **pair_fields(setting),
-                measured=found.measured,
-                ci95=found.ci95,
+                measured=comparison.measured,
+                ci95=comparison.ci95,
                 predicted_flops=predicted,
-                efficiency=None if predicted is None else found.measured / predicted,
+                efficiency=None if predicted is None else comparison.measured / predicted,
                 gate=gate,
-                passed=_passed(found, gate),
+                passed=_passed(comparison, gate),
                 predicted_roofline=_of_roofline(theirs, mine),
-                verdict=found.verdict,
+                verdict=comparison.verdict,
                 reason=reason,
-                control=found.control,
+                control=comparison.control,
             )
         )
     return tuple(rows)
@@ -132,7 +132,7 @@ def _compared(pair: Mapping[ModelKind, LatencyRow], options: LatencyOptions, see
 
 
 def _predicted(counted: Mapping[ModelKind, CostRow], run: Mapping[ModelKind, int | None]) -> float | None:
-    """Of the graphs that are run, else of the portable ones; None where not all FLOPs of either are known."""
+    """Returns the FLOP ratio of the graphs that run, else of the portable graphs; None if neither is fully known."""
     whole = {kind: None if row.not_counted else row.flops for kind, row in counted.items()}
     for dense, mod in ((known["dense"], known["mod"]) for known in (run, whole)):
         if dense and mod:
@@ -153,7 +153,7 @@ def _passed(found: Comparison, gate: float | None) -> bool | None:
 
 
 def _doubt(found: Comparison, pair: Mapping[ModelKind, LatencyRow]) -> str:
-    """Why nothing can be said."""
+    """Explains why the comparison is inconclusive."""
     if not found.control.covers_one:
         low, high = found.control.ci99
         return (

@@ -1,4 +1,4 @@
-"""Pass or fail, with every reason. A gate that could not be evaluated fails, and so does a build that ran nowhere."""
+"""The verdict of a build, with every reason. A gate that was not evaluated fails; so does a build that cannot run here."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def judge(
     failed: Sequence[FailedRow] = (),
     missing: Sequence[FailedRow] = (),
 ) -> Verdict:
-    """The verdict over everything that this machine can run.
+    """Returns the verdict over everything that this machine can run.
 
     Args:
         expected: the setting of every MoD engine that reads whole rows and can run here.
         buckets: all buckets that were built.
-        parity: the rows of all `kinds` of all of them, because a ratio to a dense baseline that computes something else
-            would mean nothing; None when parity was not asked for.
-        speedup: likewise.
+        parity: rows for all `kinds` of these settings, because a ratio to a dense baseline that computes something else
+            would mean nothing; None if parity was not requested.
+        speedup: rows of the speed-up; None if it was not requested.
         min_speedup: the gate of the configuration; 0 is no gate, and then no speed-up row is required.
         kinds: the models of the build.
-        structure: what was found in the files without running them.
+        structure: results of inspecting the files without running them.
         causality: whether logits depend on later tokens, and whether they may.
         reads_rows: whether any MoD engine that was built reads whole rows, wherever it runs.
-        failed: what could not be built, judged or timed though it was wanted.
-        missing: likewise, but long known: what is there is judged without it.
+        failed: what was requested and could not be built, judged or timed.
+        missing: what the original build could not do; the rest is judged without it.
     """
     reasons = sentences(failed)
     reasons += [f"{row.path}: {reason}" for row in structure if not row.passed for reason in row.reasons]
