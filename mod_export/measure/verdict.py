@@ -1,4 +1,4 @@
-"""The verdict of a build, with every reason. A gate that was not evaluated fails; so does a build that cannot run here."""
+"""Pass or fail of a build, with every reason. A gate that was not evaluated fails; so does a build that ran nowhere."""
 
 from __future__ import annotations
 
