@@ -289,7 +289,7 @@ def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     ]
     if not missed:
         return []
-    worst, kind = max(missed, key=lambda one: (math.isnan(one[0]), one[0]))
+    worst, kind = max(missed, key=lambda miss: (math.isnan(miss[0]), miss[0]))
     return [
         f"{kind}: next token: divergence {worst:.3g} nats{given(allowed)}, allowed {allowed.gate.max_kl:g}"
         f"{_and_more(len(missed) - 1)}"
@@ -297,7 +297,7 @@ def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
 
 
 def divergences_of(found: Sequence[Comparison], allowed: Allowance) -> list[tuple[str, np.ndarray]]:
-    """Returns (kind of input, divergences); the gate applies to the mean of each of these arrays."""
+    """Returns pairs (kind of input, divergences); the gate applies to the mean of each array."""
     by_input = [(one.kind, one.divergences) for one in quality_inputs(found, allowed) if one.divergences is not None]
     if not allowed.quantized or not by_input:
         return by_input
@@ -356,5 +356,5 @@ def by_site(found: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:
 
 
 def _largest(values: Sequence[float]) -> float:
-    """Returns the largest value; NaN if any is not finite: a reference that overflows would else allow everything."""
+    """Returns the largest value; NaN if any is not finite, or a reference that overflows would allow everything."""
     return float(np.max(values)) if np.isfinite(values).all() else math.nan

@@ -79,7 +79,7 @@ def _batch_of_rows(samples: Sequence[Mapping[str, np.ndarray]], rows: Sequence[i
 def _margins(judged: Judged, k: int) -> list[float]:
     """Returns (k-th score - next score) / |k-th score| of each row, infinite if a coarser float would not swap the two.
 
-    If the first k tokens above 0 are selected: the smallest |score| of the row, as a share of their root mean square.
+    If the first k tokens above 0 are selected: the smallest |score| of the row, as a share of its root mean square.
 
     Rounding keeps the order of scores or makes them equal, and the earlier of two equal scores wins. So only a skipped
     token that stands before the k-th one distinguishes a coarse router from an exact one.

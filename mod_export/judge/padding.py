@@ -4,7 +4,7 @@ The content of a padded position is meaningless, and engines may differ there. U
 number, for example, a row may be masked as a whole; it is then uniform in one dtype and NaN in another. A mask alone
 proves nothing. So a position counts as padding only if all of this holds for the batch, on the reference:
 
-* an input says so: it has two values, one for tokens that count and one for tokens that do not, or it masks the
+* an input says so: it has two values, one for each token that counts and one for each that does not, or it masks the
   position for every query;
 * the content of the position does not matter: with other content there and the same routing, every other row of every
   output keeps its bits;
@@ -28,7 +28,7 @@ from mod_export.model.model import sample_of
 from mod_export.model.protocol import SampledInputs
 
 HIDDEN = -10_000
-"""Values of an additive mask up to this one hide a position: their exp is zero in every dtype."""
+"""Values of an additive mask at or below this one hide a position: their exp is zero in every dtype."""
 OTHER = 10_007
 """Seed of a sample that is in no batch."""
 

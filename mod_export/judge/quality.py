@@ -32,7 +32,7 @@ def quality_of(
         text_of: source of text for a model that has none of its own.
 
     Returns:
-        None if there is no text for the model.
+        None if there is no text for the model, or if its window is a single token.
     """
     affordable = max(1, min(texts, affordable_tokens(own.loaded) // model.window))
     held_out = text_ids(own.loaded, affordable, model.window, seed) is not None

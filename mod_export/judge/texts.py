@@ -78,7 +78,7 @@ def parity_of_decoding(
             with found.load(engine) as runner:
                 return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
         with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
-            lengths = [one.bucket.seq for one in found.prefills(engine.model, engine.target, engine.dtype)]
+            lengths = [prefill.bucket.seq for prefill in found.prefills(engine.model, engine.target, engine.dtype)]
             parts = decoding_parts(prompts, lengths, decoder, reference, found.config, text_of)
             if engine.dtype in QUANTIZED:
                 parts += _text_parts(prompts, decoder, reference, found.config, text_of)

@@ -130,7 +130,7 @@ def _stored(graph: ir.Graph) -> int:
 def flops_of(work: Iterable[Work]) -> int | None:
     """Returns the FLOPs of one run of a graph; None if some of its work was not counted."""
     listed = list(work)
-    return sum(one.flops * len(one.nodes) for one in listed) if all(one.counted for one in listed) else None
+    return sum(item.flops * len(item.nodes) for item in listed) if all(item.counted for item in listed) else None
 
 
 def work_of_graph(model: ir.Model, where: str, *, whole_scores: bool) -> tuple[Work, ...]:

@@ -27,7 +27,7 @@ from mod_export.runtime.decoder import Decoder, DecodingEngines, Kept, Prompts, 
 from mod_export.types import Engine, ModelKind, Site, routed_output
 
 VISITS, LEAST_VISITS = 5, 2
-"""Visits of each position: if there is time, and for the slowest engines."""
+"""Visits of each position, and the least number of visits for the slowest engines."""
 ORDER: tuple[ModelKind, ...] = ("dense", "mod")
 """Order of the columns of samples, as far as there are both models."""
 RESAMPLES = 2000
@@ -171,7 +171,7 @@ def _steps(
     decoders: Mapping[ModelKind, Decoder], text: Text, positions_P: np.ndarray, seed: int, max_seconds: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns milliseconds of each model, (P, K) in the order of `decoders`, and bool (P, B, N), which rows of the MoD
-    model ran at which site. After LEAST_VISITS visits, no visit begins later than `max_seconds`.
+    model ran at which site. After LEAST_VISITS visits, no visit begins after `max_seconds`.
     """
     for kind, decoder in decoders.items():
         for row, kept in enumerate(text.kept[kind]):

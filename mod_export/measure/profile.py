@@ -49,12 +49,12 @@ def part_rows(
     size: dict[str, int] = defaultdict(int)
     predicted: dict[str, float] = defaultdict(float)
     not_counted: dict[str, int] = defaultdict(int)
-    for one in work:
-        flops[one.part] += one.flops * len(one.nodes)
-        size[one.part] += one.bytes * len(one.nodes)
+    for item in work:
+        flops[item.part] += item.flops * len(item.nodes)
+        size[item.part] += item.bytes * len(item.nodes)
         # Node by node, because the computation of one node does not hide the memory traffic of another.
-        predicted[one.part] += roofline.milliseconds(one.flops, one.bytes) * len(one.nodes)
-        not_counted[one.part] += 0 if one.counted else len(one.nodes)
+        predicted[item.part] += roofline.milliseconds(item.flops, item.bytes) * len(item.nodes)
+        not_counted[item.part] += 0 if item.counted else len(item.nodes)
     measured = profiled.ms_by_part if profiled else {}
     total = sum(measured.values())
     return tuple(
@@ -98,7 +98,7 @@ def profile_engine(
     profile = builder.profile(root, engine, config, config.latency.threads, feeds, config.cost.profile_runs)
     if not profile.kernels:
         return None
-    part_of_node = {name: one.part for one in work for name in one.nodes}
+    part_of_node = {name: item.part for item in work for name in item.nodes}
     return Profiled(profiler=profile.profiler, ms_by_part=ms_by_part(profile, part_of_node))
 
 

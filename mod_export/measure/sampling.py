@@ -27,7 +27,7 @@ RUNS_PER_ROUND = 2
 LEAST_BLOCKS = 2
 """Blocks of rounds that are sampled even after the deadline, for the slowest engines: one block has no spread."""
 LEAST_WINDOW = 2
-"""Rounds of a warm-up window that are run even after the deadline."""
+"""Rounds in each of the two warm-up windows that are run even after the deadline."""
 WARMUP_SHARE = 1 / 3
 """Share of the time for warm-up and sampling that the warm-up may take."""
 

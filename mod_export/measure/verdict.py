@@ -96,13 +96,13 @@ def _ungated(
 
 def _too_slow(row: SpeedupRow) -> str:
     low, high = row.ci95
-    found = f"{row.setting}: speed-up {row.measured:.3f}x (95 % interval {low:.3f} to {high:.3f})"
+    text = f"{row.setting}: speed-up {row.measured:.3f}x (95 % interval {low:.3f} to {high:.3f})"
     if row.gate is None or not math.isfinite(row.measured):
-        return f"{found} is not a number"
+        return f"{text} is not a number"
     gate = f"the gate of {row.gate:.2f}x"
     if row.control is not None and not row.control.covers_one:
-        return f"{found} cannot be held against {gate}: {row.reason}; {QUIETER}"
+        return f"{text} cannot be held against {gate}: {row.reason}; {QUIETER}"
     if high < row.gate:
         why = row.reason or ("" if row.predicted_flops is None else f"FLOPs predict {row.predicted_flops:.2f}x")
-        return f"{found} does not reach {gate}" + (f": {why}" if why else "")
-    return f"{found} is not clear of {gate}: {QUIETER}"
+        return f"{text} does not reach {gate}" + (f": {why}" if why else "")
+    return f"{text} is not clear of {gate}: {QUIETER}"
