@@ -1,11 +1,11 @@
 """Training text as tokens: the standard library of the running Python, or any folder or file of text.
 
-Nothing is downloaded. A hash of its name (the path of the file, and its number in a file of many) assigns a document
-to the train or held-out split. So its split is the same on every machine, whatever other documents there are.
+Nothing is downloaded. A hash of the document's name (the path of the file, and a number in a file of many documents)
+decides its split, train or held-out. So the split is the same on every machine and does not depend on other documents.
 
 Documents are packed into one stream of tokens with an end-of-text token between them, and rows are cut anywhere. A row
 can hold parts of two documents. Attention sees across the boundary, as in the pre-training of most models; only the
-end-of-text token tells the model.
+end-of-text token marks the boundary.
 
 Tokens are bytes, which need no other file, or come from the vocabulary of a `tokenizers` file. Models with different
 vocabularies are compared in bits per byte, so the number of text bytes is stored for every token. The sum of these
