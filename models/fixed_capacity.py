@@ -30,7 +30,7 @@ def select_tokens(scores: Tensor, k: int) -> Tensor:
 
 
 def select_chosen(chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Gives the first k chosen tokens a slot, and later ones none. Each token was chosen on its own, by a score above 0.
+    """Gives the first k chosen tokens a slot, and later ones none. A threshold or a predictor made the choice.
 
     Args:
         chosen: bool (..., S), False for padding.
