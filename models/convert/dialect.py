@@ -146,12 +146,12 @@ def model_from(
         CheckpointError: tensors are missing, left over, of another shape, or not floats; the message names them.
     """
     parts: dict[str, Part] = dict(dense or {})
-    problems, used = [], {*harmless}
+    problems, looked_up = [], {*harmless}
     for name, shape in shapes_of(spec).items():
         if name in parts:
             continue
         theirs = find(name, shape)
-        used.add(theirs.name)
+        looked_up.add(theirs.name)
         part = part_at(Place(theirs.name, theirs.shape), source.tensors, theirs.shape[0], 0.0, declared_by, KNOWN)
         if isinstance(part, str):
             problems.append(part)
@@ -161,7 +161,7 @@ def model_from(
         problems += [
             f"{shown(name)} belongs to nothing in the dialect {source.dialect}"
             for name in source.tensors
-            if name not in used
+            if name not in looked_up
         ]
     refuse(source.path, problems)
     return ForeignModel(
