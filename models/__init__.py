@@ -1,4 +1,4 @@
-"""Mixture-of-Depths transformers in plain PyTorch, imported as `mod_models`. Of the exporter only the marker is used.
+"""Mixture-of-Depths transformers in plain PyTorch (`mod_models`). They use only `mod_export.marker` of the exporter.
 
 Blocks of other models can use `tokens_of`, `select_tokens`, `select_chosen`, `forced_scores`, `gather_tokens` and
 `scatter_tokens` (docs/porting.md).

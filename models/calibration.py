@@ -1,5 +1,4 @@
-"""Sets each predictor to its router's score minus a threshold, measured on text: as many tokens are above it as top-k
-selects.
+"""Sets each predictor to its router's score minus a threshold. On text, as many tokens exceed it as top-k selects.
 
 A predictor learns from top-k's choices by gradient (Raposo et al., arXiv 2404.02258, section 3.5), which takes some
 thousands of steps. A short run, such as a retrofit, ends before that. But top-k selects almost the same tokens as one

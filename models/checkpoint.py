@@ -30,7 +30,7 @@ from mod_models.transformer import Transformer
 
 ARCHITECTURE = "mod_transformer"
 ROUTES = re.compile(r"layers\.\d+\.(mlp_)?(router|predictor)\.")
-"""Names of the weights that decide which tokens skip a block, so not routers of experts, which the baseline keeps."""
+"""Names of the weights that decide which tokens skip a block. The dense baseline keeps the routers of experts."""
 FORMAT_VERSION = 1
 DECLARE = (
     "Save it with mod_models.checkpoint.save_checkpoint(path, Checkpoint(spec=ModelSpec(...), weights=state_dict)), "
@@ -103,7 +103,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
                 save_file(weights, tensors)
             except SafetensorError as error:
                 raise OSError(f"{path / 'model.safetensors'}: could not be written ({error})") from error
-            # A folder without config.json is no checkpoint, so a kill between the two renames leaves no mixed one.
+            # Without config.json a folder is no checkpoint, so a run killed between the two renames leaves none.
             (path / "config.json").unlink(missing_ok=True)
 
 
@@ -140,7 +140,7 @@ def write_plain(path: Path, data: Mapping[str, object]) -> None:
             with temporary.open("wb") as file:
                 torch.save(data, file)
         except (OSError, RuntimeError) as error:
-            # torch raises a RuntimeError of its writer; the error of the file system is in the context.
+            # torch raises a RuntimeError from its own writer; the error of the file system is its context.
             reason = error if isinstance(error, OSError) else error.__context__ or error
             raise OSError(f"{path}: could not be written ({first_line(reason)})") from error
 

@@ -54,16 +54,16 @@ class Session:
         decisions = Decisions()
         with torch.no_grad():
             outputs = self.prefill.read(ids_BS, lengths_B, decisions)
-        output: dict[str, Tensor] = dict(zip(self.prefill_names, outputs, strict=True))
-        self.cache = {name: output[name].clone() for name in self.cache_names}
+        by_name: dict[str, Tensor] = dict(zip(self.prefill_names, outputs, strict=True))
+        self.cache = {name: by_name[name].clone() for name in self.cache_names}
         self.length_B = lengths_B.clone()
         self.ran = [{} for _ in lengths_B]
         for site, routing in decisions.made.items():
             for ran, position_K, live_K in zip(self.ran, routing.position_BK, routing.live_BK, strict=True):
                 ran[site] = position_K[live_K].tolist()
         if self.overflow_BN.numel():
-            self.overflow_BN = output["wanted"] - output["counts"]
-        return output["last_logits"]
+            self.overflow_BN = by_name["wanted"] - by_name["counts"]
+        return by_name["last_logits"]
 
     def write(self, ids_B: Tensor, active_B: Tensor | None = None) -> Tensor:
         """Reads one more token of each row, or only of rows in `active_B`, and returns the logits (B, V)."""
@@ -71,16 +71,16 @@ class Session:
         position_B = torch.where(active_B, self.length_B, -1)
         with torch.no_grad():
             outputs = self.step(ids_B, position_B, *self.cache.values())
-        output: dict[str, Tensor] = dict(zip(self.step_names, outputs, strict=True))
-        rows = {name: output[name.replace("_", "_row_")] for name in self.cache if "_" in name}
-        write_rows(self.cache, rows, output["slots"])
+        by_name: dict[str, Tensor] = dict(zip(self.step_names, outputs, strict=True))
+        rows = {name: by_name[name.replace("_", "_row_")] for name in self.cache if "_" in name}
+        write_rows(self.cache, rows, by_name["slots"])
         if sites(self.spec):
-            self.cache["counts"].copy_(output["new_counts"])
-            self.overflow_BN = self.overflow_BN + (output["wanted"] & ~output["ran"])
-            for b, column in output["ran"].nonzero().tolist():
+            self.cache["counts"].copy_(by_name["new_counts"])
+            self.overflow_BN = self.overflow_BN + (by_name["wanted"] & ~by_name["ran"])
+            for b, column in by_name["ran"].nonzero().tolist():
                 self.ran[b][sites(self.spec)[column]].append(int(self.length_B[b]))
         self.length_B = self.length_B + active_B
-        return output["logits"]
+        return by_name["logits"]
 
 
 def generate_eager(

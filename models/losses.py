@@ -76,7 +76,7 @@ def losses(
             auxiliary["predictor"].append(_cross_entropy(logit_BT, selected_BT, seen.live_BT))
             metrics[f"predictor_accuracy/{site}"] = _agreement(logit_BT, selected_BT, seen.live_BT)
         if config.router_loss > 0:
-            # Only then is there a metric: without this loss the sign of a score has no meaning.
+            # The metric exists only with this loss: without it the sign of a score has no meaning.
             auxiliary["router"].append(_cross_entropy(seen.l_BT, selected_BT, seen.live_BT))
             metrics[f"router_accuracy/{site}"] = _agreement(seen.l_BT, selected_BT, seen.live_BT)
     auxiliary["balance"] = [_balance(seen) for seen in decisions.experts.values()]

@@ -75,7 +75,7 @@ class _InChunks(torch.autograd.Function):
                 p_teacher_CV = log_t_CV.exp()
                 nats[1] += (p_teacher_CV * log_t_CV.sub_(log_p_CV)).sum()
             if any(wanted):
-                # Gradient of the cross entropy: p - onehot(target); of the divergence: p - p_teacher; both over tokens.
+                # Gradients of the means: cross entropy p - onehot(target), divergence p - p_teacher.
                 d_logits_CV = log_p_CV.exp_().mul_(1 + distill if p_teacher_CV is not None else 1)
                 d_logits_CV.scatter_add_(1, target_C1, torch.full_like(target_C1, -1, dtype=exact))
                 if p_teacher_CV is not None:

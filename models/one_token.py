@@ -183,7 +183,7 @@ def routed_one(
     """
 
     def nothing(x_B1D: Tensor) -> tuple[Tensor, ...]:
-        """Zero key and value rows and experts, for tokens that do not run."""
+        """Key and value rows of zeros, and no experts, for tokens that do not run."""
         B, n_rows, n_marks = len(x_B1D), 2 if past is not None else 0, 2 if count_BN is not None else 0
         G, E = (past.keys_BGLE.shape[1], past.keys_BGLE.shape[3]) if past is not None else (0, 0)
         rows = tuple(x_B1D.new_zeros(B, G, E) for _ in range(n_rows))

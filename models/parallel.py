@@ -71,7 +71,7 @@ class Workers:
             return True
         values: list[object] = [None] * self.size
         dist.all_gather_object(values, value)
-        return all(other == value for other in values)
+        return all(answer == value for answer in values)
 
     def wrap(self, step: LossModule) -> nn.Module:
         """Returns the module to call in training, with the same forward pass and reduced gradients. FSDP replaces the

@@ -102,7 +102,7 @@ def _dense_loss(model: Transformer, ids_BS1: Tensor) -> tuple[float, list[Tokens
     """Returns the loss of these rows, and the input of each layer."""
     before: list[Tokens] = []
     ids_BS = ids_BS1[:, :-1]
-    hooks = [layer.register_forward_pre_hook(lambda _, given: before.append(given[0])) for layer in model.layers]
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: before.append(inputs[0])) for layer in model.layers]
     try:
         x_BSD = model.stream(ids_BS, torch.full((len(ids_BS),), ids_BS.shape[1]), Decisions())
     finally:
@@ -159,18 +159,18 @@ def _probe(options: argparse.Namespace) -> dict[str, Any]:
     if not 1 <= options.seq <= longest or min(options.batches, options.batch) < 1:
         raise TrainError(f"--seq, --batch, --batches: expected 1 at least, and rows of {longest} tokens at most")
     windows = (batch_at(text_N, options.batch, options.seq + 1, PROBE_SEED + i) for i in range(options.batches))
-    dense, found = 0.0, list[Cost]()
+    dense, costs = 0.0, list[Cost]()
     for number, so_far in enumerate(costs_of(checkpoint, windows, options.parts, options.skip), 1):
-        dense, found = so_far
+        dense, costs = so_far
         print(f"batch {number}/{options.batches}", file=sys.stderr)
-    print(_table(dense, found, options.skip))
+    print(_table(dense, costs, options.skip))
     return {
         "checkpoint": str(options.checkpoint),
         "data": corpus.fingerprint,
         "tokens": options.batches * options.batch * options.seq,
         "skip": options.skip,
         "loss": dense,
-        "rows": [cost._asdict() for cost in found],
+        "rows": [cost._asdict() for cost in costs],
     }
 
 

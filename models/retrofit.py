@@ -115,7 +115,7 @@ def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, part
 
 
 def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
-    """Adds new routers and predictors to the weights of a dense model, which it shares; for a spec of `routed_spec`."""
+    """Adds new routers and predictors to a dense model and shares its weights. `spec` is from `routed_spec`."""
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(spec, max_positions=1))
     generator = torch.Generator().manual_seed(seed)

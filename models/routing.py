@@ -140,7 +140,7 @@ ROUTERS: dict[str, Callable[[ModelSpec, RoutingSpec], nn.Module]] = {
 
 
 def _softmax_selected(l_BK: Tensor, live_BK: Tensor, spec: RoutingSpec) -> Tensor:
-    # A finite minimum, because -inf would give NaN in a row without live tokens. The caller masks those gates.
+    # The minimum is finite, because -inf would give NaN in a row without live tokens. The caller masks those gates.
     return torch.softmax(torch.where(live_BK, l_BK, torch.finfo(torch.float32).min), dim=-1)
 
 

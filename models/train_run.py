@@ -164,7 +164,7 @@ class Run:
         # `state_dict` shards them.
         entries = self.model.state_dict()
         for name, tensor in entries.items():
-            # Every process takes part in gathering. Only the first keeps the tensors, because all of them need memory.
+            # All processes gather. Only the first keeps the result, because that takes the memory that sharding saves.
             full = whole(tensor)
             weights |= {name: full} if self.workers.first else {}
         for name, parameter in self.model.named_parameters():

@@ -212,7 +212,7 @@ class RoutedBlock(Block):
             return tuple(outputs)
 
         inputs = (inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
-        # Live slots come first.
+        # Live slots come first, so this slot tells whether more than `narrow` slots are live.
         more_B, k = chosen.live_BK[:, self.narrow], chosen.live_BK.shape[1]
         new_BKD, *cached = either(more_B, partial(of_first, k), partial(of_first, self.narrow), inputs)
         if cached and decisions.keys_values is not None:
@@ -247,7 +247,7 @@ class Transformer(nn.Module):
         self.noise: Tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
-        """Converts the module as torch does, but keeps noise in 32 bits: rounded to 16 bits, much of it would tie."""
+        """Converts the module as torch does, but keeps noise in 32 bits: rounded to 16 bits, many values would tie."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # Untyped in torch.
         if self.spec.routing is not None and self.spec.routing.draws and self.noise.dtype.itemsize < 4:
             self.noise = noise_table(self.spec.routing.noise_seed).to(self.noise.device)

@@ -97,7 +97,7 @@ def foreign_name(name: str) -> str:
 
 
 def spec_of(family: Family, config: Config, max_positions: int | None) -> ModelSpec | None:
-    """Returns the spec that a config.json declares; None if there are reasons against it in `config.problems`.
+    """Returns the spec that a config.json declares, or None, with the reasons in `config.problems`.
 
     `max_positions` makes the longest row shorter than the model allows.
     """

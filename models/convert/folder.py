@@ -24,7 +24,7 @@ def write_folder(model: ForeignModel, out: Path, written: Callable[[int, int], N
     Args:
         model: the model. Weights keep their stored dtype.
         out: a folder that does not exist yet, or is empty.
-        written: called after each piece with the number of bytes of weights that are written, and of all bytes.
+        written: called after each piece with the bytes of weights that are written, and the bytes of all weights.
 
     Raises:
         CheckpointError: `out` is not empty, the disk is full or not writable, or a weight is not finite.

@@ -79,7 +79,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class HalvesOfHeads:
-    """Reorders the rows of queries or keys: the source rotates pairs of neighbouring rows, this package two halves.
+    """Reorders rows of queries or keys: the source rotates pairs of neighbouring rows, this package rotates two halves.
 
     Meta's own code for Llama, and files of llama.cpp, store row i of the second half next to row i of the first.
     """
