@@ -294,9 +294,9 @@ def spec_at(step: int, spec: ModelSpec, config: TrainConfig) -> ModelSpec:
     done = step / (config.anneal * config.steps) if config.anneal > 0 else 1.0
     if spec.routing is None or done >= 1:
         return spec
-    progress = (1 + math.cos(math.pi * done)) / 2
+    remaining = (1 + math.cos(math.pi * done)) / 2
     final = spec.routing.capacity
-    capacity = tuple(c + (1 - c) * progress for c in (final if isinstance(final, tuple) else (final,)))
+    capacity = tuple(c + (1 - c) * remaining for c in (final if isinstance(final, tuple) else (final,)))
     routing = dataclasses.replace(spec.routing, capacity=capacity if isinstance(final, tuple) else capacity[0])
     return dataclasses.replace(spec, routing=routing)
 
