@@ -76,7 +76,7 @@ def build(
     root = Path("build") / title if out is None else Path(out)
     check_root(root)
 
-    from mod_export.pipeline.build import build as run
+    from mod_export.pipeline.stages import build as run
 
     def load() -> tuple[Model, Model | None]:
         own, dense = _model(model, inputs, shapes, title, samples, None)

@@ -13,6 +13,13 @@ KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 Role = Literal["forward", "prefill", "decode"]
 """What a graph does: `forward` reads whole rows, `prefill` reads a prompt and returns a cache, `decode` reads one token
 of each row."""
+
+
+def writes_text(role: Role) -> bool:
+    """Whether a role is one of those that write text together; the other one reads whole rows."""
+    return role != "forward"
+
+
 Site = int | str
 """A routing site: the number of a routed layer, or a name such as "3.mlp" or "3.expert0" where a layer has several."""
 Outputs = Literal["logits", "last", "none"]
@@ -92,8 +99,13 @@ class Setting:
         return f"{_stem(self.model, self.role, self.bucket)}-{self.dtype}"
 
     def __str__(self) -> str:
-        role = "" if self.role == "forward" else f" {self.role}"
+        role = f" {self.role}" if self.writes_text else ""
         return f"{self.target}{role} {self.bucket.name} {self.dtype}"
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the engine is one of those that write text together."""
+        return writes_text(self.role)
 
     def of(self, model: ModelKind) -> Setting:
         """The same setting of the other model."""
@@ -130,7 +142,7 @@ def pairs_of(items: Iterable[About]) -> dict[Setting, dict[ModelKind, About]]:
 
 
 def _stem(model: ModelKind, role: Role, bucket: Bucket) -> str:
-    return "-".join([model, *([] if role == "forward" else [role]), bucket.name])
+    return "-".join([model, *([role] if writes_text(role) else []), bucket.name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +243,11 @@ class Graph:
         return ids and (self.outputs == "last" or first[:2] == rows)
 
     @property
+    def writes_text(self) -> bool:
+        """Whether it is one of the graphs that write text together."""
+        return writes_text(self.role)
+
+    @property
     def stem(self) -> str:
         """As in file names: mod-b1s512, or mod-decode-b1s512."""
         return _stem(self.model, self.role, self.bucket)
@@ -261,6 +278,11 @@ class Engine:
     weights: str | None = None
     arch: str | None = None
     role: Role = "forward"
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether it is one of the engines that write text together."""
+        return writes_text(self.role)
 
     @property
     def setting(self) -> Setting:

@@ -30,7 +30,7 @@ from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.passes import PORTABLE, run_passes
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
+from mod_export.pipeline.stages import build
 from mod_export.rows.report import BuildReport
 from mod_export.types import TOKEN_INPUTS, Bucket
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint

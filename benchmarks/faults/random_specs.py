@@ -18,7 +18,7 @@ from mod_export.config import config_from_toml
 from mod_export.model import model
 from mod_export.model.module import model_from_module
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
+from mod_export.pipeline.stages import build
 from mod_export.rows.report import BuildReport
 from mod_export.types import Bucket
 from mod_models.checkpoint import Checkpoint, save_checkpoint

@@ -145,7 +145,7 @@ def build_and_show(
 
     from mod_export.console import Progress
     from mod_export.model.checkpoint import is_gguf
-    from mod_export.pipeline.build import build as run
+    from mod_export.pipeline.stages import build as run
     from mod_export.report import print_report
     from mod_export.report.wording import printable
     from mod_export.rows.failures import sentences

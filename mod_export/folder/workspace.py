@@ -24,9 +24,10 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mod_export.environment import EXPORTERS, versions
 from mod_export.errors import BuildFolderError
 from mod_export.folder.files import PARTIAL, FileEntry, changed_file, entry_of, replace_file
-from mod_export.folder.manifest import EMPTY, MANIFEST, checksum, read_manifest, with_checksum
+from mod_export.folder.manifest import EMPTY, MANIFEST, checksum, open_folder, read_manifest, with_checksum
 
 LOCK = ".lock"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -34,6 +35,8 @@ REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
     errno.ENOENT,
 }  # fmt: skip
+Make = Callable[[Sequence[Path]], Any]
+"""Writes the outputs of a step to these paths and returns its result, which is plain data."""
 
 
 class Step(BaseModel):
@@ -79,7 +82,7 @@ class Workspace:
         name: str,
         inputs: Mapping[str, Any],
         outputs: Sequence[str],
-        make: Callable[[Sequence[Path]], Any],
+        make: Make,
     ) -> Step:
         """Does a step, or reuses it. `inputs` are everything that its outputs and its result depend on; `make` writes
         each output to the path it is given, and returns the result. Both are plain data.
@@ -185,6 +188,33 @@ class Workspace:
         steps = {name: step.model_dump() for name, step in self._steps.items()}
         data = with_checksum({**EMPTY, "steps": steps, **self._facts})
         replace_file(self.root / MANIFEST, json.dumps(data, indent=1))
+
+
+class FinishedFolder:
+    """A finished build folder: its steps write no files, and nothing is recorded."""
+
+    def __init__(self, root: Path, *, verify: bool) -> None:
+        """Opens the folder; with `verify`, every file is compared with its hash.
+
+        Raises:
+            BuildFolderError: not a whole build folder, or a file that is not what was built.
+        """
+        self.root = root
+        self.manifest = open_folder(root, verify=verify)
+
+    def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
+        """Does a step, always anew."""
+        assert not outputs, name
+        return Step(name=name, result=json.loads(json.dumps(make([]))))
+
+    def hash_of(self, output: str) -> str:
+        """SHA-256 of a file, as it was built."""
+        return self.manifest.files[output].sha256
+
+    @property
+    def exports_alike(self) -> bool:
+        """Whether a fresh export here must give the same graphs; with other versions it may differ for good reasons."""
+        return self.manifest.exporters == versions(*EXPORTERS)
 
 
 def amend(root: Path, facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:

@@ -96,7 +96,7 @@ def candidates_from_graphs(
     with_graph = {(one.graph.model, one.graph.role, one.graph.bucket) for one in judged if one.graph is not None}
     found = []
     for graph in graphs:
-        if not _is_runnable(graph) or (graph.role == "forward" and hash_of(graph.path) in known):
+        if not _is_runnable(graph) or (not graph.writes_text and hash_of(graph.path) in known):
             continue
         target = "portable" if graph.target is None else f"{graph.target} graph"
         setting = Setting(target=target, dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket)
@@ -110,7 +110,7 @@ def _is_runnable(graph: Graph) -> bool:
     floats = graph.dtype if graph.target is None else ENGINES[graph.target].dialect.floats(graph.dtype)
     if floats == "bfloat16":
         return False  # There are no bfloat16 kernels for CPUs.
-    if graph.role != "forward":
+    if graph.writes_text:
         # Portable ones are judged by the engines that are made of them on this CPU.
         return graph.target is not None and not ENGINES[graph.target].binds
     # Whether scores of attention over the whole bucket, and their softmax, find room.

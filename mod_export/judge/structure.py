@@ -76,7 +76,7 @@ def structure_of_graph(root: Path, path: str, graph: Graph, weights: Collection[
         model = graph_from_file(root / path)
         reasons = [
             # Those of prefill and decode graphs follow from the cache, and were checked when they were exported.
-            *(_outputs(model, graph) if graph.role == "forward" else ()),
+            *(_outputs(model, graph) if not graph.writes_text else ()),
             *_references(model, root, weights),
             *_precision(model, graph),
             *_operators(model, graph),
@@ -84,7 +84,7 @@ def structure_of_graph(root: Path, path: str, graph: Graph, weights: Collection[
         ]
     except (GraphError, BuildFolderError) as error:
         reasons = [str(error)]
-    outputs = ("outputs",) if graph.role == "forward" else ()
+    outputs = ("outputs",) if not graph.writes_text else ()
     checked = (*outputs, "every weight is a reference to the checkpoint's tensor", "operators", "precision")
     return _row(path, checked, list(dict.fromkeys(reasons)))
 
@@ -185,7 +185,7 @@ def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
 def _dialect(graph: Graph) -> Dialect:
     """What a graph may contain."""
     # Graphs that write text skip what need not run by conditions, in every dialect.
-    portable = replace(PORTABLE, branches=graph.role != "forward")
+    portable = replace(PORTABLE, branches=graph.writes_text)
     return portable if graph.target is None else ENGINES[graph.target].dialect
 
 

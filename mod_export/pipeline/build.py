@@ -1,189 +1,505 @@
-"""The order of the stages of a build, and nothing else.
+"""One run over one build folder: what its stages share.
 
-load > capture > onnx > passes > engines > validate > benchmark > profile > report
-
-Without evidence a build ends after the engines, with the structure of their files in place of validation.
+`Build.start` makes a build of a plan: stages fill it with graphs and engines, and the folder records every step.
+`Build.open` makes one of a finished folder, for `validate` and `bench`: graphs and engines come from the manifest, and
+nothing is recorded. The stages are the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import json
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from mod_export.config import BuildConfig
-from mod_export.environment import limited, peak_rss_bytes, reset_peak_rss
-from mod_export.errors import ModExportError
-from mod_export.folder.manifest import BESIDE_TOKENIZER, TOKENIZER
-from mod_export.folder.programs import program_files
-from mod_export.folder.workspace import Step, Workspace
-from mod_export.model.model import Model
-from mod_export.model.program_files import write_graphs
-from mod_export.model.programs import ProgramModel
-from mod_export.pipeline.benchmark import benchmark, count_work, profile
-from mod_export.pipeline.context import BuildContext
-from mod_export.pipeline.engines import build_engines
-from mod_export.pipeline.graphs import capture, onnx
-from mod_export.pipeline.passes import passes
-from mod_export.pipeline.plan import make_plan
-from mod_export.pipeline.report import write_report
-from mod_export.pipeline.validate import check_structure, validate
-from mod_export.rows.failures import FailedRow
-from mod_export.rows.report import BuildReport, Stage
-from mod_export.types import ModelKind
+from mod_export.engines import ENGINES
+from mod_export.engines.protocol import EngineBuilder, Runner
+from mod_export.environment import describe_machine, versions
+from mod_export.errors import BuildError
+from mod_export.folder.manifest import TOKENIZER, GenerationFacts, ModelFacts
+from mod_export.folder.programs import first_sample
+from mod_export.folder.workspace import FinishedFolder, Make, Step, Workspace
+from mod_export.judge.inputs import TextOf, documentation_of, prompts_of
+from mod_export.judge.reference import KeptRuns, Reference, tensors_of
+from mod_export.model.model import sample_of, token_ids, tokens_sample
+from mod_export.model.protocol import ExportableModel, GeneratingModel, TokenIds
+from mod_export.pipeline.plan import GenerationPlan, Plan, generating_form
+from mod_export.pipeline.restore import as_built, restored_model
+from mod_export.pipeline.roles import ROLES
+from mod_export.rows.base import Result
+from mod_export.rows.cost import Work
+from mod_export.rows.failures import ABOUT, FailedRow, fields_of_graph, reason_for, sentences
+from mod_export.rows.generation import StepBytes
+from mod_export.runtime.decoder import DecodingEngines
+from mod_export.runtime.deployment import runnable_engines
+from mod_export.runtime.tokenizer import TokenizersFile
+from mod_export.types import Availability, Bucket, DType, Engine, Graph, ModelKind, Role, Variant, graph_of
 
-Works = tuple[tuple[str, tuple[Callable[[BuildContext], None], ...]], ...]
-ENGINES: Works = (
-    ("capture", (capture,)),
-    ("onnx", (onnx,)),
-    ("passes", (passes,)),
-    ("engines", (build_engines, count_work)),
-)
-EVIDENCE: Works = (
-    ("validate", (validate,)),
-    ("benchmark", (benchmark,)),
-    ("profile", (profile,)),
-)
-STRUCTURE: Works = (("structure", (check_structure,)),)
-"""In place of EVIDENCE."""
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
+    from mod_export.judge.candidates import Candidate
+    from mod_export.model.protocol import GraphSource
 
-class Observer(Protocol):
-    """Is told what a build does, for a person to see."""
-
-    def stage_started(self, name: str) -> None: ...
-    def step_started(self, name: str) -> None: ...
-    def stage_finished(self, stage: Stage) -> None: ...
+MOST_NOTES = 4
+"""Largest number of further reasons named where nothing could be built."""
+Row = TypeVar("Row", bound=Result)
 
 
-def build(
-    load: Callable[[], tuple[Model, Model | None]],
-    config: BuildConfig,
-    root: Path,
-    observer: Observer,
-    command: str,
-    capacity: float | None = None,
-    tokenizer: Path | None = None,
-    rebuild: str | None = None,
-    *,
-    evidence: bool = True,
-) -> BuildReport:
-    """Runs every stage and writes the report.
+class HasModel(Protocol):
+    """A graph or an engine."""
 
-    What cannot be built leaves the rest: it is a row of `report.failed`, and the next run tries it again. A stage that
-    leaves nothing of the model ends the build; what was whole before it stays, and the next run resumes there.
+    @property
+    def model(self) -> ModelKind: ...
 
-    Args:
-        load: gives the model, and the dense model that it is compared with if that is not the model's own.
+
+class Build:
+    """One run of stages over one folder. A stage reads what earlier stages left here and adds its own results.
+
+    Models, references and sources of graphs are made when a stage first asks for them: a build that reuses every step
+    needs none of them, and neither does a benchmark on a server without PyTorch.
+
+    Attributes:
         config: the resolved configuration.
-        root: the build folder; made if need be.
-        observer: is told of stages and steps.
-        command: as typed, for the report.
-        capacity: that the model was given in place of its own, for the report.
-        tokenizer: a file of the package `tokenizers`, for models whose ids are not bytes.
-        rebuild: what builds the same with the resolved configuration, for the report.
-        evidence: False stops when the engines are built and the structure of their files was checked: the manifest says
-            that nothing was verified, and the report what is missing. `validate_folder` and `bench_folder` complete
-            both, and the same build with evidence goes on from there.
-
-    Raises:
-        ModExportError: nothing could be built, or the request cannot be met; its notes name the stages that were done.
+        facts: the model and, if there is one, its dense baseline, as the manifest describes them.
+        generation: what writing text needs, or the reason why the folder cannot write text.
+        buckets: shapes of whole rows, ascending.
+        targets: the targets that this run is limited to; empty for all.
+        graphs: every ONNX graph of every role, portable ones and those of targets.
+        engines: every engine of every role.
+        weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor.
+        work: path of an engine -> operations of its graph.
+        steps: the steps of this run, in order.
+        failed: what this run could not do, in order; the rest went on.
+        missing: what the build of a finished folder could not do.
+        finished: the finished folder that this run looks at; None where the folder is being built.
+        checkpoint: the checkpoint that a finished folder is compared with; None for the folder's own weights.
     """
-    with (
-        _stages(load, config, root, observer, tokenizer, ENGINES + (EVIDENCE if evidence else STRUCTURE)) as (
-            context,
-            stages,
-        ),
-        _stage("report", stages, context.steps, context.failed, observer),
-    ):
-        return write_report(context, stages, command, capacity, rebuild, verified=evidence)
+
+    def __init__(
+        self,
+        store: Workspace | FinishedFolder,
+        config: BuildConfig,
+        model: Callable[[ModelKind], ExportableModel],
+        generating: Callable[[ModelKind], GeneratingModel],
+        facts: Mapping[ModelKind, ModelFacts],
+        generation: GenerationFacts | str,
+        buckets: Sequence[Bucket],
+    ) -> None:
+        """Takes what `start` and `open` differ in; call one of these."""
+        self.config, self.facts, self.generation = config, facts, generation
+        self.buckets = tuple(buckets)
+        self.model: Callable[[ModelKind], ExportableModel] = cache(model)
+        """Returns the model in the form that reads whole rows."""
+        self.generating: Callable[[ModelKind], GeneratingModel] = cache(generating)
+        """Returns the model in the form that decides about one token at a time."""
+        self.targets: tuple[str, ...] = ()
+        self.graphs: list[Graph] = []
+        self.engines: list[Engine] = []
+        self.weight_digests: dict[str, dict[str, str]] = {}
+        self.work: dict[str, tuple[Work, ...]] = {}
+        self.steps: list[Step] = []
+        self.failed: list[FailedRow] = []
+        self.missing: tuple[FailedRow, ...] = ()
+        self.finished: FinishedFolder | None = store if isinstance(store, FinishedFolder) else None
+        self.checkpoint: Path | None = None
+        self.kept_runs = KeptRuns()
+        """Runs of the reference, which all references share."""
+        self._store = store
+        self._plan: Plan | None = None
+        self._announce: Callable[[str], None] = lambda name: None
+        self._errors: list[BuildError] = []
+        self._rows: list[Result] = []
+        self._availability: dict[str, Availability] = {}
+        self._references: dict[tuple[ModelKind, Role], Reference] = {}
+        self._sources: dict[tuple[ModelKind, Role, Bucket], GraphSource] = {}
+
+    @classmethod
+    def start(cls, plan: Plan, workspace: Workspace, announce: Callable[[str], None]) -> Self:
+        """Returns a build of a plan, whose steps are recorded in the folder and announced before they start."""
+        build = cls(
+            workspace,
+            plan.config,
+            plan.loaded.__getitem__,
+            plan.generating,
+            {kind: _facts(plan, kind) for kind in plan.loaded},
+            plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
+            plan.buckets,
+        )
+        build._plan, build._announce = plan, announce
+        return build
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        config: BuildConfig | None,
+        targets: Sequence[str],
+        checkpoint: Path | None = None,
+        *,
+        verify: bool,
+    ) -> Self:
+        """Returns a build over a finished folder, whose models are restored from its own spec and weights.
+
+        Args:
+            root: the folder.
+            config: replaces the folder's own configuration, except for what its graphs were made for.
+            targets: names of the targets to run; empty for all.
+            checkpoint: weights that take the place of the folder's own.
+            verify: whether every file is compared with its hash.
+
+        Raises:
+            BuildFolderError: not a whole build folder, or, with `verify`, a file that is not what was built.
+            TargetError: nothing to run.
+        """
+        folder = FinishedFolder(root, verify=verify)
+        manifest = folder.manifest
+        config = as_built(config, manifest.config)
+
+        def generating(kind: ModelKind) -> GeneratingModel:
+            assert isinstance(manifest.generation, GenerationFacts)
+            return generating_form(build.model(kind), kind, manifest.generation.window, config)
+
+        build = cls(
+            folder,
+            config,
+            lambda kind: restored_model(folder, kind, checkpoint),
+            generating,
+            manifest.models,
+            manifest.generation,
+            manifest.buckets,
+        )
+        build.targets, build.checkpoint = tuple(targets), checkpoint
+        build.graphs += manifest.graphs
+        build.engines += manifest.engines
+        build.weight_digests |= manifest.weight_digests
+        build.work |= manifest.work
+        build.missing = manifest.failed
+        build.add(manifest.cost)
+        # Where nothing runs here, the reasons are given before any work is done.
+        forward = [engine for engine in manifest.engines if not engine.writes_text]
+        runnable_engines(root, forward, targets, failed=manifest.failed)
+        return build
+
+    @property
+    def root(self) -> Path:
+        """The build folder."""
+        return self._store.root
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; only of a folder that is being built."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def workspace(self) -> Workspace:
+        """The folder that is being built."""
+        assert isinstance(self._store, Workspace)
+        return self._store
+
+    @cached_property
+    def machine(self) -> dict[str, Any]:
+        """Environment of this run."""
+        return {**describe_machine(), "threads": self.config.latency.threads}
+
+    # Models, and what is made of them.
+
+    def reference(self, kind: ModelKind, role: Role = "forward") -> Reference:
+        """Returns the eager model that graphs of a role are judged by."""
+        if (kind, role) not in self._references:
+            self._references[kind, role] = ROLES[role].reference(self, kind)
+        return self._references[kind, role]
+
+    def release_references(self) -> None:
+        """Frees the references' copies of the weights, some in float64, which only validation needs."""
+        self._references.clear()
+
+    def source(self, graph: Graph) -> GraphSource:
+        """Returns what a portable graph is captured from: a module on the meta device, example inputs, and names."""
+        key = (graph.model, graph.role, graph.bucket)
+        if key not in self._sources:
+            self._sources[key] = ROLES[graph.role].source(self, graph)
+        return self._sources[key]
+
+    def program(self, graph: Graph, dtype: DType) -> torch.export.ExportedProgram:
+        """Captures the eager float32 module with its weights for the bucket of a forward graph, products in `dtype`.
+
+        The program is not kept, because a target makes only one engine of it.
+        """
+        from mod_export.graph.capture import captured
+
+        model = self.model(graph.model)
+        example = tensors_of(sample_of(model, graph.bucket, 0))
+        return captured(model.module(graph.outputs), example, graph.stem, dtype=dtype).program
+
+    # Steps, results and failures.
+
+    def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
+        """A step of the folder, announced before it starts."""
+        self._announce(name)
+        step = self._store.step(name, inputs, outputs, make)
+        self.steps.append(step)
+        return step
+
+    def measure(
+        self, row_type: type[Row], name: str, inputs: Mapping[str, Any], make: Callable[[], Sequence[Row]]
+    ) -> list[Row]:
+        """Does a step whose results are rows, and keeps them for the verdict and the report."""
+        step = self.step(name, inputs, [], lambda paths: [row.model_dump(mode="json") for row in make()])
+        found = [row_type.model_validate_json(json.dumps(item)) for item in step.result]
+        self._rows += found
+        return found
+
+    @contextlib.contextmanager
+    def attempt(self, stage: str, about: Mapping[str, Any], arch: str | None = None) -> Iterator[None]:
+        """Does what is inside, and goes on without it if it cannot be built: the failure becomes a row. A request that
+        cannot be met, such as a folder that is full, ends the build all the same.
+
+        Args:
+            stage: that does it.
+            about: fields of `ABOUT`; what is not named is meant for all.
+            arch: of the GPU that an engine is built for.
+        """
+        try:
+            yield
+        except BuildError as error:
+            self.fail(stage, about, error, arch)
+
+    def fail(self, stage: str, about: Mapping[str, Any], error: BuildError, arch: str | None = None) -> None:
+        """Records what could not be done."""
+        # The build goes on, and must not keep the tensors that were at work when this failed.
+        chained: BaseException | None = error
+        while chained is not None:
+            traceback.clear_frames(chained.__traceback__)
+            chained = chained.__cause__ or chained.__context__
+        fields = {**dict.fromkeys(ABOUT), **about}
+        self.failed.append(FailedRow(stage=stage, **fields, arch=arch, reason=str(error)))
+        self._errors.append(error)
+
+    def is_lost(self, about: Mapping[str, Any]) -> bool:
+        """Whether what has these fields of `ABOUT` is missing, in this run or in the folder."""
+        return reason_for((*self.failed, *self.missing), about) is not None
+
+    def require(self, left: Iterable[HasModel]) -> None:
+        """Ends a build of which nothing is left that is of the model itself.
+
+        Raises:
+            BuildError: the first that failed for it, with the others in its notes.
+        """
+        if not self.failed or any(one.model == "mod" for one in left):
+            return
+        first = next((index for index, row in enumerate(self.failed) if row.model != "dense"), 0)
+        error = self._errors[first]
+        others = sentences(row for row in self.failed if row.why != self.failed[first].why)
+        for sentence in others[:MOST_NOTES]:
+            error.add_note(f"also: {sentence}")
+        if len(others) > MOST_NOTES:
+            error.add_note(f"also: {len(others) - MOST_NOTES} more")
+        raise error
+
+    @property
+    def gated_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of whole rows that the model has engines for: the gate on speed holds for the largest of them."""
+        built = {one.bucket for one in self.engines if (one.model, one.role) == ("mod", "forward")}
+        return tuple(bucket for bucket in self.buckets if bucket in built) or self.buckets
+
+    def add(self, rows: Sequence[Result]) -> None:
+        """Results that follow from others and are no step of their own."""
+        self._rows += rows
+
+    def rows(self, row_type: type[Row]) -> list[Row]:
+        """Every result of one type so far."""
+        return [row for row in self._rows if isinstance(row, row_type)]
+
+    def hash_of(self, path: str) -> str:
+        """SHA-256 of a file of the folder, as it was built."""
+        return self._store.hash_of(path)
+
+    def weights_path(self, kind: ModelKind, dtype: DType) -> str:
+        """The weights file of a model and dtype, relative to the root."""
+        return self.facts[kind].weights.removesuffix("float32.data") + f"{dtype}.data"
+
+    def identity(self, kind: ModelKind) -> dict[str, Any]:
+        """Which weights and which spec a model is made of, as an input of steps."""
+        about = self.facts[kind].model_dump(include={"checkpoint_sha256", "architecture", "spec"})
+        code = {} if self._plan is None else {"code": self._plan.source_of(kind).code_sha256}
+        return {**about, "kind": kind, **code}
+
+    def source_inputs(self, graph: Graph) -> dict[str, Any]:
+        """What the source of a portable graph depends on, as an input of steps."""
+        about: dict[str, Any] = {"role": graph.role, "bucket": asdict(graph.bucket), "outputs": graph.outputs}
+        if graph.writes_text:
+            model = self.generating(graph.model)
+            about["generation"] = [model.loaded.spec, model.window, self.config.generation.slots]
+        return {**self.identity(graph.model), **about}
+
+    def runnable(self, *roles: Role) -> list[Engine]:
+        """Engines of these roles that run here: their target does, and it is their GPU if they were built for one.
+
+        Engines that write text keep their cache in this machine's memory, which not every target's runners can.
+        """
+        return [engine for engine in self.engines if engine.role in roles and self._runs(engine)]
+
+    def _runs(self, engine: Engine) -> bool:
+        if self.targets and engine.target not in self.targets:
+            return False
+        if engine.target not in self._availability:
+            self._availability[engine.target] = ENGINES[engine.target].availability()
+        found = self._availability[engine.target]
+        return found.can_run(engine) and (not engine.writes_text or ENGINES[engine.target].binds)
+
+    @cached_property
+    def text_of(self) -> TextOf | None:
+        """Text for a model that has none of its own, where the folder has its tokenizer."""
+        tokenizer, vocab_size = self.root / TOKENIZER, self.facts["mod"].vocab_size
+        if vocab_size is None or not tokenizer.is_file():
+            return None
+        return documentation_of(partial(TokenizersFile(tokenizer).ids, special=False), vocab_size)
+
+    @property
+    def text_inputs(self) -> dict[str, Any]:
+        """What text depends on, as an input of steps."""
+        has_tokenizer = (self.root / TOKENIZER).is_file()
+        return {"seed": self.config.seed, "tokenizer": self.hash_of(TOKENIZER) if has_tokenizer else None}
+
+    def texts(self, rows: int, length: int) -> np.ndarray:
+        """Returns beginnings of texts for timing, int64 (rows, length).
+
+        A build takes held-out text where the model has some. A finished folder takes random ids, which need no model.
+        """
+        if self._plan is not None:
+            model = self.model("mod")
+            return prompts_of(model, token_ids(model).vocab_size, rows, length, self.config.seed)
+        vocab_size = self.facts["mod"].vocab_size
+        assert vocab_size is not None, "only a model of token ids writes text"
+        return prompts_of(None, vocab_size, rows, length, self.config.seed)
+
+    def feeds(self, bucket: Bucket) -> Mapping[str, np.ndarray]:
+        """Inputs for timing, by name. Graphs have static shapes, so their time does not depend on the values."""
+        vocab_size = self.facts["mod"].vocab_size
+        if vocab_size is not None:
+            return tokens_sample(vocab_size, bucket, self.config.seed)
+        return first_sample(self.root, bucket)
+
+    def decoding_engines(self) -> DecodingEngines:
+        """The prefill and decode engines, as they are served."""
+        engines = [engine for engine in self.engines if engine.writes_text]
+        return DecodingEngines(engines, self._load, self.config)
+
+    def _load(self, engine: Engine) -> Runner:
+        return ENGINES[engine.target].load(self.root, engine, self.config, self.config.latency.threads)
+
+    def graph_of(self, engine: Engine) -> Graph:
+        """The graph that an engine was built from; the portable one, which computes the same, where that is none."""
+        graph = graph_of(engine, self.graphs)
+        assert graph is not None, engine.path
+        return graph
+
+    def conditions(self, engines: Sequence[Engine]) -> dict[str, Any]:
+        """What a result on this machine depends on beside its settings."""
+        targets = dict.fromkeys(engine.target for engine in engines)
+        return {
+            "engines": [self.hash_of(engine.path) for engine in engines],
+            "weights": [self.hash_of(self.weights_path(engine.model, engine.dtype)) for engine in engines],
+            "threads": self.config.latency.threads,
+            "machine": [self.machine["cpu"], self.machine["cores"], self.machine["gpu"]],
+            "versions": {
+                **versions("mod_export", "torch", "onnxruntime"),
+                **{name: found for target in targets for name, found in ENGINES[target].versions().items()},
+            },
+        }
+
+    def judging_inputs(self, candidate: Candidate, **options: Any) -> dict[str, Any]:
+        """Returns what a judgement of a candidate depends on, as inputs of a step."""
+        kind, dtype = candidate.setting.model, candidate.setting.dtype
+        return {
+            **self.conditions([candidate.engine] if candidate.engine else []),
+            "file": self.hash_of(candidate.path),
+            "weights": self.hash_of(self.weights_path(kind, dtype)),
+            "options": options,
+            "seed": self.config.seed,
+            "checkpoint": self.identity(kind),
+        }
+
+    def timing_inputs(self, engines: Iterable[Engine], **others: Any) -> dict[str, Any]:
+        """Returns what a timing depends on, as inputs of a step."""
+        return {**self.conditions(list(engines)), "seed": self.config.seed, **others}
+
+    def versions(self, *names: str) -> dict[str, Any]:
+        """Versions as an input of a step, this package's source among them."""
+        return {"versions": versions("mod_export", *names)}
+
+    # Only of a folder that is being built.
+
+    def planned(self) -> Iterator[tuple[EngineBuilder, Variant, Graph]]:
+        """Yields every engine that can still be built, with its portable graph as it was captured."""
+        captured = {graph.path: graph for graph in self.graphs}
+        for builder, variant, graph in self.plan.engines():
+            about = {**fields_of_graph(graph), "target": builder.name, "dtype": variant.dtype}
+            if graph.path in captured and self.is_wanted(about):
+                yield builder, variant, captured[graph.path]
+
+    def is_wanted(self, about: Mapping[str, Any]) -> bool:
+        """Says whether it can still be built, and, of a dense baseline, whether there will be a model to compare."""
+        return not self.is_lost(about) and not self.is_lost({**about, "model": "mod"})
+
+    def leave_out(self, engine: Engine) -> None:
+        """Takes a built engine out of the build again, because it is of no use alone."""
+        self.engines.remove(engine)
+        self.workspace.leave_out(engine_step(engine))
 
 
-@contextlib.contextmanager
-def _stages(
-    load: Callable[[], tuple[Model, Model | None]],
-    config: BuildConfig,
-    root: Path,
-    observer: Observer,
-    tokenizer: Path | None,
-    after_load: Works,
-) -> Iterator[tuple[BuildContext, list[Stage]]]:
-    """Reads the checkpoint and runs these stages; what they found, for the last one."""
-    stages: list[Stage] = []
-    with contextlib.ExitStack() as opened:
-        opened.enter_context(limited(config.max_memory))
-        steps: list[Step] = []
-        failed: list[FailedRow] = []
-        with _stage("load", stages, steps, failed, observer):
-            plan = make_plan(*load(), config, root, tokenizer)
-            # Not before the request is known to be sound: a refused one leaves nothing behind.
-            context = BuildContext(plan, opened.enter_context(Workspace(root)), observer.step_started)
-            context.steps, context.failed = steps, failed
-            context.step("load", {kind: context.identity(kind) for kind in context.facts}, [], lambda paths: None)
-            _keep_tokenizer(context)
-            _keep_programs(context)
-        for name, works in after_load:
-            with _stage(name, stages, steps, failed, observer):
-                for work in works:
-                    work(context)
-        yield context, stages
+def engine_step(engine: Engine) -> str:
+    """The name of the step that builds an engine."""
+    return f"engine/{engine.target}/{engine.stem}"
 
 
-def _keep_tokenizer(context: BuildContext) -> None:
-    path = context.plan.tokenizer
-    if not isinstance(path, Path):
-        return
-    beside = {name: path.parent / name for name in BESIDE_TOKENIZER}
-    data = {TOKENIZER: path.read_bytes()} | {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
-    inputs = {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
-    context.step("tokenizer", inputs, [*data], partial(_write_files, list(data.values())))
-
-
-def _write_files(contents: Sequence[bytes], paths: Sequence[Path]) -> None:
-    for content, path in zip(contents, paths, strict=True):
-        path.write_bytes(content)
-
-
-def _keep_programs(context: BuildContext) -> None:
-    """What a reference is rebuilt from where a model is no registered architecture."""
-    for kind, loaded in context.plan.loaded.items():
-        if isinstance(loaded, ProgramModel):
-            files = program_files(kind, [bucket.name for bucket in loaded.buckets])
-            context.step(f"programs/{kind}", context.identity(kind), files, partial(_write_programs, loaded, kind))
-
-
-def _write_programs(loaded: ProgramModel, kind: ModelKind, paths: Sequence[Path]) -> None:
-    # The paths lie in a folder as they will in the build folder.
-    write_graphs(loaded, kind, paths[0].parents[1])
-
-
-@contextlib.contextmanager
-def _stage(
-    name: str, stages: list[Stage], steps: list[Step], failed: Sequence[FailedRow], observer: Observer
-) -> Iterator[None]:
-    """Times a stage, watches its memory, counts what it could not do, and says which stages were done when it fails."""
-    observer.stage_started(name)
-    reset_peak_rss()
-    begin, first, before = time.perf_counter(), len(steps), len(failed)
-    try:
-        yield
-    except ModExportError as error:
-        done = ", ".join(stage.name for stage in stages) or "none"
-        error.add_note(f"stage {name} failed; done before it: {done}")
-        raise
-    # A stage that had nothing to do is as new or as old as the one before it.
-    own, lost = steps[first:], len(failed) - before
-    reused = all(step.reused for step in own) if own else all(stage.status == "reused" for stage in stages)
-    stage = Stage(
-        name=name,
-        status="reused" if reused and not lost else "built",
-        failed=lost,
-        seconds=round(time.perf_counter() - begin, 3),
-        peak_rss_bytes=peak_rss_bytes() or None,
+def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:
+    source, loaded = plan.source_of(kind), plan.loaded[kind]
+    return ModelFacts(
+        name=source.name,
+        architecture=source.architecture,
+        checkpoint_sha256=source.checkpoint_sha256,
+        spec=dict(loaded.spec),
+        vocab_size=loaded.vocab_size if isinstance(loaded, TokenIds) else None,
+        weights=plan.weights_path(kind, "float32"),
+        tensors=tuple(sorted(loaded.weights)),
     )
-    stages.append(stage)
-    observer.stage_finished(stage)
+
+
+def _generation_facts(plan: Plan) -> GenerationFacts:
+    assert isinstance(plan.generation, GenerationPlan)
+    models = plan.generation.models
+    decodes = list(dict.fromkeys(graph.bucket for graph in plan.graphs if graph.role == "decode"))
+    lengths = sorted({bucket.seq for bucket in decodes})
+    return GenerationFacts(
+        window=plan.generation.window,
+        sites={kind: tuple(model.sites) for kind, model in models.items()},
+        capacity=dict(models["mod"].capacity),
+        kv_bytes={
+            kind: {length: sum(model.kv_bytes(length).values()) for length in lengths} for kind, model in models.items()
+        },
+        step_bytes={
+            bucket.name: {"float32": {kind: step_bytes(model, bucket) for kind, model in models.items()}}
+            for bucket in decodes
+        },
+    )
+
+
+def step_bytes(model: GeneratingModel, bucket: Bucket, stored: Mapping[str, int] | None = None) -> StepBytes:
+    """What a step of a decode bucket has to read: a sum over routing sites, so each is asked for alone.
+
+    `stored` has the bytes of the weights that are not float32.
+    """
+    nowhere, rows, length = dict.fromkeys(model.sites, 0.0), bucket.batch, bucket.seq
+    always = model.least_bytes(rows, length, nowhere, stored)
+    sites = {str(site): model.least_bytes(rows, length, nowhere | {site: 1.0}, stored) - always for site in model.sites}
+    # Experts add nothing: they are read in every step, as many of them as its rows can take.
+    return StepBytes(always=always, sites={site: size for site, size in sites.items() if size})

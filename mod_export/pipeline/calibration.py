@@ -18,7 +18,7 @@ from mod_export.judge.inputs import Batch, prompts_of
 from mod_export.judge.reference import tensors_of
 from mod_export.model.model import sample_of, token_ids
 from mod_export.model.protocol import SampledInputs
-from mod_export.pipeline.context import BuildContext
+from mod_export.pipeline.build import Build
 from mod_export.types import Graph, ModelKind
 
 TOKENS = 8192
@@ -32,9 +32,9 @@ OTHER_TEXT = 10_000
 class Calibration:
     """Second moments of one model's weights, which are asked for in ascending order of their names."""
 
-    def __init__(self, context: BuildContext, kind: ModelKind, shapes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, build: Build, kind: ModelKind, shapes: Mapping[str, Sequence[int]]) -> None:
         """`shapes` are those (N, K) of the weights that will be asked for."""
-        self._context, self._kind = context, kind
+        self._build, self._kind = build, kind
         self._left = sorted(shapes)
         self._shapes = shapes
         self._found: dict[str, torch.Tensor] = {}
@@ -80,23 +80,23 @@ class Calibration:
             moments_KK.addmm_(rows_NK.T, rows_NK)
 
         graph = self._longest()
-        program = self._context.models.program(graph, "float32")
+        program = self._build.program(graph, "float32")
         for batch in self._batches(graph):
             run_sites(program, program.state_dict, tensors_of(batch.feeds), SiteRun(graph.bucket.seq), watch=watch)
             last = None
 
     def _longest(self) -> Graph:
         """A graph of whole rows as long as the longest prompt: what short rows hold is mostly their first tokens."""
-        graphs = [one for one in self._context.graphs if one.model == self._kind and one.target is None]
+        graphs = [one for one in self._build.graphs if one.model == self._kind and one.target is None]
         longest = max((one for one in graphs if one.role != "decode"), key=lambda one: one.bucket.seq)
-        return replace(longest, role="forward", outputs=self._context.config.returned)
+        return replace(longest, role="forward", outputs=self._build.config.returned)
 
     def _batches(self, graph: Graph) -> Iterator[Batch]:
-        context, (B, S) = self._context, (graph.bucket.batch, graph.bucket.seq)
-        model, seed = context.models.loaded(self._kind), context.config.seed + OTHER_TEXT
+        build, (B, S) = self._build, (graph.bucket.batch, graph.bucket.seq)
+        model, seed = build.model(self._kind), build.config.seed + OTHER_TEXT
         for number in range(-(-TOKENS // (B * S))):
             if isinstance(model, SampledInputs):
                 yield Batch("sample", graph.bucket, sample_of(model, graph.bucket, seed + number))
                 continue
-            ids_BS = prompts_of(model, token_ids(model).vocab_size, B, S, seed + number, context.text_of)
+            ids_BS = prompts_of(model, token_ids(model).vocab_size, B, S, seed + number, build.text_of)
             yield Batch.of_tokens("text", ids_BS, np.full(B, S, dtype=np.int64))

@@ -40,9 +40,9 @@ from mod_export.graph.weights import (
 from mod_export.measure.cost import cost_row
 from mod_export.model.model import stored_state
 from mod_export.model.protocol import DeclaredRouting, ExportableModel
+from mod_export.pipeline.build import Build
+from mod_export.pipeline.build import step_bytes as step_bytes_of
 from mod_export.pipeline.calibration import Calibration
-from mod_export.pipeline.context import BuildContext, Context
-from mod_export.pipeline.context import step_bytes as step_bytes_of
 from mod_export.rows.cost import CostRow
 from mod_export.rows.failures import fields_of_graph
 from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, ModelKind, Site, site_from_text
@@ -53,95 +53,95 @@ MOST_KEPT = 32
 _kept: dict[str, bytes] = {}
 
 
-def capture(context: BuildContext) -> None:
+def capture(build: Build) -> None:
     """Proves that every bucket is one static graph.
 
     Raises:
         BuildError: none is.
     """
-    for graph in _wanted(context):
-        inputs = {**context.source_inputs(graph), **context.versions("torch")}
-        with context.attempt("capture", fields_of_graph(graph)):
-            context.step(f"capture/{graph.stem}", inputs, [], partial(_prove, context, graph))
-    context.require(_wanted(context))
+    for graph in _wanted(build):
+        inputs = {**build.source_inputs(graph), **build.versions("torch")}
+        with build.attempt("capture", fields_of_graph(graph)):
+            build.step(f"capture/{graph.stem}", inputs, [], partial(_prove, build, graph))
+    build.require(_wanted(build))
 
 
-def _wanted(context: BuildContext) -> Iterator[Graph]:
+def _wanted(build: Build) -> Iterator[Graph]:
     """The portable graphs that can still be made when it is their turn: first the model's, then the baseline's."""
-    return (graph for graph in context.plan.graphs if context.is_wanted(fields_of_graph(graph)))
+    return (graph for graph in build.plan.graphs if build.is_wanted(fields_of_graph(graph)))
 
 
-def _prove(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, int]:
-    source = context.models.source(graph)
+def _prove(build: Build, graph: Graph, paths: Sequence[Path]) -> dict[str, int]:
+    source = build.source(graph)
     return asdict(prove_static(source.module, source.examples, graph.stem))
 
 
-def onnx(context: BuildContext) -> None:
+def onnx(build: Build) -> None:
     """Weights files, and the portable graph of every model, role and bucket.
 
     Raises:
         BuildError: there is no graph of the model.
     """
-    kinds = {context.facts[kind].weights: kind for kind in reversed(KINDS) if kind in context.facts}.values()
-    wanted = {"float32", *(variant.dtype for _, variant, _ in context.plan.engines())}
+    kinds = {build.facts[kind].weights: kind for kind in reversed(KINDS) if kind in build.facts}.values()
+    wanted = {"float32", *(variant.dtype for _, variant, _ in build.plan.engines())}
     dtypes = [dtype for dtype in DTYPES if dtype in wanted]
     for kind in kinds:
         for dtype in dtypes:
             if dtype not in QUANTIZED:
-                _write_weights(context, kind, dtype)
-    for graph in _wanted(context):
-        with context.attempt("onnx", fields_of_graph(graph)):
-            _portable_step(context, graph)
-    context.require(context.graphs)
+                _write_weights(build, kind, dtype)
+    for graph in _wanted(build):
+        with build.attempt("onnx", fields_of_graph(graph)):
+            _portable_step(build, graph)
+    build.require(build.graphs)
     # Which weights can become whole numbers is read from the graphs.
     for kind in kinds:
         # A file that both models read is missing for both.
         only = kind if len(kinds) > 1 else None
         for dtype in dtypes:
             if dtype in QUANTIZED:
-                with context.attempt("onnx", {"dtype": dtype, "model": only}):
-                    _write_weights(context, kind, dtype, _forms(context, kind, dtype))
-    if isinstance(context.generation, GenerationFacts):
-        context.generation = _with_stored_bytes(context, context.generation, dtypes)
+                with build.attempt("onnx", {"dtype": dtype, "model": only}):
+                    _write_weights(build, kind, dtype, _forms(build, kind, dtype))
+    if isinstance(build.generation, GenerationFacts):
+        build.generation = _with_stored_bytes(build, build.generation, dtypes)
 
 
-def _portable_step(context: BuildContext, graph: Graph) -> None:
+def _portable_step(build: Build, graph: Graph) -> None:
     inputs = {
-        **context.source_inputs(graph),
-        "weights": context.hash_of(context.weights_path(graph.model, "float32")),
+        **build.source_inputs(graph),
+        "weights": build.hash_of(build.weights_path(graph.model, "float32")),
         "versions": versions(*EXPORTERS),
     }
-    step = context.step(f"graph/{graph.stem}", inputs, [graph.path], partial(_export, context, graph))
+    step = build.step(f"graph/{graph.stem}", inputs, [graph.path], partial(_export, build, graph))
     k_by_layer = {site_from_text(name): k for name, k in step.result["k_by_layer"].items()}
     results = {name: tuple(shape) for name, shape in step.result["results"].items()}
     ports = {name: (dtype, tuple(shape)) for name, (dtype, shape) in step.result["inputs"].items()}
-    context.graphs.append(replace(graph, k_by_layer=k_by_layer, inputs=ports, results=results))
+    build.graphs.append(replace(graph, k_by_layer=k_by_layer, inputs=ports, results=results))
     if step.result["cost"] is not None:
-        context.add([CostRow.model_validate(step.result["cost"])])
+        build.add([CostRow.model_validate(step.result["cost"])])
 
 
-def _forms(context: BuildContext, kind: ModelKind, dtype: DType) -> Forms:
+def _forms(build: Build, kind: ModelKind, dtype: DType) -> Forms:
     """How the graphs that read one weights file want its weights, all of them together."""
     found: dict[str, set[Form]] = {}
-    for builder, variant, graph in context.planned():
-        if variant.dtype == dtype and context.facts[graph.model].weights == context.facts[kind].weights:
-            model = ir.load(context.root / graph.path)
+    for builder, variant, graph in build.planned():
+        if variant.dtype == dtype and build.facts[graph.model].weights == build.facts[kind].weights:
+            model = ir.load(build.root / graph.path)
             for name, forms in stored_forms(model, graph.dialect(builder.dialect), dtype).items():
                 found.setdefault(name, set()).update(forms)
     return found
 
 
-def _with_stored_bytes(context: BuildContext, facts: GenerationFacts, dtypes: Sequence[DType]) -> GenerationFacts:
+def _with_stored_bytes(build: Build, facts: GenerationFacts, dtypes: Sequence[DType]) -> GenerationFacts:
     """What a step has to read in other dtypes than float32: of whole numbers, what their files hold."""
     step_bytes = {bucket: dict(by_dtype) for bucket, by_dtype in facts.step_bytes.items()}
     for bucket, dtype in itertools.product(step_bytes, dtypes):
-        kinds = [kind for kind in context.facts if context.weights_path(kind, dtype) in context.weight_digests]
+        kinds = [kind for kind in build.facts if build.weights_path(kind, dtype) in build.weight_digests]
         if dtype not in QUANTIZED:
             wide = step_bytes[bucket]["float32"]
             step_bytes[bucket][dtype] = {kind: one.stored_in(dtype) for kind, one in wide.items()}
             continue
-        files = {kind: WeightsFile.open(context.root / context.weights_path(kind, dtype)) for kind in kinds}
-        models = {kind: context.models.generating(kind) for kind in files}
+        files = {kind: WeightsFile.open(build.root / build.weights_path(kind, dtype)) for kind in kinds}
+        models = {kind: build.generating(kind) for kind in files}
         stored = {kind: file.quantized_bytes(models[kind].loaded.weights) for kind, file in files.items()}
         step_bytes[bucket][dtype] = {
             kind: step_bytes_of(models[kind], Bucket.named(bucket), stored[kind]) for kind in files
@@ -149,11 +149,11 @@ def _with_stored_bytes(context: BuildContext, facts: GenerationFacts, dtypes: Se
     return facts.model_copy(update={"step_bytes": step_bytes})
 
 
-def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
-    source = context.models.source(graph)
-    model, applied, sites = _portable(context, graph)
-    save_graph(context, model, graph, paths[0])
-    cost = cost_row(model, graph.model, graph.bucket) if graph.role == "forward" else None
+def _export(build: Build, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]:
+    source = build.source(graph)
+    model, applied, sites = _portable(build, graph)
+    save_graph(build, model, graph, paths[0])
+    cost = cost_row(model, graph.model, graph.bucket) if not graph.writes_text else None
     return {
         "passes": applied,
         "k_by_layer": {str(site.name): site.k for site in sites},
@@ -166,23 +166,23 @@ def _export(context: BuildContext, graph: Graph, paths: Sequence[Path]) -> dict[
     }
 
 
-def _portable(context: Context, graph: Graph) -> tuple[ir.Model, dict[str, int], tuple[RoutingSite, ...]]:
+def _portable(build: Build, graph: Graph) -> tuple[ir.Model, dict[str, int], tuple[RoutingSite, ...]]:
     """The portable graph, its weights without values, the passes that were applied, and its routing sites.
 
     Raises:
         BuildError: it cannot be exported, or does not route as the model declares.
     """
-    source = context.models.source(graph)
+    source = build.source(graph)
     # Conditions are captured with everything else where strict; otherwise each is compiled alone, which takes longer.
     found = captured(source.module, source.examples[0], graph.stem, strict=source.conditions)
     model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
     # Passes read the values of small buffers, such as a causal mask.
-    _bind(context, model, graph)
+    _bind(build, model, graph)
     applied = run_passes(model, PORTABLE, "float32")
     _check_ports(graph, model, source.inputs, [*source.outputs, *found.routed])
-    if graph.role == "forward":
+    if not graph.writes_text:
         k_by_layer = {site.name: site.k for site in found.sites}
-        _check_routing(context.models.loaded(graph.model), graph, k_by_layer)
+        _check_routing(build.model(graph.model), graph, k_by_layer)
         assert_capacity(model, graph.bucket, k_by_layer, source.outputs)
     return model, applied, found.sites
 
@@ -219,15 +219,15 @@ def _check_ports(graph: Graph, model: ir.Model, inputs: Sequence[str], outputs: 
         raise GraphError(f"{graph.path}: {', '.join(map(str, loose))} has no fixed size; write the model without one")
 
 
-def _bind(context: Context, model: ir.Model, graph: Graph) -> None:
+def _bind(build: Build, model: ir.Model, graph: Graph) -> None:
     """Makes the weights of a graph references to the weights files of the folder.
 
     Raises:
         GraphError: a weights file does not hold one of them.
         BuildFolderError: a weights file is missing, or is none.
     """
-    paths = [context.weights_path(graph.model, dtype) for dtype in files_for(graph.dtype)]
-    bind_weights(model, [WeightsFile.open(context.root / path) for path in paths], context.root / "graphs")
+    paths = [build.weights_path(graph.model, dtype) for dtype in files_for(graph.dtype)]
+    bind_weights(model, [WeightsFile.open(build.root / path) for path in paths], build.root / "graphs")
     unbound = [name for name, value in model.graph.initializers.items() if value.const_value is None]
     if unbound:
         raise GraphError(f"{graph.path}: no value for {', '.join(unbound[:SHOWN])} in {', '.join(paths)}")
@@ -237,12 +237,12 @@ def _bytes(model: ir.Model) -> bytes:
     return ir.to_proto(model).SerializeToString()
 
 
-def save_graph(context: BuildContext, model: ir.Model, graph: Graph, destination: Path) -> None:
+def save_graph(build: Build, model: ir.Model, graph: Graph, destination: Path) -> None:
     """Binds the weights, writes the graph, and has onnx.checker look at it where its weights are."""
-    _bind(context, model, graph)
+    _bind(build, model, graph)
     data = _bytes(model)
     # External data must lie beside the graph, so the check runs on a copy there.
-    probe = context.root / "graphs" / f".partial-{destination.name}"
+    probe = build.root / "graphs" / f".partial-{destination.name}"
     try:
         probe.write_bytes(data)
         check_model(str(probe))
@@ -251,7 +251,7 @@ def save_graph(context: BuildContext, model: ir.Model, graph: Graph, destination
     destination.write_bytes(data)
 
 
-def fresh_graph(context: Context, graph: Graph) -> bytes:
+def fresh_graph(build: Build, graph: Graph) -> bytes:
     """A graph as a build would write it now.
 
     Raises:
@@ -259,14 +259,14 @@ def fresh_graph(context: Context, graph: Graph) -> bytes:
         BuildFolderError: a weights file is missing, or is none.
     """
     portable = replace(graph, dtype="float32", target=None)
-    weights = context.weights_path(graph.model, "float32")
-    entries = WeightsFile.open(context.root / weights).entries
+    weights = build.weights_path(graph.model, "float32")
+    entries = WeightsFile.open(build.root / weights).entries
     # What the folder holds, and not only what its manifest says: another folder may say the same of another program.
-    held = dict(context.models.loaded(graph.model).spec)
-    key = json.dumps([context.source_inputs(graph), held, weights, sorted(entries.items())], default=str)
+    held = dict(build.model(graph.model).spec)
+    key = json.dumps([build.source_inputs(graph), held, weights, sorted(entries.items())], default=str)
     if key not in _kept:
-        model, _, _ = _portable(context, portable)
-        _bind(context, model, portable)
+        model, _, _ = _portable(build, portable)
+        _bind(build, model, portable)
         _kept[key] = _bytes(model)
         if len(_kept) > MOST_KEPT:
             del _kept[next(iter(_kept))]
@@ -274,27 +274,27 @@ def fresh_graph(context: Context, graph: Graph) -> bytes:
     if graph.target is None or not needs_rewrite(dialect, graph.dtype):
         return _kept[key]
     model = graph_from_bytes(_kept[key])
-    _bind(context, model, portable)
+    _bind(build, model, portable)
     run_passes(model, dialect, graph.dtype)
-    _bind(context, model, graph)
+    _bind(build, model, graph)
     return _bytes(model)
 
 
-def _write_weights(context: BuildContext, kind: ModelKind, dtype: DType, forms: Forms = NO_FORMS) -> None:
-    path = context.weights_path(kind, dtype)
+def _write_weights(build: Build, kind: ModelKind, dtype: DType, forms: Forms = NO_FORMS) -> None:
+    path = build.weights_path(kind, dtype)
 
-    tensors = stored_state(context.plan.loaded[kind])
+    tensors = stored_state(build.plan.loaded[kind])
     in_int4 = [part for name, some in forms.items() if "int4" in some for part in name.split(BELOW)]
     few_bits = {name: tuple(tensors[name].shape) for name in in_int4}
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
         # The digests are of the tensors in memory, before they are written: what is in the file has to be these.
-        moments = Calibration(context, kind, few_bits).moments if few_bits else None
+        moments = Calibration(build, kind, few_bits).moments if few_bits else None
         return write_weights(paths[0], tensors, dtype, forms, moments)
 
     stored = {name: sorted(some) for name, some in sorted(forms.items()) if set(some) != {"float"}}
-    inputs = {**context.identity(kind), "dtype": dtype, "forms": stored, **context.versions()}
+    inputs = {**build.identity(kind), "dtype": dtype, "forms": stored, **build.versions()}
     if few_bits:
-        inputs |= {"text": context.text_inputs, "buckets": [bucket.name for bucket in context.buckets]}
-    step = context.step(f"weights/{Path(path).stem}", inputs, [path], make)
-    context.weight_digests[path] = step.result
+        inputs |= {"text": build.text_inputs, "buckets": [bucket.name for bucket in build.buckets]}
+    step = build.step(f"weights/{Path(path).stem}", inputs, [path], make)
+    build.weight_digests[path] = step.result

@@ -22,32 +22,32 @@ from mod_export.graph.passes.query_blocks import splittable_tokens
 from mod_export.judge.inputs import parity_batches
 from mod_export.judge.parity import judge_runner
 from mod_export.measure.cost import attention_sizes
-from mod_export.pipeline.context import BuildContext
+from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import save_graph
 from mod_export.rows.failures import fields_of_graph
 from mod_export.types import Dialect, DType, Graph, Setting
 
 
-def passes(context: BuildContext) -> None:
+def passes(build: Build) -> None:
     """The graph of each target's dialect, where the portable one is not already it.
 
     Raises:
         BuildError: no target can take any graph of the model.
     """
     done: set[tuple[str, DType, str]] = set()
-    for builder, variant, portable in list(context.planned()):
+    for builder, variant, portable in list(build.planned()):
         key = (builder.name, variant.dtype, portable.path)
         if builder.from_onnx and key not in done:
             done.add(key)
             about = {**fields_of_graph(portable), "target": builder.name, "dtype": variant.dtype}
-            with context.attempt("passes", about):
-                _target_graph(context, builder, variant.dtype, portable)
-    context.require([graph for _, _, graph in context.planned()])
+            with build.attempt("passes", about):
+                _target_graph(build, builder, variant.dtype, portable)
+    build.require([graph for _, _, graph in build.planned()])
 
 
-def _target_graph(context: BuildContext, builder: EngineBuilder, dtype: DType, portable: Graph) -> None:
-    model = ir.load(context.root / portable.path)
-    dialect = _chosen_dialect(context, builder, model)
+def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: Graph) -> None:
+    model = ir.load(build.root / portable.path)
+    dialect = _chosen_dialect(build, builder, model)
     if not needs_rewrite(dialect, dtype):
         check_dialect(model, dialect, dtype)
         check_memory(builder, portable, model)
@@ -59,8 +59,8 @@ def _target_graph(context: BuildContext, builder: EngineBuilder, dtype: DType, p
         target=builder.name,
         query_blocks=dict(dialect.query_blocks),
     )
-    _rewrite_step(context, builder, graph, portable)
-    context.graphs.append(graph)
+    _rewrite_step(build, builder, graph, portable)
+    build.graphs.append(graph)
 
 
 def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
@@ -79,38 +79,36 @@ def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
         )
 
 
-def _rewrite_step(context: BuildContext, builder: EngineBuilder, graph: Graph, portable: Graph) -> None:
+def _rewrite_step(build: Build, builder: EngineBuilder, graph: Graph, portable: Graph) -> None:
     dialect = asdict(graph.dialect(builder.dialect))
     proven = _is_proven(builder, graph)
     inputs = {
-        "portable": context.hash_of(portable.path),
-        "weights": context.hash_of(context.weights_path(graph.model, graph.dtype)),
+        "portable": build.hash_of(portable.path),
+        "weights": build.hash_of(build.weights_path(graph.model, graph.dtype)),
         "dialect": {key: sorted(value) if isinstance(value, frozenset) else value for key, value in dialect.items()},
         "dtype": graph.dtype,
-        "gate": context.config.parity.gate(graph.dtype).model_dump() if proven else None,
+        "gate": build.config.parity.gate(graph.dtype).model_dump() if proven else None,
         "versions": versions("mod_export", "onnx_ir", *(["onnxruntime"] if proven else [])),
     }
     name = f"rewrite/{builder.name}/{graph.stem}-{graph.dtype}"
-    context.step(name, inputs, [graph.path], lambda paths: _rewrite(context, builder, graph, portable, paths[0]))
+    build.step(name, inputs, [graph.path], lambda paths: _rewrite(build, builder, graph, portable, paths[0]))
 
 
-def _rewrite(
-    context: BuildContext, builder: EngineBuilder, graph: Graph, portable: Graph, destination: Path
-) -> dict[str, Any]:
-    model = ir.load(context.root / portable.path)
+def _rewrite(build: Build, builder: EngineBuilder, graph: Graph, portable: Graph, destination: Path) -> dict[str, Any]:
+    model = ir.load(build.root / portable.path)
     needed = _attention_bytes(model)
     dialect = graph.dialect(builder.dialect)
     applied = run_passes(model, dialect, graph.dtype)
     check_dialect(model, dialect, graph.dtype)
     check_memory(builder, graph, model)
-    if graph.role == "forward":
+    if not graph.writes_text:
         assert_capacity(model, graph.bucket, graph.k_by_layer, graph.results)
-    save_graph(context, model, graph, destination)
-    proof = _prove_rewrite(context, builder, graph, destination, needed)
+    save_graph(build, model, graph, destination)
+    proof = _prove_rewrite(build, builder, graph, destination, needed)
     return {"passes": applied, "proof": proof}
 
 
-def _prove_rewrite(context: BuildContext, builder: EngineBuilder, graph: Graph, path: Path, needed: int) -> str:
+def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Path, needed: int) -> str:
     """Runs the rewritten graph on ONNX Runtime's CPU kernels against the reference, where they exist for it.
 
     A graph that is itself what runs here is judged by the stage validate, on more inputs than one.
@@ -118,7 +116,7 @@ def _prove_rewrite(context: BuildContext, builder: EngineBuilder, graph: Graph, 
     Raises:
         GraphError: the rewrite changed what the graph means.
     """
-    if graph.role != "forward":
+    if graph.writes_text:
         return "not run: the stage validate judges it token by token"
     if not _is_proven(builder, graph):
         return "not run: the engine is this graph, and is validated here"
@@ -128,15 +126,15 @@ def _prove_rewrite(context: BuildContext, builder: EngineBuilder, graph: Graph, 
         return "not run: onnxruntime is not installed"
     if needed > free_bytes() // 2:
         return f"not run: attention over {graph.bucket.seq} tokens needs about {needed / 2**30:.0f} GiB on the CPU"
-    session = session_from_onnx(path, context.root / "graphs", [CPU], 1, {})
-    reference = context.models.reference(graph.model)
+    session = session_from_onnx(path, build.root / "graphs", [CPU], 1, {})
+    reference = build.reference(graph.model)
     ks = reference.k_by_layer(graph.bucket).values()
-    batches = parity_batches(reference.loaded, graph.bucket, ks, context.config.seed, 1)[:1]
+    batches = parity_batches(reference.loaded, graph.bucket, ks, build.config.seed, 1)[:1]
     setting = Setting(
         target=str(graph.target), dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket
     )
     with OrtRunner(session, graph.path, 1) as runner:
-        row = judge_runner(runner, reference, batches, context.config.parity.gate(graph.dtype), setting)
+        row = judge_runner(runner, reference, batches, build.config.parity.gate(graph.dtype), setting)
     if not row.passed:
         raise GraphError(f"{graph.path}: the rewrite changed the meaning of the graph: {'; '.join(row.reasons)}")
     return f"max abs error {row.error.max_abs:.2g} on ONNX Runtime CPU"
@@ -144,7 +142,7 @@ def _prove_rewrite(context: BuildContext, builder: EngineBuilder, graph: Graph, 
 
 def _is_proven(builder: EngineBuilder, graph: Graph) -> bool:
     """Whether a rewritten graph is run before an engine is made of it."""
-    return graph.role == "forward" and not builder.dialect.whole_scores
+    return not graph.writes_text and not builder.dialect.whole_scores
 
 
 def _attention_bytes(model: ir.Model) -> int:
@@ -156,7 +154,7 @@ def _attention_bytes(model: ir.Model) -> int:
     return max(sizes)
 
 
-def _chosen_dialect(context: BuildContext, builder: EngineBuilder, model: ir.Model) -> Dialect:
+def _chosen_dialect(build: Build, builder: EngineBuilder, model: ir.Model) -> Dialect:
     """The dialect of a target for a portable graph: with the blocks that its attentions are computed in, where blocks
     help.
     """
@@ -166,7 +164,7 @@ def _chosen_dialect(context: BuildContext, builder: EngineBuilder, model: ir.Mod
         return replace(builder.dialect, query_blocks=tuple((T, fixed) for T in sorted(tokens) if fixed < T))
     if not builder.dialect.whole_scores:
         return builder.dialect
-    option = context.config.target.ort_cpu.query_block
+    option = build.config.target.ort_cpu.query_block
     blocks: dict[int, int] = {}
     for shape in sorted(attention_shapes(model)):
         if option != "measured":
@@ -174,7 +172,7 @@ def _chosen_dialect(context: BuildContext, builder: EngineBuilder, model: ir.Mod
         elif package_version("onnxruntime") is None or not is_measured(shape):
             blocks[shape.tokens] = default_block(shape.tokens)
         else:
-            blocks[shape.tokens] = _measured(context, builder, shape)
+            blocks[shape.tokens] = _measured(build, builder, shape)
     smaller = tuple((tokens, block) for tokens, block in sorted(blocks.items()) if block < tokens)
     return replace(builder.dialect, query_blocks=smaller)
 
@@ -190,15 +188,15 @@ def attention_shapes(model: ir.Model) -> set[AttentionShape]:
     return shapes
 
 
-def _measured(context: BuildContext, builder: EngineBuilder, shape: AttentionShape) -> int:
-    threads = context.config.latency.threads
+def _measured(build: Build, builder: EngineBuilder, shape: AttentionShape) -> int:
+    threads = build.config.latency.threads
     inputs = {
         "shape": asdict(shape),
         "threads": threads,
-        "machine": context.machine["cpu"],
+        "machine": build.machine["cpu"],
         "versions": dict(builder.versions()),
     }
-    step = context.step(f"formulation/{builder.name}/{shape}", inputs, [], partial(_measure, shape, threads))
+    step = build.step(f"formulation/{builder.name}/{shape}", inputs, [], partial(_measure, shape, threads))
     chosen: int = step.result["chosen"]
     return chosen
 

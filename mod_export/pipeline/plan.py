@@ -25,9 +25,10 @@ from mod_export.model.protocol import (
     Text,
     TokenIds,
 )
+from mod_export.pipeline.roles import ROLES, WRITING, RoleStages
 from mod_export.runtime.defaults import defaults_of
 from mod_export.runtime.tokenizer import TokenizersFile
-from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Outputs, Role, Variant
+from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Variant
 
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
@@ -112,9 +113,7 @@ def generating_form(loaded: ExportableModel, kind: ModelKind, window: int, confi
 
 
 def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequence[Variant]:
-    if graph.role == "forward":
-        return builder.variants(config)
-    if builder.name not in config.generation.targets:
+    if graph.writes_text and builder.name not in config.generation.targets:
         return []
     return builder.variants(config)
 
@@ -298,21 +297,18 @@ def _graphs(
     """The portable graphs of a build: forward graphs of every model, then prefill and decode graphs of both."""
     for bucket in buckets:
         for kind in kinds:
-            yield _portable(kind, "forward", bucket, config.returned)
+            yield _portable(kind, ROLES["forward"], bucket, config)
     if isinstance(generation, str):
         return
-    options, window = config.generation, generation.window
-    prefills = [Bucket(1, length) for length in options.prompt_lengths(window)]
-    decodes = sorted(Bucket(batch, cache) for batch in options.batches for cache in options.cache_lengths(window))
-    roles: list[tuple[Role, Outputs, list[Bucket]]] = [("prefill", "last", prefills), ("decode", "logits", decodes)]
     for kind in kinds:
-        for role, outputs, role_buckets in roles:
-            for bucket in role_buckets:
-                yield _portable(kind, role, bucket, outputs)
+        for stages in WRITING:
+            for bucket in stages.buckets(config.generation, generation.window):
+                yield _portable(kind, stages, bucket, config)
 
 
-def _portable(kind: ModelKind, role: Role, bucket: Bucket, outputs: Outputs) -> Graph:
-    graph = Graph(path="", model=kind, role=role, bucket=bucket, dtype="float32", target=None, outputs=outputs)
+def _portable(kind: ModelKind, stages: RoleStages, bucket: Bucket, config: BuildConfig) -> Graph:
+    outputs = stages.outputs(config)
+    graph = Graph(path="", model=kind, role=stages.role, bucket=bucket, dtype="float32", target=None, outputs=outputs)
     return replace(graph, path=f"graphs/{graph.stem}.onnx")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from mod_export.errors import BuildFolderError, UsageError
 from mod_export.folder.files import changed_file
 from mod_export.folder.workspace import amend
 from mod_export.pipeline.benchmark import benchmark, profile
-from mod_export.pipeline.folder_context import FolderContext, notes
+from mod_export.pipeline.build import Build
 from mod_export.pipeline.plan import without_speed_gate
 from mod_export.pipeline.report import (
     compare_with_baseline,
@@ -26,6 +27,8 @@ from mod_export.pipeline.report import (
     verdict_of,
 )
 from mod_export.rows.base import Result
+from mod_export.rows.failures import sentences
+from mod_export.rows.parity import ParityRow
 from mod_export.rows.report import Stage, Verdict, report_from_json
 
 REPORT = ("report.json", "report.html")
@@ -74,21 +77,21 @@ def validate_folder(
     # The only stage that needs PyTorch and ONNX.
     from mod_export.pipeline.validate import changed_program, validate
 
-    context = FolderContext(root, config, targets, checkpoint, verify=False)
+    build = Build.open(root, config, targets, checkpoint, verify=False)
     try:
-        validate(context)
+        validate(build)
     except UsageError:
         raise
     except Exception as error:  # Of any type: a captured program that was changed may do anything when it runs.
-        changed = changed_program(context)
+        changed = changed_program(build)
         if changed is None:
             raise
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise BuildFolderError(f"{root}: {changed}, so there is no reference ({reason}); build again") from error
-    verdict, said = verdict_of(context, speedup=False), notes(context)
-    if checkpoint is None and config is None and not targets and context.runnable("forward"):
-        said += _complete(context, "validate", begin, {"verified": True, "refused": refused_in(context)})
-    return Rerun(rows=context.rows, verdict=verdict, notes=said)
+    verdict, said = verdict_of(build, speedup=False), _notes(build)
+    if checkpoint is None and config is None and not targets and build.runnable("forward"):
+        said += _complete(build, "validate", begin, {"verified": True, "refused": refused_in(build)})
+    return Rerun(rows=build.rows, verdict=verdict, notes=said)
 
 
 def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:
@@ -103,25 +106,26 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
         TargetError: nothing to run.
     """
     begin = time.perf_counter()
-    context = FolderContext(root, config, targets, verify=True)
-    if "dense" not in context.facts:
-        context.config = without_speed_gate(context.config)
-    benchmark(context)
-    profile(context)
-    compare_with_baseline(context)
-    verdict = verdict_of(context, parity=False)
-    facts = {"measured": [one.model_dump(mode="json") for one in measured_in(context)]}
-    said = _complete(context, "benchmark", begin, facts) if config is None and not targets else []
-    return Rerun(rows=context.rows, verdict=verdict, notes=said, not_compared=not_compared(context))
+    build = Build.open(root, config, targets, verify=True)
+    if "dense" not in build.facts:
+        build.config = without_speed_gate(build.config)
+    benchmark(build)
+    profile(build)
+    compare_with_baseline(build)
+    verdict = verdict_of(build, parity=False)
+    facts = {"measured": [one.model_dump(mode="json") for one in measured_in(build)]}
+    said = _complete(build, "benchmark", begin, facts) if config is None and not targets else []
+    return Rerun(rows=build.rows, verdict=verdict, notes=said, not_compared=not_compared(build))
 
 
-def _complete(context: FolderContext, stage: str, begin: float, facts: Mapping[str, Any]) -> list[str]:
+def _complete(build: Build, stage: str, begin: float, facts: Mapping[str, Any]) -> list[str]:
     """Amends a folder that was built without evidence, once for each stage; one that was built whole stays as it is.
 
     Returns:
         Why it could not be amended, if so: what was found counts also where nothing can be written.
     """
-    root, files = context.root, context.manifest.files
+    assert build.finished is not None
+    root, files = build.root, build.finished.manifest.files
     if any(changed_file(root, name, files[name]) for name in REPORT):
         return []  # A finding of `validate`; `report` says it as well.
     where = root / REPORT[0]
@@ -131,7 +135,31 @@ def _complete(context: FolderContext, stage: str, begin: float, facts: Mapping[s
     seconds, peak = round(time.perf_counter() - begin, 3), peak_rss_bytes() or None
     done = Stage(name=stage, status="built", seconds=seconds, peak_rss_bytes=peak)
     try:
-        amend(root, facts, texts_of(completed(context, report, done)))
+        amend(root, facts, texts_of(completed(build, report, done)))
     except BuildFolderError as error:
         return [f"not written into the folder: {error}"]
     return []
+
+
+def _notes(build: Build) -> list[str]:
+    """What was not run or not compared, because it cannot be here or was not asked for."""
+    ran = {build.hash_of(row.artifact) for row in build.rows(ParityRow) if row.artifact is not None}
+    missed = [
+        f"{engine.target} engines{' that write text' if engine.writes_text else ''}"
+        for engine in build.engines
+        if build.hash_of(engine.path) not in ran
+    ]
+    missed += [
+        f"{graph.dtype} graphs of {graph.target or 'no target'}"
+        for graph in build.graphs
+        if not graph.writes_text and build.hash_of(graph.path) not in ran
+    ]
+    counts = Counter(missed)
+    lost = [row for row in build.missing if not build.targets or row.target in (None, *build.targets)]
+    lines = [f"not in this folder: {sentence}" for sentence in sentences(lost)]
+    lines += [f"not run: {count} {what}; of these only the files were looked at" for what, count in counts.items()]
+    if build.finished is not None and not build.finished.exports_alike:
+        lines.append(
+            "graphs were not compared with a fresh export: other versions are installed than those that built them"
+        )
+    return lines

@@ -96,7 +96,7 @@ def _rows(report: BuildReport) -> list[PairRow]:
 
 def parity_of(report: BuildReport, *, forward: bool) -> tuple[ParityRow, ...]:
     """Rows of engines that read whole texts, or of those that write them."""
-    return tuple(row for row in report.parity if (row.role == "forward") is forward)
+    return tuple(row for row in report.parity if row.setting.writes_text is not forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from mod_export.rows.generation import Compared, QualityRow
 from mod_export.rows.latency import PrecisionRow, SpeedupRow, SpeedVerdict
 from mod_export.rows.parity import InputAgreement, LayerAgreement, RoutingAgreement
 from mod_export.rows.serving import Served
-from mod_export.types import is_expert
+from mod_export.types import is_expert, writes_text
 
 NO_SITES = (
     "no routing site was found, so no selection is judged by itself; if the model selects tokens, mark where: index, "
@@ -71,7 +71,7 @@ def difference_text(differing: int, faults: int) -> str:
 
 def served_text(row: Served) -> str:
     """What is served where no target is named, and why."""
-    what = "whole rows" if row.role == "forward" else "text"
+    what = "text" if writes_text(row.role) else "whole rows"
     return f"{row.model}, {what}: {row.target} {row.dtype}, {ms_text(row.ms)} ms: {row.reason}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from mod_export.rows.base import Result
 from mod_export.rows.generation import DecodeRow
 from mod_export.rows.latency import LatencyRow
-from mod_export.types import DType, ModelKind, Role
+from mod_export.types import DType, ModelKind, Role, writes_text
 
 ALONE = "the only one that was measured"
 
@@ -61,7 +61,7 @@ def served_of(measured: Sequence[Measured], refused: Collection[tuple[ModelKind,
         measured: what was timed.
         refused: (model, whether it writes text, target, dtype) of engines that missed their gates.
     """
-    allowed = [one for one in measured if (one.model, one.role != "forward", one.target, one.dtype) not in refused]
+    allowed = [one for one in measured if (one.model, writes_text(one.role), one.target, one.dtype) not in refused]
     served = []
     for model, role in dict.fromkeys((one.model, one.role) for one in allowed):
         ranked = sorted((one for one in allowed if (one.model, one.role) == (model, role)), key=lambda one: one.ms)

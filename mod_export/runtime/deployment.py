@@ -25,7 +25,7 @@ from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.rows.failures import FailedRow
 from mod_export.rows.serving import served_of
-from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output
+from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output, writes_text
 
 NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
 
@@ -88,11 +88,11 @@ def served_engines(
         TargetError: nothing runs here, the target or dtype is missing, or the engines missed their gates.
     """
     what = f"engine{' that writes text' if texts else ''}"
-    engines = [engine for engine in manifest.engines if engine.model == model and (engine.role != "forward") == texts]
+    engines = [engine for engine in manifest.engines if engine.model == model and engine.writes_text == texts]
     failed = [
         row
         for row in manifest.failed
-        if row.model in (None, model) and (row.role is None or (row.role != "forward") == texts)
+        if row.model in (None, model) and (row.role is None or writes_text(row.role) == texts)
     ]
     if not engines and failed:
         raise TargetError(f"{folder}: holds no {what} of model {model!r}{_why_missing(failed)}; build again")
@@ -122,17 +122,15 @@ def served_engines(
 def _fastest(manifest: Manifest, engines: Sequence[Engine], *, texts: bool) -> tuple[str, DType] | None:
     """Target and dtype of the fastest of `engines` that met their gates; None if none was measured."""
     refused = {
-        (row.model, row.role != "forward", row.target, row.dtype)
-        for row in manifest.engines
-        if row.path in manifest.refused
+        (entry.model, entry.writes_text, entry.target, entry.dtype) for entry in manifest.engines if entry.path in manifest.refused
     }
-    here = {(row.model, row.target, row.dtype) for row in engines}
+    here = {(entry.model, entry.target, entry.dtype) for entry in engines}
     measured = [
-        row
-        for row in manifest.measured
-        if (row.model, row.target, row.dtype) in here and (row.role != "forward") == texts
+        entry
+        for entry in manifest.measured
+        if (entry.model, entry.target, entry.dtype) in here and writes_text(entry.role) == texts
     ]
-    return next(((row.target, row.dtype) for row in served_of(measured, refused)), None)
+    return next(((entry.target, entry.dtype) for entry in served_of(measured, refused)), None)
 
 
 def load(

@@ -198,7 +198,7 @@ def _measured(job: CellJob) -> CellEntry:
     config = BuildConfig.model_validate(job.config)
 
     # torch and the engines are loaded here, and so only in the process of a cell.
-    from mod_export.pipeline.build import build
+    from mod_export.pipeline.stages import build
 
     model, _ = Request.checkpoint(job.checkpoint, capacity=job.capacity).models()
     progress = Progress(Console(stderr=True), 1)

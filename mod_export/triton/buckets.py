@@ -171,7 +171,7 @@ def _bucket_model(
         contents[f"warmup/{LENGTHS}"] = np.full(lengths.dims, graph.bucket.seq, dtype="<i8").tobytes()
         zeros = tuple(port for port in inputs if port.name != LENGTHS)
         read = ((lengths, LENGTHS),)
-    role = "" if graph.role == "forward" else f"-{graph.role}"
+    role = f"-{graph.role}" if graph.writes_text else ""
     return TritonModel(
         name=f"{request.name}{role}-{graph.bucket.name}",
         about=about,

@@ -12,8 +12,8 @@ from typing import Any
 
 from mod_export.config import BuildConfig, toml_from_config
 from mod_export.folder.manifest import read_manifest
-from mod_export.pipeline.build import ENGINES, EVIDENCE
 from mod_export.pipeline.rerun import Rerun
+from mod_export.pipeline.stages import ENGINES, EVIDENCE
 from mod_export.rows.report import Stage
 from mod_export.rows.structure import StructureRow
 

@@ -20,7 +20,7 @@ from mod_export.measure import roofline
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
+from mod_export.pipeline.stages import build
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 

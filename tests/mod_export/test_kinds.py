@@ -21,7 +21,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.folder.manifest import open_folder
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
+from mod_export.pipeline.stages import build
 from mod_export.rows.report import BuildReport
 from mod_models.checkpoint import save_checkpoint
 from mod_models.spec import EveryNth, ModelSpec

@@ -16,8 +16,8 @@ from mod_export.config import BuildConfig
 from mod_export.errors import TargetError
 from mod_export.folder.manifest import read_manifest
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
 from mod_export.pipeline.rerun import validate_folder
+from mod_export.pipeline.stages import build
 from mod_export.report import render_html, render_text
 from mod_export.rows.report import BuildReport
 from mod_export.types import DType

@@ -14,8 +14,8 @@ from mod_export.config import BuildConfig
 from mod_export.engines import openvino as target
 from mod_export.folder.manifest import read_manifest
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
 from mod_export.pipeline.rerun import bench_folder, validate_folder
+from mod_export.pipeline.stages import build
 from mod_export.report import render_html
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec

@@ -20,7 +20,7 @@ NOT_NUMPY = (*HEAVY[:-1], "tokenizers", "mod_models")
 
 @pytest.mark.parametrize(
     ("modules", "absent"),
-    [(("cli", "errors"), HEAVY), (("runtime.deployment", "runtime.generate.generator"), NOT_NUMPY)],
+    [(("cli", "errors"), HEAVY), (("runtime.deployment", "runtime.generator"), NOT_NUMPY)],
     ids=["cli", "runtime"],
 )
 def test_importing_loads_nothing_heavy(modules: tuple[str, ...], absent: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from writing import SPEC
 
 from mod_export.config import config_from_toml
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
+from mod_export.pipeline.stages import build
 from mod_models.checkpoint import save_checkpoint
 
 CONFIG_TOML = f"""

@@ -15,8 +15,7 @@ from mod_export.config import BuildConfig
 from mod_export.measure.decoding import measure_prompts, measure_steps, read_text
 from mod_export.model.model import Model
 from mod_export.model.protocol import GeneratingModel
-from mod_export.pipeline.context import step_bytes
-from mod_export.pipeline.folder_context import FolderContext
+from mod_export.pipeline.build import Build, step_bytes
 from mod_export.rows.generation import StepBytes
 from mod_export.types import KINDS, Bucket, Engine, ModelKind, Role, pairs_of
 
@@ -25,9 +24,9 @@ SEQ = 16
 
 
 @pytest.fixture(scope="module")
-def context(written: Path, writing_config: BuildConfig) -> FolderContext:
+def context(written: Path, writing_config: BuildConfig) -> Build:
     generation = writing_config.generation.model_copy(update={"measured_tokens": 100})
-    return FolderContext(written, writing_config.model_copy(update={"generation": generation}), (), verify=False)
+    return Build.open(written, writing_config.model_copy(update={"generation": generation}), (), verify=False)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def models(writing_model: Model) -> dict[ModelKind, GeneratingModel]:
     return {kind: writing_model.of_kind(kind).generating(WINDOW) for kind in KINDS}
 
 
-def pair_of(context: FolderContext, role: Role, bucket: Bucket) -> dict[ModelKind, Engine]:
+def pair_of(context: Build, role: Role, bucket: Bucket) -> dict[ModelKind, Engine]:
     pairs = pairs_of(context.runnable(role))
     return next(pair for setting, pair in pairs.items() if setting.bucket == bucket)
 
@@ -56,7 +55,7 @@ def decided(model: GeneratingModel, ids_BS: np.ndarray) -> dict[int | str, np.nd
     return ran
 
 
-def test_a_text_is_what_both_models_read(context: FolderContext, models: dict[ModelKind, GeneratingModel]) -> None:
+def test_a_text_is_what_both_models_read(context: Build, models: dict[ModelKind, GeneratingModel]) -> None:
     found = context.decoding_engines()
     expected = decided(models["mod"], texts(2))
     with contextlib.ExitStack() as opened:
@@ -73,7 +72,7 @@ def test_a_text_is_what_both_models_read(context: FolderContext, models: dict[Mo
 
 @pytest.mark.parametrize(("rows", "bandwidth_gbs"), [(1, None), (3, 10.0)])
 def test_steps_are_those_of_the_text(
-    context: FolderContext, models: dict[ModelKind, GeneratingModel], rows: int, bandwidth_gbs: float | None
+    context: Build, models: dict[ModelKind, GeneratingModel], rows: int, bandwidth_gbs: float | None
 ) -> None:
     bucket = Bucket(rows, WINDOW)
     row = measure_steps(
@@ -109,7 +108,7 @@ def test_steps_are_those_of_the_text(
     assert found.routed_kv_bytes == {"mod": rows * 38 * slot, "dense": rows * 2 * (WINDOW + 1) * slot}
 
 
-def test_steps_and_prompts_of_a_model_alone(context: FolderContext, models: dict[ModelKind, GeneratingModel]) -> None:
+def test_steps_and_prompts_of_a_model_alone(context: Build, models: dict[ModelKind, GeneratingModel]) -> None:
     """The same rows without a dense baseline, and nothing that would need one."""
     bucket, engines = Bucket(3, WINDOW), context.decoding_engines()
     alone: dict[ModelKind, Engine] = {"mod": pair_of(context, "decode", bucket)["mod"]}
@@ -128,7 +127,7 @@ def test_steps_and_prompts_of_a_model_alone(context: FolderContext, models: dict
     assert 0 < prompt.ms["mod"] < 1000
 
 
-def test_a_prompt_is_timed_as_whole_rows_are(context: FolderContext) -> None:
+def test_a_prompt_is_timed_as_whole_rows_are(context: Build) -> None:
     row = measure_prompts(context.decoding_engines(), pair_of(context, "prefill", Bucket(1, SEQ)), texts(1)[0])
     assert (row.setting.role, row.setting.bucket, row.tokens) == ("prefill", Bucket(1, SEQ), SEQ)
     assert row.compared is not None

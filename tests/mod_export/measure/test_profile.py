@@ -16,7 +16,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.measure.profile import Profiled, by_engine, can_profile, gap_of, part_rows
 from mod_export.pipeline.benchmark import profile
-from mod_export.pipeline.folder_context import FolderContext
+from mod_export.pipeline.build import Build
 from mod_export.rows.cost import CostRow, PartRow, Roofline, Work
 from mod_export.types import Bucket, Engine
 
@@ -91,9 +91,9 @@ def test_without_both_profiles_there_is_no_gap() -> None:
     assert [gap_of(parts(DENSE), mod) for mod in ({}, unmeasured, unpredicted)] == [None] * 3
 
 
-def profiled(root: Path, config: BuildConfig, runs: int) -> FolderContext:
+def profiled(root: Path, config: BuildConfig, runs: int) -> Build:
     config = config.model_copy(update={"cost": config.cost.model_copy(update={"profile_runs": runs})})
-    context = FolderContext(root, config, (), verify=True)
+    context = Build.open(root, config, (), verify=True)
     profile(context)
     return context
 
@@ -124,9 +124,9 @@ for name in ("torch", "onnx", "onnx_ir", "safetensors"):
     sys.modules[name] = None  # As if it were not installed.
 from pathlib import Path
 from mod_export.rows.cost import PartRow, Roofline
-from mod_export.pipeline.folder_context import FolderContext
+from mod_export.pipeline.build import Build
 from mod_export.pipeline.benchmark import profile
-context = FolderContext(Path(sys.argv[1]), None, (), verify=True)
+context = Build.open(Path(sys.argv[1]), None, (), verify=True)
 profile(context)
 print(len(context.rows(Roofline)), all(row.measured_ms for row in context.rows(PartRow)))
 """

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mod_export.errors import BuildFolderError, GraphError
 from mod_export.graph.weights import write_weights
 from mod_export.pipeline import graphs as stage
-from mod_export.pipeline.folder_context import FolderContext
+from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import fresh_graph
 from mod_export.types import DType, Graph
 
@@ -22,31 +22,31 @@ DENSE = "graphs/dense-b1s64.onnx"
 
 
 @pytest.fixture
-def context(built_copy: Path) -> FolderContext:
-    return FolderContext(built_copy, None, (), verify=False)
+def context(built_copy: Path) -> Build:
+    return Build.open(built_copy, None, (), verify=False)
 
 
-def graph_at(context: FolderContext, path: str) -> Graph:
+def graph_at(context: Build, path: str) -> Graph:
     return next(graph for graph in context.graphs if graph.path == path)
 
 
-def test_a_fresh_export_gives_the_bytes_of_the_build_and_is_made_once(context: FolderContext) -> None:
+def test_a_fresh_export_gives_the_bytes_of_the_build_and_is_made_once(context: Build) -> None:
     for target in ("", ".ort-cpu.float32"):
         graph = graph_at(context, DENSE.replace(".onnx", f"{target}.onnx"))
         assert fresh_graph(context, graph) == (context.root / graph.path).read_bytes()
-    graph, again = graph_at(context, DENSE), FolderContext(context.root, None, (), verify=False)
+    graph, again = graph_at(context, DENSE), Build.open(context.root, None, (), verify=False)
     assert fresh_graph(again, graph) is fresh_graph(context, graph)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_so_it_does_of_engines_that_write_text(written: Path, role: str) -> None:
-    context = FolderContext(written, None, (), verify=False)
+    context = Build.open(written, None, (), verify=False)
     graph = next(graph for graph in context.graphs if (graph.role, graph.model, graph.target) == (role, "mod", None))
     assert fresh_graph(context, graph) == (written / graph.path).read_bytes()
 
 
-def test_the_oldest_are_forgotten(context: FolderContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_are_forgotten(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_at(context, DENSE)
     monkeypatch.setattr(stage, "_kept", {"older": b""})
     monkeypatch.setattr(stage, "MOST_KEPT", 1)
@@ -54,7 +54,7 @@ def test_the_oldest_are_forgotten(context: FolderContext, monkeypatch: pytest.Mo
     assert [fresh_graph(context, graph)] == list(stage._kept.values())
 
 
-def test_references_follow_the_weights_file(context: FolderContext) -> None:
+def test_references_follow_the_weights_file(context: Build) -> None:
     """Another file with its tensors elsewhere gives another graph, and not the one that is remembered."""
     graph = graph_at(context, DENSE)
     before = fresh_graph(context, graph)
@@ -64,7 +64,7 @@ def test_references_follow_the_weights_file(context: FolderContext) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_targets_graph_is_rewritten_like_the_builds_own(context: FolderContext, dtype: DType) -> None:
+def test_a_targets_graph_is_rewritten_like_the_builds_own(context: Build, dtype: DType) -> None:
     write_weights(context.root / "graphs/weights-float16.data", load_file(context.root / WEIGHTS), "float16")
     graph = replace(graph_at(context, DENSE.replace("dense", "mod")), target="tensorrt", dtype=dtype)
     model = ir.from_proto(onnx.load_from_string(fresh_graph(context, graph)))
@@ -77,10 +77,10 @@ def test_a_targets_graph_is_rewritten_like_the_builds_own(context: FolderContext
     assert held["layers.1.router.projection.weight"] == "weights-float32.data"
 
 
-def test_a_weights_file_that_is_not_there_or_holds_too_little(context: FolderContext) -> None:
+def test_a_weights_file_that_is_not_there_or_holds_too_little(context: Build) -> None:
     graph = graph_at(context, DENSE)
     tensors = load_file(context.root / WEIGHTS)
-    context.models.source(graph)  # The model is made of the same file.
+    context.source(graph)  # The model is made of the same file.
     save_file({name: one for name, one in tensors.items() if name != "norm.weight"}, context.root / WEIGHTS)
     with pytest.raises(GraphError, match=rf"dense-b1s64\.onnx: no value for norm\.weight in {WEIGHTS}"):
         fresh_graph(context, graph)

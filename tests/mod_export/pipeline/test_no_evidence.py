@@ -17,7 +17,7 @@ from mod_export import load
 from mod_export.errors import GraphError, TargetError, UnverifiedWarning
 from mod_export.folder.manifest import open_folder
 from mod_export.folder.workspace import LOCK
-from mod_export.pipeline.folder_context import FolderContext
+from mod_export.pipeline.build import Build
 from mod_export.pipeline.rerun import bench_folder
 from mod_export.pipeline.validate import check_structure
 from mod_export.rows.latency import SpeedupRow
@@ -178,4 +178,4 @@ def test_the_same_build_goes_on(made: Path, root: Path) -> None:
 def test_files_that_are_not_what_they_must_be_end_it(root: Path) -> None:
     flip(root / "graphs" / "weights-float32.data")
     with pytest.raises(GraphError, match=r"graphs/weights-float32\.data: .*"):
-        check_structure(FolderContext(root, None, (), verify=False))
+        check_structure(Build.open(root, None, (), verify=False))

@@ -25,8 +25,8 @@ from mod_export.config import config_from_toml
 from mod_export.errors import LimitError, TargetError
 from mod_export.folder.manifest import open_folder
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
 from mod_export.pipeline.rerun import bench_folder, validate_folder
+from mod_export.pipeline.stages import build
 from mod_export.report import render_html
 from mod_export.report.text import render_text
 from mod_export.rows.failures import FailedRow

@@ -20,7 +20,7 @@ from mod_export.graph.passes import PORTABLE
 from mod_export.model.model import Model
 from mod_export.pipeline import graphs
 from mod_export.pipeline import passes as stage
-from mod_export.pipeline.context import BuildContext, Models
+from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import capture, onnx, save_graph
 from mod_export.pipeline.passes import check_memory, passes
 from mod_export.pipeline.plan import make_plan
@@ -32,25 +32,25 @@ TARGET = "ort-cuda"
 
 
 @pytest.fixture
-def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[BuildContext]:
+def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[Build]:
     """The stages up to the portable graphs, all reused, for a target whose graphs are rewritten."""
     plan = make_plan(model, None, config.model_copy(update={"buckets": ((1, 64),)}), built_copy)
     plan = replace(plan, targets={TARGET: ENGINES[TARGET]})
     with Workspace(built_copy) as workspace:
-        context = BuildContext(plan, workspace, lambda name: None)
+        context = Build.start(plan, workspace, lambda name: None)
         capture(context)
         onnx(context)
         assert all(step.reused for step in context.steps if "float16" not in step.name)
         yield context
 
 
-def rewritten(context: BuildContext) -> list[Step]:
+def rewritten(context: Build) -> list[Step]:
     context.steps.clear()
     passes(context)
     return context.steps
 
 
-def test_only_what_differs_is_rewritten_and_it_is_proven(context: BuildContext) -> None:
+def test_only_what_differs_is_rewritten_and_it_is_proven(context: Build) -> None:
     steps = rewritten(context)
     assert [step.name for step in steps] == [
         "rewrite/ort-cuda/mod-b1s64-float16",
@@ -71,7 +71,7 @@ def test_only_what_differs_is_rewritten_and_it_is_proven(context: BuildContext) 
     assert [graph.dtype for graph in context.graphs if graph.target == TARGET] == ["float16", "float16"]
 
 
-def test_a_rewrite_that_changes_the_meaning_is_refused_and_leaves_other_dtypes(context: BuildContext) -> None:
+def test_a_rewrite_that_changes_the_meaning_is_refused_and_leaves_other_dtypes(context: Build) -> None:
     context.config = changed(context.config, {"parity/float16/rounding_error": 0.0})
     message = (
         r"graphs/mod-b1s64\.ort-cuda\.float16\.onnx: the rewrite changed the meaning of the graph: "
@@ -91,20 +91,20 @@ def test_a_rewrite_that_changes_the_meaning_is_refused_and_leaves_other_dtypes(c
     assert not list(context.root.glob("graphs/.partial-*"))
 
 
-def test_without_onnx_runtime_the_proof_says_so(context: BuildContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onnx_runtime_the_proof_says_so(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is installed is the environment of this stage.
     monkeypatch.setattr(stage, "package_version", lambda name: None)
     assert {step.result["proof"] for step in rewritten(context)} == {"not run: onnxruntime is not installed"}
 
 
-def test_without_memory_the_proof_says_so(context: BuildContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_the_proof_says_so(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_attention_bytes", lambda model: 2**60)
     proofs = {step.result["proof"] for step in rewritten(context)}
     assert proofs == {"not run: attention over 64 tokens needs about 1073741824 GiB on the CPU"}
 
 
 def test_a_limit_of_the_target_is_an_error_before_its_parser_sees_the_graph(
-    context: BuildContext, monkeypatch: pytest.MonkeyPatch
+    context: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     low = Dialect(name="an old target", max_opset=18)
     monkeypatch.setattr(type(ENGINES[TARGET]), "dialect", low)
@@ -112,7 +112,7 @@ def test_a_limit_of_the_target_is_an_error_before_its_parser_sees_the_graph(
         passes(context)
 
 
-def test_weights_that_the_file_does_not_hold_are_named(context: BuildContext, tmp_path: Path) -> None:
+def test_weights_that_the_file_does_not_hold_are_named(context: Build, tmp_path: Path) -> None:
     graph = context.plan.graphs[0]
     model = ir.load(context.root / graph.path)
     lost = ir.Value(name="layers.9.lost", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
@@ -130,17 +130,14 @@ def test_every_target_starts_from_the_portable_graph() -> None:
             assert engine.dialect.max_opset >= PORTABLE.max_opset
 
 
-def test_sites_that_the_spec_does_not_declare_are_refused(
-    context: BuildContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sites_that_the_spec_does_not_declare_are_refused(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     class OtherSpec(LoadedTransformer):
         def k_by_layer(self, seq: int) -> dict[Site, int]:
             return {1: 8}
 
-    loaded = context.models.loaded("mod")
+    loaded = context.model("mod")
     assert isinstance(loaded, LoadedTransformer)
-    other = Models(lambda kind: OtherSpec(loaded.checkpoint), context.models.generating, context.config)
-    monkeypatch.setattr(context, "models", other)
+    monkeypatch.setattr(context, "model", lambda kind: OtherSpec(loaded.checkpoint))
     message = r"mod-b1s64\.onnx: marks the routing sites \{1: 8, 3: 8\}, and the spec declares \{1: 8\}$"
     with pytest.raises(GraphError, match=message):
         graphs._portable(context, context.plan.graphs[0])

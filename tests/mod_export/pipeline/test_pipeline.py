@@ -19,7 +19,7 @@ import mod_export
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.folder.manifest import read_manifest
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
+from mod_export.pipeline.stages import build
 from mod_export.rows.report import Stage
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec

@@ -20,7 +20,7 @@ from mod_export.errors import BuildFolderError
 from mod_export.folder.manifest import read_manifest
 from mod_export.folder.workspace import Step
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
+from mod_export.pipeline.stages import build
 from mod_export.rows.report import BuildReport
 from mod_export.types import Bucket
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint

@@ -22,8 +22,8 @@ from mod_export.engines import ENGINES
 from mod_export.folder.manifest import read_manifest
 from mod_export.graph.weights import digests_of_file
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
 from mod_export.pipeline.rerun import bench_folder, validate_folder
+from mod_export.pipeline.stages import build
 from mod_export.rows.latency import LatencyRow, SpeedupRow
 from mod_export.rows.parity import ParityRow
 from mod_export.rows.structure import CausalityRow, StructureRow

@@ -12,7 +12,7 @@ import pytest
 from mod_export.config import BuildConfig
 from mod_export.folder.workspace import Workspace
 from mod_export.model.model import Model
-from mod_export.pipeline.context import BuildContext
+from mod_export.pipeline.build import Build
 from mod_export.pipeline.engines import build_engines
 from mod_export.pipeline.graphs import capture, onnx
 from mod_export.pipeline.passes import passes
@@ -24,9 +24,9 @@ from mod_export.rows.structure import CausalityRow, RoutingMap, StructureRow
 ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"
 
 
-def context_of(root: Path, model: Model, config: BuildConfig) -> Iterator[BuildContext]:
+def context_of(root: Path, model: Model, config: BuildConfig) -> Iterator[Build]:
     with Workspace(root) as workspace:
-        context = BuildContext(make_plan(model, None, config, root), workspace, lambda name: None)
+        context = Build.start(make_plan(model, None, config, root), workspace, lambda name: None)
         for stage in (capture, onnx, passes, build_engines):
             stage(context)
         assert all(step.reused for step in context.steps)
@@ -35,12 +35,12 @@ def context_of(root: Path, model: Model, config: BuildConfig) -> Iterator[BuildC
 
 
 @pytest.fixture
-def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[BuildContext]:
+def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[Build]:
     yield from context_of(built_copy, model, config)
 
 
 @pytest.fixture
-def asked_again(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[BuildContext]:
+def asked_again(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[Build]:
     """Another seed and one bucket: every input is another one, and nothing else has to be made again."""
     yield from context_of(built_copy, model, config.model_copy(update={"seed": 1, "buckets": ((1, 64),)}))
 
@@ -48,7 +48,7 @@ def asked_again(built_copy: Path, model: Model, config: BuildConfig) -> Iterator
 CELLS = [(bucket, kind) for bucket in ("b1s64", "b2s32") for kind in ("mod", "dense")]
 
 
-def test_what_was_found_is_found_again_without_looking(context: BuildContext) -> None:
+def test_what_was_found_is_found_again_without_looking(context: Build) -> None:
     validate(context)
     assert all(step.reused for step in context.steps)
     assert [step.name for step in context.steps] == [
@@ -72,10 +72,10 @@ def test_what_was_found_is_found_again_without_looking(context: BuildContext) ->
     assert [layer.layer for layer in context.rows(RoutingMap)[0].layers] == [1, 3]
 
 
-def test_an_engine_that_cannot_be_run_is_a_result(asked_again: BuildContext) -> None:
+def test_an_engine_that_cannot_be_run_is_a_result(asked_again: Build) -> None:
     """A stage that fails leaves no report, and nobody to tell what the other engines are worth."""
     (asked_again.root / ENGINE).write_bytes(b"")
-    reference = weakref.ref(asked_again.models.reference("mod"))
+    reference = weakref.ref(asked_again.reference("mod"))
     validate(asked_again)
     # The float64 weights of a large model would take the memory that benchmarks need.
     gc.collect()

@@ -22,7 +22,7 @@ from mod_export.config import config_from_toml
 from mod_export.environment import usable_cores
 from mod_export.folder.manifest import read_manifest
 from mod_export.model.request import Request
-from mod_export.pipeline.build import build
+from mod_export.pipeline.stages import build
 from mod_export.runtime.deployment import load
 from mod_export.runtime.generator import Generator, load_generator
 from mod_models.checkpoint import load_checkpoint, save_checkpoint

@@ -1,0 +1,277 @@
+"""The three roles of graphs: what is captured, judged and timed of each. Nothing else branches on a role.
+
+A `forward` graph reads whole rows. A `prefill` graph reads a prompt and returns a cache, to which a `decode` graph adds
+one token at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mod_export.config import BuildConfig, GenerationOptions
+from mod_export.folder.manifest import GenerationFacts
+from mod_export.judge.reference import Reference, tensors_of
+from mod_export.measure.decoding import measure_prompts, measure_steps
+from mod_export.measure.latency import measure_latency
+from mod_export.measure.roofline import cached_roofline
+from mod_export.measure.speedup import gate_of
+from mod_export.model.model import output_names, sample_of
+from mod_export.rows.generation import DecodeRow, FirstTokenRow, TextsRow
+from mod_export.rows.latency import LatencyRow
+from mod_export.rows.parity import ParityRow
+from mod_export.rows.structure import CausalityRow
+from mod_export.runtime.decoder import DecodingEngines
+from mod_export.types import QUANTIZED, Bucket, Engine, Graph, ModelKind, Outputs, Role, Setting
+
+if TYPE_CHECKING:
+    import torch
+
+    from mod_export.judge.candidates import Candidate
+    from mod_export.model.protocol import GraphSource
+    from mod_export.pipeline.build import Build
+
+Engines = Mapping[ModelKind, Engine]
+"""The engines of one setting: that of the model, and that of its dense baseline if there is one."""
+
+
+class RoleStages(ABC):
+    """What the stages do for graphs and engines of one role."""
+
+    role: Role
+
+    @abstractmethod
+    def outputs(self, config: BuildConfig) -> Outputs:
+        """Says what the graphs return."""
+
+    @abstractmethod
+    def source(self, build: Build, graph: Graph) -> GraphSource:
+        """Returns what a portable graph is captured from."""
+
+    @abstractmethod
+    def reference(self, build: Build, kind: ModelKind) -> Reference:
+        """Returns the eager model that graphs of this role are judged by."""
+
+    @abstractmethod
+    def parity_inputs(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+        """Returns the options that parity depends on beside its gate, as inputs of a step."""
+
+    @abstractmethod
+    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> ParityRow:
+        """Compares a candidate with the reference. This needs PyTorch and ONNX; timing does not."""
+
+    @abstractmethod
+    def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
+        """Examines an engine whose parity was judged; `allowed` is the error that parity allows it."""
+
+    @abstractmethod
+    def time(self, build: Build, setting: Setting, engines: Engines) -> None:
+        """Times the engines of one setting, interleaved."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsSource:
+    """A `GraphSource` of whole rows."""
+
+    module: torch.nn.Module
+    examples: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    conditions: bool = False
+
+
+class Forward(RoleStages):
+    """Graphs of whole rows: parity of every output, causality, latency."""
+
+    role = "forward"
+
+    def outputs(self, config: BuildConfig) -> Outputs:
+        return config.returned
+
+    def source(self, build: Build, graph: Graph) -> GraphSource:
+        model = build.model(graph.model)
+        samples = [sample_of(model, graph.bucket, seed) for seed in range(2)]
+        first, second = (tuple(tensor.to("meta") for tensor in tensors_of(feeds)) for feeds in samples)
+        module = model.skeleton(graph.outputs).to("meta")
+        return _RowsSource(module, (first, second), tuple(samples[0]), output_names(model, graph.outputs))
+
+    def reference(self, build: Build, kind: ModelKind) -> Reference:
+        return Reference(build.model(kind), build.config.returned, kept=build.kept_runs)
+
+    def parity_inputs(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+        parity = build.config.parity
+        text = build.text_inputs if candidate.setting.dtype in QUANTIZED else {}
+        return {"batches": parity.batches_per_kind, "texts": parity.text_batches, **text}
+
+    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> ParityRow:
+        from mod_export.judge.findings import parity_of
+        from mod_export.pipeline.graphs import fresh_graph
+
+        reference = build.reference(candidate.setting.model)
+        return parity_of(build.root, candidate, reference, build.config, partial(fresh_graph, build), build.text_of)
+
+    def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
+        from mod_export.judge.causality import causality_of
+
+        setting, parity = candidate.setting, build.config.parity
+        # The gate's options rather than `allowed`, which is measured and differs from run to run.
+        options = parity.gate(setting.dtype).model_dump(include={"rounding_error", "max_abs"})
+        options |= {"batches": parity.batches_per_kind, "texts": parity.text_batches, "suffixes": parity.suffixes}
+        build.measure(
+            CausalityRow,
+            f"causality/{setting.target}/{setting.name}",
+            build.judging_inputs(candidate, **options),
+            lambda: [causality_of(build.root, candidate, build.reference(setting.model), build.config, allowed)],
+        )
+
+    def time(self, build: Build, setting: Setting, engines: Engines) -> None:
+        # Sampling goes on until the gate is settled, so another gate may need more samples.
+        options = build.config.latency
+        gate = gate_of(setting.bucket, build.gated_buckets, options.min_speedup)
+        latency = options.model_dump(exclude={"min_speedup", "bootstrap"})
+        build.measure(
+            LatencyRow,
+            f"latency/{setting.target}/{setting.bucket.name}-{setting.dtype}",
+            build.timing_inputs(engines.values(), latency=latency, gate=gate),
+            lambda: measure_latency(build.root, engines, build.feeds(setting.bucket), build.config, gate),
+        )
+
+
+class Writing(RoleStages):
+    """What prefill and decode have in common: both are judged token by token, with the engines of both."""
+
+    @abstractmethod
+    def buckets(self, options: GenerationOptions, window: int) -> list[Bucket]:
+        """Returns the shapes of the graphs, ascending, for texts of up to `window` tokens."""
+
+    def beside(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+        """Returns what results about an engine depend on beside the engine: how the eager model selects."""
+        generation = build.config.generation.model_dump(include={"window", "slack", "slots"})
+        return {"generation": generation | build.text_inputs}
+
+    def parity_inputs(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+        return {"tokens": build.config.generation.judged_tokens, **self.beside(build, candidate, candidates)}
+
+    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> ParityRow:
+        from mod_export.judge.texts import parity_of_decoding
+
+        reference = build.reference(candidate.setting.model, self.role)
+        return parity_of_decoding(_decoding(build, candidates), candidate.as_engine, reference, build.text_of)
+
+
+class Prefill(Writing):
+    """Graphs that read one prompt and return its cache: parity of the last token's logits, time to the first token."""
+
+    role = "prefill"
+
+    def buckets(self, options: GenerationOptions, window: int) -> list[Bucket]:
+        return [Bucket(1, length) for length in options.prompt_lengths(window)]
+
+    def outputs(self, config: BuildConfig) -> Outputs:
+        return "last"
+
+    def source(self, build: Build, graph: Graph) -> GraphSource:
+        return build.generating(graph.model).prefill(graph.bucket.batch, graph.bucket.seq)
+
+    def reference(self, build: Build, kind: ModelKind) -> Reference:
+        # Prefill and decode share captured programs.
+        return build.reference(kind, "decode").returning("last")
+
+    def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
+        """Does nothing: parity says everything about a prompt."""
+
+    def time(self, build: Build, setting: Setting, engines: Engines) -> None:
+        decoding = build.decoding_engines()
+        build.measure(
+            FirstTokenRow,
+            f"first_token/{setting.target}/{setting.bucket.name}-{setting.dtype}",
+            build.timing_inputs(engines.values(), latency=build.config.latency.model_dump(exclude={"min_speedup"})),
+            lambda: [measure_prompts(decoding, engines, build.texts(1, setting.bucket.seq)[0])],
+        )
+
+
+class Decode(Writing):
+    """Graphs that add one token to each text: parity of every step, whole texts, time of a step."""
+
+    role = "decode"
+
+    def buckets(self, options: GenerationOptions, window: int) -> list[Bucket]:
+        return sorted(Bucket(batch, cache) for batch in options.batches for cache in options.cache_lengths(window))
+
+    def outputs(self, config: BuildConfig) -> Outputs:
+        return "logits"
+
+    def source(self, build: Build, graph: Graph) -> GraphSource:
+        batch, length = graph.bucket.batch, graph.bucket.seq
+        return build.generating(graph.model).step(batch, length, build.config.generation.slots)
+
+    def reference(self, build: Build, kind: ModelKind) -> Reference:
+        if build.generating(kind).loaded.spec == build.model(kind).spec:
+            # Nothing is decided differently, so programs and runs of whole rows hold here as well.
+            return build.reference(kind).returning("logits")
+        return Reference(build.generating(kind).loaded, kept=build.kept_runs)
+
+    def beside(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+        # Steps are judged after prompts, so the engines that read these count as well.
+        setting = candidate.setting
+        prefills = _decoding(build, candidates).prefills(setting.model, setting.target, setting.dtype)
+        prompts = [build.hash_of(engine.path) for engine in prefills]
+        return {**super().beside(build, candidate, candidates), "prompts": prompts}
+
+    def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
+        from mod_export.judge.texts import texts_of_decoding
+
+        options, setting = build.config.generation, candidate.setting
+        if not options.compared_texts:
+            return
+        model = build.generating(setting.model)
+
+        def make() -> list[TextsRow]:
+            reference = build.reference(setting.model, "decode")
+            decoding = _decoding(build, candidates)
+            return [texts_of_decoding(decoding, candidate.as_engine, model, reference, build.text_of)]
+
+        wanted = {"texts": options.compared_texts, "tokens": options.compared_tokens}
+        inputs = build.judging_inputs(candidate, **wanted, **self.beside(build, candidate, candidates))
+        build.measure(TextsRow, f"texts/{setting.target}/{setting.name}", inputs, make)
+
+    def time(self, build: Build, setting: Setting, engines: Engines) -> None:
+        facts, config = build.generation, build.config
+        assert isinstance(facts, GenerationFacts)
+        decoding = build.decoding_engines()
+        # Prefill engines read the texts at whose positions steps are timed, and the longest sets the texts' length.
+        readers = [one for kind in engines for one in decoding.prefills(kind, setting.target, setting.dtype)]
+        prompts = [build.hash_of(one.path) for one in readers]
+
+        def make() -> list[DecodeRow]:
+            # The dtype does not matter: bytes of any dtype move at the same rate.
+            roofline = cached_roofline(build.machine, "float32", config.latency.threads)
+            bandwidth = None if roofline is None else roofline.bandwidth_gbs
+            ids_BS = build.texts(setting.bucket.batch, setting.bucket.seq)
+            step_bytes = facts.step_bytes[setting.bucket.name][setting.dtype]
+            return [measure_steps(decoding, engines, ids_BS, facts.sites, step_bytes, bandwidth)]
+
+        build.measure(
+            DecodeRow,
+            f"decode/{setting.target}/{setting.bucket.name}-{setting.dtype}",
+            build.timing_inputs(engines.values(), positions=config.generation.measured_tokens, prompts=prompts),
+            make,
+        )
+
+
+WRITING: tuple[Writing, ...] = (Prefill(), Decode())
+ROLES: Mapping[Role, RoleStages] = {stages.role: stages for stages in (Forward(), *WRITING)}
+"""Every role, in the order in which its engines are timed."""
+
+
+def _decoding(build: Build, candidates: Sequence[Candidate]) -> DecodingEngines:
+    """Returns the prefill and decode candidates, opened as validation opens them."""
+    by_path = {one.path: one for one in candidates if one.setting.writes_text}
+    return DecodingEngines(
+        [one.as_engine for one in by_path.values()],
+        lambda engine: by_path[engine.path].open(build.root, build.config),
+        build.config,
+    )

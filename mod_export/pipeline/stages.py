@@ -1,0 +1,169 @@
+"""The stages of a build, in their order.
+
+load > capture > onnx > passes > engines > validate > benchmark > profile > report
+
+Without evidence a build ends after the engines, with the structure of their files in place of validation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from mod_export.config import BuildConfig
+from mod_export.environment import limited, peak_rss_bytes, reset_peak_rss
+from mod_export.errors import ModExportError
+from mod_export.folder.manifest import BESIDE_TOKENIZER, TOKENIZER
+from mod_export.folder.programs import program_files
+from mod_export.folder.workspace import Step, Workspace
+from mod_export.model.model import Model
+from mod_export.model.program_files import write_graphs
+from mod_export.model.programs import ProgramModel
+from mod_export.pipeline.benchmark import benchmark, count_work, profile
+from mod_export.pipeline.build import Build
+from mod_export.pipeline.engines import build_engines
+from mod_export.pipeline.graphs import capture, onnx
+from mod_export.pipeline.passes import passes
+from mod_export.pipeline.plan import make_plan
+from mod_export.pipeline.report import write_report
+from mod_export.pipeline.validate import check_structure, validate
+from mod_export.rows.failures import FailedRow
+from mod_export.rows.report import BuildReport, Stage
+from mod_export.types import ModelKind
+
+Works = tuple[tuple[str, tuple[Callable[[Build], None], ...]], ...]
+ENGINES: Works = (
+    ("capture", (capture,)),
+    ("onnx", (onnx,)),
+    ("passes", (passes,)),
+    ("engines", (build_engines, count_work)),
+)
+EVIDENCE: Works = (
+    ("validate", (validate,)),
+    ("benchmark", (benchmark,)),
+    ("profile", (profile,)),
+)
+STRUCTURE: Works = (("structure", (check_structure,)),)
+"""The last stage of a build without evidence."""
+
+
+class Observer(Protocol):
+    """Receives the progress of a build, for a person to see."""
+
+    def stage_started(self, name: str) -> None: ...
+    def step_started(self, name: str) -> None: ...
+    def stage_finished(self, stage: Stage) -> None: ...
+
+
+def build(
+    load: Callable[[], tuple[Model, Model | None]],
+    config: BuildConfig,
+    root: Path,
+    observer: Observer,
+    command: str,
+    capacity: float | None = None,
+    tokenizer: Path | None = None,
+    rebuild: str | None = None,
+    *,
+    evidence: bool = True,
+) -> BuildReport:
+    """Runs every stage and writes the report.
+
+    What cannot be built leaves the rest: it is a row of `report.failed`, and the next run tries it again. A stage that
+    leaves nothing of the model ends the build; what was whole before it stays, and the next run resumes there.
+
+    Args:
+        load: gives the model, and the dense model that it is compared with if that is not the model's own.
+        config: the resolved configuration.
+        root: the build folder; made if need be.
+        observer: is told of stages and steps.
+        command: as typed, for the report.
+        capacity: that the model was given in place of its own, for the report.
+        tokenizer: a file of the package `tokenizers`, for models whose ids are not bytes.
+        rebuild: what builds the same with the resolved configuration, for the report.
+        evidence: False stops when the engines are built and the structure of their files was checked: the manifest says
+            that nothing was verified, and the report what is missing. `validate_folder` and `bench_folder` complete
+            both, and the same build with evidence goes on from there.
+
+    Raises:
+        ModExportError: nothing could be built, or the request cannot be met; its notes name the stages that were done.
+    """
+    stages: list[Stage] = []
+    steps: list[Step] = []
+    failed: list[FailedRow] = []
+    with limited(config.max_memory), contextlib.ExitStack() as opened:
+        with _stage("load", stages, steps, failed, observer):
+            plan = make_plan(*load(), config, root, tokenizer)
+            # A refused request leaves nothing behind, so the folder is opened only once the plan stands.
+            run = Build.start(plan, opened.enter_context(Workspace(root)), observer.step_started)
+            run.steps, run.failed = steps, failed
+            run.step("load", {kind: run.identity(kind) for kind in run.facts}, [], lambda paths: None)
+            _keep_tokenizer(run)
+            _keep_programs(run)
+        for name, works in (*ENGINES, *(EVIDENCE if evidence else STRUCTURE)):
+            with _stage(name, stages, steps, failed, observer):
+                for work in works:
+                    work(run)
+        with _stage("report", stages, steps, failed, observer):
+            return write_report(run, stages, command, capacity, rebuild, verified=evidence)
+
+
+def _keep_tokenizer(build: Build) -> None:
+    path = build.plan.tokenizer
+    if not isinstance(path, Path):
+        return
+    beside = {name: path.parent / name for name in BESIDE_TOKENIZER}
+    data = {TOKENIZER: path.read_bytes()} | {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+    inputs = {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
+    build.step("tokenizer", inputs, [*data], partial(_write_files, list(data.values())))
+
+
+def _write_files(contents: Sequence[bytes], paths: Sequence[Path]) -> None:
+    for content, path in zip(contents, paths, strict=True):
+        path.write_bytes(content)
+
+
+def _keep_programs(build: Build) -> None:
+    """What a reference is rebuilt from where a model is no registered architecture."""
+    for kind, loaded in build.plan.loaded.items():
+        if isinstance(loaded, ProgramModel):
+            files = program_files(kind, [bucket.name for bucket in loaded.buckets])
+            build.step(f"programs/{kind}", build.identity(kind), files, partial(_write_programs, loaded, kind))
+
+
+def _write_programs(loaded: ProgramModel, kind: ModelKind, paths: Sequence[Path]) -> None:
+    # The paths lie in a folder as they will in the build folder.
+    write_graphs(loaded, kind, paths[0].parents[1])
+
+
+@contextlib.contextmanager
+def _stage(
+    name: str, stages: list[Stage], steps: list[Step], failed: Sequence[FailedRow], observer: Observer
+) -> Iterator[None]:
+    """Times a stage, watches its memory, counts what it could not do, and says which stages were done when it fails."""
+    observer.stage_started(name)
+    reset_peak_rss()
+    begin, first, before = time.perf_counter(), len(steps), len(failed)
+    try:
+        yield
+    except ModExportError as error:
+        done = ", ".join(stage.name for stage in stages) or "none"
+        error.add_note(f"stage {name} failed; done before it: {done}")
+        raise
+    # A stage that had nothing to do is as new or as old as the one before it.
+    own, lost = steps[first:], len(failed) - before
+    reused = all(step.reused for step in own) if own else all(stage.status == "reused" for stage in stages)
+    stage = Stage(
+        name=name,
+        status="reused" if reused and not lost else "built",
+        failed=lost,
+        seconds=round(time.perf_counter() - begin, 3),
+        peak_rss_bytes=peak_rss_bytes() or None,
+    )
+    stages.append(stage)
+    observer.stage_finished(stage)
