@@ -122,7 +122,9 @@ def served_engines(
 def _fastest(manifest: Manifest, engines: Sequence[Engine], *, texts: bool) -> tuple[str, DType] | None:
     """Target and dtype of the fastest of `engines` that met their gates; None if none was measured."""
     refused = {
-        (entry.model, entry.writes_text, entry.target, entry.dtype) for entry in manifest.engines if entry.path in manifest.refused
+        (entry.model, entry.writes_text, entry.target, entry.dtype)
+        for entry in manifest.engines
+        if entry.path in manifest.refused
     }
     here = {(entry.model, entry.target, entry.dtype) for entry in engines}
     measured = [
