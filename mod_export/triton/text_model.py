@@ -65,7 +65,7 @@ class Answers:
             ClosingError: the scheduler accepts no more requests.
         """
         answer = _Answer(sender)
-        # Events may arrive before `submit` returns. The last one waits for this lock, so it finds the answer in the set.
+        # Events may arrive before `submit` returns. The last one waits for the lock, so it finds the answer in the set.
         with self._changing:
             answer.job = scheduler.submit(texts, lambda event: self._events.put((answer, event)))
             self._active.add(answer)
