@@ -132,7 +132,7 @@ def layer_lines(layers: Layers) -> list[str]:
 
 
 def routing_table(layers: Layers) -> LayerTable:
-    """Returns a table of the routing, slots, weights, and keys and values of each layer."""
+    """Returns a table of each layer: routing, slots per row, weights, and keys and values at the largest bucket."""
     costs, baseline = layers.own, layers.baseline
     lengths = dict.fromkeys(bucket.seq for bucket in layers.buckets)
     first = {bucket.seq: bucket for bucket in reversed(layers.buckets)}
