@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, CHART_HEIGHT, LANE_HEIGHT = 13.0, 4.6, 0.16
-"""Inches."""
+"""Sizes in inches."""
 DOTS = 130
 """Dots per inch."""
 PIECE = 128

@@ -187,7 +187,7 @@ class Stair(Finding):
     drift: float
     """Largest / smallest of these medians, minus 1."""
     steps: tuple[StairStep, ...]
-    """Ascending in k."""
+    """The steps, ascending in k."""
 
 
 class FrontPoint(Result):

@@ -91,7 +91,7 @@ def share_of(capacity: float | None) -> str:
 
 
 def capacity_text(found: CapacityBreakEven) -> str:
-    """States up to which capacity MoD is faster than dense."""
+    """Says up to which capacity MoD is faster than dense."""
     if found.largest_capacity is None:
         return f"seq {found.seq}: at no capacity in the grid faster than dense"
     larger = found.tried[found.tried.index(found.largest_capacity) + 1 :]
@@ -101,7 +101,7 @@ def capacity_text(found: CapacityBreakEven) -> str:
 
 
 def length_lines(found: Sequence[LengthBreakEven]) -> list[tuple[str, str]]:
-    """States from which length on MoD is faster: (setting, sentence). Capacities with equal answers share a sentence."""
+    """Says from which length on MoD is faster: (setting, sentence). Capacities with equal answers share a sentence."""
     capacities: dict[tuple[str, str], list[str]] = {}
     for finding in found:
         if len(finding.tried) > 1:
