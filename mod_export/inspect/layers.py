@@ -83,7 +83,7 @@ class Layers:
         """(index, row of `own`, row of `baseline` or None) for each row that has FLOPs, as charts show them."""
         dense = self.baseline.rows if self.baseline else [None] * len(self.own.rows)
         rows = zip(self.own.rows, dense, strict=True)
-        return [(index, row, beside) for index, (row, beside) in enumerate(rows) if row.flops]
+        return [(index, row, dense_row) for index, (row, dense_row) in enumerate(rows) if row.flops]
 
     @property
     def most_flops(self) -> int:
@@ -164,10 +164,10 @@ def flops_table(layers: Layers) -> LayerTable:
     costs, dense = layers.own, layers.dense
     parts = list(costs.flops_by_part)
     rows = []
-    for index, row, beside in layers.drawn:
+    for index, row, dense_row in layers.drawn:
         line = [row.name, *(_count(row.flops.get(part, 0)) for part in parts), _count(flops_of(row))]
-        if beside is not None:
-            line += [_count(flops_of(beside)), *(share_of(layers, bucket, index) for bucket in layers.buckets)]
+        if dense_row is not None:
+            line += [_count(flops_of(dense_row)), *(share_of(layers, bucket, index) for bucket in layers.buckets)]
         rows.append(line)
     head = ["layer", *map(part_name, parts), "FLOPs"]
     total = ["all", *(_count(flops) for flops in costs.flops_by_part.values()), _count(costs.flops)]

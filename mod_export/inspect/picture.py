@@ -70,17 +70,17 @@ def render_png(model: Model, layers: Layers, routed: RoutedText | None) -> bytes
 
 def _flops(axes: Axes, model: Model, layers: Layers, colours: Any) -> None:
     size, unit = flops_scale(layers.most_flops)
-    own, dense = [row for _, row, _ in layers.drawn], [row for *_, row in layers.drawn if row]
-    for rows, offset, alpha in ((dense, -BAR / 2, 0.45), (own, BAR / 2 if dense else 0.0, 1.0)):
+    mod, dense = [row for _, row, _ in layers.drawn], [row for *_, row in layers.drawn if row]
+    for rows, offset, alpha in ((dense, -BAR / 2, 0.45), (mod, BAR / 2 if dense else 0.0, 1.0)):
         positions, floor = [index + offset for index in range(len(rows))], [0.0] * len(rows)
         for part in layers.parts if rows else ():
             heights = [row.flops.get(part, 0) / size for row in rows]
-            label = part_name(part) if rows is own else None
+            label = part_name(part) if rows is mod else None
             colour = colours.get(part, colours["other"])
             axes.bar(positions, heights, BAR * 0.95, floor, color=colour, alpha=alpha, label=label, linewidth=0)
             floor = [below + height for below, height in zip(floor, heights, strict=True)]
-    axes.set_xticks(range(len(own)), [row.name for row in own])
-    axes.set_xlim(-0.6, len(own) - 0.4)
+    axes.set_xticks(range(len(mod)), [row.name for row in mod])
+    axes.set_xlim(-0.6, len(mod) - 0.4)
     axes.set_ylim(0, 1.06 * layers.most_flops / size)
     axes.set_ylabel(unit)
     axes.grid(axis="y", color=colours["line"])

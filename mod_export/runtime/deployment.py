@@ -239,8 +239,8 @@ class Deployment:
         for bucket in self.buckets:
             if bucket.batch >= batch and bucket.seq >= seq:
                 return bucket
-        known = ", ".join(bucket.name for bucket in self.buckets)
-        raise UsageError(f"no bucket holds a batch of {batch} x {seq} tokens; built: {known}. Build a larger one")
+        built = ", ".join(bucket.name for bucket in self.buckets)
+        raise UsageError(f"no bucket holds a batch of {batch} x {seq} tokens; built: {built}. Build a larger one")
 
     def run(self, ids_BS: np.ndarray, lengths_B: np.ndarray | None = None) -> np.ndarray:
         """Returns logits of a batch, or the output that the folder was built for (`outputs` of its configuration).
@@ -268,12 +268,14 @@ class Deployment:
                 f"expected token ids as whole numbers (batch, sequence), got {ids_BS.dtype} {ids_BS.shape}"
             )
         B, S = ids_BS.shape
-        given = ids_BS
+        given_ids = ids_BS
         # Engines treat ids outside the vocabulary differently: some index from the end of the table, some read past
         # it, some fail. Viewed as unsigned, negative ids are the largest, so one comparison finds both kinds.
         ids_BS = np.ascontiguousarray(ids_BS, dtype=np.int64)
         if ids_BS.view(np.uint64).max() >= self.vocab_size:
-            raise UsageError(f"expected token ids from 0 to {self.vocab_size - 1}, got {given.min()} to {given.max()}")
+            raise UsageError(
+                f"expected token ids from 0 to {self.vocab_size - 1}, got {given_ids.min()} to {given_ids.max()}"
+            )
         real = S if lengths_B is None else _checked(lengths_B, B, S)
         bucket = self.bucket_for(B, S)
         runner = self._runner(bucket)

@@ -118,11 +118,11 @@ class RequestReader:
             raise UsageError("expected at least one prompt")
         # A single prompt (text, ids or messages) need not be in a list.
         is_single = isinstance(prompts, str) or all(map(_is_whole, prompts)) or _is_conversation(prompts)
-        several = cast("Sequence[Prompt]", [prompts] if is_single else prompts)
-        if continued and any(map(_is_conversation, several)):
+        prompt_list = cast("Sequence[Prompt]", [prompts] if is_single else prompts)
+        if continued and any(map(_is_conversation, prompt_list)):
             raise UsageError("a conversation is a whole text, which cannot continue a prefix; leave the prefix out")
         special = special and not continued
-        return [self._ids(row, prompt, template, special=special) for row, prompt in enumerate(several)]
+        return [self._ids(row, prompt, template, special=special) for row, prompt in enumerate(prompt_list)]
 
     def _ids(self, row: int, prompt: Prompt, template: Mapping[str, Any], *, special: bool) -> list[int]:
         if isinstance(prompt, str) or _is_conversation(prompt):

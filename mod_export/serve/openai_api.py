@@ -279,15 +279,15 @@ class EventStream(Response):
         self._job, self._chunks = job, chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left = asyncio.create_task(gone(receive))
+        leaving = asyncio.create_task(gone(receive))
         sending = asyncio.create_task(self._send(send))
         try:
-            await asyncio.wait({left, sending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({leaving, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:
             self._job.cancel()
-            left.cancel()
+            leaving.cancel()
             sending.cancel()
 
     async def _send(self, send: Send) -> None:

@@ -234,11 +234,11 @@ class Scheduler:
         self._leave_out_what_is_over()
         self._tell()
         while len(rows.busy) < rows.size and (text := self._next()) is not None:
-            alone = not rows.busy
+            was_idle = not rows.busy
             self._pass_on(rows.begin(text))
             self._take_ended()
             self._tell()
-            if not alone:
+            if not was_idle:
                 break
         self._pass_on(rows.step())
         _ = rows.busy  # Removes texts that were cancelled meanwhile from their rows.
@@ -311,13 +311,13 @@ class Scheduler:
         self._untold = [(job, event) for job, event in self._untold if job not in failing]
         for job in failing:
             with self._changed:
-                left = [*job.waiting, *(text for text, state in self._in_rows.items() if state.job is job)]
-                for text in left:
+                unfinished = [*job.waiting, *(text for text, state in self._in_rows.items() if state.job is job)]
+                for text in unfinished:
                     self._in_rows.pop(text, None)
                 with contextlib.suppress(ValueError):  # The job left the queue when its last text got a row.
                     self._jobs.remove(job)
                 self._changed.notify_all()
-            self._observer.failed(error, len(left))
+            self._observer.failed(error, len(unfinished))
             try:
                 job.tell(Failed(error))
             except Exception as unheard:  # The other requests must still be told.

@@ -137,8 +137,8 @@ def _graph(request: RepositoryRequest, engine: Engine) -> Graph:
 
 
 def _plan_model(request: RepositoryRequest, graph: Graph, engines: list[Engine]) -> TritonModel:
-    alone = len(engines) == 1
-    names = {engine.path: "model.plan" if alone else f"model-{engine.arch}.plan" for engine in engines}
+    is_single = len(engines) == 1
+    names = {engine.path: "model.plan" if is_single else f"model-{engine.arch}.plan" for engine in engines}
     return _bucket_model(
         request,
         graph,

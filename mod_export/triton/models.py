@@ -79,8 +79,8 @@ def text_model(request: RepositoryRequest) -> TritonModel | str:
     finish = Port("finish_reason", "BYTES", (1,))
     inputs: tuple[Port, ...] = (ids, *OPTIONS)
     outputs: tuple[Port, ...] = (token, finish)
-    beside = (manifest.tokenizer, *BESIDE_TOKENIZER)
-    kept = [name for name in beside if name is not None and name in manifest.files]
+    tokenizer_files = (manifest.tokenizer, *BESIDE_TOKENIZER)
+    kept = [name for name in tokenizer_files if name is not None and name in manifest.files]
     if manifest.tokenizer is not None:
         text, stop = Port("text", "BYTES", (1,), optional=True), Port("stop", "BYTES", (ANY,), optional=True)
         inputs = (text, Port("input_ids", "INT64", (ANY,), optional=True), *OPTIONS, stop)

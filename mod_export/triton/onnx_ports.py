@@ -72,23 +72,23 @@ def _number(value: int | memoryview) -> int:
 
 def _fields(data: memoryview) -> Fields:
     """Yields number and value of each field. The value is an int, or the bytes of a string or message."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
         number, wire = key >> 3, key & 7
         if wire == VARINT:
-            whole, at = _varint(data, at)
+            whole, offset = _varint(data, offset)
             yield number, whole
             continue
         size = {FIXED64: 8, FIXED32: 4}.get(wire)
         if size is None:
             if wire != BYTES:
                 raise ValueError(f"wire type {wire}")
-            size, at = _varint(data, at)
-        if at + size > len(data):
+            size, offset = _varint(data, offset)
+        if offset + size > len(data):
             raise ValueError("the file ends within a field")
-        yield number, data[at : at + size]
-        at += size
+        yield number, data[offset : offset + size]
+        offset += size
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
