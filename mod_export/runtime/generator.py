@@ -110,7 +110,7 @@ class Generator:
         }
         self._sites = manifest.generation.sites[first.model]
         self._decode = {engine.bucket: engine for engine in engines if engine.role == "decode"}
-        # Not the window of the build, for which capacities are counted: a text cannot outgrow the longest cache here.
+        # Capacities are counted for the window of the build, but a text cannot be longer than the longest cache.
         self.window = max(bucket.seq for bucket in self._decode)
         self._engines = DecodingEngines(engines, self._load, manifest.config)
         self._identity = f"{first.path} of {root.resolve()}"

@@ -125,8 +125,8 @@ def break_even_length(points: Sequence[Point]) -> tuple[LengthBreakEven, ...]:
 def stairs(points: Sequence[Point]) -> tuple[Stair, ...]:
     """Returns latency over k: one stair for each setting with at least two values of k. Leaves out imprecise cells.
 
-    A step begins with the smallest remaining k, and holds every following k whose latency interval overlaps with that
-    of the first. All are compared with the first, so a gentle slope is not mistaken for a flat step.
+    A step begins with the smallest remaining k. It holds the following values of k until the latency interval of one
+    lies above that of the first. All are compared with the first, so a gentle slope is not mistaken for a flat step.
     """
     findings = []
     counted = [p for p in points if p.steady and p.cell.k is not None and p.cell.capacity is not None]

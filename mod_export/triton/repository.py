@@ -1,4 +1,4 @@
-"""Writes the repository to disk: to a temporary folder first, then renamed, and never over other people's files."""
+"""Writes the repository to disk: into a temporary folder first, then renamed. Never overwrites foreign files."""
 
 from __future__ import annotations
 
