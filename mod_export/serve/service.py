@@ -204,7 +204,7 @@ def _open_writing(
         return manifest.generation
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Loading the folder for whole prompts has given the same warnings.
+            warnings.simplefilter("ignore")  # Loading for whole prompts warns already.
             generator = load_generator(folder, options.target, options.dtype, options.model, options.threads)
     except TargetError as error:
         return str(error)
