@@ -158,7 +158,7 @@ def _gpu_name() -> str | None:
 
 
 def usable_cores() -> int:
-    """Returns how many physical cores this process may use, at least 1: its CPU affinity, limited by its quota.
+    """Returns how many physical cores this process may use, at least 1: those of its CPU affinity, up to its quota.
 
     Hyperthreads of one core share its arithmetic units, so more threads than cores make matrix products slower.
     """
@@ -169,7 +169,7 @@ def usable_cores() -> int:
 
 
 def _core_of(cpu: int) -> str:
-    """Returns a name of a CPU's core: the list of its hyperthreads, or the CPU itself if Linux does not list them."""
+    """Returns a name for the core of a CPU: the list of its hyperthreads, or the CPU itself if Linux lists none."""
     try:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         return siblings.read_text(encoding="ascii").strip()
@@ -191,7 +191,7 @@ def _cgroup_quotas(root: Path, membership: Path) -> list[float]:
     for folder in (root / group, *(root / group).parents):
         with contextlib.suppress(OSError, ValueError):
             limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-            quotas.append(float(limit) / float(period))  # "max" means no limit; float() skips it with a ValueError.
+            quotas.append(float(limit) / float(period))  # "max" means no limit; its ValueError is suppressed.
         if folder == root:
             break
     return quotas
@@ -217,7 +217,7 @@ def free_bytes() -> int:
     if not budget:
         return free
     memory = psutil.Process().memory_info()
-    # The system can take pages of mapped files back at any time. If it does not count them separately, all are used.
+    # The system can take pages of mapped files back at any time. If it does not count them apart, all count as used.
     used = memory.rss - getattr(memory, "shared", 0)
     return max(0, min(free, budget - used))
 

@@ -24,7 +24,7 @@ def mark_selection(
     name: str | Sequence[str] = "",
     rule: Literal["rank", "first_come"] = "rank",
 ) -> tuple[Tensor, Tensor]:
-    """Marks a selection and returns it. The model must use what is returned, or its selection can only be observed.
+    """Marks a selection and returns it. Use the returned tensors: otherwise it can be observed, but not changed.
 
     Shape legend: B rows, T tokens that can be selected, K slots. Several selections that are made at once (of N
     experts, say) are marked at once: `index`, `live` and `scores` then have a dimension N after B, and `name` is a

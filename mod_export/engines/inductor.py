@@ -58,7 +58,7 @@ class InductorRunner(EngineRunner):
         missing = [name for name in names if name not in weights]
         if missing:
             raise EngineError(f"{where}: the weights file holds no {', '.join(missing[:3])}; build again")
-        # user_managed: the package reads these tensors in place, so they must be kept alive as long as it is.
+        # user_managed: the package reads these tensors in place, so they must live as long as the package.
         self._weights = {name: weights[name] for name in names}
         package.load_constants(self._weights, check_full_update=True, user_managed=True)
 
@@ -152,7 +152,7 @@ class AotInductor(EngineBuilder):
 
 
 class Inductor(AotInductor):
-    """AOTInductor for the CPU it is built on."""
+    """AOTInductor for the CPU of the machine that builds."""
 
     name = "inductor"
 
@@ -172,7 +172,7 @@ class Inductor(AotInductor):
             # Otherwise the kernels are compiled for the number of threads that this process happens to have.
             "cpp.dynamic_threads": True,
             # If compiled for one thread, torch 2.13 leaves out the `omp single` around code without a loop. Several
-            # threads would then all execute it: the mean of a loss, for example, is divided once by each thread.
+            # threads would then all execute it: the mean of a loss, for example, would be divided once by each thread.
             "cpp.threads": max(FEWEST_THREADS, torch.get_num_threads()),
             # Marks every kernel for the profiler; without a profiler, a mark costs a fraction of a microsecond.
             "cpp.enable_kernel_profile": True,

@@ -106,7 +106,7 @@ class CudaRunner(InductorRunner):
 
 
 class InductorCuda(AotInductor):
-    """AOTInductor for the NVIDIA GPU it is built on."""
+    """AOTInductor for the NVIDIA GPU of the machine that builds."""
 
     name = "inductor-cuda"
 

@@ -8,12 +8,12 @@ for; OpenVINO checks that itself.
 Attention is written out in blocks of queries, with the queries that share keys as rows of one matrix. OpenVINO makes
 one kernel of that, which copies no keys and computes few of the scores that the mask hides (docs/LOG.md).
 
-Weights of int8 and int4 stay integers. Where it is faster, OpenVINO rounds the values that are multiplied by them to
+Weights of int8 and int4 stay integers. Where that is faster, the values that are multiplied by them are rounded to
 8 bits at run time (DYNAMIC_QUANTIZATION_GROUP_SIZE).
 
 The types of the graph decide what is computed in bfloat16, so routers stay in float32: a processor with bfloat16 keeps
 the types if no precision is requested. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds the
-scores of routers too: 2.3 instead of 1.7 tokens a row are selected differently (docs/LOG.md).
+scores of routers too: it selects 2.3 tokens a row differently from the reference, instead of 1.7 (docs/LOG.md).
 
 Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference/optimizing-latency/model-caching-overview.html
 """
@@ -75,7 +75,7 @@ def _core() -> openvino.Core:
 
 
 def _said(error: BaseException) -> str:
-    """Returns the last line of OpenVINO's error message, which has no locations in OpenVINO's sources."""
+    """Returns OpenVINO's error message without locations in its sources, which is the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

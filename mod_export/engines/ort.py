@@ -21,7 +21,7 @@ from mod_export.types import Availability, Dialect, Engine, Kernel, Profile, Var
 CUDA = "CUDAExecutionProvider"
 NO_CUDA = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
 KERNEL_TIME = "_kernel_time"
-"""Suffix of the events of kernels in ONNX Runtime's profile."""
+"""Suffix of a kernel's event name in ONNX Runtime's profile."""
 US_PER_MS = 1000
 
 

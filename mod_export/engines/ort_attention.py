@@ -25,7 +25,8 @@ SHORTEST = 128
 BLOCKS = (32, 64, 128, 256)
 DEFAULT = 64
 MUST_TAKE_LESS_THAN = 0.95
-"""Another size replaces the default if its time is below this share of the default's time. Noise must not decide."""
+"""Another size replaces the default only below this share of the default's time, so that timing noise does not decide
+what is built."""
 MOST_SCORES = 2**28
 """With more scores than this (a GiB in float32) the whole attention is neither timed nor used."""
 ROUNDS = 9

@@ -66,7 +66,7 @@ class _Base(ctypes.Structure):
 
 
 class OrtC:
-    """The functions of one library: `call` calls one that returns only a status, `make` one that makes an object."""
+    """The functions of one library. `call` is for those returning only a status, `make` for those that make objects."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))

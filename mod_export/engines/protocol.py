@@ -1,4 +1,4 @@
-"""What a target provides: how its engines are built and loaded, and what a loaded engine can do."""
+"""The interface of a target: how its engines are built and loaded, and what a loaded engine can do."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class BindableRunner(Protocol):
 
 
 class EngineBuilder(ABC):
-    """The builder and loader of one target's engines. Each target has one file, for one vendor.
+    """Builds and loads the engines of one target.
 
     Attributes:
         name: name of the target.

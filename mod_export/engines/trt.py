@@ -31,8 +31,8 @@ ALIASED = "get_aliased_input_tensor"
 """A method of ICudaEngine since TensorRT 10.15."""
 PROBE_SECONDS = 120
 SAVED_POSITIONS = 4096
-"""A TopK in groups must spare this many positions of an axis. A TopK takes 51 us for 24,000 positions, whatever k is
-(ultralytics/ultralytics#25666), so these positions take 9 us. Groups cost one more TopK, an addition and a gather:
+"""A TopK in groups must spare this many positions of an axis to pay. A TopK takes 51 us for 24,000 positions, whatever
+k is (ultralytics/ultralytics#25666), so these positions take 9 us. Groups cost one more TopK, an addition and a gather:
 small kernels of 2 to 3 us each. Not measured by us.
 """
 DIALECT = Dialect(

@@ -50,7 +50,7 @@ def probe(job: Mapping[str, Any]) -> dict[str, Any]:
         result["build_problem"] = f"{job['library']} cannot be loaded: {error}"
         return result
     result["version"] = trt.__version__
-    known = getattr(trt, "ComputeCapability", None)  # Only TensorRT-RTX has it.
+    known = getattr(trt, "ComputeCapability", None)  # Only TensorRT-RTX has this class.
     names = [] if known is None else [name for name in known.__members__ if name.startswith("SM")]
     result["architectures"] = [name.lower() for name in names]
     try:

@@ -39,7 +39,7 @@ class Archive:
         """Reads the table of contents.
 
         Raises:
-            ArchiveError: not a zip file, or not as torch writes it.
+            ArchiveError: the file is not a zip file, or not as torch writes it.
         """
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -60,7 +60,7 @@ def records_of(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     """Returns `Archive.records` of an open file of `size` bytes.
 
     Raises:
-        ArchiveError: not a zip file, or not as torch writes it.
+        ArchiveError: the file is not a zip file, or not as torch writes it.
     """
     try:
         with zipfile.ZipFile(file) as table:

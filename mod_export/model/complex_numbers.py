@@ -151,7 +151,7 @@ Rule = Callable[[Evaluate, Any, list[Any], pytree.TreeSpec], Parts | None]
 
 def _each_part(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Parts:
     """Applies the operator to each part. A real operand, such as a factor, is the same for both parts."""
-    return Parts(*(_applied(evaluate, target, [_part(one, n) for one in leaves], tree) for n in (0, 1)))
+    return Parts(*(_applied(evaluate, target, [_part(leaf, n) for leaf in leaves], tree) for n in (0, 1)))
 
 
 def _each_part_beside_real(
@@ -172,12 +172,12 @@ def _each_part_beside_real(
 
 def _product(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Parts | None:
     """Applies an operator that is linear in each of two complex operands; None unless there are two."""
-    if sum(isinstance(one, (Parts, complex)) for one in leaves) != 2:
+    if sum(isinstance(leaf, (Parts, complex)) for leaf in leaves) != 2:
         return None
 
     def of(first: int, second: int) -> Any:
         wanted = iter((first, second))
-        chosen = [_part(one, next(wanted) if isinstance(one, (Parts, complex)) else 0) for one in leaves]
+        chosen = [_part(leaf, next(wanted) if isinstance(leaf, (Parts, complex)) else 0) for leaf in leaves]
         return _applied(evaluate, target, chosen, tree)
 
     return Parts(
@@ -193,7 +193,7 @@ _RULES: tuple[Rule, ...] = (
     partial(_each_part_beside_real, numbers=(float, int)),
     _product,
 )
-"""Rules in the order of trial. An operation is rewritten by the first rule that reproduces the operator's result."""
+"""Rules in the order in which they are tried. The first rule that reproduces an operator's result is used."""
 
 
 def _part(one: Any, number: int) -> Any:

@@ -106,7 +106,7 @@ def _replace(node: fx.Node, mask: fx.Node, size: int) -> None:
     elif node.target in LISTS:
         node.replace_all_uses_with(positions)
     elif node.target is ATEN.index.Tensor:
-        before = next(n for n, one in enumerate(arguments[1]) if one is not None)
+        before = next(n for n, index in enumerate(arguments[1]) if index is not None)
         node.replace_all_uses_with(add(ATEN.index.Tensor, arguments[0], [None] * before + columns))
     else:
         node.replace_all_uses_with(add(ATEN.index.Tensor, arguments[0], columns))

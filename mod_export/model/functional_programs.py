@@ -1,10 +1,10 @@
-"""Brings a captured program into functional form: no operator writes into a tensor, and no graph is nested in it.
+"""Converts a captured program to functional form: no operator writes into a tensor, and it has no nested graphs.
 
 torch itself makes a program functional (`run_decompositions` without decompositions): operators that write into a
 tensor become operators that return a new one, and the content of nested graphs (autocast, no_grad, checkpoints, vmap)
 moves into the program itself. A static graph has only one path, so both branches of a `torch.cond` are computed, and
-the condition selects between their results. Then no value shares memory with another, so `view`, which fails if strides
-do not fit, can become `reshape`.
+the condition selects between their results. In functional form no value shares memory with another, so `view`, which
+fails if strides do not fit, can become `reshape`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKi
 STOPPED = re.compile(r"While executing %(?P<name>\w+) :")
 METHODS = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
 DRAWS = 2
-"""Number of random values of the state that are tried, to see whether results depend on it."""
+"""Number of random states that are tried, to see whether results depend on the state."""
 
 
 def functional_program(

@@ -53,7 +53,7 @@ class Model:
 
     @property
     def kinds(self) -> tuple[ModelKind, ...]:
-        """`mod`, and `dense` if the model has its own dense baseline and that is not the model itself."""
+        """`mod`, and `dense` if the model has a dense baseline of its own that is a different model."""
         return KINDS if self.routes_depth and isinstance(self.loaded, DenseBaseline) else ("mod",)
 
     def of_kind(self, kind: ModelKind) -> ExportableModel:
@@ -93,8 +93,8 @@ class Model:
 
 
 def sample_of(model: ExportableModel, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
-    """Returns inputs of one run by name, in the order of the module's arguments: a sample of the model itself, or full
-    rows of random ids.
+    """Returns inputs of one run by name, in the order of the module's arguments: the model's own sample, or full rows
+    of random ids.
     """
     if isinstance(model, SampledInputs):
         return model.sample(bucket, seed)

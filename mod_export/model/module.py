@@ -35,7 +35,7 @@ from mod_export.model.pt2_models import sample_tensors
 from mod_export.types import Bucket
 
 INSTALLED = ("<frozen ", sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""Prefixes of the files of traceback lines that are not the user's code."""
+"""Prefixes of file names in a traceback that are not the user's code."""
 ROUNDINGS = 8
 """A captured program may differ from its module by this many roundings of the largest number that is returned."""
 SAMPLES = 4
@@ -65,7 +65,7 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"{name}: got {type(module).__name__}; expected a torch.nn.Module")
-    if isinstance(module, OptimizedModule):  # What torch.compile returns.
+    if isinstance(module, OptimizedModule):  # The result of torch.compile.
         module = module._orig_mod
     devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())} - {"cpu"}
     if devices:
@@ -121,7 +121,7 @@ def _plain_outputs(module: nn.Module) -> Iterator[None]:
 
 def _without_dataclasses(value: Any) -> Any:
     if type(value) in pytree.SUPPORTED_NODES and not isinstance(value, (tuple, list, dict)):
-        return value  # Known to torch, such as the outputs of transformers.
+        return value  # torch knows this type, such as the outputs of transformers.
     if dataclasses.is_dataclass(value):
         return {item.name: _without_dataclasses(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if type(value) in (tuple, list):
@@ -187,7 +187,7 @@ def _call(module: nn.Module, given: Any, where: str) -> Call:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _Called(nn.Module):
@@ -258,7 +258,7 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
         if attributes_read(module, lambda: _tensors(_eager(module, calls[0]))) != ():
             raise
     except CaptureError as error:
-        # Raised only if torch.export fails too: it knows more values that sizes depend on, such as a mask in a buffer.
+        # Raised only if torch.export fails too: torch.export knows buffers, such as a mask that a size depends on.
         refused = error
     args, kwargs = calls[0]
     try:

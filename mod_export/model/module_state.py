@@ -86,7 +86,7 @@ def attributes_read(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]
     a result that needs a number in a dictionary is noticed. Attributes of objects that modules hold are tried as well.
 
     Args:
-        module: in eval mode.
+        module: a module in eval mode.
         run: runs the module on the same inputs each time.
 
     Returns:

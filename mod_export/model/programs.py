@@ -105,7 +105,7 @@ class ProgramModel:
         }
 
     def sample(self, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
-        """Returns inputs of one run. Seeds from 0 give the samples that came with the model; higher seeds draw values.
+        """Returns inputs of one run. The first seeds, from 0, give the samples of the model; higher ones draw values.
 
         * token ids, which are integers that index an embedding: uniform in its rows;
         * floating point: normal with the mean and standard deviation of a given sample, unless that sample has at most
@@ -194,7 +194,7 @@ class _Programs(nn.Module):
         values = [next(feeds) if name is None else state[name] for name in graph.inputs]
         if torch.compiler.is_dynamo_compiling():
             return graph.module(*values)
-        # Operations keep their module paths, because sites and messages are named after them.
+        # Keeps the module paths of operations, because sites and messages are named after them.
         with traceback.preserve_node_meta():
             return fx.Interpreter(graph.module).run(*values, enable_io_processing=False)
 
@@ -213,7 +213,7 @@ class _Graph:
 
 
 def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tensor]:
-    """Checks that the programs belong to one model, lets all share the first one's weights, and returns these."""
+    """Checks that the programs belong to one model. All then share the weights of the first, which are returned."""
     (bucket, first), *others = programs.items()
     weights = {name: tensor.detach() for name, tensor in sorted(first.program.state_dict.items())}
     for other_bucket, plain in others:

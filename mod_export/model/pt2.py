@@ -61,7 +61,7 @@ SPECS = ("in_spec", "out_spec")
 CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict")
 NUMBERS = ("Infinity", "NaN")
 WIDEST = 16
-"""Bytes of the widest number, a complex one."""
+"""Bytes of a complex128 number, the widest dtype."""
 LARGEST = 2**38
 """Largest allowed value in a graph, in bytes. No machine holds 256 GiB, and a file of a few lines can ask for it."""
 UNSAFE_SAMPLES = "its sample inputs are more than plain tensors, and could run code; export it with tensors as inputs"
@@ -186,7 +186,7 @@ def _tensor(mapped: Mapping[str, torch.Tensor], record: str, name: str, entry: M
         # A tensor with more numbers than data is an expanded one: a file of a few bytes could ask for any memory.
         stored = "no data" if numbers == 0 else f"data for {numbers:,} numbers"
         raise ArchiveError(f"{shown(name)}: has the shape {shown(sizes)} and {stored}; save it with .contiguous()")
-    # Leaves out last bytes that are less than one number.
+    # Leaves out trailing bytes that are too few for a number.
     tensor = mapped[record][: numbers * dtype.itemsize].view(dtype)
     offset = offset + tensor.storage_offset() if count else 0
     tensor = tensor.as_strided(sizes, strides, offset)

@@ -18,7 +18,7 @@ Way = Literal["checkpoint", "programs", "factory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to build.
+    """A request to build a model.
 
     Attributes:
         sources: a checkpoint; or programs of `torch.export.save`, a .pt2 for each shape; or `my_model.py:make_model`.
@@ -38,7 +38,7 @@ class Request:
         return cls(sources=(str(path),), baseline=() if baseline is None else (str(baseline),), capacity=capacity)
 
     def check(self) -> None:
-        """Refuses, before PyTorch is loaded, paths that cannot be right.
+        """Refuses, before PyTorch is loaded, sources that cannot be right.
 
         Raises:
             CheckpointError: a path cannot be the kind of source that its name says, several paths are given where one
@@ -57,7 +57,7 @@ class Request:
             raise CheckpointError(f"{self.samples}: no such file")
 
     def models(self, buckets: Sequence[Bucket] = (), like: Model | None = None) -> tuple[Model, Model | None]:
-        """Returns the model and its dense baseline, or None if neither the request nor the factory gives a baseline.
+        """Returns the model and its dense baseline. The latter is None if neither request nor factory gives one.
 
         Args:
             buckets: shapes at which a factory's module is captured.
