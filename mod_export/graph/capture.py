@@ -44,8 +44,7 @@ class CaptureProof:
 
 
 def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]], where: str) -> CaptureProof:
-    """Proves that a module compiles as one graph without breaks and dynamic sizes, and runs other inputs without a
-    recompile.
+    """Proves that a module is one static graph: it compiles without breaks, and runs other inputs without a recompile.
 
     The backend runs graphs eagerly, because breaks and recompiles happen before any backend is called.
 
@@ -106,8 +105,8 @@ def _shapes_only(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
 def _on_the_cpu(
     module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]]
 ) -> Iterator[list[tuple[torch.Tensor, ...]]]:
-    """Replaces the tensors of a module on the meta device by fake tensors of the CPU for a while, and yields such
-    examples. A module on another device, and its examples, stay as they are.
+    """Context in which the tensors of a module on the meta device are fake tensors of the CPU; it yields examples that
+    are such tensors. A module on another device, and its examples, stay as they are.
     """
     state = {one: (dict(one._parameters), dict(one._buffers)) for one in module.modules()}
     tensors = [*module.parameters(), *module.buffers(), *(one for example in examples for one in example)]

@@ -152,8 +152,7 @@ def check_external_data(path: Path) -> None:
     links. All of them accept a regular file beside the graph that contains the bytes that the graph refers to.
 
     Raises:
-        GraphError: the file is not an ONNX graph, or a weight is stored elsewhere, in a link, or beyond the end of its
-            file.
+        GraphError: the file is no ONNX graph, or a weight is stored elsewhere, in a link, or beyond the file's end.
     """
     for tensor in _external_tensors(graph_from_file(path)):
         problem = _location_problem(path.parent, tensor)

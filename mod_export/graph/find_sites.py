@@ -49,8 +49,7 @@ class FoundSite:
         flow: what the program does with its tokens.
         order: the slice of the T sorted indices that is selected; None unless several parts of a sort are used.
         outer: the site whose selected tokens it selects from; None if it selects from the whole row.
-        table: the node that holds the positions of those tokens.
-        of_row: whether `table` holds positions in the whole row, and not in the numbering of `outer`.
+        table: the node that holds the positions of those tokens, in the row if `of_row`, else in the tokens of `outer`.
     """
 
     selection: Selection
@@ -126,7 +125,7 @@ def _go_on_alone(flow: Flow, rows: set[int]) -> bool:
 
 
 def _in_the_row(flow: Flow, order: slice | None, before: Sequence[FoundSite], known: Known) -> FoundSite:
-    """The site of a flow, with the outer site that it selects from and the node of the positions of its tokens."""
+    """Makes the site of a flow, with the outer site that it selects from and the node of its tokens' positions."""
     site = FoundSite(selection=flow.selection, flow=flow, order=order)
     if flow.is_from is None:
         return site
@@ -308,7 +307,7 @@ class _Marker:
         return self._add(one, ATEN.reshape.default, index, list(shape_of(before)))
 
     def _positions_of(self, site: FoundSite) -> fx.Node | None:
-        """The node of positions (B, T) in the whole row of the tokens that the site selects from; None for the row."""
+        """The node of the row positions (B, T) that the site selects from; None if it selects from the whole row."""
         if site.outer is None or site.table is None:
             return None
         table = self._marked.get(site.table, site.table)

@@ -104,9 +104,7 @@ def _median(x: Tensor, dim: int, keepdim: bool = False) -> Sequence[Tensor]:
     middle = (x.shape[dim] - 1) // 2 if x.dim() else 0
     if not x.dim():
         return x, torch.zeros_like(x, dtype=torch.int64)
-    return tuple(
-        tensor.narrow(dim, middle, 1) if keepdim else tensor.select(dim, middle) for tensor in (values, indices)
-    )
+    return tuple(part.narrow(dim, middle, 1) if keepdim else part.select(dim, middle) for part in (values, indices))
 
 
 def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

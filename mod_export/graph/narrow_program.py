@@ -52,7 +52,7 @@ MOST_SCORES = 256
 
 
 def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
-    """Returns a copy of a program with markers, with its products in `dtype` and the same inputs, outputs and names.
+    """Returns a copy of a program with markers whose products are in `dtype`; inputs, outputs and weight names stay.
 
     Raises:
         LimitError: a weight exceeds the range of `dtype`.

@@ -142,7 +142,7 @@ _MESSAGES = re.compile(r"\bprint\(|\bwarn(ings)?\b|\blog(ger|ging)?\.")
 _CAPTURING = (
     torch.__path__[0] + os.sep, "torch/fx/", str(Path(__file__).parents[1]) + os.sep, "<frozen", "<eval_with_key>",
 )  # fmt: skip
-"""Parts of the paths of code that captures a model and does not belong to it."""
+"""Path prefixes of code that captures a model and does not belong to it."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 _INTEGER = re.compile(r"\b(int|round|floor|ceil)\(")
@@ -265,10 +265,9 @@ def _own_error(module: torch.nn.Module, example: Sequence[torch.Tensor]) -> Exce
 
 
 def _line_of(lines: Sequence[_Line], packages: Collection[str]) -> _Line | None:
-    """The innermost line of the model's own code; if there is none, the innermost line of any package.
-
-    The model's own code is not installed, or is in one of `packages`, which define the model's classes; packages that
-    these call, such as einops, do not count. `lines` begin with the outermost one.
+    """The innermost line of the model's own code, or else of any package; `lines` begin with the outermost one. The
+    model's own code is not installed, or is in one of `packages`, which define the model's classes. Packages that these
+    call, such as einops, do not count.
     """
     foreign = [line for line in lines if _is_foreign(line.file)]
     own_lines = [line for line in foreign if _package_of(line.file) in {None, *packages}]
@@ -300,7 +299,7 @@ def _package_of(file: str) -> str | None:
 def _packages_of(module: torch.nn.Module) -> set[str]:
     """The packages that define the classes of a model, except layers without weights, such as those of einops."""
     return {
-        type(layer).__module__.partition(".")[0] for layer in module.modules() if any(True for _ in layer.parameters())
+        type(part).__module__.partition(".")[0] for part in module.modules() if any(True for _ in part.parameters())
     }
 
 
@@ -387,7 +386,7 @@ def _of_number(node: fx.Node, source: str) -> Pattern:
         return _of_fraction(source)
     if "tolist(" in source:
         return LIST
-    # Other uses are range checks, which say nothing.
+    # Some of the uses are range checks, which say nothing.
     uses = list(_uses(node))
     names = {_name_of(use) for use in uses}
     if "topk" not in names and any(_name_of(use) in _SLICES or _has_slice(use) for use in uses):

@@ -34,7 +34,7 @@ IR_VERSION = 10
 
 
 def _stable_sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """aten::sort.stable, which has no ONNX function, as a TopK over the whole axis, with ties to the lower index."""
+    """Writes aten::sort.stable, which has no ONNX function, as TopK over the whole axis: ties go to the lower index."""
     # To mypy a Constant may be of any type, and Gather takes integers.
     size: Any = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))  # type: ignore[type-var]
     return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
@@ -188,7 +188,7 @@ def _optimize(model: ir.Model) -> None:
 
 
 def _in_order_of_memory(model: ir.Model) -> None:
-    """Makes constants contiguous: folding leaves views such as a transpose, but later steps read memory in order."""
+    """Makes constants contiguous, which hashing and writing need; folding leaves views such as a transpose."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             array = None if value.const_value is None else value.const_value.numpy()
@@ -263,7 +263,7 @@ def _quiet() -> Iterator[None]:
 def assert_capacity(
     model: ir.Model, bucket: Bucket, k_by_layer: Mapping[Site, int], results: Iterable[str] = ("logits",)
 ) -> None:
-    """Checks that a graph routes the captured number of tokens at each site, and has the outputs `results` beside.
+    """Checks that a graph routes the captured number of tokens at each site, and that its other outputs are `results`.
 
     Raises:
         GraphError: a routed output is missing or is not (rows, k), or the outputs are not the expected ones.

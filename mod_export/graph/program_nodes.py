@@ -158,7 +158,7 @@ def with_arguments(module: fx.GraphModule, replacements: Mapping[Any, Any]) -> f
             if node.op == "call_function":
                 node.args, node.kwargs = fx.node.map_aggregate(
                     (node.args, node.kwargs),
-                    lambda argument: replacements.get(argument, argument) if _is_constant(argument) else argument,
+                    lambda item: replacements.get(item, item) if _is_constant(item) else item,
                 )
         inner.recompile()
     return result

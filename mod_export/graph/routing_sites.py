@@ -83,10 +83,8 @@ class Marked(NamedTuple):
 
     @property
     def shows_padding(self) -> bool:
-        """Whether empty slots may hold padding positions instead of -1.
-
-        A whole block that takes the top k of a whole row ranks padding last, so this most common kind of site needs no
-        extra operation.
+        """Whether empty slots may hold padding positions instead of -1. The most common site, a whole block that takes
+        the top k of a whole row, needs no extra operation then, because it ranks padding last.
         """
         return self.rule in FOUND or (self.rule == RANK and self.positions is None and isinstance(self.sites[0], int))
 
@@ -168,10 +166,8 @@ def _routed_node(graph: fx.Graph, marker: fx.Node, marked: Marked, n: int) -> fx
 def with_graph(
     program: ExportedProgram, module: fx.GraphModule, state: Mapping[str, Tensor] | None = None
 ) -> ExportedProgram:
-    """Returns the program with the graph of `module` in place of its own.
-
-    The graph has the same inputs, and may have further outputs after the program's own. The program keeps its weights
-    unless `state` is given.
+    """Returns the program with the graph of `module`, which has the same inputs and may have more outputs. The program
+    keeps its weights unless `state` is given.
     """
     outputs: Sequence[fx.Node] = module.graph.output_node().args[0]  # type: ignore[assignment]  # As export leaves it.
     signature = program.graph_signature
@@ -223,7 +219,7 @@ class SiteRun:
         """Returns the `index` and `live` that a marker with these arguments returns in this run.
 
         A forced selection leaves out positions that the site cannot select, because they are padding or were skipped
-        earlier. To notice this, compare `selections` with `forced`.
+        earlier; in a found site, another token takes their slots. To notice this, compare `selections` with `forced`.
         """
         marked = Marked(*args)
         if marked.index.dim() == 2:
@@ -257,10 +253,7 @@ class SiteRun:
         return marked.index.clone(), marked.live.clone()
 
     def _told(self, marked: Marked, forced_BK: Tensor) -> tuple[Tensor, Tensor]:
-        """Converts forced positions to (index_BK, live_BK) among the T tokens: ascending, then the empty slots.
-
-        A found site keeps the order of the forced positions.
-        """
+        """Converts forced positions to (index_BK, live_BK) among the T tokens, ascending unless the site was found."""
         if marked.rule in FOUND:
             # An index that names no token was reported before; here it must not stop the run.
             if marked.positions is None:

@@ -64,8 +64,8 @@ class Flow:
         scores: the operations that read one number of each token, such as a gate.
         puts: the operations that put results back.
         unknown: the operations on indices that could not be followed.
-        is_from: the earlier flow whose selected tokens it selects from, and their numbers there, int64 (B, T); None if
-            it selects from the whole row.
+        is_from: the earlier flow whose selected tokens it selects from, and the numbers of its tokens there, int64
+            (B, T); None if it selects from the whole row.
         follower: follows the tokens when `tokens` is first read; None afterwards, or if there is nothing to follow.
     """
 
@@ -123,9 +123,8 @@ class Flow:
 
     @property
     def pairs(self) -> list[tuple[fx.Node, fx.Node | None]]:
-        """Each read whose results are put back, with the first operation that does so.
-
-        If no results are put back, the first read alone.
+        """Each read whose results are put back, with the first operation that does so; if there is none, the first read
+        alone.
         """
         pairs: list[tuple[fx.Node, fx.Node | None]] = []
         for read in self.reads:
@@ -156,10 +155,7 @@ class Flow:
 
 
 def flows_of(program: ExportedProgram, selections: Sequence[Selection]) -> tuple[list[Flow], Known]:
-    """Returns the flow of each selection, and the values of nodes that depend on made-up indices.
-
-    The selections must be in the order of the program.
-    """
+    """Returns the flow of each selection, in program order, and the values that depend on made-up indices."""
     made_up = {selection.indices: selection.some_indices() for selection in selections if selection.is_of_tokens}
     with unnoticed():
         return _followed(program, selections, made_up)
@@ -184,7 +180,7 @@ def _followed(
 
 
 def _outer(selection: Selection, before: Sequence[Flow]) -> tuple[Flow, Tensor] | None:
-    """The latest flow whose selected tokens have one score each here, with their numbers in that flow (B, T)."""
+    """The latest flow whose selected tokens have one score each here, and the numbers (B, T) of these tokens there."""
     for flow in reversed(before):
         if selection.scores not in flow.between:
             continue

@@ -42,12 +42,12 @@ class Selection:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """The number of tokens of a row that it selects from, T."""
         return _shape(self.scores)[self.dim]
 
     @property
     def k(self) -> int:
-        """K."""
+        """The number of selected tokens of a row, K."""
         return _shape(self.indices)[self.dim]
 
     @property
@@ -108,7 +108,7 @@ class Layout:
 
 
 def layouts(shape: Sequence[int], strides: Sequence[int], selection: Selection) -> Iterator[Layout]:
-    """Yields every way in which a tensor can hold at least T tokens for each of B rows; exactly T come first."""
+    """Yields every way in which a tensor can hold at least T tokens for each of B rows, those with exactly T first."""
     rows, tokens = selection.rows, selection.tokens
     entries: list[tuple[int, int, Tensor, bool]] = []
     for dim, size in enumerate(shape):
@@ -154,7 +154,6 @@ def tokens_at(
     places: Tensor, layout: Layout, index_BK: Tensor, tokens: int, tables: Sequence[Tensor | None]
 ) -> Tokens | None:
     """The selected tokens that elements belong to; None unless the elements are those of exactly the selected tokens.
-
     Tokens that cannot be selected, such as a class token, may be there too.
 
     Args:

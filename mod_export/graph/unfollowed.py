@@ -1,7 +1,6 @@
 """Describes the selections of a program that are not routing sites: where their indices go, and in which line.
 
-A selection that cannot be followed may still select tokens, so the report does not just say that there is nothing to
-select.
+A selection that cannot be followed may still select tokens, so saying that there is nothing to select would be wrong.
 """
 
 from __future__ import annotations

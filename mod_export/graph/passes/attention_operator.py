@@ -95,7 +95,7 @@ class _Mask(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """Query (B, H, T, E), keys (B, H, E, U), values (B, H, U, F), the mask, the scale, and the node that ends it."""
+    """Query (B, H, T, E), keys (B, H, E, U), values (B, H, U, F), the mask, the scale, and the last node."""
 
     query: ir.Value
     keys: ir.Value

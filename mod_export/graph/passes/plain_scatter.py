@@ -5,8 +5,9 @@ reading the old values, adding, and writing the sums back, which every target ca
 
 The proof that every position occurs once follows the indices back to the selections they come from. TopK gives unique
 positions in each row, and the proof can start from nothing else, because the positions themselves are only known when
-the graph runs. So every index is represented as a constant plus an unknown position, `offset + draw[slot]`. The slots
-of one draw hold different numbers in [0, span). Reshaping, slicing, concatenating and adding constants keep that form.
+the graph runs. So every index is represented as a constant plus an unknown position, `offset + draw[slot]`. A draw is
+one unknown selection, whose slots hold different numbers in [0, span). Reshaping, slicing, concatenating and adding
+constants keep that form.
 """
 
 from __future__ import annotations
@@ -87,18 +88,17 @@ def has_unique_targets(node: ir.Node) -> bool:
 
     False if that cannot be proven.
     """
-    indices = _Tracer().index(node.inputs[1])
-    if indices is None or not indices.size:
-        return indices is not None
+    index = _Tracer().index(node.inputs[1])
+    if index is None or not index.size:
+        return index is not None
     if node.op_type == "ScatterND":
-        return _distinct(indices.reshape(-1, indices.shape[-1]))
+        return _distinct(index.reshape(-1, index.shape[-1]))
     axis = node.attributes.get_int("axis", 0)
     # Along a broadcast axis every element repeats the first, so checking the first is enough.
     once = tuple(
-        slice(0, 1) if not stride and i != axis % indices.ndim else slice(None)
-        for i, stride in enumerate(indices.strides)
+        slice(0, 1) if not stride and i != axis % index.ndim else slice(None) for i, stride in enumerate(index.strides)
     )
-    return _distinct_lines(indices[once], axis)
+    return _distinct_lines(index[once], axis)
 
 
 class _Tracer:
@@ -145,7 +145,7 @@ class _Tracer:
         return self._drawn(shape, axis, offset, span)
 
     def _looked_up(self, node: ir.Node, shape: tuple[int, ...]) -> np.ndarray | None:
-        """A new draw for each line of a GatherElements that reads different elements of lines without repetition."""
+        """A new draw for each line of a GatherElements whose table and indices have no repetition in any line."""
         axis = node.attributes.get_int("axis", 0) % len(shape)
         table, index = self.index(node.inputs[0]), self.index(node.inputs[1])
         if table is None or index is None or not _distinct_lines(table, axis) or not _distinct_lines(index, axis):

@@ -47,7 +47,7 @@ TAKEN = (*VIEWS, "Gather", "Slice")
 MANY = 32
 """The fewest rows for which a product in integers is worth the rounding of its activations."""
 SMALLEST = 32
-"""The fewest columns or summed elements for which quantization is faster: a router's projection has one column."""
+"""The fewest columns or summed elements of a product that gains anything: a router's projection has one column."""
 
 
 class _Found(NamedTuple):
@@ -79,7 +79,7 @@ class QuantizeWeights:
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         quantizable = list(_quantizable(model.graph, dialect, dtype))
         tables = {product.weight: form for product, form in quantizable if form in BITS and BITS[form] == 8}
-        tables = {} if dialect.rounds_activations else tables  # Its other graphs read the table in float32.
+        tables = {} if dialect.rounds_activations else tables  # The engine's other graphs read the table as it is.
         lookups = [node for node in model.graph if _is_lookup(node) and node.inputs[0] in tables]
         rounded: dict[tuple[ir.Value, ir.Graph], _Rounded] = {}
         for products, form in _side_by_side(quantizable):

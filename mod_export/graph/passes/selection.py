@@ -173,8 +173,8 @@ def _selection(ascend: ir.Node) -> _Selection:
 def _select_by_rounds(graph: ir.Graph, node: ir.Node, dialect: Dialect) -> None:
     """Replaces a TopK by rounds that each select the next best: together they give the same values and indices.
 
-    The scores that a round selected are replaced by a number that is worse than any other. A score of minus infinity
-    counts as the lowest finite number, so that no round selects a token again.
+    The scores that a round selected are replaced by the worst number of the dtype. A float score of minus infinity
+    counts as the lowest finite number, so that no round selects its token again.
     """
     original, limit, k = node.inputs[0], dialect.topk_limit or 0, _integers(node, 1)
     shape = list(require_static_shape(original, node))
@@ -247,9 +247,8 @@ def _selected(writer: NodeWriter, selection: _Selection, tau: ir.Value) -> ir.Va
 def _ascending_positions(writer: NodeWriter, selection: _Selection, selected: ir.Value) -> ir.Value:
     """int64 (..., k): the positions of the selected tokens, in ascending order.
 
-    Every token is written to an index of its own, selected tokens by rank from 0 and the others after them. These
-    indices must be a permutation, because TensorRT does not define two writes to one index. They are a permutation for
-    all scores, NaN included.
+    Every token is written to an index of its own, selected tokens by rank from 0 and the others after them. They are a
+    permutation for all scores, NaN included: TensorRT does not define two writes to one index.
     """
     S = selection.shape[-1]
     rank = _running_count(writer, selected)
