@@ -89,8 +89,8 @@ def _claims(runs: Results) -> list[str]:
     lines = ["## The paper's claims here", "", "| claim | here |", "|---|---|"]
     lines += [f"| {claim} | {answer} |" for claim, answer in _answers(runs) if answer]
     verdicts = (
-        "A difference is the loss of the first model minus that of the second. A claim holds if it is negative on every "
-        "seed,\nand does not hold if it is negative on none."
+        "A difference is the loss of the first model minus that of the second. "
+        "A claim holds if it is negative on every seed,\nand does not hold if it is negative on none."
     )
     return [*lines, "", verdicts, ""]
 
